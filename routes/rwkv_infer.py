@@ -28,8 +28,9 @@ from routes.response.response_models import RwkvInferDone, RwkvInferHealth
 from routes.route import Handler, Route
 from rwkv_batch.calls import AddState, CheckModel, ListStates, RemoveState, StateInfo
 from rwkv_batch.decode_defaults import DecodeDefaults
-from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish
+from rwkv_batch.models_folder import as_named
 
 STRATEGIES = {
     "": "", "None": "", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8",
@@ -179,7 +180,10 @@ async def _make_way(context: Context, wish: ModelWish) -> None:
     reader = _reader(context, wish.name)
     if reader is None:
         return
-    await ask(reader, CheckModel(wish.file, wish.adapters))
+    try:
+        await ask(reader, CheckModel(wish.file, wish.adapters))
+    except ServiceError as error:
+        raise _as_asked(context.config.models_dir, wish, error.info) from None
     others = beside(context)
     if any(one.wish.name == wish.name and one.status is not ModelStatus.FAILED for one in others.table):
         try:
@@ -187,6 +191,15 @@ async def _make_way(context: Context, wish: ModelWish) -> None:
         except ServiceError as error:
             if error.info.kind is not ErrorKind.MODEL_NOT_FOUND:  # it has left by itself; the table is not told yet
                 raise
+
+
+def _as_asked(folder: str, wish: ModelWish, info: ErrorInfo) -> ServiceError:
+    """What is wrong with a model's files, by the names that the request has for them."""
+    asked = {"file": wish.file, "adapters": ", ".join(wish.adapters)}.get(info.field or "")
+    if asked is None:
+        return ServiceError.from_info(info)
+    message, given = as_named(folder, info.message), as_named(folder, asked)
+    return ServiceError(info.kind, message, field=info.field, given=given)
 
 
 def _reader(context: Context, name: str) -> Context | None:

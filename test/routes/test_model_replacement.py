@@ -37,7 +37,7 @@ class Engine:
 
     def call(self, call: CheckModel, reply: Any) -> None:
         self.checked.append(Path(call.file).name)
-        wrong = ServiceError(ErrorKind.INVALID_FIELD, "file: does not exist", field="file")
+        wrong = ServiceError(ErrorKind.INVALID_FIELD, f"file: {call.file} does not exist", field="file")
         reply("a model" if self.has_files else wrong)
 
     def update(self, engines: object) -> None: ...
@@ -96,6 +96,16 @@ def test_a_machine_by_itself_asks_its_own_engine(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
     assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
     assert (machine.own.checked, machine.other.checked) == (["new.pth"], [])
+
+
+def test_what_is_wrong_with_the_files_is_told_in_words_of_the_request(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "", small=READY)
+    machine.own.has_files = False
+    with pytest.raises(ServiceError) as refused:
+        machine.load("small")
+    info = refused.value.info
+    assert (info.message, info.field) == ("model_filename: new.pth does not exist", "model_filename")
+    assert info.given == "new.pth" and machine.told == []
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
