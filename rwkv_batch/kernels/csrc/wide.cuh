@@ -193,9 +193,28 @@ template <WideKind KIND, int SPLITS>
 __device__ __forceinline__ int wide_steps(const WideLaunch& p, const WideWork& work) {
     return p.k[work.map] / ((work.half ? 64 : 128) * (work.shared ? SPLITS : 1));
 }
+// All 256 threads of both warpgroups.
+__device__ __forceinline__ void meet_warpgroups() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// While weights stream, a way to memory and back takes a microsecond and more. So what blocks tell each other takes as few of them, one
+// after the other, as can be: one thread makes known what all have stored, and counters are put back when results are out.
+__device__ __forceinline__ void add_behind_stores(int* at) {
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+}
+__device__ __forceinline__ void wait_for_number(const int* at, int wanted) {
+    int found;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
+    } while (found < wanted);
+}
+// One thread of each block that has seen a number: the last of `count` puts both counters back.
+__device__ __forceinline__ void put_back(int* counters, int count) {
+    if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
+}
+
 // The sums of a tile's splits, exchanged through memory: each block ends with a share of the chunks of 8 rows, in sums[0 ..],
 // the splits added in their order; the last share may be smaller, and what is behind it then means nothing. All blocks of the
-// launch run at once (the caller sees to it), so waiting is safe.
+// launch run at once (the caller sees to it), so waiting is safe. The counters stay as they are until put_back_splits.
 template <int ROWS, int SPLITS>
 constexpr int SHARE_CHUNKS = (ROWS / 8 + SPLITS - 1) / SPLITS;
 
@@ -212,16 +231,12 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
         __stcg(partial + (my_split * CHUNKS + j) * 256,
                make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
     }
-    __threadfence();
-    asm volatile("bar.sync 1, 256;" ::: "memory");
+    meet_warpgroups();
     if (thread == 0) {
-        int* const arrived = p.counters + 2 * tile;
-        atomicAdd(arrived, 1);
-        while (*static_cast<volatile int*>(arrived) < SPLITS) {}
-        __threadfence();
-        if (atomicAdd(arrived + 1, 1) == SPLITS - 1) arrived[0] = arrived[1] = 0;  // the last to see them all
+        add_behind_stores(p.counters + 2 * tile);
+        wait_for_number(p.counters + 2 * tile, SPLITS);
     }
-    asm volatile("bar.sync 1, 256;" ::: "memory");
+    meet_warpgroups();
 #pragma unroll
     for (int first = 0; first < MINE; first += BATCH) {
         float4 parts[SPLITS][BATCH];
@@ -250,27 +265,23 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
     }
 }
 
+template <int SPLITS>
+__device__ __forceinline__ void put_back_splits(const WideLaunch& p, int tile) {
+    if (threadIdx.x == 128) put_back(p.counters + 2 * tile, SPLITS);
+}
+
 // Work whose inputs are results of this launch waits until all of them are written. All that make them have a processor
 // each from the start on (the caller sees to it). `counters`: shares that are done, blocks that have seen it; zero between launches.
-__device__ __forceinline__ void wait_for_count(const int* at, int wanted) {
-    while (*static_cast<const volatile int*>(at) < wanted) {}
-}
 __device__ __forceinline__ int* late_counters(const WideLaunch& p) { return p.counters + 2 * wide_shared_tiles(p); }
-// `waiting`: so many blocks do.
-template <int SPLITS>
-__device__ __forceinline__ void wait_for_early(const WideLaunch& p, int waiting) {
-    int* const counters = late_counters(p);
-    wait_for_count(counters, wide_shared_tiles(p) * SPLITS);
-    __threadfence();
-    if (atomicAdd(counters + 1, 1) == waiting - 1) counters[0] = counters[1] = 0;  // the last to see it
-    hopper::publish_to_copies();
-}
 // All threads of a share's warpgroups, behind its stores.
 __device__ __forceinline__ void tell_early_is_done(const WideLaunch& p) {
+    meet_warpgroups();
+    if (threadIdx.x == 128) add_behind_stores(late_counters(p));
+}
+template <int SPLITS>
+__device__ __forceinline__ void wait_for_early(const WideLaunch& p) {
+    wait_for_number(late_counters(p), wide_shared_tiles(p) * SPLITS);
     hopper::publish_to_copies();
-    __threadfence();
-    asm volatile("bar.sync 1, 256;" ::: "memory");
-    if (threadIdx.x == 128) atomicAdd(late_counters(p), 1);
 }
 
 // Blocks that share a tile's k lie beside each other; of mixed maps, the halves' numbers say which share is whose.
@@ -338,11 +349,11 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     using Tile = WideTile<ROWS>;
     const uint32_t to = block.ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
-    bool has_waited = false;
+    int waiting = 0;  // blocks that wait for maps of halves, once this one has
     wait_for_inputs();
     for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
-        if (IS_MIXED<KIND> && work.late && !has_waited) wait_for_early<SPLITS>(p, turn.waiting), has_waited = true;
+        if (IS_MIXED<KIND> && work.late && waiting == 0) wait_for_early<SPLITS>(p), waiting = turn.waiting;
         const CUtensorMap* map = &p.inputs[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
         for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
@@ -354,6 +365,7 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
             slot.advance();
         }
     }
+    if (waiting > 0) put_back(late_counters(p), waiting);
 }
 
 // 64 outputs of a tile of rows more, by codes [k, n] in shared memory at `tile` and x at `input`: half of them are turned while the
@@ -533,6 +545,10 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
             if (work.shared) {
                 finish(std::integral_constant<int, SPLITS>());
                 if (IS_MIXED<KIND> && p.early < p.count) tell_early_is_done(p);
+                if constexpr (SPLITS > 1) {
+                    const bool has_exchanged = !(HAS_PARTS<KIND> && ALL_CODES<KIND>) || !p.to_shares;
+                    if (has_exchanged) put_back_splits<SPLITS>(p, work.exchange);
+                }
             } else {
                 finish(std::integral_constant<int, 1>());
             }

@@ -214,6 +214,7 @@ __global__ void __launch_bounds__(384, 1) wide_codes_kernel(const __grid_constan
             if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p.wide, tile, block.my_split);
             const int output = at.output + warp * 16;
             if (output < p.wide.n[at.map]) write_codes<Kind, CHUNKS>(sums, p, at.map, output, block.my_split * CHUNKS * 8, mine, lane);
+            if constexpr (SPLITS > 1) put_back_splits<SPLITS>(p.wide, tile);
         }
     }
 #endif

@@ -87,68 +87,9 @@ HOPPER_INTEGER_REGISTER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_R
 
 }  // namespace hopper
 
-// All 256 threads of both warpgroups.
-__device__ __forceinline__ void meet_warpgroups() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-
 __device__ __forceinline__ float4 shared_float4(uint32_t at) {
     const uint4 v = shared_u128(at);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-}
-
-// While weights stream, a way to memory and back takes a microsecond and more. So what blocks tell each other takes as few of them, one
-// after the other, as can be: one thread makes known what all have stored, and counters are put back when results are out.
-__device__ __forceinline__ void add_behind_stores(int* at) {
-    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
-}
-__device__ __forceinline__ void wait_for_number(const int* at, int wanted) {
-    int found;
-    do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
-    } while (found < wanted);
-}
-// One thread of each block that has seen a number: the last of `count` puts both counters back.
-__device__ __forceinline__ void put_back(int* counters, int count) {
-    if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
-}
-
-// As add_splits (wide.cuh), but for the counters, which put_back_splits clears.
-template <int ROWS, int SPLITS>
-__device__ __forceinline__ void exchange_splits(float (&sums)[ROWS / 2], const WideLaunch& p, int tile, int my_split) {
-    constexpr int CHUNKS = ROWS / 8, MINE = SHARE_CHUNKS<ROWS, SPLITS>;
-    static_assert(CHUNKS % MINE == 0);
-    const int thread = threadIdx.x - 128;
-    float4* const partial = p.partial + static_cast<int64_t>(tile) * SPLITS * CHUNKS * 256 + thread;
-#pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) {
-        if (j / MINE == my_split) continue;
-        __stcg(partial + (my_split * CHUNKS + j) * 256, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-    }
-    meet_warpgroups();
-    if (thread == 0) {
-        add_behind_stores(p.counters + 2 * tile);
-        wait_for_number(p.counters + 2 * tile, SPLITS);
-    }
-    meet_warpgroups();
-#pragma unroll
-    for (int c = 0; c < MINE; ++c) {
-        float4 parts[SPLITS];
-#pragma unroll
-        for (int s = 0; s < SPLITS; ++s) {
-            const int j = 4 * (s * MINE + c);
-            parts[s] = s == my_split ? make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3])
-                                     : __ldcg(partial + (s * CHUNKS + my_split * MINE + c) * 256);
-        }
-#pragma unroll
-        for (int s = 1; s < SPLITS; ++s) {
-            parts[0].x += parts[s].x, parts[0].y += parts[s].y, parts[0].z += parts[s].z, parts[0].w += parts[s].w;
-        }
-        const int j = 4 * c;  // of split 0: its own, or written out above
-        sums[j] = parts[0].x, sums[j + 1] = parts[0].y, sums[j + 2] = parts[0].z, sums[j + 3] = parts[0].w;
-    }
-}
-template <int SPLITS>
-__device__ __forceinline__ void put_back_splits(const WideLaunch& p, int tile) {
-    if (threadIdx.x == 128) put_back(p.counters + 2 * tile, SPLITS);
 }
 
 // One lane: W's tiles and scales of all of this block's work into the ring.
@@ -191,8 +132,7 @@ __device__ __forceinline__ void fetch_row_bytes(const Int8Launch& p, const Block
         const WideWork work = wide_work<KIND, SPLITS>(p.wide, turn.number, block.my_split);
         if (IS_MIXED<KIND> && work.late && waiting == 0) {
             waiting = turn.waiting;
-            wait_for_number(late_counters(p.wide), wide_shared_tiles(p.wide) * SPLITS);
-            publish_to_copies();
+            wait_for_early<SPLITS>(p.wide);
         }
         const CUtensorMap* map = &p.wide.inputs[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p.wide, work);
@@ -469,7 +409,7 @@ __global__ void __launch_bounds__(IS_LEAN_INT8<ROWS> ? 640 : 384, 1) wide_int8_k
                         return;
                     }
                 }
-                if constexpr (splits.value > 1) exchange_splits<ROWS, splits.value>(sums, p.wide, work.exchange, work.split);
+                if constexpr (splits.value > 1) add_splits<ROWS, splits.value>(sums, p.wide, work.exchange, work.split);
                 if (first_output >= n) return;  // the map's last tile may be narrower, but for results in bytes
                 WideOut out = {p.wide.y[work.map] + first_output, nullptr, n, work.split * CHUNKS * 8, p.wide.rows, nullptr, nullptr};
                 activate_sums<4 * CHUNKS>(sums, p.wide.activation[work.map]);
@@ -485,10 +425,7 @@ __global__ void __launch_bounds__(IS_LEAN_INT8<ROWS> ? 640 : 384, 1) wide_int8_k
             };
             if (work.shared) {
                 finish(std::integral_constant<int, SPLITS>());
-                if (IS_MIXED<KIND> && p.wide.early < p.wide.count) {
-                    meet_warpgroups();
-                    if (threadIdx.x == 128) add_behind_stores(late_counters(p.wide));
-                }
+                if (IS_MIXED<KIND> && p.wide.early < p.wide.count) tell_early_is_done(p.wide);
                 if constexpr (SPLITS > 1) {
                     if (!p.to_shares) put_back_splits<SPLITS>(p.wide, work.exchange);
                 }
