@@ -38,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ".safetensors"
 _MIXTURE = ".mixture.json"
-_DEFAULTS = "decode_defaults"
-"""Key in a kept state's metadata."""
+_FILE, _DEFAULTS = "file", "decode_defaults"
+"""Keys in a kept state's metadata."""
+_SENT = "sent"
+"""What a state was read from that had no file's name."""
 
 
 class _KeptMixture(msgspec.Struct):
@@ -65,7 +67,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         for entry in self._config.states:
             name, _, file = entry.partition("=")
             try:
-                self._load_at_start(name, Path(file), is_kept=False)
+                self._enter(name, *self._read(Path(file), AUTO), file, False, DecodeDefaults())
             except (FileError, PoolError) as error:
                 raise StartupError(f"--state {entry}: {error}") from error
         kept = sorted(self._folder.glob(f"*{_KEPT}")) if self._folder is not None else []
@@ -78,10 +80,12 @@ class StateLibrary(FileLibrary[StateInfo]):
                 logger.warning("--state %s stands in for the state of that name that was kept in %s", path.stem, path)
                 continue
             try:
-                self._load_at_start(path.stem, path, is_kept=True)
+                self._open_kept(path)
             except (FileError, PoolError) as error:
-                logger.error("the tuned state %s that was kept cannot be used: %s", path.stem, error)
-                self._infos[path.stem] = StateInfo(name=path.stem, file=str(path), is_kept=True, error=str(error))
+                logger.error("the tuned state %s that was kept in %s cannot be used: %s", path.stem, path, error)
+                self._infos[path.stem] = StateInfo(
+                    name=path.stem, file=_kept_from(path), is_kept=True, error=str(error)
+                )
 
     def _open_mixtures(self) -> None:
         """Those that were kept; members that are not there are named when somebody asks for them."""
@@ -94,11 +98,15 @@ class StateLibrary(FileLibrary[StateInfo]):
                 self._infos[name] = StateInfo(name=name, mixture=kept.members, defaults=kept.defaults, is_kept=True)
             except (OSError, msgspec.MsgspecError) as error:
                 logger.error("the mixture %s that was kept cannot be used: %s", name, error)
-                self._infos[name] = StateInfo(name=name, file=str(path), is_kept=True, error=str(error))
+                self._infos[name] = StateInfo(
+                    name=name, file=path.name, is_kept=True, error=str(error).replace(str(path), path.name)
+                )
 
-    def _load_at_start(self, name: str, path: Path, is_kept: bool) -> None:
-        state, host = self._read(path, AUTO)
-        self._enter(name, state, host, str(path), is_kept, _kept_defaults(path) if is_kept else DecodeDefaults())
+    def _open_kept(self, path: Path) -> None:
+        """Raises FileError, which names the file without its folder; PoolError."""
+        with named_as_asked(path, path.name):
+            state, host = self._read(path, AUTO)
+            self._enter(path.stem, state, host, _kept_from(path), True, _kept_defaults(path))
 
     def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
         """Any thread. Raises FileError."""
@@ -200,13 +208,13 @@ class StateLibrary(FileLibrary[StateInfo]):
             stack.enter_context(named_as_asked(source, call.file))
             state, host = self._read(source, call.orientation)
         if half is not None:
-            _write(half, state, {"file": call.file, _DEFAULTS: msgspec.json.encode(call.defaults).decode()})
+            _write(half, state, {_FILE: call.file, _DEFAULTS: msgspec.json.encode(call.defaults).decode()})
         return state, host
 
     def _finish(self, call: AddState, half: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
         """Engine thread: the state is read and written; from here on it is there. Raises PoolError, OSError."""
         try:
-            info = self._enter(call.name, state, host, call.file or "sent", half is not None, call.defaults)
+            info = self._enter(call.name, state, host, call.file or _SENT, half is not None, call.defaults)
             if half is not None:
                 self._keep(half, call.name)
         finally:
@@ -247,6 +255,11 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
         file.write(content)
         file.flush()
         yield Path(file.name)
+
+
+def _kept_from(path: Path) -> str:
+    """What a kept state was read from, as it was told when it was loaded."""
+    return metadata_of(path).get(_FILE) or _SENT
 
 
 def _kept_defaults(path: Path) -> DecodeDefaults:

@@ -287,13 +287,14 @@ def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp
         text = run(engine, ask("go", state="sent", ignore_eos=True)).texts[0]
     (tmp_path / "s.db.states" / ".half.safetensors").write_bytes(b"half")
     with engine_with_states(model, db, states=()) as engine:
-        assert [info.name for info in call(engine, "state_list")] == ["sent"]
+        assert [(info.name, info.file) for info in call(engine, "state_list")] == [("sent", "sent")]
         assert run(engine, ask("go", state="sent", ignore_eos=True)).texts[0] == text
     assert [path.name for path in (tmp_path / "s.db.states").iterdir()] == ["sent.safetensors"]
     other = write_random_model(tmp_path / "other.pth", layers=2, width=128)
     with started_engine(other, PoolConfig(state_db=db)) as engine:
         (kept,) = call(engine, "state_list")
-        assert "the model has 2" in kept.error and kept.name == "sent"
+        assert "the model has 2" in kept.error and (kept.name, kept.file) == ("sent", "sent")
+        assert "sent.safetensors" in kept.error and str(tmp_path) not in kept.error
         call(engine, "state_remove", name="sent")
         assert call(engine, "state_list") == [] and list((tmp_path / "s.db.states").iterdir()) == []
 
