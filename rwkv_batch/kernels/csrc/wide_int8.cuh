@@ -150,24 +150,18 @@ __device__ __forceinline__ void fetch_row_bytes(const Int8Launch& p, const Block
     if (waiting > 0) put_back(late_counters(p.wide), waiting);
 }
 
-// Products of a stage of 128 inputs, those of each group of them apart, put on their way: of codes in shared memory,
-template <int ROWS, int GROUPS>
-__device__ __forceinline__ void begin_stage(int (&numbers)[GROUPS][ROWS], uint32_t weight, uint32_t input) {
+// Products of a stage of 128 inputs, or of the half of them that has a scale, put on their way: of codes in shared memory,
+template <int ROWS, int STEPS>
+__device__ __forceinline__ void begin_group(int (&numbers)[ROWS], uint32_t weight, uint32_t input) {
     using namespace hopper;
-    constexpr int STEPS = 4 / GROUPS;  // of 32 inputs
+    begin_products();
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        begin_products();
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-            multiply_bytes<2 * ROWS>(numbers[group], weight + (group * STEPS + j) * 2, input + (group * STEPS + j) * 2, j > 0);
-        }
-        commit_products();
-    }
+    for (int j = 0; j < STEPS; ++j) multiply_bytes<2 * ROWS>(numbers, weight + j * 2, input + j * 2, j > 0);
+    commit_products();
 }
 // or of codes [k, n] there, which are turned in registers: the second half of them while the first is multiplied.
 template <int ROWS>
-__device__ __forceinline__ void begin_turned_stage(int (&numbers)[1][ROWS], const TurnedCodes& codes, uint32_t tile, uint32_t input) {
+__device__ __forceinline__ void begin_turned_stage(int (&numbers)[ROWS], const TurnedCodes& codes, uint32_t tile, uint32_t input) {
     using namespace hopper;
     constexpr int STEPS = 4, TOGETHER = 2;
     uint32_t a[STEPS][4];
@@ -177,7 +171,7 @@ __device__ __forceinline__ void begin_turned_stage(int (&numbers)[1][ROWS], cons
         for (int j = first; j < first + TOGETHER; ++j) codes.read(a[j], tile, j);
         begin_products();
 #pragma unroll
-        for (int j = first; j < first + TOGETHER; ++j) multiply_bytes<2 * ROWS>(numbers[0], a[j], input + j * 2, j > 0);
+        for (int j = first; j < first + TOGETHER; ++j) multiply_bytes<2 * ROWS>(numbers, a[j], input + j * 2, j > 0);
         commit_products();
     }
 }
@@ -201,39 +195,66 @@ __device__ __forceinline__ uint32_t load_output_scales(float (&of_output)[2], ui
     return loaded;
 }
 
-// 64 outputs of ROWS rows more, by 128 inputs in shared memory, whose products `begin` puts on their way; scales of a lane's two rows
-// and two outputs are at these places. Its place is given back (`empty`) before they are scaled.
-template <int ROWS, int GROUPS, bool TURNED, typename Begin>
-__device__ __forceinline__ void add_step(
-    float (&sums)[ROWS / 2], const Begin& begin, uint32_t of_rows, int pitch, uint32_t of_outputs, uint32_t empty, int lane) {
+// Where a lane finds what it reads of the ring's first place; of tiles the low words of their descriptors.
+struct Int8Places {
+    uint32_t weights, inputs;
+    uint32_t of_rows, of_outputs;  // scales of a lane's two rows and two outputs
+    uint32_t full;                 // barriers
+};
+
+// 64 outputs of ROWS rows more, by COUNT stages of 128 inputs: what has a scale, a stage or one of its two GROUPS, is multiplied while the
+// one before is scaled. Two at most: with more, or under way from one call to the next, what the compiler adds costs more than waiting.
+// A place of the ring is given back before its stage is scaled.
+template <int ROWS, int GROUPS, int COUNT, bool TURNED, typename Tile>
+__device__ __forceinline__ void add_stages(
+    float (&sums)[ROWS / 2], const Int8Places& at, RingSlot<Tile::STAGES>& slot, const TurnedCodes& codes, uint32_t ring, int pitch, int lane) {
     using namespace hopper;
-    float of_output[2];
-    uint32_t loaded = load_output_scales<TURNED>(of_output, of_outputs);
-    int numbers[GROUPS][ROWS];  // all products are on their way before the first are waited for
-    begin(numbers);
+    constexpr int PARTS = COUNT * GROUPS, STEPS = 4 / GROUPS;
+    static_assert(PARTS <= 2 && (PARTS == 1 || !TURNED));
+    int numbers[PARTS][ROWS];
+    float of_output[COUNT][2];
+    uint32_t place[COUNT], loaded[COUNT];
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
+    for (int part = 0; part < PARTS; ++part) {
+        const int stage = part / GROUPS, group = part % GROUPS;
+        if (group == 0) {
+            place[stage] = slot.stage;
+            wait_barrier(at.full + 8 * slot.stage, slot.parity);
+            loaded[stage] = load_output_scales<TURNED>(of_output[stage], at.of_outputs + slot.stage * Tile::BYTES);
+            slot.advance();
+        }
+        const uint32_t input = at.inputs + place[stage] * (Tile::BYTES >> 4) + group * STEPS * 2;
+        if constexpr (TURNED) {
+            begin_turned_stage<ROWS>(numbers[part], codes, ring + place[stage] * Tile::BYTES, input);
+        } else {
+            begin_group<ROWS, STEPS>(numbers[part], at.weights + place[stage] * (Tile::BYTES >> 4) + group * STEPS * 2, input);
+        }
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        const int stage = part / GROUPS, group = part % GROUPS;
+        int (&mine)[ROWS] = numbers[part];
         float4 of_row[ROWS / 8];  // scale and what 128 adds, of two rows
 #pragma unroll
         for (int c = 0; c < ROWS / 8; ++c) {
-            of_row[c] = shared_float4(of_rows + (group * pitch + 8 * c) * 8);
-            loaded |= __float_as_uint(of_row[c].x);
+            of_row[c] = shared_float4(at.of_rows + place[stage] * Tile::BYTES + (group * pitch + 8 * c) * 8);
+            loaded[stage] |= __float_as_uint(of_row[c].x);
         }
-        if (group + 1 < GROUPS) {
+        if (part + 1 < PARTS) {
             wait_products<1>();
         } else {
             wait_products<0>();
-            release_loaded_place(empty, lane, loaded);
         }
 #pragma unroll
-        for (int j = 0; j < ROWS; ++j) asm volatile("" : "+r"(numbers[group][j])::"memory");
+        for (int j = 0; j < ROWS; ++j) asm volatile("" : "+r"(mine[j])::"memory");
+        if (group + 1 == GROUPS) release_loaded_place(at.full + 8 * (Tile::STAGES + place[stage]), lane, loaded[stage]);
 #pragma unroll
         for (int c = 0; c < ROWS / 8; ++c) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float number = static_cast<float>(256 * numbers[group][4 * c + j] + numbers[group][ROWS / 2 + 4 * c + j]);
+                const float number = static_cast<float>(256 * mine[4 * c + j] + mine[ROWS / 2 + 4 * c + j]);
                 const float value = j % 2 ? fmaf(number, of_row[c].z, of_row[c].w) : fmaf(number, of_row[c].x, of_row[c].y);
-                sums[4 * c + j] = fmaf(value, of_output[j / 2], sums[4 * c + j]);
+                sums[4 * c + j] = fmaf(value, of_output[stage][j / 2], sums[4 * c + j]);
             }
         }
     }
@@ -336,15 +357,13 @@ __global__ void __launch_bounds__(IS_LEAN_INT8<ROWS> ? 640 : 384, 1) wide_int8_k
         uint32_t told_room = 0;
         const uint32_t mine = block.staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
         const uint32_t told = block.full + 512;
-        // Of the places of the first stage, kept in registers: nvcc makes them anew in every stage otherwise. Low words of descriptors.
-        uint32_t weights_at = static_cast<uint32_t>(describe_tile(block.ring + half * (64 * TILE_BYTES)));
-        uint32_t inputs_at = static_cast<uint32_t>(describe_tile(block.ring + Tile::WEIGHT_BYTES));
-        uint32_t of_rows_at = block.ring + Tile::SCALES_AT + 16 * t;
-        uint32_t of_outputs_at = block.ring + Tile::WEIGHT_SCALES_AT + (half * 64 + warp * 16 + output_of_lane<TURNED>(lane, 0)) * 2;
-        uint32_t full_at = block.full;
+        // Kept in registers: nvcc makes them anew in every stage otherwise.
+        Int8Places at = {static_cast<uint32_t>(describe_tile(block.ring + half * (64 * TILE_BYTES))),
+                         static_cast<uint32_t>(describe_tile(block.ring + Tile::WEIGHT_BYTES)), block.ring + Tile::SCALES_AT + 16 * t,
+                         block.ring + Tile::WEIGHT_SCALES_AT + (half * 64 + warp * 16 + output_of_lane<TURNED>(lane, 0)) * 2, block.full};
         TurnedCodes codes(half * 4 + warp, lane);
         if (TURNED) codes.keep();
-        asm volatile("" : "+r"(weights_at), "+r"(inputs_at), "+r"(of_rows_at), "+r"(of_outputs_at), "+r"(full_at));
+        asm volatile("" : "+r"(at.weights), "+r"(at.inputs), "+r"(at.of_rows), "+r"(at.of_outputs), "+r"(at.full));
         RingSlot<STAGES> slot(0);
         const auto settle = [&] {
 #pragma unroll
@@ -359,39 +378,36 @@ __global__ void __launch_bounds__(IS_LEAN_INT8<ROWS> ? 640 : 384, 1) wide_int8_k
                 uint32_t before = 0;  // of the place whose products may still run
                 settle();
                 for (; i > 0; --i) {
-                    wait_barrier(full_at + 8 * slot.stage, slot.parity);
-                    const uint32_t weight = weights_at + slot.stage * (Tile::BYTES >> 4), input = inputs_at + slot.stage * (Tile::BYTES >> 4);
+                    wait_barrier(at.full + 8 * slot.stage, slot.parity);
+                    const uint32_t weight = at.weights + slot.stage * (Tile::BYTES >> 4), input = at.inputs + slot.stage * (Tile::BYTES >> 4);
                     begin_products();
 #pragma unroll
                     for (int j = 0; j < 4; ++j) multiply<ROWS, false>(sums, describe_tile(0) | (weight + j * 2), describe_tile(0) | (input + j * 2), 1);
                     commit_products();
                     wait_products<1>();
                     if (before != 0) release_place(before, lane);
-                    before = full_at + 8 * (STAGES + slot.stage);
+                    before = at.full + 8 * (STAGES + slot.stage);
                     slot.advance();
                 }
                 wait_products<0>();
                 settle();
                 release_place(before, lane);
             }
-            for (; i > 0; --i) {
-                wait_barrier(full_at + 8 * slot.stage, slot.parity);
-                const uint32_t weight = weights_at + slot.stage * (Tile::BYTES >> 4), input = inputs_at + slot.stage * (Tile::BYTES >> 4);
-                const uint32_t empty = full_at + 8 * (STAGES + slot.stage);
-                const uint32_t of_rows = of_rows_at + slot.stage * Tile::BYTES, of_outputs = of_outputs_at + slot.stage * Tile::BYTES;
-                const auto begin = [&](auto& numbers) {
-                    if constexpr (TURNED) {
-                        begin_turned_stage(numbers, codes, block.ring + slot.stage * Tile::BYTES, input);
-                    } else {
-                        begin_stage(numbers, weight, input);
-                    }
-                };
-                if (TURNED || p.groups == 1) {
-                    add_step<ROWS, 1, TURNED>(sums, begin, of_rows, p.pitch, of_outputs, empty, lane);
-                } else if constexpr (!TURNED) {
-                    add_step<ROWS, 2, TURNED>(sums, begin, of_rows, p.pitch, of_outputs, empty, lane);
+            const auto add = [&](auto groups, auto count) {
+#pragma unroll 1
+                for (; i >= count.value; i -= count.value) {
+                    add_stages<ROWS, groups.value, count.value, TURNED, Tile>(sums, at, slot, codes, block.ring, p.pitch, lane);
                 }
-                slot.advance();
+            };
+            constexpr std::integral_constant<int, 1> ONE;
+            constexpr std::integral_constant<int, 2> TWO;
+            if constexpr (TURNED) {
+                add(ONE, ONE);
+            } else if (p.groups == 1) {
+                add(ONE, TWO);
+                add(ONE, ONE);
+            } else {
+                add(TWO, ONE);
             }
             // A share's sums added to the others', scaled, activated and written.
             const auto finish = [&](auto splits) {
