@@ -494,8 +494,10 @@ inline bool describe_int8(Int8Launch& p, const WideInt8Args& args) {
         p.wide.parts[i] = m.y_scales == nullptr ? nullptr : static_cast<uint8_t*>(m.y);
         const bool described = half ? describe_rows(&p.wide.inputs[i], m.x, HALVES, args.rows, m.k, args.tile_rows)
                                     : describe(&p.wide.inputs[i], m.x, BYTES, args.rows, m.k, 2 * m.k, 2, args.tile_rows, 2, TILE_BYTES, m.k);
+        // The L2 cache brings in what a stage wants, not the next one's too, which are the first to leave it again.
         const bool weights = args.turned ? describe_turned(&p.wide.weights[i], m.weight, m.n, m.k)
-                                         : describe_rows(&p.wide.weights[i], m.weight, half ? HALVES : BYTES, m.n, m.k, OUTPUTS);
+                                         : describe(&p.wide.weights[i], m.weight, half ? HALVES : BYTES, m.n, m.k, m.k, 1, OUTPUTS, 1, TILE_BYTES,
+                                                    TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
         if (!described || !weights) return false;
         p.weight_scales[i] = static_cast<const __half*>(m.weight_scales);
         p.input_scales[i] = static_cast<const float2*>(m.input_scales);
