@@ -22,6 +22,7 @@ BODIES = {
     "wait_for_count": "while (*at < wanted) emulation::yield();",
     "wait_for_number": "while (*at < wanted) emulation::yield();",
     "add_behind_stores": "++*at;",
+    "wait_for_turn": "",
     "publish_to_copies": "",
     "meet_warpgroups": "emulation::meet_warpgroups();",
     "expect_bytes": "emulation::arrive(barrier, bytes);",
