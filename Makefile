@@ -48,6 +48,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "error: $(PYTHON) is not Python 3.11..3.13; set PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q 'pip>=23.3'  # an older one compares tags of wheels for a minute
 
 $(VENV)/.installed: requirements.txt | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
