@@ -7,6 +7,7 @@ import os
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 from state_pool.config import PoolConfig
 from state_pool.disk.migrations import migrate
@@ -147,13 +148,45 @@ class SqliteStore:
             self._lock.release()
 
 
+class WritingConnection(sqlite3.Connection):
+    """A connection that writes only while its file stands where it was opened.
+
+    With a write-ahead log SQLite goes on writing to a file that has no name any more, and what is told as stored is
+    lost with the process.
+    """
+
+    def __init__(self, path: str, *args: Any, **settings: Any) -> None:
+        """As sqlite3's."""
+        super().__init__(path, *args, **settings)
+        self._path = path
+        self._opened: tuple[int, int] | None = None
+
+    def execute(self, statement: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        """As sqlite3's; raises sqlite3.OperationalError where a transaction begins and the file has gone."""
+        if statement == "BEGIN IMMEDIATE":
+            found = _identity(self._path)
+            self._opened = self._opened or found  # SQLite makes a new one with its first statement
+            if found != self._opened:
+                raise sqlite3.OperationalError("attempt to write a readonly database: its file has been moved")
+        return super().execute(statement, parameters)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells a file from another in its place; None: there is none."""
+    try:
+        found = Path(path).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
     """The one connection that writes, with the schema up to date.
 
     Raises DatabaseUnusable, naming the file, what is wrong and what to do.
     """
     _check_file(path)
-    connection = _connect(path)
+    connection = _connect(path, WritingConnection)
     try:
         connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         _expect(connection, "PRAGMA journal_mode=WAL", "wal", path)
@@ -179,9 +212,11 @@ def wait_briefly(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA busy_timeout=0")
 
 
-def _connect(path: str) -> sqlite3.Connection:
+def _connect(path: str, factory: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
     try:
-        return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+        return sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, factory=factory
+        )
     except sqlite3.Error as error:
         raise explain(error, path) from error
 

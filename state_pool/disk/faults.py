@@ -29,6 +29,8 @@ def in_words(error: Exception) -> str:
         return f"the server of the session database does not answer ({text}); start it, or see to the network"
     if "full" in text:
         return f"no space is left for the session database ({text}); make room on its disk"
+    if "moved" in text:
+        return "the session database's file has been moved or removed; put it back, or restart the service"
     if "readonly" in text:
         return f"the session database is read-only ({text}); make it writable again"
     if "locked" in text or "busy" in text:

@@ -21,6 +21,7 @@ from state_pool.disk.database import ProcessLock
 from state_pool.disk.migrations import SCHEMA_VERSION
 from state_pool.disk.operations import Append, Checkpoint, SessionRow
 from state_pool.disk.recover import salvage
+from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import append_turn
 from state_pool.disk.store import Store
 from state_pool.errors import DatabaseUnusable, PoolFull, SessionNotFound, SessionUnusable, TurnNotStored
@@ -277,10 +278,18 @@ def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
         assert "is not writable" in done.stderr or "read" in done.stderr
 
 
+def file_of(connection: Connection) -> Path:
+    """A database's file."""
+    return Path(connection.execute("PRAGMA database_list").fetchone()[2])
+
+
 def break_disk(driver: Driver, how: str) -> None:
-    """Make every write fail, without needing rights: too few pages, or a connection that may not write."""
+    """Make every write fail, without needing rights: too few pages, a connection that may not write, no file."""
     connection = store_of(driver).writer._connection
-    if how == "full":
+    if how == "moved":
+        path = file_of(connection)
+        path.rename(path.with_suffix(".away"))
+    elif how == "full":
         connection.execute("PRAGMA max_page_count = 1")
     else:
         connection.execute("PRAGMA query_only = ON")
@@ -291,10 +300,16 @@ def mend_disk(driver: Driver) -> None:
     connection = store_of(driver).writer._connection
     connection.execute("PRAGMA max_page_count = 1000000")
     connection.execute("PRAGMA query_only = OFF")
+    path = file_of(connection)
+    if path.with_suffix(".away").exists():
+        path.with_suffix(".away").rename(path)
 
 
 @MODES
-@pytest.mark.parametrize(("how", "words"), [("full", "no space is left"), ("read-only", "is read-only")])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("full", "no space is left"), ("read-only", "is read-only"), ("moved", "has been moved or removed")],
+)
 def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     tmp_path: Path, durability: str, how: str, words: str
 ) -> None:
@@ -311,7 +326,8 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
         driver.turn("unborn", big)
     assert words in driver.pool.stats()["degraded"]
     assert np.array_equal(driver.state("a"), state_of([ord("a"), 1], WORDS)), "the session is what it was"
-    assert driver.list_sessions().total == 2
+    if how != "moved":  # then it is not read either
+        assert driver.list_sessions().total == 2
     mend_disk(driver)
     driver.turn("a", [2, 3])
     assert driver.pool.stats()["degraded"] is None
