@@ -155,10 +155,10 @@ class Faults:
             raise RuntimeError("out of memory in a thread")
 
 
-def connection_class(tasks: Tasks, faults: Faults) -> type[sqlite3.Connection]:
-    """Connections whose statements stop for other threads, and fail when the world says so."""
+def connection_class(tasks: Tasks, faults: Faults, product: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
+    """Connections of the product's class whose statements stop for other threads, and fail when the world says so."""
 
-    class Connection(sqlite3.Connection):
+    class Connection(product):  # type: ignore[misc, valid-type]
         is_open = False
         """whether the service has begun: opening the database is not what is tried here"""
 
@@ -166,6 +166,7 @@ def connection_class(tasks: Tasks, faults: Faults) -> type[sqlite3.Connection]:
             tasks.pause()
             if self.is_open:
                 faults.before_statement(sql)
-            return super().execute(sql, parameters)
+            cursor: sqlite3.Cursor = super().execute(sql, parameters)
+            return cursor
 
     return Connection

@@ -180,9 +180,12 @@ class World:
 
     # Life ----------------------------------------------------------------------------------------------------
 
-    def connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
+    def connect(
+        self, *arguments: Any, factory: type[sqlite3.Connection] = sqlite3.Connection, **options: Any
+    ) -> sqlite3.Connection:
         """In place of `sqlite3.connect`."""
-        connection = sqlite3.connect(*arguments, factory=connection_class(self.tasks, self.faults), **options)
+        watched = connection_class(self.tasks, self.faults, factory)
+        connection = sqlite3.connect(*arguments, factory=watched, **options)
         self.connections.append(connection)
         return connection
 
