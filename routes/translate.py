@@ -94,13 +94,12 @@ def plan(body: TranslateBody, cache: TranslationCache, limit: int) -> Plan:
     if (count := count_paragraphs(body.text_list)) > limit:
         raise invalid("text_list", f"has {count} paragraphs in all, the limit is {limit} (--max-contents)", count)
     made = Plan()
-    for text in body.text_list:
-        source = body.source_lang
-        if source.lower() == AUTO:
-            source = languages.detect(text) if text.strip() else AUTO
-        made.sources.append(source)
-        same = languages.name_of(source) == languages.name_of(body.target_lang)
-        made.pieces.append([text] if same else _pieces(source, body.target_lang, text))
+    is_auto = body.source_lang.lower() == AUTO
+    sources = languages.detect(body.text_list) if is_auto else [body.source_lang] * len(body.text_list)
+    for source, text in zip(sources, body.text_list, strict=True):
+        made.sources.append(source or AUTO)
+        is_kept = not source or languages.name_of(source) == languages.name_of(body.target_lang)
+        made.pieces.append([text] if is_kept else _pieces(source, body.target_lang, text))
         for piece in made.pieces[-1]:
             if isinstance(piece, str) or piece in made.known:
                 continue

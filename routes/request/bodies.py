@@ -322,7 +322,11 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 class TranslateBody(FixedDrawFields, UrgencyFields, StateFields):
     """immersive-translate's custom API."""
 
-    source_lang: Language = Field(AUTO, description="ISO code, or auto; what is no known code is used as it is.")
+    source_lang: Language = Field(
+        AUTO,
+        description="ISO code, or auto: each text's language is found out, from all of them where a short one might be "
+        "of several, and what has no letters is kept as it is. What is no known code is used as it is.",
+    )
     target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
         description="ISO code; what is no known code is used as it is, like Klingon."
     )

@@ -1,0 +1,52 @@
+"""Which language the texts of a page are in."""
+
+from __future__ import annotations
+
+import pytest
+
+from routes.request.bodies import TranslateBody
+from routes.request.languages import detect
+from routes.translate import TranslationCache, plan
+
+LABELS = {
+    "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"
+    "Star|Fork|Pricing|Open source|Trending|Login|It was raining all day.",
+    "de": "Startseite|Über uns|Anmelden|Kontakt|Suche|Kommentare|Sport|Technik|Menü|Preise|Danke|Ja|Nein|Abbrechen",
+    "fr": "Accueil|Contact|Partager|Commentaires|Sports|Technologie|Menu|Tarifs|Merci|Oui|Non|Annuler",
+    "ru": "Главная|Войти|Контакты|Новости|Спорт|Технологии|Меню|Поиск|Да|Нет",
+    "uk": "Головна|Увійти|Контакти|Новини|Спорт|Пошук|Так|Ні",
+    "zh-CN": "首页|登录|搜索|下载 App|第1页|GitHub 使用指南",
+    "zh-TW": "首頁|登入|搜尋|設定|下載 App",
+    "ja": "ホーム|設定|検索|会社概要|東京都",
+    "ko": "홈|로그인|검색",
+    "fa": "خانه|ورود|تنظیمات|جستجو",
+}
+
+
+@pytest.mark.parametrize("code", LABELS)
+def test_a_pages_labels_are_all_of_its_language(code: str) -> None:
+    labels = LABELS[code].split("|")
+    assert detect(labels) == [code] * len(labels)
+
+
+def test_what_is_surely_of_another_language_stays_so_on_a_page() -> None:
+    labels = LABELS["en"].split("|")
+    others = {
+        "fr": "Bonjour tout le monde", "de": "Wie geht es dir heute?", "zh-CN": "你好，世界", "ru": "Доброе утро",
+        "ta": "தமிழ்", "th": "หน้าแรก", "el": "Αρχική",
+    }  # fmt: skip
+    assert detect([*labels, *others.values()])[len(labels) :] == list(others)
+
+
+def test_a_word_alone_is_judged_by_its_letters_and_most_are_english() -> None:
+    for text in ("Home", "News", "Sports", "Menu", "Pull requests", "Hello <b0>world</b0>", "{1}Code{2}"):
+        assert detect([text]) == ["en"], text
+    assert detect(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
+
+
+def test_what_has_no_letters_is_kept_and_of_no_language() -> None:
+    texts = ["42", "$49.99", "2026-11-23", "{0}", "<br>", "https://example.org/a", " ", "Good morning"]
+    made = plan(TranslateBody(target_lang="pl", text_list=texts), TranslationCache(0), 100)
+    assert made.sources == ["auto"] * 7 + ["en"]
+    assert made.pieces[:7] == [[text] for text in texts[:7]]
+    assert made.missing == [("en", "pl", "Good morning")]
