@@ -7,10 +7,11 @@ import io
 from pydantic import ConfigDict, Field
 
 from routes.context import Context
+from routes.exchange import current
 from routes.request.fields import Fields, SessionId
 from routes.response.event_stream import ask
 from routes.response.file_chunks import FileChunks
-from routes.response.reply import FILE, Reply, Stream, json_answer
+from routes.response.reply import FILE, Answer, Reply, Stream, json_answer
 from routes.response.response_models import Imported
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.calls import ExportSession, ImportSession
@@ -33,15 +34,19 @@ class ImportQuery(Fields):
 
 
 async def export_session(context: Context, upload: Upload) -> Reply:
-    """The session as it was after its last durable turn: a safetensors file."""
+    """The session as it was after its last durable turn: a safetensors file. HEAD makes none."""
     query: ExportQuery = upload.query
+    wants_file = current().method != "HEAD"
     context.session_files.enter()
     try:
-        content = await ask(context, ExportSession(query.session_id, query.dialogue_idx))
+        content = await ask(context, ExportSession(query.session_id, query.dialogue_idx, wants_file))
     except BaseException:
         context.session_files.leave()
         raise
     headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
+    if not wants_file:
+        context.session_files.leave()
+        return Answer(b"", content_type=FILE, headers=headers)
     return Stream(FileChunks(io.BytesIO(content), context.session_files.leave), FILE, headers)
 
 

@@ -68,6 +68,8 @@ class ExportSession(EngineCall[bytes], tag="session_export", frozen=True, array_
     session_id: str
     dialogue: int | None = None
     """None: the plain session."""
+    wants_file: bool = True
+    """Whether the file is made; if not, the answer is empty, or why there would be none."""
 
 
 class ImportSession(EngineCall[int], tag="session_import", frozen=True, array_like=True):

@@ -189,8 +189,8 @@ class Engine:
                 self._list_sessions(reply, limit, offset)
             case calls.DeleteSessions(session_id, delete_prefix):
                 self._delete_sessions(reply, session_id, delete_prefix)
-            case calls.ExportSession(session_id, dialogue):
-                self._files.export(pool, reply, session_id, dialogue)
+            case calls.ExportSession():
+                self._files.export(pool, reply, call)
             case calls.ImportSession(session_id, content):
                 self._files.import_session(pool, reply, session_id, content)
             case calls.CancelJobs(label):

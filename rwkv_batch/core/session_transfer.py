@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rwkv_batch.calls import Reply, attempt
+from rwkv_batch.calls import ExportSession, Reply, attempt
 from rwkv_batch.core.failures import as_service_error, as_table
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.errors import ServiceError
@@ -28,16 +28,18 @@ class SessionTransfer:
         self._refusal = refusal
         self._thread = FileThread("session-files", refusal, _as_told)
 
-    def export(self, pool: StatePool, reply: Reply[bytes], session_id: str, dialogue: int | None = None) -> None:
-        """Engine thread. Replies with the file's bytes."""
+    def export(self, pool: StatePool, reply: Reply[bytes], call: ExportSession) -> None:
+        """Engine thread. Replies with the file's bytes, with none where only whether there is one was asked."""
 
         def exported(file: SessionFile | Exception) -> None:
             if isinstance(file, Exception):
-                reply(as_service_error(file, given=session_id))
-            else:
+                reply(as_service_error(file, given=call.session_id))
+            elif call.wants_file:
                 self._thread.run(reply, file.encode, reply)
+            else:
+                reply(b"")
 
-        attempt(reply, _as_told, lambda: pool.export(session_id, exported, dialogue))
+        attempt(reply, _as_told, lambda: pool.export(call.session_id, exported, call.dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""

@@ -338,7 +338,7 @@ def run_engine(
     try:
         engine = started_engine(config, factory)
     except StartupError as error:
-        supervisor.send(("failed", str(error)))
+        _tell_failure(supervisor, str(error))
         sys.exit(1)
     workers = EngineServer(engine)
     workers.listen(address)
@@ -351,6 +351,14 @@ def run_engine(
     workers.finish(LAST_FRAMES_S)  # the end of a long answer may be more than a socket holds
     if config.gives_way:
         stand_back_to_the_end(config.only_idle_cores)  # to give a model's memory back takes a while, too
+
+
+def _tell_failure(supervisor: Connection, reason: str) -> None:
+    """The supervisor logs why the engine did not start; where it is gone, this process does."""
+    try:
+        supervisor.send(("failed", reason))
+    except OSError:
+        logger.error("the supervisor is gone, and the engine could not have started: %s", reason)
 
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:

@@ -68,6 +68,8 @@ def launch_wide_int8(maps: Sequence[Int8Map], halves: Sequence[HalfMap] = (), la
     if count > MAX_WIDE_MAPS or rows > MAX_PARTS_ROWS:
         raise ValueError(f"a launch takes {MAX_WIDE_MAPS} maps of {MAX_PARTS_ROWS} rows, not {count} of {rows}")
     work, pitch, to_shares = prepare_wide(device), pitch_of(rows), maps[0].y.dtype == torch.float32
+    if to_shares and count > 1:
+        raise ValueError(f"a launch whose results are shares takes one map, not {count}")
     turned = maps[0].turned
     groups = len(maps[0].x_scales) * BYTES_GROUP // maps[0].weight.shape[not turned]
     args = WideInt8Args(count=count, late=len(late), rows=rows, pitch=pitch, groups=groups, to_shares=to_shares)

@@ -314,6 +314,8 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     most = MAX_PARTS_ROWS if parts else MAX_TURNED_ROWS if turned else MAX_FP8_ROWS
     if count > MAX_WIDE_MAPS or rows > most:
         raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {most} rows, not {count} of {rows}")
+    if to_shares and count > 1:
+        raise ValueError(f"a launch whose results are shares takes one map, not {count}")
     work = prepare_wide(device)
     args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32, to_shares=to_shares)
     args.turned = turned

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
@@ -111,8 +112,13 @@ class StepGraphs:
             self._give_up_prompt_pieces(error)
 
     def give_up(self, error: CaptureError) -> None:
-        """Go on without any."""
+        """Go on without any, once no device reads what belongs to them.
+
+        A capture that fails has waited for its own device. Another may still be at the step before, and copy what that
+        step reads from memory of the host that is somebody else's once the graphs are gone."""
         logger.error("steps go on without graphs: %s", error)
+        for place in self.places:
+            torch.cuda.synchronize(place.device)
         self.decode = self.prompts = self.mixed = self.prompt_pieces = None
         self.refusal = str(error)
 

@@ -16,6 +16,7 @@ import torch
 
 from native.priority import NICENESS
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc import server
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.runner.drawing import Drawing
@@ -90,6 +91,23 @@ def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError(f"torch.cuda.{name} was asked")))
     with started_engine(tiny_model(tmp_path), max_running=2, gives_way=True) as engine:
         assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_keeps_it_from_starting_is_told_the_supervisor_or_logged(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "become_child", Mock())
+    monkeypatch.setattr(server, "started_engine", Mock(side_effect=StartupError("no such file: model.pth")))
+    ours, theirs = Pipe()
+    if not is_there:
+        ours.close()
+    with pytest.raises(SystemExit, match="1"):
+        server.run_engine(EngineConfig(model_path=""), "", "", LogStyle(), "engine-2", theirs)
+    if is_there:
+        assert ours.recv() == ("failed", "no such file: model.pth") and not caplog.records
+    else:
+        assert "the supervisor is gone" in caplog.text and "no such file: model.pth" in caplog.text
 
 
 @pytest.mark.parametrize("gives_way", [True, False])

@@ -48,6 +48,16 @@ def test_a_fault_of_ours_is_told_and_the_place_comes_back(model: Path, monkeypat
         assert call(engine, "session_import", session_id="t", content=content) > 0
 
 
+def test_no_file_is_made_where_none_is_wanted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionFile, "encode", lambda file: pytest.fail("it was made"))
+    with started_engine(model) as engine:
+        run(engine, turn("s", "User: one"))
+        for _ in range(2 * AT_ONCE):
+            assert call(engine, "session_export", session_id="s", wants_file=False) == b""
+        with pytest.raises(ServiceError, match="nobody"):
+            call(engine, "session_export", session_id="nobody", wants_file=False)
+
+
 def test_what_is_asked_at_the_end_is_refused_and_not_forgotten() -> None:
     busy, begun = threading.Event(), threading.Event()
     answers: list[object] = []

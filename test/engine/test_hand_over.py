@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.runner import graph_capture, host_copy, links, stage_graphs
-from rwkv_batch.runner.graph_capture import StagedArrays
+from rwkv_batch.runner.graph_capture import CaptureError, StagedArrays
 from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
+from rwkv_batch.runner.step_graphs import StepGraphs
 
 ROWS, WIDTH, STAGES, DEPTH = 6, 2, 3, 4
 CPU = torch.device("cpu")
@@ -191,3 +192,25 @@ def test_tokens_are_read_once(stages: Stages) -> None:
     assert drawn.tokens() == [6]
     with pytest.raises(AssertionError, match="another step's"):
         drawn.tokens()
+
+
+def test_graphs_are_given_up_when_no_device_reads_what_they_staged(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture has failed on one device while a step is under way on the others."""
+    graphs, waited_for = StepGraphs(), []
+    decode: Any = SimpleNamespace(places=stages.places)
+    graphs.decode = decode
+
+    def synchronize(device: torch.device) -> None:
+        assert graphs.decode is not None, "what it reads is held until it has been waited for"
+        stages.streams[len(waited_for)].synchronize()
+        waited_for.append(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    drawn = stages.launch([3, 5])
+    graphs.give_up(CaptureError("a graph could not be captured: OutOfMemoryError"))
+    assert graphs.decode is None and waited_for == [place.device for place in stages.places]
+    for staging in stages.staged._staging:
+        staging.fill_(77)  # it is somebody else's now
+    assert drawn.tokens() == [6, 8]

@@ -230,6 +230,11 @@ def test_shares(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatc
     for i, share in enumerate(shares):
         of_share = slice(k // 4 * i, k // 4 * (i + 1))
         assert error(share, meant[:, of_share] @ w[:, of_share].T * 1e4) < 1e-5
+    made = Fp8Map(weight, weight_scales, x, None, shares, Activation.NONE)
+    half = torch.empty(16, 64).half(), torch.empty(rows, 64).half(), torch.empty(rows, 16).half(), Activation.NONE
+    for maps, halves, late in (([made, made], [], []), ([made], [half], []), ([made], [], [half])):
+        with pytest.raises(ValueError, match="shares takes one map, not 2"):
+            launch_wide_fp8(maps, halves, late)
 
 
 def test_parts_hold_whatever_a_half_holds(of_parts: ctypes.CDLL) -> None:

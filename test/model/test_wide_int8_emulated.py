@@ -159,6 +159,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         launch_wide_int8([turned(made), turned(made)])
     with pytest.raises(ValueError, match="64 rows, not 1 of 65"):
         launch_wide_int8([int8_map(bytes_of(torch.randn(65, 128).half()), 32, False)[0]])
+    shares = made._replace(y=torch.empty(1, 9, 96))
+    half = torch.empty(16, 128).half(), torch.empty(9, 128).half(), torch.empty(9, 16).half(), Activation.NONE
+    for maps, halves, late in (([shares, made], [], []), ([shares], [half], []), ([shares], [], [half])):
+        with pytest.raises(ValueError, match="shares takes one map, not 2"):
+            launch_wide_int8(maps, halves, late)
 
 
 @pytest.mark.parametrize("rows", [7, 40])

@@ -15,14 +15,16 @@ from safetensors.torch import load as load_safetensors
 from demo.random_weights import write_random_model
 from routes.config import HttpConfig
 from routes.context import SESSION_FILES, Context, Gate
+from routes.exchange import Exchange, work_on
 from routes.readiness import Readiness
 from routes.response.reply import Answer
 from routes.route import Upload
 from routes.session_files import ExportQuery, ImportQuery, export_session, import_session
+from rwkv_batch.calls import ExportSession
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_file import SessionFile, decode
 from test.hostile_files import hostile
-from test.serving import Service
+from test.serving import PATIENCE_S, Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -51,6 +53,34 @@ def test_a_session_goes_on_where_it_was_exported(service: Service) -> None:
     told = bring(service, "carried: copy ✿", file.content)
     assert told.status_code == 200 and told.json()["num_tokens"] > 0
     assert say(service, "carried: copy ✿", "User: two") == say(service, "carried", "User: two")
+
+
+def test_head_of_a_file_says_whether_there_is_one(service: Service) -> None:
+    say(service, "headed", "User: one")
+    url = f"{service.url}/state/export"
+    found = httpx.head(url, params={"session_id": "headed"}, timeout=PATIENCE_S)
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["Content-Disposition"] == export(service, "headed").headers["Content-Disposition"]
+    assert httpx.head(url, params={"session_id": "nobody"}, timeout=PATIENCE_S).status_code == 404
+
+
+def test_head_has_no_file_made() -> None:
+    """And gives its place back."""
+
+    async def scenario() -> None:
+        engine: Any = Holding()
+        context = Context(engine, HttpConfig(), Gate(1), Readiness(0))
+        work_on(Exchange(method="HEAD"))
+        for answer in (b"", ServiceError(ErrorKind.SESSION_NOT_FOUND, "no session")) * SESSION_FILES:
+            task = asyncio.create_task(export_session(context, Upload(ExportQuery(session_id="s"))))
+            await asyncio.sleep(0)
+            call, reply = engine.calls.pop(), engine.replies.pop()
+            reply(answer)
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            assert call == ExportSession("s", wants_file=False)
+            assert type(outcome) is (Answer if answer == b"" else ServiceError)
+
+    asyncio.run(scenario())
 
 
 def test_what_cannot_be_brought_is_refused_by_name(service: Service) -> None:
@@ -149,9 +179,11 @@ class Holding:
     """An engine that answers when it is told to."""
 
     def __init__(self) -> None:
+        self.calls: list[Any] = []
         self.replies: list[Any] = []
 
     def call(self, call: Any, reply: Any) -> None:
+        self.calls.append(call)
         self.replies.append(reply)
 
 
