@@ -74,7 +74,7 @@ ROOMS = {
     "routes.response": "routes.config routes.context routes.exchange routes.wakeups routes.request",
     "routes.route": "routes.context routes.request routes.response",
     "routes.dispatch": "routes.context routes.exchange routes.request routes.response routes.route",
-    "routes": "routes.context routes.request routes.response routes.route routes.openai",
+    "routes": "routes.context routes.exchange routes.request routes.response routes.route routes.openai",
     "routes.openai": "routes routes.context routes.exchange routes.request routes.response routes.route",
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
