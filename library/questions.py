@@ -84,7 +84,7 @@ async def of_prompts(
     """Prompts from number `first` of the call on. Raises ServiceError."""
     texts = list(prompts)
     body = completion_body(texts, asking.params, first, asking.session_id, asking.streams)
-    stops = [*row_stops(body), *body.stop_texts]
+    stops = row_stops(body)
     rows = await openai_rows(context, body, texts, stops, "prompts")
     if asking.session_id is not None:
         rows = await as_turn(context, rows, texts[0], asking.session_id, texts[0], "prompts")

@@ -43,7 +43,7 @@ class BigBatchBody(BatchBody):
 async def completions(context: Context, body: BigBatchBody) -> Reply:
     """Continue every prompt with the least work per token; server-sent events unless `stream` is false."""
     job = await native_job(context, body, LABEL)
-    return await run(context, job, BatchDialect(body.model), transcript_of(body, job), body.stream)
+    return await run(context, job, BatchDialect(body), transcript_of(body, job), body.stream)
 
 
 async def completions_status(context: Context, query: dict[str, str]) -> Reply:

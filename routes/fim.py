@@ -46,7 +46,7 @@ async def batch_fim(context: Context, body: FimBody) -> Reply:
     characters = sum(map(len, texts))
     rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
     job = make_job(rows, body, PATH)
-    dialect = BatchDialect(body.model, "FIM.completion")
+    dialect = BatchDialect(body, "FIM.completion")
     return await run(context, job, dialect, Transcript(len(rows)), body.stream)
 
 

@@ -28,9 +28,9 @@ class BranchBody(state.TurnBody):
 class DialogueDialect(BatchDialect):
     """The batch form, and the number of the new dialogue."""
 
-    def __init__(self, model: str, session_id: str) -> None:
-        super().__init__(model)
-        self._session_id = session_id
+    def __init__(self, body: BranchBody) -> None:
+        super().__init__(body)
+        self._session_id = body.session_id
         self._made: int | None = None
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
@@ -41,10 +41,11 @@ class DialogueDialect(BatchDialect):
 
     def closing(self) -> bytes:
         """See Dialect."""
+        told = super().closing()
         if self._made is None:
-            return b""
+            return told
         name = f"{self._session_id}:{self._made}"
-        return sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._made})
+        return told + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._made})
 
     def whole(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
@@ -60,7 +61,7 @@ class DialogueDialect(BatchDialect):
 async def chat_completions(context: Context, body: BranchBody) -> Reply:
     """Go on from a dialogue of a session; prompt and answer become a new dialogue, whose number is returned."""
     job = await state.turn_job(context, body, PATH, branch_from=body.dialogue_idx)
-    return await run(context, job, DialogueDialect(body.model, body.session_id), Transcript(1), body.stream)
+    return await run(context, job, DialogueDialect(body), Transcript(1), body.stream)
 
 
 ROUTES = (

@@ -72,7 +72,7 @@ async def turn_job(context: Context, body: TurnBody, label: str, branch_from: in
 async def chat_completions(context: Context, body: TurnBody) -> Reply:
     """Continue a session by one prompt. Prompt and answer become part of it, durably once the answer has ended."""
     job = await turn_job(context, body, PATH)
-    return await run(context, job, BatchDialect(body.model), Transcript(1), body.stream)
+    return await run(context, job, BatchDialect(body), Transcript(1), body.stream)
 
 
 async def status(context: Context, body: StatusBody) -> Reply:

@@ -14,7 +14,11 @@ PATH = "/v1/chat/completions"
 
 
 async def chat_completions(context: Context, body: PromptBody) -> Reply:
-    """Continue every prompt; answers come in the order of the prompts, or as they grow with `stream`."""
+    """Continue every prompt; answers come in the order of the prompts, or as they grow with `stream`.
+
+    OpenAI's clients may ask with `messages` here too; functions, `n` answers, log-probabilities and thoughts apart from
+    the text are on `/openai/v1/chat/completions`.
+    """
     return await answer(context, body, await native_job(context, body, PATH))
 
 

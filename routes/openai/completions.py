@@ -102,7 +102,7 @@ async def completions(context: Context, body: CompletionBody) -> Reply:
     texts: list[str | list[int]] = list(body.prompts)
     if body.suffix is not None:
         texts = [_with_gap(context, text, body.suffix) for text in texts]
-    stops = row_stops(body, built_in=() if body.suffix is None else (prompts.FIM_STOP,)) + body.stop_texts
+    stops = row_stops(body, built_in=() if body.suffix is None else (prompts.FIM_STOP,))
     rows = await openai_rows(context, body, texts, stops, "prompt")
     if body.scores_prompts:
         check_logprobs(body, len(rows) * body.drawn_per_prompt, sum(len(row.prompt) * row.n for row in rows))

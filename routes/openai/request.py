@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -14,7 +13,6 @@ from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
 from routes.request.bodies import (
-    Fields,
     Message,
     Messages,
     SamplingBody,
@@ -55,15 +53,8 @@ def _is_token(value: str) -> str:
     return value
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
 TokenKey = Annotated[str, Shape(r"^[0-9]{1,5}$", "a token id of at most five digits"), AfterValidator(_is_token)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)]
-
-
-class StreamOptions(Fields):
-    """What a stream tells beside the text."""
-
-    include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
 
 
 class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
@@ -73,21 +64,10 @@ class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
         None, ge=-(2**63), lt=2**64, description="Answer i draws with seed + i; a negative one counts from 2^64 down."
     )
     n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt; they share its prefill.")
-    stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
-        [], description="Texts that end an answer, beside `stop_tokens`."
-    )
-    presence_penalty: float | None = Field(None, ge=-100, le=100, description="OpenAI's name of alpha_presence.")
-    frequency_penalty: float | None = Field(None, ge=-100, le=100, description="OpenAI's name of alpha_frequency.")
     logit_bias: Annotated[
         dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_few)
     ] = Field({}, description="Token id -> what is added to its logit; -100 bans it.")
-    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}: end with the usage.')
     user: str = Field("", max_length=1024, description="Accepted; nothing depends on it.")
-
-    @property
-    def stop_texts(self) -> list[str]:
-        """`stop` as a list."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def drawn_per_prompt(self) -> int:
@@ -100,15 +80,9 @@ class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
         return None
 
     def sampling(self, seed: int) -> SamplingParams:
-        """The family's own names win over OpenAI's where both are given."""
-        plain = super().sampling(seed)
-        given = {}
-        if self.presence_penalty is not None and "alpha_presence" not in self.model_fields_set:
-            given["presence_penalty"] = self.presence_penalty
-        if self.frequency_penalty is not None and "alpha_frequency" not in self.model_fields_set:
-            given["frequency_penalty"] = self.frequency_penalty
+        """See SamplingBody."""
         bias = {int(token): -math.inf if value <= _BAN else value for token, value in self.logit_bias.items()}
-        return msgspec.structs.replace(plain, **given, logit_bias=bias, top_logprobs=self.asked_logprobs)
+        return msgspec.structs.replace(super().sampling(seed), logit_bias=bias, top_logprobs=self.asked_logprobs)
 
 
 class ConversationBody(OpenAIBody, TemplateFields):
@@ -175,13 +149,11 @@ class ConversationBody(OpenAIBody, TemplateFields):
     def stops(self) -> list[int | str]:
         """What ends the answer; where it may call, text and calls may have blank lines between them."""
         if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
-            own: Sequence[int | str] = prompts.answer_stops(self.think, True, self.template)
-        else:
-            own = row_stops(self, prompts.answer_stops(self.think, False, self.template))
-        return [*own, *self.stop_texts]
+            return [*prompts.answer_stops(self.think, True, self.template), *self.stop_texts]
+        return row_stops(self, prompts.answer_stops(self.think, False, self.template))
 
     def sampling(self, seed: int) -> SamplingParams:
-        """See OpenAIBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
+        """See SamplingBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
         plain = super().sampling(seed)
         if self.toolbox is None:
             return plain
@@ -203,7 +175,6 @@ class ChatBody(ConversationBody):
     """`/chat/completions`."""
 
     messages: Messages = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
-    max_completion_tokens: int | None = Field(None, ge=1, description="New name of max_tokens; it wins.")
     logprobs: bool = Field(False, description="Tell the log-probability of each token, before truncation.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
     enable_think: bool = Field(False, description="Let the model think; the thought comes as reasoning_content.")
@@ -280,8 +251,6 @@ class ChatBody(ConversationBody):
                 "continue_final_message cannot be combined with session_id: the session has read its last answer",
                 {"field": "continue_final_message"},
             )
-        if self.max_completion_tokens is not None:
-            self.max_tokens = self.max_completion_tokens
         return self
 
 

@@ -126,7 +126,7 @@ class OpenAIDialect(PlainDialect):
             "system_fingerprint": fingerprint,
         }
         self._n = body.drawn_per_prompt
-        self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._tells_usage = body.tells_usage
         self._finishes: list[Finish | None] = [None] * num_rows
 
     def piece(self, updates: RowUpdate) -> dict[str, Any] | None:

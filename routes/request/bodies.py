@@ -174,6 +174,15 @@ class MixtureFields(ModelFields):
         return self
 
 
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(Fields):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
+
+
 class GenerationBody(ConstraintFields, ConversationOnlyFields, UrgencyFields, MixtureFields):
     """Fields of every route that generates, however it draws."""
 
@@ -182,7 +191,12 @@ class GenerationBody(ConstraintFields, ConversationOnlyFields, UrgencyFields, Mi
         list(DEFAULT_STOPS), description="Token ids and strings that end a row; they are not shown."
     )
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's new name of max_tokens; it wins.")
+    stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
+        [], description="OpenAI's: texts that end a row, beside `stop_tokens`."
+    )
     stream: bool = Field(False, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}: end with the usage.')
     chunk_size: int = Field(4, ge=1, le=65536, description="Tokens gathered per row before a delta is sent.")
     pad_zero: bool = Field(False, description="Put token 0 before the prompt.")
     seed: int | None = Field(
@@ -195,6 +209,22 @@ class GenerationBody(ConstraintFields, ConversationOnlyFields, UrgencyFields, Mi
         """How a row with this seed draws: by temperature alone, by the Gumbel-max rule."""
         return SamplingParams(temperature=self.temperature, seed=seed)
 
+    @property
+    def stop_texts(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
 
 class SamplingBody(GenerationBody):
     """The same with every decode parameter."""
@@ -204,18 +234,28 @@ class SamplingBody(GenerationBody):
     alpha_presence: float = Field(2.0, ge=-100, le=100, description="Taken from the logit of every token drawn so far.")
     alpha_frequency: float = Field(0.2, ge=-100, le=100, description="The same, times how often it was drawn.")
     alpha_decay: float = Field(0.996, ge=0, le=1, description="By which that count shrinks with each token.")
+    presence_penalty: float | None = Field(
+        None, ge=-100, le=100, description="OpenAI's name of alpha_presence, which wins."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-100, le=100, description="OpenAI's name of alpha_frequency, which wins."
+    )
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How a row with this seed draws."""
+        """How a row with this seed draws. The family's own names win over OpenAI's where both are given."""
+        presence, frequency = self.presence_penalty, self.frequency_penalty
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            presence_penalty=self.alpha_presence,
-            frequency_penalty=self.alpha_frequency,
+            presence_penalty=self.alpha_presence if presence is None or self._says("alpha_presence") else presence,
+            frequency_penalty=self.alpha_frequency if frequency is None or self._says("alpha_frequency") else frequency,
             penalty_decay=self.alpha_decay,
             seed=seed,
         )
+
+    def _says(self, name: str) -> bool:
+        return name in self.model_fields_set
 
 
 class SessionFields(Body):

@@ -46,14 +46,14 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
 def row_stops(
     body: GenerationBody, usual: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
 ) -> list[int | str]:
-    """`stop_tokens` if the request has them, else the usual ones; and those that its prompt's form has in any case.
+    """`stop_tokens` if the request has them, else the usual ones; `stop`; and what its prompt's form has in any case.
 
     Of a constrained text only those that the request names: the constraint says how it ends.
     """
     named = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
     if body.constraint is not None:
-        return named or []
-    return [*(usual if named is None else named), *built_in]
+        return [*(named or []), *body.stop_texts]
+    return [*(usual if named is None else named), *body.stop_texts, *built_in]
 
 
 def encode(

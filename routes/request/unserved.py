@@ -27,6 +27,8 @@ def _refusing(remedy: str, asks: Callable[[Any], bool]) -> AfterValidator:
 
 
 _CALLS = "functions are called on /openai/v1/chat/completions and /openai/v1/responses only; leave it out"
+_SEVERAL = "is not served on this route, but for 1; use /openai/v1/chat/completions"
+_LIKELIHOODS = "is not served on this route; use /openai/v1/chat/completions"
 Unserved = Annotated[Any, refusing("is not supported by this service yet; leave it out")]
 
 
@@ -47,6 +49,10 @@ class ConversationOnlyFields(Fields):
     tool_choice: Annotated[Any, refusing(_CALLS, "none", "auto")] = Field(
         None, description="Refused, but for none and auto."
     )
+    n: Annotated[Any, refusing(_SEVERAL, 1)] = Field(None, description="Refused, but for 1: `/openai` has it.")
+    logprobs: Annotated[Any, refusing(_LIKELIHOODS)] = Field(None, description="Refused, as the next two.")
+    top_logprobs: Annotated[Any, refusing(_LIKELIHOODS)] = Field(None, description="Refused.")
+    logit_bias: Annotated[Any, refusing(_LIKELIHOODS)] = Field(None, description="Refused: `/openai` has it.")
 
 
 class OpenAIOnlyFields(Fields):

@@ -9,7 +9,7 @@ from typing import Any
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import BatchBody
+from routes.request.bodies import BatchBody, GenerationBody
 from routes.response.generate import PlainDialect, RowResult, run
 from routes.response.reply import Reply, failure, sse
 from routes.response.transcript import RowUpdate, Transcript
@@ -31,14 +31,21 @@ def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
 
 
 class BatchDialect(PlainDialect):
-    """The family's batch form: one object, many indexed choices. Chunks bear an id for OpenAI clients only."""
+    """The family's batch form: one object, many indexed choices.
 
-    def __init__(self, model: str, object_name: str = "chat.completion", answer_id: str = "") -> None:
-        head = {"object": object_name, "created": int(time.time()), "model": model}
+    Of a conversation, which OpenAI's clients ask for, chunks bear an id, and each has one choice, as these look at the
+    first alone.
+    """
+
+    def __init__(self, body: GenerationBody, object_name: str = "chat.completion", answer_id: str = "") -> None:
+        head = {"object": object_name, "created": int(time.time()), "model": body.model}
         self._whole_head = {"id": answer_id or "rwkv7-batch", **head}
         self._chunk_head: dict[str, Any] = {"object": f"{object_name}.chunk"}
         if answer_id:
             self._chunk_head = {**self._whole_head, **self._chunk_head}
+        self._has_one_choice = bool(answer_id)
+        self._tells_usage = body.tells_usage
+        self._finishes: list[Finish] = []
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         """See Dialect."""
@@ -47,8 +54,17 @@ class BatchDialect(PlainDialect):
             if row.text:
                 choices.append({"index": row.row, "delta": {"content": row.text}})
             if row.finish is not None:
+                self._finishes.append(row.finish)
                 choices.append({"index": row.row, "delta": {}, "finish_reason": row.finish.reason})
+        if self._has_one_choice:
+            return b"".join(sse({**self._chunk_head, "choices": [choice]}) for choice in choices)
         return sse({**self._chunk_head, "choices": choices}) if choices else b""
+
+    def closing(self) -> bytes:
+        """See Dialect."""
+        if not self._tells_usage:
+            return b""
+        return sse({**self._chunk_head, "choices": [], "usage": usage(self._finishes)})
 
     def whole(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
@@ -67,7 +83,7 @@ def _choice(index: int, row: RowResult) -> dict[str, Any]:
 async def answer(context: Context, body: BatchBody, job: Job) -> Reply:
     """Run a native batch body's job and answer in the family's form; conversations have an id, for OpenAI's clients."""
     answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
-    return await run(context, job, BatchDialect(body.model, answer_id=answer_id), transcript_of(body, job), body.stream)
+    return await run(context, job, BatchDialect(body, answer_id=answer_id), transcript_of(body, job), body.stream)
 
 
 def transcript_of(body: BatchBody, job: Job) -> Transcript:

@@ -109,6 +109,7 @@ class BatchChunk(BaseModel):
     id: str | None = Field(None, description="Only of conversations, as the next two.")
     created: int | None = None
     model: str | None = None
+    usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
 
 
 class DialogueAnswer(BatchAnswer):

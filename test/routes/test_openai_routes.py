@@ -56,6 +56,51 @@ def test_models(client: OpenAI) -> None:
     assert all(isinstance(model.created, int) and model.owned_by for model in models)
 
 
+@pytest.fixture(scope="module")
+def native(base: str) -> Iterator[OpenAI]:
+    """The same client where the family's own route answers conversations too."""
+    url = base.replace("/openai/v1", "/v1")
+    with OpenAI(base_url=url, api_key=os.environ.get(PASSWORD) or "none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def test_a_conversation_on_the_native_route_takes_openais_words(client: OpenAI, native: OpenAI) -> None:
+    fields: dict[str, Any] = {"seed": 4, "presence_penalty": 0.5, "frequency_penalty": 0, "max_tokens": 40}
+    told = chat(client, **fields)
+    same = chat(native, **fields)
+    assert same.choices[0].message.content == told.choices[0].message.content
+    assert chat(native, **{**fields, "max_completion_tokens": 5}).usage.completion_tokens == 5
+    text = told.choices[0].message.content
+    cut = text[4:6]
+    for stop in (cut, ["no such text", cut]):
+        short = chat(native, **fields, stop=stop).choices[0]
+        assert (short.message.content, short.finish_reason) == (text[: text.index(cut)], "stop")
+
+
+def test_a_stream_of_the_native_route_tells_its_end_and_usage_as_openais_clients_look_for_them(native: OpenAI) -> None:
+    chunks = list(chat(native, stream=True, stream_options={"include_usage": True}))
+    *said, last = chunks
+    assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in said)
+    assert [chunk.choices[0].finish_reason for chunk in said] == [None] * (len(said) - 1) + ["length"]
+    assert not last.choices and last.usage.completion_tokens == 12
+    assert last.usage == chat(native).usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"5": 1}}, {"tools": [{}]}],
+)
+def test_what_the_native_route_does_not_serve_is_refused_with_the_one_that_does(
+    native: OpenAI, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        chat(native, extra_body=fields)
+    told = refused.value.response.json()
+    assert "/openai/v1/chat/completions" in told["error"]
+    assert told["field"] in fields
+
+
 @pytest.mark.parametrize("place", ["/openai/v1", "/v1"])
 def test_one_model(base: str, place: str) -> None:
     url = base.removesuffix("/openai/v1") + place

@@ -23,6 +23,7 @@ TALK: dict[str, Any] = {**SHORT, "messages": [{"role": "user", "content": "Hi"}]
 ASKED: list[tuple[str, dict[str, Any] | None]] = [
     (V1, TWO),
     (V1, TALK),
+    (V1, {**TALK, "stream_options": {"include_usage": True}}),
     (V1, {**TWO, "max_tokens": 1_000_000, "timeout_s": 0.5}),
     (V1, {**TWO, "contents": []}),
     ("/v2/chat/completions", TWO),
@@ -32,7 +33,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/FIM/v1/batch-FIM", {**SHORT, "prefix": ["a", "b"], "suffix": ["c", "d"]}),
     ("/translate/v1/batch-translate", {"target_lang": "de", "text_list": ["Good morning", " ", "Bonjour le monde"]}),
     ("/translate/v1/batch-translate", {"target_lang": "auto", "text_list": ["Good morning"]}),
-    (STATE, {**SHORT, "contents": ["one"], "session_id": "answers"}),
+    (STATE, {**SHORT, "contents": ["one"], "session_id": "answers", "stream_options": {"include_usage": True}}),
     (BRANCH, {**SHORT, "contents": ["one"], "session_id": "answers: branches"}),
     (BRANCH, {**SHORT, "contents": ["one"], "session_id": "answers: branches", "dialogue_idx": 99}),
     ("/state/status", {}),
