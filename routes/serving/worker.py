@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -86,6 +87,7 @@ def run_http_worker(
     "drain" and "finish", which ends the process.
     """
     become_child(name, style)
+    _leave_signals_to_supervisor()
     keep_large_blocks_apart()
     supervisor = SupervisorLink(pipe)
     try:
@@ -174,6 +176,13 @@ def _keep_house(turn: int, cpus: set[int], supervisor: SupervisorLink, models: M
         _widen(cpus)
     if turn % _TURNS_TO_DROP == 0:
         drop_ended()
+
+
+def _leave_signals_to_supervisor() -> None:
+    """Robyn's server takes these for itself when it starts, whatever was to be done with them before, and at one that a
+    whole group was sent ceases to accept: its connections would wait in the socket while the process lives on. Blocked
+    before there are threads, they reach none."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
 
 
 def _set_limits() -> None:

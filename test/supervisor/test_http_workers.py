@@ -95,6 +95,18 @@ def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service)
     fake.wait_idle()
 
 
+def test_a_worker_that_is_signalled_goes_on_accepting(fake: Service) -> None:
+    """As one of a group that a manager ends: when and how, the supervisor says."""
+    fake.wait_ready()
+    serving = workers(fake)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        for pid in serving.values():
+            os.kill(pid, number)
+    for _ in range(16):  # each connection meets one of them by chance
+        assert fake.get("/healthz").status_code == 200
+    assert workers(fake) == serving
+
+
 def test_a_lost_spare_is_replaced(fake: Service) -> None:
     fake.wait_ready()
     serving = workers(fake)
