@@ -7,6 +7,7 @@ is an object that no row names: one that is older than an hour is deleted by a s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -151,7 +152,7 @@ class CheckpointObjects:
 
     def _try_get(self, place: ObjectPlace) -> dict[str, bytes] | Exception:
         try:
-            parts = _checked(place, self._store.get(place.stored.key))
+            parts = self._fetched(place)
         except ObjectMissing:
             return self._missing(place)
         except DamagedObject as error:
@@ -163,11 +164,25 @@ class CheckpointObjects:
         self.stats.gets += 1
         return parts
 
+    def _fetched(self, place: ObjectPlace) -> dict[str, bytes]:
+        """The state's parts. What is not what was put may have come to harm on its way, or be a proxy's own page for
+        whatever it is asked: only what two answers of the store itself contradict is damaged.
+
+        Raises ObjectMissing, DamagedObject, CheckpointStoreAway.
+        """
+        with contextlib.suppress(DamagedObject):
+            return _checked(place, self._store.get(place.stored.key))
+        if not _has_marker(self._store, self._home):
+            raise CheckpointStoreAway("its answers are not what was put; see to its server, and to proxies before it")
+        return _checked(place, self._store.get(place.stored.key))
+
     def _missing(self, place: ObjectPlace) -> Exception:
         """A store that is not there at all looks, of a folder or bucket, like one without this object."""
         try:
-            self._store.get(f"{self._home}/{_MARKER}")
+            is_there = _has_marker(self._store, self._home)
         except (ObjectMissing, CheckpointStoreAway):
+            is_there = False
+        if not is_there:
             return self._noted(
                 CheckpointStoreAway("it has nothing of this database any more; see to its mount or bucket")
             )
@@ -221,6 +236,11 @@ class CheckpointObjects:
         before = self.stats.deletes
         self._delete(keys)
         self.stats.orphans += self.stats.deletes - before
+
+
+def _has_marker(store: CheckpointStore, home: str) -> bool:
+    """Whether the marker of this database's objects is what was put. Raises ObjectMissing, CheckpointStoreAway."""
+    return store.get(f"{home}/{_MARKER}") == _MARKER_TEXT
 
 
 def _checked(place: ObjectPlace, data: bytes) -> dict[str, bytes]:

@@ -149,35 +149,37 @@ class SqliteStore:
 
 
 class WritingConnection(sqlite3.Connection):
-    """A connection that writes only while its file stands where it was opened.
+    """A connection that writes only while its files stand where they were opened: the database, its write-ahead log and
+    the log's index.
 
-    With a write-ahead log SQLite goes on writing to a file that has no name any more, and what is told as stored is
-    lost with the process.
+    With a log SQLite goes on writing to files that have no name any more, and what is told as stored is lost with the
+    process. Who opens the database then makes a log and an index of his own, and neither sees the other's locks.
     """
 
     def __init__(self, path: str, *args: Any, **settings: Any) -> None:
         """As sqlite3's."""
         super().__init__(path, *args, **settings)
-        self._path = path
-        self._opened: tuple[int, int] | None = None
+        place = Path(path).resolve()  # of a link, where it leads
+        self._paths = [Path(f"{place}{end}") for end in ("", "-wal", "-shm")]
+        self._opened: list[tuple[int, int]] = []
 
     def execute(self, statement: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """As sqlite3's; raises sqlite3.OperationalError where a transaction begins and the file has gone."""
-        if statement == "BEGIN IMMEDIATE":
-            found = _identity(self._path)
-            self._opened = self._opened or found  # SQLite makes a new one with its first statement
-            if found != self._opened:
-                raise sqlite3.OperationalError("attempt to write a readonly database: its file has been moved")
-        return super().execute(statement, parameters)
+        """As sqlite3's; raises sqlite3.OperationalError where a transaction begins and one of the files has gone."""
+        if statement != "BEGIN IMMEDIATE":
+            return super().execute(statement, parameters)
+        if self._opened and self._found() != self._opened:
+            raise sqlite3.OperationalError("attempt to write a readonly database: its file has been moved")
+        cursor = super().execute(statement, parameters)
+        self._opened = self._opened or self._found()  # of a new database SQLite makes them with its first transaction
+        return cursor
 
-
-def _identity(path: str) -> tuple[int, int] | None:
-    """What tells a file from another in its place; None: there is none."""
-    try:
-        found = Path(path).stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
+    def _found(self) -> list[tuple[int, int]]:
+        """What tells the files from others in their places; []: one of them is not there."""
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError:
+            return []
+        return [(file.st_dev, file.st_ino) for file in found]
 
 
 def open_writer(path: str, synchronous: str) -> sqlite3.Connection:

@@ -199,6 +199,43 @@ def test_a_store_that_is_away_condemns_nothing(engines: Engines, tmp_path: Path)
     assert np.array_equal(three.state("t"), state_of([2, 3]))
 
 
+def test_a_store_that_answers_with_something_else_condemns_nothing(engines: Engines, tmp_path: Path) -> None:
+    """A proxy has its own page for whatever is asked."""
+    one = engines()
+    one.turn("s", [1])
+    two = restarted(one, engines)
+    objects = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
+    assert len(objects) == 2, "the state, and what marks the place"
+    contents = [path.read_bytes() for path in objects]
+    for path in objects:
+        path.write_bytes(b"<html>Back soon</html>")
+    with pytest.raises(SessionUnusable, match=r"answers are not what was put.*try again"):
+        two.state("s")
+    assert "answers are not what was put" in two.pool.stats()["degraded"]
+    for path, content in zip(objects, contents, strict=True):
+        path.write_bytes(content)
+    assert np.array_equal(two.state("s"), state_of([1]))
+    assert two.pool.stats()["degraded"] is None
+
+
+def test_a_state_that_comes_to_harm_on_its_way_is_fetched_again(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engines()
+    one.turn("s", [1])
+    two = restarted(one, engines)
+    store = objects_of(two)._store
+    get, asked = store.get, []
+
+    def harmed_once(key: str) -> bytes:
+        asked.append(key)
+        return bytes(byte ^ (len(asked) == 1) for byte in get(key))
+
+    monkeypatch.setattr(store, "get", harmed_once)
+    assert np.array_equal(two.state("s"), state_of([1]))
+    assert len(asked) > 1 and two.pool.stats()["database"]["checkpoint_store"]["missing"] == 0
+
+
 def test_a_turn_whose_state_cannot_be_put_is_not_acknowledged(engines: Engines, tmp_path: Path) -> None:
     one = engines()
     one.turn("s", [1])

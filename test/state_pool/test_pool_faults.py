@@ -278,17 +278,21 @@ def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
         assert "is not writable" in done.stderr or "read" in done.stderr
 
 
-def file_of(connection: Connection) -> Path:
-    """A database's file."""
-    return Path(connection.execute("PRAGMA database_list").fetchone()[2])
+MOVED = {"moved": "", "log moved": "-wal", "index moved": "-shm"}
+
+
+def files_of(connection: Connection) -> dict[str, Path]:
+    """A database's files, by how they break."""
+    path = connection.execute("PRAGMA database_list").fetchone()[2]
+    return {how: Path(f"{path}{end}") for how, end in MOVED.items()}
 
 
 def break_disk(driver: Driver, how: str) -> None:
     """Make every write fail, without needing rights: too few pages, a connection that may not write, no file."""
     connection = store_of(driver).writer._connection
-    if how == "moved":
-        path = file_of(connection)
-        path.rename(path.with_suffix(".away"))
+    if how in MOVED:
+        path = files_of(connection)[how]
+        path.rename(path.with_name(f"{path.name}.away"))
     elif how == "full":
         connection.execute("PRAGMA max_page_count = 1")
     else:
@@ -300,15 +304,16 @@ def mend_disk(driver: Driver) -> None:
     connection = store_of(driver).writer._connection
     connection.execute("PRAGMA max_page_count = 1000000")
     connection.execute("PRAGMA query_only = OFF")
-    path = file_of(connection)
-    if path.with_suffix(".away").exists():
-        path.with_suffix(".away").rename(path)
+    for path in files_of(connection).values():
+        away = path.with_name(f"{path.name}.away")
+        if away.exists():
+            away.rename(path)
 
 
 @MODES
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("full", "no space is left"), ("read-only", "is read-only"), ("moved", "has been moved or removed")],
+    [("full", "no space is left"), ("read-only", "is read-only"), *((how, "moved or removed") for how in MOVED)],
 )
 def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     tmp_path: Path, durability: str, how: str, words: str
@@ -326,7 +331,7 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
         driver.turn("unborn", big)
     assert words in driver.pool.stats()["degraded"]
     assert np.array_equal(driver.state("a"), state_of([ord("a"), 1], WORDS)), "the session is what it was"
-    if how != "moved":  # then it is not read either
+    if how not in MOVED:  # then it is not read either
         assert driver.list_sessions().total == 2
     mend_disk(driver)
     driver.turn("a", [2, 3])
