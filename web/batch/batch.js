@@ -121,7 +121,7 @@ export function Batch() {
   return html`<div class="batch">
     <div class="setup">
       <div class="field"><label for="batch-template">${t("batch.template")}</label>
-        <textarea id="batch-template" rows="3" value=${template} onInput=${(event) => setTemplate(event.currentTarget.value)}></textarea>
+        <textarea id="batch-template" rows="5" value=${template} onInput=${(event) => setTemplate(event.currentTarget.value)}></textarea>
         <p class="row">${Object.keys(TEMPLATES).map((name) => html`<button onClick=${() => setTemplate(TEMPLATES[name])}>${t(`template.${name}`)}</button>`)}</p>
       </div>
       <${Source} source=${source} />
