@@ -8,8 +8,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
+#include "fp32.h"
 #include "int8.h"
 #include "simd.h"
 
@@ -24,11 +24,11 @@
 
 namespace {
 
-constexpr int64_t PANEL = 2 * LANES;   // outputs of an fp32 panel
-constexpr int64_t BF16_PANEL = 32;     // outputs of a bf16 panel: two AMX tiles of 16
-constexpr int64_t STEP = 32;           // inputs of one AMX tile
-constexpr int64_t TILE = 16 * STEP;    // elements of one AMX tile, 1 KiB
-constexpr int64_t CHUNK = 480;         // rows packed at a time; a multiple of 32 and of 10
+constexpr int64_t PANEL = fp32::OUTPUTS;            // outputs of an fp32 panel and of an int8 panel
+constexpr int64_t BF16_PANEL = fp32::BF16_OUTPUTS;  // outputs of a bf16 panel: two AMX tiles of 16
+constexpr int64_t STEP = fp32::STEP;                // inputs of one AMX tile
+constexpr int64_t TILE = fp32::TILE;                // elements of one AMX tile, 1 KiB
+constexpr int64_t CHUNK = 480;                      // rows at a time; a multiple of 32 and of 10
 constexpr int MAX_JOBS = 16;
 
 enum Kind : int64_t { FP32 = 0, BF16 = 1, INT8 = 2 };
@@ -53,88 +53,35 @@ void finish(float* y, const float* from, int64_t width, int64_t activation) {
   }
 }
 
-// ---- fp32 and widened bf16 -------------------------------------------------------------------
+// ---- vectors ---------------------------------------------------------------------------------
 
-// acc[ROWS][2] += x[ROWS, in] * panel; fp32 panel: [in][PANEL].
-template <int ROWS>
-void fp32_tile(const float* x, const float* w, float* out, int64_t in) {
-  vf acc[ROWS][2] = {};
-  for (int64_t k = 0; k < in; ++k, w += PANEL) {
-    vf w0 = load(w), w1 = load(w + LANES);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      vf a = splat(x[r * in + k]);
-      acc[r][0] += a * w0;
-      acc[r][1] += a * w1;
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) store(out + r * PANEL, acc[r][0]), store(out + r * PANEL + LANES, acc[r][1]);
-}
-
-// The same from a bf16 panel, [steps][2 tiles][16 pairs][16 outputs][2 inputs of the pair]; the outputs
-// `first` .. first + 2 * LANES - 1 of the panel, which lie in one tile or fill two.
-template <int ROWS>
-void bf16_tile(const float* x, const uint16_t* w, float* out, int64_t in, int64_t first) {
-  vf acc[ROWS][2] = {};
-  const uint16_t* base[2];
-  for (int v = 0; v < 2; ++v) {
-    int64_t o = first + v * LANES;
-    base[v] = w + (o / 16) * TILE + (o % 16) * 2;
-  }
-  for (int64_t k = 0; k < in; k += 2) {
-    int64_t at = (k / STEP) * 2 * TILE + (k % STEP) / 2 * 32;
-    vi p0, p1;
-    std::memcpy(&p0, base[0] + at, sizeof p0);
-    std::memcpy(&p1, base[1] + at, sizeof p1);
-    vf even0 = (vf)(p0 << 16), even1 = (vf)(p1 << 16);
-    vf odd0 = (vf)(p0 & int32_t(0xffff0000)), odd1 = (vf)(p1 & int32_t(0xffff0000));
-    bool pair = k + 1 < in;
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      vf a = splat(x[r * in + k]);
-      acc[r][0] += a * even0;
-      acc[r][1] += a * even1;
-      vf b = splat(pair ? x[r * in + k + 1] : 0.f);
-      acc[r][0] += b * odd0;
-      acc[r][1] += b * odd1;
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) store(out + r * PANEL, acc[r][0]), store(out + r * PANEL + LANES, acc[r][1]);
-}
-
-using Fp32Tile = void (*)(const float*, const float*, float*, int64_t);
-using Bf16Tile = void (*)(const float*, const uint16_t*, float*, int64_t, int64_t);
-
-template <int... R>
-struct Tiles {
-  static constexpr Fp32Tile fp32[] = {fp32_tile<R + 1>...};
-  static constexpr Bf16Tile bf16[] = {bf16_tile<R + 1>...};
-};
-template <int... R>
-Tiles<R...> make_tiles(std::integer_sequence<int, R...>);
-using Table = decltype(make_tiles(std::make_integer_sequence<int, TILE_ROWS>{}));
-
+// fp32 and int8: tiles of nearly as many rows each, so that none is left with few, which would wait for their own sums.
 void vector_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   float out[TILE_ROWS * PANEL];
-  const int64_t first = panel * PANEL, width = std::min(PANEL, job.map.out - first);
-  for (int64_t done = 0; done < rows; done += TILE_ROWS) {
-    const int n = int(std::min<int64_t>(TILE_ROWS, rows - done));
-    const float* x = job.x + (first_row + done) * job.map.in;
+  const int64_t first = panel * PANEL, width = std::min(PANEL, job.map.out - first), tiles = divide_up(rows, TILE_ROWS);
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = rows * t / tiles;
+    const int n = int(rows * (t + 1) / tiles - row);
     if (job.map.kind == INT8) {
       const int64_t groups = int8::groups(job.map.in);
       const auto* w = static_cast<const int8_t*>(job.map.weight) + panel * groups * int8::GROUP_BYTES;
-      int8::tile(n, packed + done * groups * int8::ROW_ELEMENTS, w, out, groups);
-    } else if (job.map.kind == FP32) {
-      Table::fp32[n - 1](x, static_cast<const float*>(job.map.weight) + first * job.map.in, out, job.map.in);
+      int8::tile(n, packed + row * groups * int8::ROW_ELEMENTS, w, out, groups);
     } else {
-      const int64_t padded = divide_up(job.map.in, STEP) * STEP;
-      const auto* w = static_cast<const uint16_t*>(job.map.weight) + first / BF16_PANEL * BF16_PANEL * padded;
-      Table::bf16[n - 1](x, w, out, job.map.in, first % BF16_PANEL);
+      const float* x = job.x + (first_row + row) * job.map.in;
+      fp32::panel(n, x, static_cast<const float*>(job.map.weight) + first * job.map.in, out, job.map.in);
     }
-    float* y = job.y + (first_row + done) * job.map.out + first;
+    float* y = job.y + (first_row + row) * job.map.out + first;
     for (int r = 0; r < n; ++r) finish(y + r * job.map.out, out + r * PANEL, width, job.activation);
+  }
+}
+
+void bf16_panel(const Job& job, int64_t panel, int64_t first_row, int64_t rows) {
+  float sums[CHUNK * BF16_PANEL];
+  const int64_t in = job.map.in, out = job.map.out, first = panel * BF16_PANEL, width = std::min(BF16_PANEL, out - first);
+  const auto* w = static_cast<const uint16_t*>(job.map.weight) + panel * BF16_PANEL * divide_up(in, STEP) * STEP;
+  fp32::bf16_panel(rows, job.x + first_row * in, w, sums, in);
+  for (int64_t r = 0; r < rows; ++r) {
+    finish(job.y + (first_row + r) * out + first, sums + r * BF16_PANEL, width, job.activation);
   }
 }
 
@@ -282,14 +229,13 @@ struct Plan {
 
   Plan(const Job* jobs, int64_t count, int64_t rows) {
     for (int64_t j = 0; j < count; ++j) {
-      const bool amx = uses_amx(jobs[j]);
       offset[j] = size;
       if (is_packed(jobs[j])) {
         packs += pieces(jobs[j], rows);
         size += divide_up(pieces(jobs[j], rows) * piece_size(jobs[j]), 32) * 32;  // the next at 64 bytes again
       }
       pack_end[j] = packs;
-      panels += divide_up(jobs[j].map.out, amx ? BF16_PANEL : PANEL);
+      panels += divide_up(jobs[j].map.out, jobs[j].map.kind == BF16 ? BF16_PANEL : PANEL);
       panel_end[j] = panels;
     }
   }
@@ -322,7 +268,11 @@ void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_
       return;
     }
 #endif
-    vector_panel(jobs[j], packed + plan.offset[j], panel, first, rows);
+    if (jobs[j].map.kind == BF16) {
+      bf16_panel(jobs[j], panel, first, rows);
+    } else {
+      vector_panel(jobs[j], packed + plan.offset[j], panel, first, rows);
+    }
   });
 #if WITH_AMX
   if (plan.packs) _tile_release();

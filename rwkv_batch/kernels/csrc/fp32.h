@@ -1,0 +1,132 @@
+// Products in fp32 arithmetic on vectors, a tile of rows against a panel of outputs: each output one sum over the
+// inputs in their order, whatever the tile.
+//
+// An fp32 panel is [in][OUTPUTS]. A bf16 panel, which AMX reads as well, is [steps][2 tiles][16 pairs][16 outputs][2
+// inputs of the pair], with STEP inputs a step; its numbers are widened in registers.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "simd.h"
+
+namespace fp32 {
+
+constexpr int64_t OUTPUTS = 2 * LANES;  // of an fp32 panel
+constexpr int64_t BF16_OUTPUTS = 32;    // of a bf16 panel
+constexpr int64_t STEP = 32, TILE = 16 * STEP;
+constexpr int64_t INPUTS = 1024;  // of a bf16 panel at a time: they stay in L2 for all rows
+constexpr int64_t AHEAD = 2048;   // numbers that W is fetched ahead of its use: no prefetcher of the CPU's goes over pages
+
+// Rows of a tile of bf16. A sixth would leave no register of 16 for the mask, and GCC then keeps sums in memory.
+constexpr int BF16_ROWS = TILE_ROWS == 12 ? 12 : TILE_ROWS == 6 ? 5 : 4;
+
+// Outputs of a bf16 panel that a tile of so many rows takes at once: one or two rows alone would wait for their own sums.
+constexpr int bf16_vectors(int rows) { return LANES < 16 && rows <= 2 ? 4 : 2; }
+
+// sums [ROWS][OUTPUTS] = x [ROWS, in] * panel.
+template <int ROWS>
+void tile(const float* x, const float* w, float* sums, int64_t in) {
+  vf acc[ROWS][2] = {};
+  for (int64_t k = 0; k < in; ++k, w += OUTPUTS) {
+    vf w0 = load(w), w1 = load(w + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      vf a = splat(x[r * in + k]);
+      acc[r][0] += a * w0;
+      acc[r][1] += a * w1;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) store(sums + r * OUTPUTS, acc[r][0]), store(sums + r * OUTPUTS + LANES, acc[r][1]);
+}
+
+// Sums of ROWS rows by VECTORS * LANES outputs of a bf16 panel.
+template <int ROWS, int VECTORS>
+struct Sums {
+  vf of[ROWS][VECTORS];
+
+  // Adds inputs `odd`, 0 or 1, of a pair: x [ROWS] `stride` apart, `pair` the first of those outputs' weights.
+  template <int odd>
+  void add(const float* x, int64_t stride, const uint16_t* pair) {
+    constexpr int IN_TILE = 16 / LANES;
+    vf w[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      vi both;
+      std::memcpy(&both, pair + v / IN_TILE * TILE + v % IN_TILE * 2 * LANES, sizeof both);
+      w[v] = (vf)(odd ? both & int32_t(0xffff0000) : both << 16);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const vf a = splat(x[r * stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) of[r][v] += a * w[v];
+    }
+  }
+};
+
+// sums [ROWS][BF16_OUTPUTS] (+)= x [ROWS, in] * VECTORS * LANES outputs of a bf16 panel; x's rows `stride` apart.
+template <int ROWS, int VECTORS>
+void bf16_tile(const float* x, int64_t stride, const uint16_t* w, float* sums, int64_t in, bool begins) {
+  Sums<ROWS, VECTORS> acc;
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) acc.of[r][v] = begins ? vf{} : load(sums + r * BF16_OUTPUTS + v * LANES);
+  }
+  for (int64_t first = 0; first < in; first += STEP, x += STEP, w += 2 * TILE) {
+    const int64_t inputs = std::min(STEP, in - first);
+    const uint16_t* pair = w;
+    int64_t k = 0;
+    for (; k + 1 < inputs; k += 2, pair += 32) {
+#pragma GCC unroll 4
+      for (int o = 0; o < VECTORS * LANES; o += 16) __builtin_prefetch(pair + o / 16 * TILE + AHEAD);
+      acc.template add<0>(x + k, stride, pair);
+      asm volatile("" ::: "memory");  // the pair is read anew: GCC would keep it in registers that the sums want
+      acc.template add<1>(x + k + 1, stride, pair);
+    }
+    if (k < inputs) acc.template add<0>(x + k, stride, pair);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) store(sums + r * BF16_OUTPUTS + v * LANES, acc.of[r][v]);
+  }
+}
+
+using Tile = void (*)(const float*, const float*, float*, int64_t);
+using Bf16Tile = void (*)(const float*, int64_t, const uint16_t*, float*, int64_t, bool);
+
+template <int... R>
+constexpr Tile tile_of(int rows, std::integer_sequence<int, R...>) {
+  constexpr Tile tiles[] = {tile<R + 1>...};
+  return tiles[rows - 1];
+}
+
+template <int... R>
+constexpr Bf16Tile bf16_tile_of(int rows, std::integer_sequence<int, R...>) {
+  constexpr Bf16Tile tiles[] = {bf16_tile<R + 1, bf16_vectors(R + 1)>...};
+  return tiles[rows - 1];
+}
+
+// sums [rows][OUTPUTS] = x [rows, in] * panel, of 1 to TILE_ROWS rows.
+inline void panel(int rows, const float* x, const float* w, float* sums, int64_t in) {
+  tile_of(rows, std::make_integer_sequence<int, TILE_ROWS>{})(x, w, sums, in);
+}
+
+// sums [rows][BF16_OUTPUTS] = x [rows, in] * bf16 panel, of any rows: tiles of nearly as many each.
+inline void bf16_panel(int64_t rows, const float* x, const uint16_t* w, float* sums, int64_t in) {
+  const int64_t tiles = (rows + BF16_ROWS - 1) / BF16_ROWS;
+  for (int64_t begin = 0; begin < in; begin += INPUTS, w += INPUTS * BF16_OUTPUTS) {
+    const int64_t inputs = std::min(INPUTS, in - begin);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = rows * t / tiles, size = rows * (t + 1) / tiles - row;
+      const Bf16Tile run = bf16_tile_of(int(size), std::make_integer_sequence<int, BF16_ROWS>{});
+      for (int64_t o = 0; o < BF16_OUTPUTS; o += bf16_vectors(int(size)) * LANES) {
+        run(x + row * in + begin, in, w + o / 16 * TILE + o % 16 * 2, sums + row * BF16_OUTPUTS + o, inputs, !begin);
+      }
+    }
+  }
+}
+
+}  // namespace fp32
