@@ -7,7 +7,7 @@ is cut into chunks and of the number of threads: bit for bit, for every type of 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -27,6 +27,7 @@ from rwkv_batch.kernels.cpu_library import (
     build_problem,
     library,
 )
+from rwkv_batch.kernels.cpu_memory import PackedMemory, plain
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.layer import Layer, Norm
@@ -36,7 +37,8 @@ from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 
-ALIGNMENT = 64
+Take = Callable[[int], Tensor]
+"""Bytes -> zeroed memory for a packed matrix, see `cpu_memory`."""
 CPU = torch.device("cpu")
 
 
@@ -48,7 +50,7 @@ class CpuLinear(Linear):
     kept as bf16, at half the bytes, and x is split into three bf16 parts whose sum is x.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, take: Take = plain) -> None:
         """Pack weight [out, in] (bf16, fp16 or fp32, any strides). Raises ValueError for other types."""
         if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(
@@ -59,7 +61,7 @@ class CpuLinear(Linear):
             weight = _as_bf16_if_exact(weight.float())
         self.kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.FP32
         self.out_features, self.in_features = weight.shape
-        self.packed = _pack(weight, self.kind)
+        self.packed = _pack(weight, self.kind, take)
         self.args = MapArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.kind, self.parts)
 
     @property
@@ -82,11 +84,11 @@ class CpuQuantLinear(CpuLinear):
     x is taken as 16-bit codes, a scale per 128 inputs; sums over these are whole numbers.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, take: Take = plain) -> None:
         """Pack codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
         self.parts, self.kind = 1, Kind.INT8
         self.out_features, self.in_features = codes.shape
-        self.packed = _empty(self.in_features, self.out_features, self.kind)
+        self.packed = take(library().rwkv_packed_bytes(self.in_features, self.out_features, self.kind))
         codes, scales = codes.contiguous(), scales.contiguous()
         sizes = self.in_features, self.out_features
         library().rwkv_pack_int8(
@@ -95,15 +97,15 @@ class CpuQuantLinear(CpuLinear):
         self.args = MapArgs(self.packed.data_ptr(), *sizes, self.kind, self.parts)
 
 
-def make_quantised(name: str, stored: Quantised) -> Linear:
+def make_quantised(name: str, stored: Quantised, take: Take = plain) -> Linear:
     """A matrix of small weights. int4 is kept as int8, without loss; fp8 in bf16: there is no arithmetic for it."""
     if stored.format is Format.FP8:
-        return CpuLinear(dequantise(stored).bfloat16().float())
+        return CpuLinear(dequantise(stored).bfloat16().float(), take)
     codes = stored.codes
     if stored.zeros is not None:
         zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, : stored.in_features]
         codes = codes_int4(stored).to(torch.int8) - zeros
-    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT)
+    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT, take)
 
 
 def run_linears(
@@ -138,7 +140,9 @@ class PackedOps(NaiveOps):
     """Plain torch but for the matrices, which are packed: what older versions of the model run on."""
 
     name = "cpu"
-    make_quantised = staticmethod(make_quantised)
+
+    def __init__(self) -> None:
+        self._memory = PackedMemory()
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -147,10 +151,13 @@ class PackedOps(NaiveOps):
             return f"the cpu kernels run on a CPU, not on {device}"
         return build_problem()
 
-    @staticmethod
-    def make_linear(weight: Tensor) -> Linear:
+    def make_linear(self, weight: Tensor) -> Linear:
         """Packs a matrix [out, in] in bf16, fp16 or fp32."""
-        return CpuLinear(weight)
+        return CpuLinear(weight, self._memory.take)
+
+    def make_quantised(self, name: str, stored: Quantised) -> Linear:
+        """A matrix [out, in] of small weights, see the function."""
+        return make_quantised(name, stored, self._memory.take)
 
 
 class CpuOps(PackedOps):
@@ -225,20 +232,13 @@ def _as_bf16_if_exact(weight: Tensor) -> Tensor:
     return short if torch.equal(short.float(), weight) else weight
 
 
-def _pack(weight: Tensor, kind: Kind) -> Tensor:
+def _pack(weight: Tensor, kind: Kind, take: Take) -> Tensor:
     """The matrix in the order csrc/linear.cpp reads it, 64-byte aligned, as bytes."""
     out, inner = weight.shape
-    packed = _empty(inner, out, kind)
+    packed = take(library().rwkv_packed_bytes(inner, out, kind))
     pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32
     pack(weight.data_ptr(), *weight.stride(), inner, out, packed.data_ptr(), torch.get_num_threads())
     return packed
-
-
-def _empty(inner: int, out: int, kind: Kind) -> Tensor:
-    """Zeroed memory for a packed matrix."""
-    size = library().rwkv_packed_bytes(inner, out, kind)
-    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % ALIGNMENT :][:size]
 
 
 def _rows(inputs: StepInputs) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from rwkv_batch.kernels.cpu_library import Kind
 from rwkv_batch.model.linear import Linear
 
 needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
-SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768)]
+SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 2101)]
 
 
 def make(out: int, inner: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -70,9 +70,10 @@ def test_bf16_numbers_in_fp32_take_half_the_bytes() -> None:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bf16_numbers", [True, False])
-def test_a_row_is_bit_identical_alone_and_among_others(dtype: torch.dtype, bf16_numbers: bool) -> None:
-    weight = make(96, 200, torch.bfloat16 if bf16_numbers else torch.float32).to(dtype)
-    linear, x = CpuLinear(weight), make(1000, 200, torch.float32, 1)
+@pytest.mark.parametrize("inner", [200, 1100])
+def test_a_row_is_bit_identical_alone_and_among_others(dtype: torch.dtype, bf16_numbers: bool, inner: int) -> None:
+    weight = make(96, inner, torch.bfloat16 if bf16_numbers else torch.float32).to(dtype)
+    linear, x = CpuLinear(weight), make(1000, inner, torch.float32, 1)
     whole = linear(x)
     for start, stop in ((0, 1), (479, 481), (3, 4), (999, 1000), (5, 17), (0, 200), (100, 131), (480, 1000)):
         assert torch.equal(linear(x[start:stop]), whole[start:stop]), (start, stop)

@@ -18,6 +18,7 @@ namespace int8 {
 constexpr int64_t INPUTS = 128, OUTPUTS = 2 * LANES;
 constexpr int64_t SCALE_BYTES = OUTPUTS * 4, GROUP_BYTES = SCALE_BYTES + OUTPUTS * INPUTS;
 constexpr int64_t ROW_ELEMENTS = 2 + INPUTS;
+constexpr int64_t AHEAD = 4096;  // bytes that W is fetched ahead of its use, as in fp32.h
 constexpr float LARGEST = 32767.f;
 
 inline int64_t groups(int64_t in) { return (in + INPUTS - 1) / INPUTS; }
@@ -26,8 +27,16 @@ inline int64_t groups(int64_t in) { return (in + INPUTS - 1) / INPUTS; }
 inline void pack_row(const float* x, int64_t in, uint16_t* to) {
   for (int64_t at = 0; at < in; at += INPUTS, to += ROW_ELEMENTS) {
     const int64_t width = std::min(INPUTS, in - at);
-    float largest = 0, check = 0;
-    for (int64_t i = 0; i < width; ++i) {
+    vf most{}, checks{};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+      const vf v = load(x + at + i), size = (vf)((vi)v & 0x7fffffff);
+      most = size > most ? size : most;
+      checks += v * 0.f;
+    }
+    float largest = 0, check = hsum(checks);
+    for (int l = 0; l < LANES; ++l) largest = std::max(largest, most[l]);
+    for (; i < width; ++i) {
       largest = std::max(largest, std::fabs(x[at + i]));
       check += x[at + i] * 0.f;
     }
@@ -119,6 +128,7 @@ void tile_of(const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
     for (int64_t pair = 0; pair < INPUTS / 2; pair += CHAINS) {
 #pragma GCC unroll 4
       for (int c = 0; c < CHAINS; ++c, codes += 2 * OUTPUTS) {
+        if (c * 2 * OUTPUTS % 64 == 0) __builtin_prefetch(codes + AHEAD);
         const Pairs w0 = widen(codes), w1 = widen(codes + OUTPUTS);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {

@@ -1,0 +1,51 @@
+"""Memory of packed matrices: zeros, apart from each other, in blocks that the kernel may give huge pages."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv_batch.kernels.cpu_memory import ALIGNMENT, BLOCK, HUGE_PAGE, SMALLEST, PackedMemory, plain
+
+SMAPS = Path("/proc/self/smaps")
+HAS_FLAGS = Path("/sys/kernel/mm/transparent_hugepage").exists() and SMAPS.exists() and "VmFlags" in SMAPS.read_text()
+
+
+def mapping_of(address: int) -> str | None:
+    """What the kernel says of the mapping that an address is in; None: there is none."""
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
+        first, last = (int(end, 16) for end in part.split(" ", 1)[0].split("-"))
+        if first <= address < last:
+            return part
+    return None
+
+
+def test_pieces_are_zeros_apart_from_each_other() -> None:
+    memory = PackedMemory()
+    sizes = [SMALLEST, SMALLEST + 1, 3, BLOCK - SMALLEST, 2 * BLOCK + 5, SMALLEST, 100, BLOCK]
+    pieces = [memory.take(size) for size in sizes]
+    assert [len(piece) for piece in pieces] == sizes
+    for number, piece in enumerate(pieces, 1):
+        assert piece.dtype == torch.uint8 and piece.data_ptr() % ALIGNMENT == 0 and not piece.any()
+        piece.fill_(number)
+    assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
+    assert pieces[1].data_ptr() - pieces[0].data_ptr() == SMALLEST, "they lie in one block, one behind the other"
+
+
+@pytest.mark.skipif(not HAS_FLAGS, reason="this kernel has no huge pages, or does not say so")
+def test_blocks_are_for_huge_pages_and_are_given_back() -> None:
+    memory = PackedMemory()
+    first, second, small = memory.take(SMALLEST), memory.take(BLOCK), memory.take(SMALLEST - 1)
+    address = first.data_ptr()
+    assert address % HUGE_PAGE == 0 and second.data_ptr() % HUGE_PAGE == 0
+    for piece, is_huge in ((first, True), (second, True), (small, False), (plain(BLOCK), False)):
+        mapping = mapping_of(piece.data_ptr())
+        assert mapping is not None and (" hg" in mapping.rpartition("VmFlags:")[2]) is is_huge
+    before = mapping_of(address)
+    del first
+    gc.collect()
+    assert before is not None and mapping_of(address) is None, "a block of which nothing is left"
