@@ -26,14 +26,20 @@ class ProcessLock:
     """`<database>.lock`, held by one live process, or by the engines of one service; the kernel releases it."""
 
     def __init__(self, path: str, service: str = "") -> None:
-        """Waits a little for a process that ends. Raises DatabaseUnusable, naming the owner.
+        """Waits a little for a process that ends. Raises DatabaseUnusable, naming the owner or what may not be written.
 
         `service`: what the engines have in common that may hold it together; "": nobody else may.
         """
         self.is_first = True
         """Whether no other engine has the database open; until `share`, none will."""
         self._service = service
-        self._file = open(f"{path}.lock", "a+b")  # noqa: SIM115 - held for the life of the process
+        try:
+            self._file = open(f"{path}.lock", "a+b")  # noqa: SIM115 - held for the life of the process
+        except OSError as error:
+            raise DatabaseUnusable(
+                f"session database {path}: its lock {path}.lock cannot be written ({error.strerror}); fix the folder's "
+                'permissions, name another file with --state-db, or keep sessions in memory only with --state-db ""'
+            ) from None
         begun = time.monotonic()
         while not self._take():
             waited = time.monotonic() - begun

@@ -234,6 +234,12 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         reopen(tmp_path / "nowhere")
 
 
+def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db.lock").mkdir()  # as a folder that may not be written in, for which tests may be too mighty
+    with pytest.raises(DatabaseUnusable, match=r"sessions\.db\.lock cannot be written .*--state-db"):
+        reopen(tmp_path)
+
+
 def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
     lock = ProcessLock(str(tmp_path / "sessions.db"))
