@@ -83,12 +83,24 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason | Literal["tool_calls"] = Field(description=f"{END} `tool_calls`: it has made calls.")
 
 
+class DrawnTokens(BaseModel):
+    """What was drawn."""
+
+    reasoning_tokens: int = Field(description="Of the thoughts.")
+
+
+class ChatUsage(Usage):
+    """Tokens of all answers; the conversation was read once."""
+
+    completion_tokens_details: DrawnTokens
+
+
 class ChatAnswer(OpenAIFrame):
     """OpenAI's chat.completion."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
 
 
 class ChatDelta(BaseModel):
@@ -114,7 +126,7 @@ class ChatChunk(OpenAIFrame):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice] = Field(description="One; none beside the usage.")
-    usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
+    usage: ChatUsage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
 
 
 class CompletionLogprobs(BaseModel):

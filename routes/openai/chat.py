@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from routes.context import Context
@@ -16,6 +16,7 @@ from routes.openai.response import (
     fingerprint,
     finish_reason,
     openai_job,
+    token_counter,
     told_logprobs,
 )
 from routes.response.answer_parts import AnswerParting
@@ -24,7 +25,7 @@ from routes.response.reply import Reply
 from routes.response.tool_calls import CallPiece
 from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
-from rwkv_batch.request import FinishReason, TokenLogprob
+from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
 PATH = "/openai/v1/chat/completions"
 
@@ -36,8 +37,11 @@ class ChatDialect(OpenAIDialect):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, fingerprint: str, num_rows: int) -> None:
+    def __init__(self, body: ChatBody, fingerprint: str, num_rows: int, count_tokens: Callable[[str], int]) -> None:
+        """`count_tokens`: of a text."""
         super().__init__(body, fingerprint, num_rows)
+        self._count_tokens = count_tokens
+        self._thoughts: list[list[str]] = [[] for _ in range(num_rows)]
         self._tells_logprobs = body.logprobs
         form = body.form
         self._partings = [AnswerParting(form) for _ in range(num_rows)]
@@ -53,6 +57,7 @@ class ChatDialect(OpenAIDialect):
         parts = self._partings[updates.row].feed(updates.text, updates.finish is not None)
         delta: dict[str, Any] = {}
         if parts.reasoning:
+            self._thoughts[updates.row].append(parts.reasoning)
             delta["reasoning_content"] = parts.reasoning
         if parts.content:
             delta["content"] = parts.content
@@ -73,10 +78,16 @@ class ChatDialect(OpenAIDialect):
         """See Dialect."""
         return self.answer([self._choice(index, row) for index, row in enumerate(rows)], rows)
 
+    def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
+        """See OpenAIDialect; tokens of the thoughts are told apart."""
+        thought = sum(self._count_tokens("".join(pieces)) for pieces in self._thoughts if pieces)
+        return {**super().counts(finishes), "completion_tokens_details": {"reasoning_tokens": thought}}
+
     def _choice(self, index: int, row: RowResult) -> dict[str, Any]:
         parts = self._partings[index].feed(row.text, final=True)
         message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
         if parts.reasoning:
+            self._thoughts[index].append(parts.reasoning)
             message["reasoning_content"] = parts.reasoning
         if parts.calls:
             message["content"] = parts.content or None
@@ -115,7 +126,7 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     Thoughts come as `reasoning_content`. A conversation that ends with the assistant's message is gone on with there.
     """
     rows = await conversation_rows(context, body, "messages")
-    dialect = ChatDialect(body, await fingerprint(context, body), body.n)
+    dialect = ChatDialect(body, await fingerprint(context, body), body.n, token_counter(context))
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(body.n), body.stream)
 
 

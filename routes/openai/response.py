@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -160,13 +160,22 @@ class OpenAIDialect(PlainDialect):
         """See Dialect."""
         if not self._tells_usage:
             return b""
-        counts = usage(self._finishes, self._n)
+        counts = self.counts(self._finishes)
         return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": counts})
+
+    def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
+        """The usage of all rows."""
+        return usage(finishes, self._n)
 
     def answer(self, choices: list[dict[str, Any]], rows: list[RowResult]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        counts = usage([row.finish for row in rows], self._n)
+        counts = self.counts([row.finish for row in rows])
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": counts}
+
+
+def token_counter(context: Context) -> Callable[[str], int]:
+    """What counts the tokens of a text."""
+    return lambda text: len(context.tokenizer.encode(text))
 
 
 def finish_reason(row: RowResult) -> str:

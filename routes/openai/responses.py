@@ -10,7 +10,7 @@ from typing import Any
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
 from routes.openai.errors import OPENAI_ERRORS
-from routes.openai.response import openai_job, told_logprobs
+from routes.openai.response import openai_job, token_counter, told_logprobs
 from routes.openai.response_items import Event, OutputItems
 from routes.openai.responses_body import ResponsesBody
 from routes.openai.responses_models import ResponseEvent, ResponseObject
@@ -164,7 +164,7 @@ async def responses(context: Context, body: ResponsesBody) -> Reply:
     the session exists.
     """
     rows = await conversation_rows(context, body, "input")
-    dialect = ResponsesDialect(body, lambda text: len(context.tokenizer.encode(text)))
+    dialect = ResponsesDialect(body, token_counter(context))
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(1), body.stream)
 
 

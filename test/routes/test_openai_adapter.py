@@ -201,7 +201,7 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)
-    dialect = ChatDialect(body, "fp_x", 2)
+    dialect = ChatDialect(body, "fp_x", 2, len)
     ends = [
         Finish(reason=FinishReason.STOP, prompt_tokens=5, completion_tokens=row + 1, cached_tokens=4) for row in (0, 1)
     ]
@@ -235,6 +235,7 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": len("hm") + len("x")},
     }  # fmt: skip
 
 
