@@ -160,6 +160,16 @@ ROUTES = (
         errors=LOST,
     ),
     Route(
+        "GET",
+        "/health",
+        readyz,
+        None,
+        "The same as /readyz, under the name that vLLM, SGLang and llama.cpp give it.",
+        answer=Health,
+        is_public=True,
+        errors=LOST,
+    ),
+    Route(
         "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=LOST
     ),
     Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=LOST),

@@ -12,7 +12,7 @@ logger = logging.getLogger("access")
 
 DONE, CLIENT_LEFT = "done", "client_left"
 """Outcomes of requests, beside the kinds of errors."""
-PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Asked every few seconds for ever: logged at level debug."""
 
 

@@ -62,6 +62,7 @@ def test_the_password_comes_before_validation(locked: Service) -> None:
 
 def test_public_and_protected_paths(locked: Service) -> None:
     assert locked.get("/healthz").status_code == 200
+    assert locked.get("/health").status_code == 200
     assert locked.get("/readyz").status_code == 200  # a load balancer has no password
     for path in ("/status", "/metrics", "/v1/models", "/openapi.json"):
         assert locked.get(path).status_code == 401

@@ -212,6 +212,7 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
 
         wait_for(drains, 10, "every worker drains")
         assert service.get("/readyz").json() == {"status": "draining", "error": "draining"}
+        assert service.get("/health").status_code == 503
         refused = service.post(CHAT, {"contents": ["a"], "max_tokens": 1})
         assert refused.status_code == 503
         assert "shutting down" in refused.json()["error"]

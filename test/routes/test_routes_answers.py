@@ -96,6 +96,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/tokens/count", {}),
     ("/healthz", None),
     ("/readyz", None),
+    ("/health", None),
     ("/status", None),
     ("/metrics", None),
     ("/openapi.json", None),
