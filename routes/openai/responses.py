@@ -168,10 +168,10 @@ async def responses(context: Context, body: ResponsesBody) -> Reply:
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(1), body.stream)
 
 
-ROUTES = (
-    Route(
+def _route(path: str) -> Route:
+    return Route(
         "POST",
-        PATH,
+        path,
         responses,
         ResponsesBody,
         "Answer a conversation, as OpenAI's SDKs speak it on their newer route.",
@@ -181,5 +181,7 @@ ROUTES = (
         error_form=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example={"model": "rwkv7", "input": "Hello!", "max_output_tokens": 64},
-    ),
-)
+    )
+
+
+ROUTES = (_route(PATH), _route("/v1/responses"))

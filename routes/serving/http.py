@@ -283,7 +283,10 @@ def _off_table_answer(table: dict[str, set[str]], request: Request) -> Answer:
     path = unquote_plus(request.url.path).rstrip("/") or "/"
     methods = table.get(path) or _with_parameter(table, path)
     if methods is None or request.method in methods:  # the latter if it is spelt in a way that its route has not
-        info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; /openapi.json lists them")
+        there = PREFIX.rstrip("/") + path
+        is_there = there in table or _with_parameter(table, there) is not None
+        remedy = f"it is {there[:200]} here" if is_there else "/openapi.json lists them"
+        info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
         return _refusal(info, path)
     allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
     if request.method == "OPTIONS":

@@ -54,6 +54,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/tokenizer_info", None),
     ("/openai/tokenizer_info", None),
     (RESPOND, {**SHORT, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    ("/v1/responses", {**SHORT, "input": "Hi"}),
     (RESPOND, {**SHORT, "input": "Hi", "reasoning": {"effort": "low"}, "instructions": "Be brief."}),
     (RESPOND, {"input": "Hi", "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}),
     (RESPOND, {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"enum": [1]}}}}),

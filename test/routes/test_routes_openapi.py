@@ -102,7 +102,7 @@ def test_every_route_is_described() -> None:
         "/v1/models", "/v1/models/{model}", "/v1/models/load", "/v1/models/unload",
         "/models", "/loadmodel", "/removemodel", "/loadstatemodel", "/mrss_loadstatemodel", "/mrss_set_gatingweight",
         "/removestatemodel", "/healthcheck", "/chat/completions",
-        "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz", "/health",
+        "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz", "/health", "/v1/responses",
         "/status", "/metrics", "/docs", "/openapi.json",
     ):  # fmt: skip
         assert path in DOCUMENT["paths"]
