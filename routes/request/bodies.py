@@ -29,7 +29,7 @@ StopTokens = Annotated[list[StopToken], Field(max_length=64, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 """Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
-_WORDING = re.compile(r"^(Input|List|String|Dictionary) should")
+_WORDING = re.compile(r"^(Input|List|String|Dictionary|Value) should")
 _BESIDE = re.compile(r" after validation, not .*")
 
 

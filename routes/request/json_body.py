@@ -22,6 +22,8 @@ def parse_json(body: bytes) -> object:
     """The body as plain data. Raises ServiceError: 400 if it is not JSON, 413 if it has too many values, 422 if its
     text has no UTF-8 form."""
     body = body.removeprefix(codecs.BOM_UTF8)
+    if not body.strip():
+        raise ServiceError(ErrorKind.NOT_JSON, "the body is empty; a JSON object is wanted, if only {}")
     _check_size(body)
     try:
         # Not the values: pydantic would keep thousands of clients' short texts, passwords too, for as long as it runs.

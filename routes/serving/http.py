@@ -187,9 +187,13 @@ async def _json_data(context: Context, request: Request, is_known: bool) -> obje
         return await off_loop(len(body), parse_json, body)
     except ServiceError as error:
         # A stranger learns nothing of what is wrong with a body; its size is no secret.
-        if is_known or error.info.kind is ErrorKind.BODY_TOO_LARGE:
-            raise
-        raise ServiceError.from_info(_UNAUTHORIZED) from None
+        if not is_known and error.info.kind is not ErrorKind.BODY_TOO_LARGE:
+            raise ServiceError.from_info(_UNAUTHORIZED) from None
+        encoding = request.headers.get("content-encoding")
+        if encoding and error.info.kind is ErrorKind.NOT_JSON:
+            message = f"{error.info.message}; it came with Content-Encoding {encoding[:50]}: send it uncompressed"
+            raise ServiceError(ErrorKind.NOT_JSON, message) from None
+        raise
 
 
 def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:

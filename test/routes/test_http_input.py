@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -121,6 +122,16 @@ def test_a_form_is_told_that_json_is_wanted(service: Service) -> None:
     answer = service.request("POST", CHAT, files={"file": ("name", b"content")}, data=OK)
     assert answer.status_code == 400
     assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]
+
+
+def test_an_empty_body_and_a_compressed_one_are_named(service: Service) -> None:
+    for empty in (b"", b" \n"):
+        answer = service.post(CHAT, content=empty)
+        assert answer.status_code == 400 and answer.json()["error"].startswith("the body is empty; a JSON object")
+    packed = gzip.compress(json.dumps(OK).encode())
+    answer = service.post(CHAT, content=packed, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 400
+    assert "Content-Encoding gzip: send it uncompressed" in answer.json()["error"]
 
 
 def test_unknown_paths_and_wrong_methods(service: Service) -> None:
