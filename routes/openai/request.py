@@ -23,7 +23,7 @@ from routes.request.bodies import (
 )
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
-from routes.request.fields import Shape
+from routes.request.fields import Fields, Shape
 from routes.request.generate_requests import row_stops
 from routes.request.toolbox import Toolbox, begins_with_call
 from routes.request.unserved import OpenAIOnlyFields
@@ -83,6 +83,12 @@ class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
         """See SamplingBody."""
         bias = {int(token): -math.inf if value <= _BAN else value for token, value in self.logit_bias.items()}
         return msgspec.structs.replace(super().sampling(seed), logit_bias=bias, top_logprobs=self.asked_logprobs)
+
+
+class TemplateArguments(Fields):
+    """What vLLM's and SGLang's clients tell a chat template."""
+
+    enable_thinking: bool | None = Field(None, description="Their name of enable_think, which wins.")
 
 
 class ConversationBody(OpenAIBody, TemplateFields):
@@ -181,6 +187,9 @@ class ChatBody(ConversationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="How long it thinks; overrides enable_think."
     )
+    chat_template_kwargs: TemplateArguments | None = Field(
+        None, description='{"enable_thinking": true}: another name of enable_think.'
+    )
     continue_final_message: bool | None = Field(
         None,
         description="Go on with the last message, the assistant's, and answer with what follows it. "
@@ -216,7 +225,9 @@ class ChatBody(ConversationBody):
         """See ConversationBody."""
         if self.reasoning_effort is not None:
             return prompts.EFFORTS[self.reasoning_effort]
-        return prompts.think_mode(self.enable_think)
+        told = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs is not None else None
+        is_told = told is not None and "enable_think" not in self.model_fields_set
+        return prompts.think_mode(bool(told) if is_told else self.enable_think)
 
     @property
     def toolbox(self) -> Toolbox | None:

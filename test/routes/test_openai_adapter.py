@@ -102,6 +102,11 @@ def test_names_of_limits_and_of_thinking() -> None:
     assert chat_body(enable_think=True).think is Think.ON
     assert chat_body(enable_think=True, reasoning_effort="none").think is Think.OFF
     assert chat_body(reasoning_effort="high").think is Think.LONG
+    asked: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert chat_body(**asked).think is Think.ON
+    assert chat_body(**asked, enable_think=False).think is Think.OFF
+    assert chat_body(**asked, reasoning_effort="low").think is Think.SHORT
+    assert chat_body(enable_think=True, chat_template_kwargs={"custom": 1}).think is Think.ON
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
