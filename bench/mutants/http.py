@@ -57,8 +57,8 @@ MUTANTS: list[Mutant] = [
                 "test/routes/test_http_input.py::test_half_a_body_is_400",
             ),
             (
-                "        if is_known or error.info.kind is ErrorKind.BODY_TOO_LARGE:\n            raise\n",
-                "        raise\n",
+                "        if not is_known and error.info.kind is not ErrorKind.BODY_TOO_LARGE:\n            raise",
+                "        if False:\n            raise",
                 "a stranger learns what is wrong with a body",
                 "test/routes/test_http_auth.py::test_the_password_comes_before_validation",
             ),
