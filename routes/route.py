@@ -42,6 +42,8 @@ class Route:
     takes_form: bool = False
     """The body may be a form (multipart/form-data) with a file, which is the body's field `content` then. It stands in
     the field's text and not in the OpenAPI document: what is no form after all is a 500 of Robyn's own."""
+    form: dict[str, str] | None = None
+    """A form that works, for the documentation; `@` stands before a file's name."""
     is_admin: bool = False
     """Wants --admin-password where there is one, else the password; API keys do not do."""
     is_about_models: bool = False

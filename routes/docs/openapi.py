@@ -34,6 +34,8 @@ _ERRORS = {
     ErrorKind.ENGINE_LOST: "The engine is away; try again in a moment.",
     ErrorKind.TIMEOUT: "Timed out.",
 }
+FORM = "x-form"
+"""Key of an operation's example of a form, which OpenAPI has no place for where the body is JSON as well."""
 _FILE = {"type": "string", "format": "binary"}
 _UNMODELLED = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
 """Good answers without a model, by content type; others are text."""
@@ -89,6 +91,8 @@ def _operation(route: Route) -> dict[str, Any]:
         if route.example is not None:
             content["example"] = route.example
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
+    if route.form is not None:
+        operation[FORM] = route.form
     if route.query is not None:
         operation["parameters"] = _parameters(route.path, route.query, route.example or {})
     if route.uploads:

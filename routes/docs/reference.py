@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
+from routes.docs.openapi import FORM
+
 SERVER = "http://localhost:8000"
 _SCHEMAS = "#/components/schemas/"
 _LIMITS = {
@@ -106,6 +108,9 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
     in_path = {one["name"]: one["example"] for one in asked if one["in"] == "path"}
     command = curl(method, path.format(**in_path), body.get("example"))
+    if FORM in operation:
+        parts = (shlex.quote(f"{name}={value}") for name, value in operation[FORM].items())
+        command = " -F ".join([f"curl {SERVER}{path}", *parts])
     good = operation["responses"]["200"]["content"]
     if asked and not in_path:
         query = urlencode({one["name"]: one["example"] for one in asked if "example" in one})

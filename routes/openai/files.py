@@ -233,6 +233,7 @@ ROUTES = (
         error_form=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
         takes_form=True,
+        form={"purpose": "batch", "file": "@lines.jsonl"},
     ),
     Route(
         "GET",

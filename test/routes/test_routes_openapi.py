@@ -5,6 +5,7 @@ RWKV_LONG_TESTS=1 tries 200 inputs a route instead of 6.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -33,7 +34,7 @@ MOST_TOKENS, MOST_ROWS = 3, 4
 ANSWER_404 = (
     "POST /state/delete", "POST /openai/v1/embeddings", "POST /v1/states", "DELETE /v1/states/{name}",
     "POST /v1/adapters", "DELETE /v1/adapters/{name}", "POST /v1/engines/add", "POST /v1/engines/remove",
-    "POST /v1/models/load", "POST /v1/models/unload", "POST /openai/v1/files", "GET /openai/v1/files/{file_id}",
+    "POST /v1/models/load", "POST /v1/models/unload", "GET /openai/v1/files/{file_id}",
     "DELETE /openai/v1/files/{file_id}", "POST /openai/v1/batches", "GET /openai/v1/batches/{batch_id}",
     "POST /openai/v1/batches/{batch_id}", "POST /loadmodel", "POST /removemodel", "POST /loadstatemodel",
     "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
@@ -128,8 +129,11 @@ def test_the_reference_is_up_to_date() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the examples leave their files."""
-    return tmp_path_factory.mktemp("examples")
+    """Where the examples leave their files, and find one."""
+    made = tmp_path_factory.mktemp("examples")
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"contents": ["a"]}}
+    (made / "lines.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    return made
 
 
 @pytest.mark.parametrize("section", sections(DOCUMENT), ids=lambda section: section.title)
