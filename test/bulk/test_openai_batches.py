@@ -127,7 +127,7 @@ def test_responses_and_scores_are_answered_too(service: Service) -> None:
 def test_a_line_means_a_route_whatever_its_body_lacks(url: str, field: str) -> None:
     """So that the route says what is wrong with the body."""
     path = BatchTask().ask(Record(0, 1, {"url": url, "body": {field: "x"}})).path
-    is_openais = url == "/v1/responses" or (url in ("/v1/chat/completions", "/v1/completions") and field != "contents")
+    is_openais = url in ("/v1/chat/completions", "/v1/completions", "/v1/responses") and field != "contents"
     assert path == (f"/openai{url}" if is_openais else url)
 
 
