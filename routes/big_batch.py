@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from routes.context import Context
+from routes.exchange import current
 from routes.request.bodies import BatchBody
 from routes.request.jobs import native_job
 from routes.response.event_stream import ask
@@ -55,8 +56,9 @@ async def completions_status(context: Context, query: dict[str, str]) -> Reply:
 
 
 async def clean(context: Context, query: dict[str, str]) -> Reply:
-    """Cancel every request of this route that runs or waits; their rows end with "cancelled"."""
-    count = await ask(context, CancelJobs(LABEL))
+    """Cancel every request of this route that runs or waits, with an API key those of that key; their rows end with
+    "cancelled"."""
+    count = await ask(context, CancelJobs(LABEL, current().owner))
     return json_answer({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
 
 

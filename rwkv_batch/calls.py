@@ -187,9 +187,10 @@ class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=Tru
 
 
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
-    """Cancel every job that has this label; answers how many there were."""
+    """Cancel every job that has this label, of one client or of all (""); answers how many there were."""
 
     label: str
+    client: str = ""
 
 
 class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True):

@@ -193,8 +193,8 @@ class Engine:
                 self._files.export(pool, reply, call)
             case calls.ImportSession(session_id, content):
                 self._files.import_session(pool, reply, session_id, content)
-            case calls.CancelJobs(label):
-                self._answer(reply, lambda: self.jobs.cancel_label(label))
+            case calls.CancelJobs(label, client):
+                self._answer(reply, lambda: self.jobs.cancel_label(label, client))
             case calls.CountJobs(label):
                 self._answer(reply, lambda: self.jobs.count_by_label().get(label, 0))
             case _:

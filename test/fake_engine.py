@@ -20,6 +20,7 @@ from typing import Any
 import tqdm  # noqa: F401 - torch, which this engine has not, brings it along
 
 from rwkv_batch.calls import (
+    CancelJobs,
     CheckModel,
     CountJobs,
     EngineCall,
@@ -149,6 +150,11 @@ class FakeEngine:
             reply(bytes(LARGE_FILE))
         elif isinstance(call, CountJobs):
             reply(jobs[call.label])
+        elif isinstance(call, CancelJobs):
+            meant = [one for one in running if one.job.label == call.label and call.client in ("", one.job.client)]
+            for one in meant:
+                one.cancelled = True
+            reply(len(meant))
         else:
             reply(
                 {

@@ -278,9 +278,9 @@ class JobTable:
         if job is not None:
             self._end_job(job, FinishReason.CANCELLED)
 
-    def cancel_label(self, label: str) -> int:
-        """Cancel all jobs that bear a label; returns how many."""
-        jobs = [job for job in self._jobs.values() if job.spec.label == label]
+    def cancel_label(self, label: str, client: str = "") -> int:
+        """Cancel all jobs that bear a label, or those of one client among them; returns how many."""
+        jobs = [job for job in self._jobs.values() if job.spec.label == label and client in ("", job.spec.client)]
         for job in jobs:
             self._end_job(job, FinishReason.CANCELLED)
         return len(jobs)

@@ -155,6 +155,7 @@ def test_label_is_cancelled_together(engine: Engine) -> None:
     assert all(job.answered.wait(60) for job in cleaned)
     assert call(engine, "count_label", label="big_batch") == 3
     assert call(engine, "status")["jobs"] == {"v1": 1, "big_batch": 3}
+    assert call(engine, "cancel_label", label="big_batch", client="another") == 0
     assert call(engine, "cancel_label", label="big_batch") == 3
     assert all(job.wait().finishes[0].reason is FinishReason.CANCELLED for job in cleaned)
     assert call(engine, "status")["jobs"] == {"v1": 1}

@@ -27,7 +27,7 @@ from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents
 from settings import SettingsError, parse_settings
 from test.harness import ask
-from test.serving import ROOT, Service, raw_request, wait_for
+from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
 PLAIN, FREE, HASHED, NARROW = "plain-key-1", "plain-key-2", "plain-key-3", "plain-key-4"
@@ -247,6 +247,20 @@ def test_a_key_changes_nothing_for_others(keyed: Service) -> None:
     body = {"name": "x", "file": "x.pth"}
     assert keyed.post("/v1/states", body, headers={"Authorization": f"Bearer {FREE}"}).status_code == 401
     assert keyed.post("/v1/states", {**body, "password": FREE}).status_code == 401
+
+
+def test_a_key_cancels_its_own_requests_alone(keyed: Service) -> None:
+    endless = json.dumps({"contents": ["a"], "max_tokens": 1_000_000}).encode()
+    with keyed.connect() as others, keyed.connect() as own:
+        for connection, key in ((others, FREE), (own, NARROW)):
+            extra = f"Authorization: Bearer {key}\r\n"
+            connection.sendall(raw_request("/big_batch/completions", endless, extra=extra))
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert keyed.post("/big_batch/clean", headers=bearer(NARROW)).json()["cancelled"] == 1
+        assert b'"cancelled"' in read_all(own)
+        assert keyed.status()["jobs"] == {"big_batch": 1}
+        assert keyed.post("/big_batch/clean", headers=bearer(FREE)).json()["cancelled"] == 1
+    keyed.wait_idle()
 
 
 def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> None:
