@@ -28,6 +28,13 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None = None
 
 
+class Result(enum.StrEnum):
+    """What a batch's answered and unanswered lines become."""
+
+    OUTPUT = "output"
+    ERROR = "error"
+
+
 class Status(enum.StrEnum):
     """Where a batch stands."""
 
@@ -82,6 +89,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def is_under_way(self) -> bool:
         """Whether the runner has something to do for it."""
         return self.status in UNDER_WAY
+
+    def result_id(self, result: Result) -> str:
+        """The id that the file of its results has, or will have."""
+        return f"file-{self.id.removeprefix('batch_')}{result[0]}"
 
     def becomes(self, status: Status, now: int, **changes: Any) -> Batch:
         """The batch at its next status."""

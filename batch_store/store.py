@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from batch_store.records import UNDER_WAY, Batch, StoredFile
+from batch_store.records import UNDER_WAY, Batch, Result, StoredFile
 
 _BUSY_S = 10.0
 _HALF_S = 24 * 3600.0
@@ -116,22 +116,25 @@ class Store:
         return True
 
     def sweep(self, now: float) -> int:
-        """Delete files that have expired, and contents without a row; how many."""
+        """Delete files that have expired, and contents without a row; how many.
+
+        Results of a batch under way may be as old as its last line of that kind, and have no row yet.
+        """
         if not self._folder.exists():
             return 0
+        coming = {batch.result_id(result) for batch in self.under_way() for result in Result}
         with self._open() as database:
             expired = database.execute("SELECT id FROM files WHERE expires <= ?", (int(now),)).fetchall()
-            known = {row[0] for row in database.execute("SELECT id FROM files")}
+            known = coming | {row[0] for row in database.execute("SELECT id FROM files")}
         for (file_id,) in expired:
             self.delete_file("", file_id)
-        lost = [
-            path
-            for path in self.content("x").parent.iterdir()
-            if path.name not in known and now - path.stat().st_mtime > _HALF_S
-        ]
-        for path in lost:
-            path.unlink(missing_ok=True)
-        return len(expired) + len(lost)
+        lost = 0
+        for path in self.content("x").parent.iterdir():
+            with suppress(FileNotFoundError):  # an upload has its name by now
+                if path.name not in known and now - path.stat().st_mtime > _HALF_S:
+                    path.unlink()
+                    lost += 1
+        return len(expired) + lost
 
     # Batches -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from batch_store.records import Batch, Counts, Purpose, Status, StoredFile
+from batch_store.records import Batch, Counts, Purpose, Result, Status, StoredFile
 from batch_store.store import Store
 from bulk.backends.backend import Reply
 from bulk.backends.handlers import ask_handler
@@ -229,16 +229,16 @@ class BatchJob:
 
     async def _finalise(self) -> None:
         """Results become files; done again from its beginning if it was cut short, as its status says by then."""
-        output = await asyncio.to_thread(self._filed, ".jsonl", "output")
-        errors = await asyncio.to_thread(self._filed, ".errors.jsonl", "error")
+        output = await asyncio.to_thread(self._filed, ".jsonl", Result.OUTPUT)
+        errors = await asyncio.to_thread(self._filed, ".errors.jsonl", Result.ERROR)
         for suffix in (".jsonl", ".errors.jsonl", ".progress"):  # nobody needs them, and later nobody would come
             await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
         await self._becomes(self.batch.ends_as, output_file_id=output, error_file_id=errors)
 
-    def _filed(self, suffix: str, kind: str) -> str | None:
+    def _filed(self, suffix: str, result: Result) -> str | None:
         """The id of a result's file; None if it is empty."""
         written = self._path(suffix)
-        file_id = f"file-{self.batch.id.removeprefix('batch_')}{kind[0]}"
+        file_id = self.batch.result_id(result)
         content = self._store.content(file_id)
         if written.exists() and written.stat().st_size:
             written.rename(content)
@@ -250,7 +250,7 @@ class BatchJob:
             owner=self.batch.owner,
             bytes=content.stat().st_size,
             created_at=now,
-            filename=f"{self.batch.id}_{kind}.jsonl",
+            filename=f"{self.batch.id}_{result}.jsonl",
             purpose=Purpose.BATCH_OUTPUT,
             expires_at=now + _TTL_S,
         )
