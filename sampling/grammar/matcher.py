@@ -6,7 +6,7 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
-from sampling.grammar.errors import GrammarError, NoTokenLeftError, in_one_line
+from sampling.grammar.errors import NoTokenLeftError, TooMuchError, in_one_line, passes_limit
 
 if TYPE_CHECKING:
     import llguidance
@@ -74,14 +74,14 @@ class Matcher:
     def advance(self, token: int) -> bool:
         """Take the token drawn; returns whether the text is whole and nothing may follow.
 
-        Raises NoTokenLeftError for a token that the grammar does not allow, and GrammarError where what is certain
+        Raises NoTokenLeftError for a token that the grammar does not allow, and TooMuchError where what is certain
         behind it passes `LIMITS` (compiler.py).
         """
         state = self.state
         if not state.consume_token(token):
             why = in_one_line(state.get_error())
-            if "(limit " in why:
-                raise GrammarError(f"takes too much to follow: {why}")
+            if passes_limit(why):
+                raise TooMuchError(why)
             raise NoTokenLeftError(f"no token was left that the grammar allows: {why}")
         return bool(state.is_stopped())
 

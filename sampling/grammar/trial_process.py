@@ -10,7 +10,7 @@ import time
 
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.errors import GrammarError, TooMuchError, in_one_line, passes_limit
 from sampling.grammar.trial import CPU_S, receive, send
 
 STACK_BYTES = 1 << 20
@@ -55,6 +55,9 @@ def _refusal(compiler: GrammarCompiler, constraint: Constraint) -> tuple[str, st
         if time.thread_time() - started > MASK_S:
             return "its masks take too long; write it with less ambiguity", "", ""
         if state.is_error():
+            why = in_one_line(state.get_error())
+            if passes_limit(why):
+                raise TooMuchError(why)
             return "no text matches it, or none that can be written from its beginning on", "", ""
     except GrammarError as error:
         return str(error), error.place, error.field

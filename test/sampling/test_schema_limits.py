@@ -147,6 +147,11 @@ def test_what_no_text_matches_is_refused(compiler: GrammarCompiler, constraint: 
         compiler.compile(constraint)
 
 
+def test_what_may_begin_in_too_many_ways_is_refused_for_that(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match=r"takes too much to follow: .*\(limit"):
+        compiler.compile(Constraint(form=Form.LARK, source="start:" + ' "a"?' * 500))
+
+
 def test_one_of_is_refused_in_words_of_the_request(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match="more than one branch of oneOf may match; write anyOf"):
         compiler.compile(schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
