@@ -30,6 +30,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 """Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
 _WORDING = re.compile(r"^(Input|List|String|Dictionary|Value) should")
+_PYTHONS = re.compile(r"a valid dictionary( or instance of \w+)?")
 _BESIDE = re.compile(r" after validation, not .*")
 
 
@@ -390,6 +391,7 @@ def validate(model: type[Fields], data: Any) -> Any:
     location, given = _place(data, first)
     if location:
         wording = _BESIDE.sub("", _WORDING.sub("must", first["msg"])).replace("Field required", "must be given")
+        wording = _PYTHONS.sub("a JSON object", wording)
         told = shown(given) if given != "" else "an empty text"
         message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {told}")
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
