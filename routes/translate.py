@@ -30,7 +30,9 @@ LABEL = "/translate/v1/batch-translate"
 CACHE = "translations"
 _BLANK_LINES = re.compile(r"\n\s*\n\s*")
 """It begins at a newline and takes what white space is left, so no letter is looked at more than three times."""
-_NEXT_LABEL = re.compile(r"\n[A-Z][A-Za-z ]{1,40}:")
+_SPEAKERS = ("User", "Assistant", "System", "Traditional Chinese", *languages.NAMES.values())
+_NEXT_LABEL = re.compile(rf"\n(?:{'|'.join(map(re.escape, _SPEAKERS))}):")
+"""What a model goes on with behind a translation. Any word with a colon would cut lines like `Name: …` off a text."""
 _TOKENS_PER_PROMPT_TOKEN = 4
 _TOKENS_AT_LEAST = 64
 _CACHED_CHARACTERS = 4000

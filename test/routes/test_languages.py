@@ -6,7 +6,7 @@ import pytest
 
 from routes.request.bodies import TranslateBody
 from routes.request.languages import detect
-from routes.translate import TranslationCache, plan
+from routes.translate import TranslationCache, cleaned, plan
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"
@@ -50,3 +50,9 @@ def test_what_has_no_letters_is_kept_and_of_no_language() -> None:
     assert made.sources == ["auto"] * 7 + ["en"]
     assert made.pieces[:7] == [[text] for text in texts[:7]]
     assert made.missing == [("en", "pl", "Good morning")]
+
+
+def test_a_translation_ends_at_a_label_and_not_at_any_line_with_a_colon() -> None:
+    assert cleaned(" Name: Ming\nAge: five\nNote: shy\n") == "Name: Ming\nAge: five\nNote: shy"
+    for label in ("French", "Traditional Chinese", "User"):
+        assert cleaned(f" a cat\n{label}: ein Kater") == "a cat"
