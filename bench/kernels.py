@@ -21,12 +21,12 @@ from torch import Tensor
 from bench.gpu import GPU, prefill_inputs
 from bench.tools.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
-from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_entrance import finished
-from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.entrance import finished
+from rwkv_batch.kernels.cuda.layer import CudaLayer
+from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.shape import ModelShape
@@ -140,7 +140,7 @@ class Bench:
         yield case("output cublas", lambda layer: torch.mm(x, layer.output.weight.T), 2 * c * c)
         yield case("ffn key cublas", lambda layer: torch.mm(x, layer.ffn_key.weight.T), 8 * c * c)
         yield case("ffn value cublas", lambda layer: torch.mm(hidden, layer.value_rows), 8 * c * c)
-        if rows <= cuda.MAX_SPARSE_ROWS:
+        if rows <= cuda_ops.MAX_SPARSE_ROWS:
             active = (hidden != 0).any(0).float().mean().item()
             yield case("ffn value sparse", lambda layer: self.ops.sparse_value(layer, hidden), 8 * c * c * active)
         wide = self.normal(rows, 4 * c)

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from bench.tools.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_coded import FEW_ROWS, FEW_ROWS_ON_HOPPER
-from rwkv_batch.kernels.cuda_entrance import finished
-from rwkv_batch.kernels.cuda_few import QuantMap, multiply_few
-from rwkv_batch.kernels.cuda_layer import GROUPED_ORDER
-from rwkv_batch.kernels.cuda_packed import CODES_ROWS
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda_rows import added_up
-from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS, FEW_ROWS_ON_HOPPER
+from rwkv_batch.kernels.cuda.entrance import finished
+from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.layer import GROUPED_ORDER
+from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.packed_codes import CODES_ROWS
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
+from rwkv_batch.kernels.cuda.row_codes import added_up
+from rwkv_batch.kernels.cuda.wide import has_wide
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise

@@ -11,7 +11,7 @@ from rwkv_batch.model.ops import DoesWithout, Ops
 from rwkv_batch.model.shape import X070
 
 _BACKENDS = {
-    "cuda": ("rwkv_batch.kernels.cuda", "CudaOps"),
+    "cuda": ("rwkv_batch.kernels.cuda.ops", "CudaOps"),
     "cpu": ("rwkv_batch.kernels.cpu", "CpuOps"),
     "naive": ("rwkv_batch.kernels.naive", "NaiveOps"),
 }

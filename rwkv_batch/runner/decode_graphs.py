@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from native.transfer import on_device
-from rwkv_batch.kernels.cuda_adapters import TILE, fill_tiles, max_tiles
+from rwkv_batch.kernels.cuda.adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 from rwkv_batch.runner.graph_capture import Array, CaptureError, StagedArrays
 from rwkv_batch.runner.graph_pieces import GraphPieces, Pieces

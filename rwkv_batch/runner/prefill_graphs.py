@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 4, 8, 16, 32, 48)
 TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
-"""Up to 256 those that fill a tile of our own products (`cuda_wide.TILE_ROWS`)."""
+"""Up to 256 those that fill a tile of our own products (`kernels.cuda.wide.TILE_ROWS`)."""
 MOST_WORK = 2.5e12
 """Tokens times weights of a GPU, from which on padding is a loss: it takes as long as the host (360 tokens of 7.2B)."""
 

@@ -19,7 +19,7 @@ WIDTH, VOCAB, RANKS = 1024, 512, (64, 64, 32, 128)
 
 def random_stage(layers: int, slots: int) -> Stage:
     """All of a model of so many layers in halves, with the GPU's kernels and memory for so many states."""
-    from rwkv_batch.kernels.cuda import CudaOps
+    from rwkv_batch.kernels.cuda.ops import CudaOps
 
     tensors = random_weights(layers, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)
     weights = Weights(Path("random"), tensors, ModelShape(layers, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from demo import files
-from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS
+from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS
+from rwkv_batch.kernels.cuda.ops import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from demo.files import ensure_model
 from rwkv_batch.errors import ErrorKind, StartupError
-from rwkv_batch.kernels.cuda_wide import MAX_TALL_ROWS
+from rwkv_batch.kernels.cuda.wide import MAX_TALL_ROWS
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.pipeline import Pipeline
@@ -44,7 +44,7 @@ def wanted(model: Path) -> list[bytes]:
 
 def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
     """Memory runs out while a graph is being captured: at the draw, or in the middle of a layer, on a side stream."""
-    from rwkv_batch.kernels.cuda_library import Kernels
+    from rwkv_batch.kernels.cuda.library import Kernels
     from sampling.rapid import RapidSampler
 
     def refuse() -> None:

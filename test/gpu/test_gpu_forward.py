@@ -54,7 +54,7 @@ def weights(request: pytest.FixtureRequest) -> Weights:
 
 
 def fast_stage(weights: Weights, wkv: StateForm = StateForm.FP32) -> Stage:
-    from rwkv_batch.kernels.cuda import CudaOps
+    from rwkv_batch.kernels.cuda.ops import CudaOps
 
     stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, torch.float16, torch.float16, wkv), CudaOps())
     stage.allocate_slots(SLOTS)

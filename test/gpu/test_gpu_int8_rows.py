@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels import cuda, cuda_entrance
-from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_products import multiply_to_shares
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, make_quantised
-from rwkv_batch.kernels.cuda_rows import CodedMix, RowCodes, added_up
-from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.kernels.cuda import entrance as cuda_entrance
+from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.layer import CudaLayer
+from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.products import multiply_to_shares
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue, make_quantised
+from rwkv_batch.kernels.cuda.row_codes import CodedMix, RowCodes, added_up
+from rwkv_batch.kernels.cuda.wide import has_wide
 from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
@@ -224,7 +225,7 @@ def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
     assert isinstance(layer.ffn_key, CudaQuantLinear)
     x = normal(rows, WIDTH)
     hidden, _ = stage.ops._hidden_quantised(layer, layer.ffn_value, x, None)
-    with mock.patch.object(cuda, "multiply_to_shares", wraps=cuda.multiply_to_shares) as multiply:
+    with mock.patch.object(cuda_ops, "multiply_to_shares", wraps=cuda_ops.multiply_to_shares) as multiply:
         stage.ops.channel_mix(layer, layer.ffn_key.row_parts(x))
     given = multiply.call_args.args[1]
     assert_items_fit(given.codes, given.scales)

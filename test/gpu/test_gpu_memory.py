@@ -41,7 +41,7 @@ def weights() -> Weights:
 
 
 def make_stage(weights: Weights) -> Stage:
-    from rwkv_batch.kernels.cuda import CudaOps
+    from rwkv_batch.kernels.cuda.ops import CudaOps
 
     half = torch.float16
     return Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateForm.FP16), CudaOps())

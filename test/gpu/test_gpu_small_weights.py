@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide
+from rwkv_batch.kernels.cuda.wide import has_wide, prepare_wide
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format
@@ -61,7 +61,7 @@ def weights_of(size: str) -> Weights:
 
 @pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in Format], ids=lambda param: " ".join(param))
 def pair(request: pytest.FixtureRequest) -> Pair:
-    from rwkv_batch.kernels.cuda import CudaOps
+    from rwkv_batch.kernels.cuda.ops import CudaOps
 
     size, format_ = request.param
     weights, half, full = weights_of(size), torch.float16, torch.float32

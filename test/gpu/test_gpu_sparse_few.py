@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_quant import CudaQuantValue
-from rwkv_batch.kernels.cuda_rows import added_up
+from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantValue
+from rwkv_batch.kernels.cuda.row_codes import added_up
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 GPU = torch.device("cuda", 0)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_wide import TILE_ROWS, HalfMap, has_wide, launch_wide, prepare_wide
-from rwkv_batch.kernels.cuda_wide_entrance import LEAST_ROWS, fits_entrance, launch_entrance
+from rwkv_batch.kernels.cuda.wide import TILE_ROWS, HalfMap, has_wide, launch_wide, prepare_wide
+from rwkv_batch.kernels.cuda.wide_entrance import LEAST_ROWS, fits_entrance, launch_entrance
 
 GPU = torch.device("cuda", 0)
 pytestmark = [

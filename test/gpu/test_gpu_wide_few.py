@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_few import WIDE_FEW_ROWS, QuantMap, fits_wide_few, multiply_few
-from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
+from rwkv_batch.kernels.cuda.few_rows import WIDE_FEW_ROWS, QuantMap, fits_wide_few, multiply_few
+from rwkv_batch.kernels.cuda.linear import Map
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 GPU = torch.device("cuda", 0)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from bench.tools.gpu_model import random_stage
-from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import CudaOps, Workspace
-from rwkv_batch.kernels.cuda_few import QuantMap, fits_wide_row, multiply_few
-from rwkv_batch.kernels.cuda_library import RowValueArgs
-from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda_rows import LoneRow, RowSums, UnmixedRow, added_up
+from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.few_rows import QuantMap, fits_wide_row, multiply_few
+from rwkv_batch.kernels.cuda.library import RowValueArgs
+from rwkv_batch.kernels.cuda.linear import Map
+from rwkv_batch.kernels.cuda.ops import CudaOps, Workspace
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
+from rwkv_batch.kernels.cuda.row_codes import LoneRow, RowSums, UnmixedRow, added_up
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.model.state_form import StateForm
@@ -104,7 +104,7 @@ def sums_of(delta: Tensor) -> RowSums:
 @pytest.mark.parametrize("format_", Format)
 def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str) -> None:
     """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
-    monkeypatch.setattr(cuda, "_mixes_in_launch", lambda entrance: True)
+    monkeypatch.setattr(cuda_ops, "_mixes_in_launch", lambda entrance: True)
     reader, meant = linear(format_, 96, width)
     ops = ops_of(width)
     work = ops.workspaces[GPU]

@@ -53,7 +53,7 @@ def make_inputs(lengths: list[int], read_slots: list[int], write_slots: list[int
 
 def run(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, inputs: StepInputs) -> Tensor:
     """y [T, WIDTH] of the kernel; wkv is updated."""
-    from rwkv_batch.kernels.cuda import CudaOps
+    from rwkv_batch.kernels.cuda.ops import CudaOps
 
     return CudaOps().time_mix(layer, parts, first, wkv, inputs)[0]
 

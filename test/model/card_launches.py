@@ -18,16 +18,9 @@ from native.build import CUDA_FLAGS, INCLUDES
 from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
-from rwkv_batch.kernels.cuda import (
-    MAX_WIDTH,
-    SHIFT_BLOCKS,
-    SPARSE_FEW_COLUMNS,
-    TOKEN_BLOCKS,
-    TOKEN_CHANNELS,
-)
-from rwkv_batch.kernels.cuda_coded import FEW_ROWS
-from rwkv_batch.kernels.cuda_few import MAX_MIXED_ROWS
-from rwkv_batch.kernels.cuda_library import (
+from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS
+from rwkv_batch.kernels.cuda.few_rows import MAX_MIXED_ROWS
+from rwkv_batch.kernels.cuda.library import (
     HOPPER_NAMES,
     SIGNATURES,
     LowExits,
@@ -36,8 +29,15 @@ from rwkv_batch.kernels.cuda_library import (
     SkinnyArgs,
     WkvArgs,
 )
-from rwkv_batch.kernels.cuda_packed import INPUT_STEP, NUMBERS
-from rwkv_batch.kernels.cuda_wide import MAX_PARTS_ROWS
+from rwkv_batch.kernels.cuda.ops import (
+    MAX_WIDTH,
+    SHIFT_BLOCKS,
+    SPARSE_FEW_COLUMNS,
+    TOKEN_BLOCKS,
+    TOKEN_CHANNELS,
+)
+from rwkv_batch.kernels.cuda.packed_codes import INPUT_STEP, NUMBERS
+from rwkv_batch.kernels.cuda.wide import MAX_PARTS_ROWS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_codes
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
-from rwkv_batch.kernels.cuda_packed import pack
-from rwkv_batch.kernels.cuda_wide import Workspace
+from rwkv_batch.kernels.cuda import wide_codes
+from rwkv_batch.kernels.cuda.packed_codes import pack
+from rwkv_batch.kernels.cuda.wide import Workspace
+from rwkv_batch.kernels.cuda.wide_codes import launch_codes, map_of_halves
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
@@ -35,17 +35,17 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
             call(LIBRARIES[Format(name.rpartition("_")[2])], name, *args)
 
-    monkeypatch.setattr(cuda_codes, "hopper_library", Kernels)
-    monkeypatch.setattr(cuda_codes, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    monkeypatch.setattr(cuda_codes, "shares_processors", lambda: True)
+    monkeypatch.setattr(wide_codes, "hopper_library", Kernels)
+    monkeypatch.setattr(wide_codes, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    monkeypatch.setattr(wide_codes, "shares_processors", lambda: True)
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(cuda_codes, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(wide_codes, "prepare_wide", lambda device: work)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

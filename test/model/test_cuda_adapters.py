@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rwkv_batch.kernels.cuda import mix_experts
-from rwkv_batch.kernels.cuda_adapters import NOBODY, TILE, CudaAdapterTable, fill_tiles, max_tiles
+from rwkv_batch.kernels.cuda.adapters import NOBODY, TILE, CudaAdapterTable, fill_tiles, max_tiles
+from rwkv_batch.kernels.cuda.ops import mix_experts
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.step_inputs import step_inputs

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_library
+from rwkv_batch.kernels.cuda import library as cuda_library
 from sampling import rapid
 from test.model.card_launches import (
     CARDS,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cuda import check_sizes
-from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
+from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
+from rwkv_batch.kernels.cuda.ops import check_sizes
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision

@@ -11,7 +11,7 @@ import torch
 
 from native import build, machine, nvcc
 from rwkv_batch.kernels import registry
-from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda.ops import CudaOps
 
 
 @pytest.fixture

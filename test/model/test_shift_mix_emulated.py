@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda, cuda_coded, cuda_few, cuda_packed, cuda_rows, cuda_scaled
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import CudaOps, Workspace
-from rwkv_batch.kernels.cuda_few import QuantMap, multiply_few
-from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
-from rwkv_batch.kernels.cuda_rows import CodedMix, LoneRow, RowSums, Shares, UnmixedRow, quantise_rows
+from rwkv_batch.kernels.cuda import coded_weights, cublas_fp8, few_rows, packed_codes, row_codes
+from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.linear import Map
+from rwkv_batch.kernels.cuda.ops import CudaOps, Workspace
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
+from rwkv_batch.kernels.cuda.row_codes import CodedMix, LoneRow, RowSums, Shares, UnmixedRow, quantise_rows
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, quantise
@@ -43,7 +44,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     """Its kernels on the CPU, of a GPU that multiplies fp8 codes."""
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
@@ -51,14 +52,14 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
             source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
-    for module in (cuda, cuda_coded, cuda_few, cuda_rows):
+    for module in (cuda_ops, coded_weights, few_rows, row_codes):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
-    monkeypatch.setattr(cuda, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
-    monkeypatch.setattr(cuda_scaled, "scaled_types", lambda device: (torch.float16,))
-    monkeypatch.setattr(cuda_packed, "fits_codes", lambda *args: False)
+    monkeypatch.setattr(cuda_ops, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
+    monkeypatch.setattr(cublas_fp8, "scaled_types", lambda device: (torch.float16,))
+    monkeypatch.setattr(packed_codes, "fits_codes", lambda *args: False)
     found = CudaOps()
     found._processors[CPU] = 4
     found.workspaces[CPU] = Workspace(
@@ -160,7 +161,7 @@ def test_adds_shares(
 def test_codes_are_those_of_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
-    monkeypatch.setitem(cuda_coded.FEW_ROWS, Format.FP8, 2)
+    monkeypatch.setitem(coded_weights.FEW_ROWS, Format.FP8, 2)
     made = beside_halves(ops, libraries, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):
@@ -227,8 +228,8 @@ def test_sums_of_a_row_are_a_delta(
 ) -> None:
     """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
     libraries[0].emulation_set(4, 227 << 10)
-    monkeypatch.setattr(cuda, "fits_row_value", lambda key, processors: True)
-    monkeypatch.setattr(cuda, "_mixes_in_launch", lambda entrance: False)
+    monkeypatch.setattr(cuda_ops, "fits_row_value", lambda key, processors: True)
+    monkeypatch.setattr(cuda_ops, "_mixes_in_launch", lambda entrance: False)
     of = entrance(mixes)
     of = Entrance(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
     x, shift = torch.randn(1, WIDTH).half(), torch.randn(3, WIDTH).half()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_few, cuda_linear
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_few import QuantMap, multiply_few
-from rwkv_batch.kernels.cuda_linear import Map, skinny
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
+from rwkv_batch.kernels.cuda import few_rows
+from rwkv_batch.kernels.cuda import linear as cuda_linear
+from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.linear import Map, skinny
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
@@ -32,13 +33,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
     """Launches go to the emulation."""
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
             call(libraries[name], name, *args)
 
-    for module in (cuda_linear, cuda_few):
+    for module in (cuda_linear, few_rows):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 

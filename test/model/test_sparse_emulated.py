@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels.cuda import SPARSE_FEW_SHARES
-from rwkv_batch.kernels.cuda_packed import NUMBERS, Packed, pack
+from rwkv_batch.kernels.cuda.ops import SPARSE_FEW_SHARES
+from rwkv_batch.kernels.cuda.packed_codes import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_wide_entrance
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_wide import HalfMap, Workspace
-from rwkv_batch.kernels.cuda_wide_entrance import launch_entrance
+from rwkv_batch.kernels.cuda import wide_entrance
+from rwkv_batch.kernels.cuda.wide import HalfMap, Workspace
+from rwkv_batch.kernels.cuda.wide_entrance import launch_entrance
 from test.model.emulated.library import call, emulated
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
@@ -30,17 +30,17 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Launches go to the emulation, one block after the other: only earlier ones may be waited for."""
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
             call(library, name, *args)
 
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(cuda_wide_entrance, "hopper_library", Kernels)
-    monkeypatch.setattr(cuda_wide_entrance, "cuda_pointer", lambda tensor: tensor.data_ptr())
-    monkeypatch.setattr(cuda_wide_entrance, "prepare_wide", lambda device: work)
-    monkeypatch.setattr(cuda_wide_entrance, "HALF_SPLITS", 1)
+    monkeypatch.setattr(wide_entrance, "hopper_library", Kernels)
+    monkeypatch.setattr(wide_entrance, "cuda_pointer", lambda tensor: tensor.data_ptr())
+    monkeypatch.setattr(wide_entrance, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(wide_entrance, "HALF_SPLITS", 1)
     return work
 
 

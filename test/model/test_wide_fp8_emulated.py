@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_packed, cuda_wide
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_wide import Fp8Map, Workspace, launch_wide_fp8
+from rwkv_batch.kernels.cuda import packed_codes
+from rwkv_batch.kernels.cuda import wide as cuda_wide
+from rwkv_batch.kernels.cuda.wide import Fp8Map, Workspace, launch_wide_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
 from test.model.emulated.library import call, emulated
 
@@ -44,7 +45,7 @@ def on_cpu(
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
@@ -162,18 +163,18 @@ def test_matrices_of_a_size_are_turned_in_one_place(tmp_path: Path, monkeypatch:
     kernels = emulated("turn_codes", tmp_path)
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
             call(kernels, name, *args)
 
-    monkeypatch.setattr(cuda_packed, "library", Kernels)
+    monkeypatch.setattr(packed_codes, "library", Kernels)
     for n in (256, 160):
         matrices = [quantise(torch.randn(n, 256), Format.FP8) for _ in range(2)]
-        place = cuda_packed.turned_place(matrices[0].codes)
+        place = packed_codes.turned_place(matrices[0].codes)
         for stored in matrices:
-            found = cuda_packed.pack(stored, transposed=True).by_outputs()
+            found = packed_codes.pack(stored, transposed=True).by_outputs()
             assert torch.equal(found.view(torch.uint8), stored.codes.view(torch.uint8))
             assert found.data_ptr() == place.data_ptr()
 

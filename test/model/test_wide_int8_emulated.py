@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_int8, cuda_wide
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_int8 import Int8Map, launch_wide_int8, pitch_of
-from rwkv_batch.kernels.cuda_packed import pack
-from rwkv_batch.kernels.cuda_wide import Workspace
+from rwkv_batch.kernels.cuda import wide as cuda_wide
+from rwkv_batch.kernels.cuda import wide_int8
+from rwkv_batch.kernels.cuda.packed_codes import pack
+from rwkv_batch.kernels.cuda.wide import Workspace
+from rwkv_batch.kernels.cuda.wide_int8 import Int8Map, launch_wide_int8, pitch_of
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 from test.model.row_bytes import assert_items_fit, bytes_of, meaning
@@ -38,22 +39,22 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
-        """As cuda_library.Kernels."""
+        """As library.Kernels."""
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
             call(of_turned if name.endswith("turned") else library, name, *args)
 
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    for module in (cuda_int8, cuda_wide):
+    for module in (wide_int8, cuda_wide):
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
-    monkeypatch.setattr(cuda_int8, "hopper_library", Kernels)
-    monkeypatch.setattr(cuda_int8, "shares_processors", lambda: True)
-    monkeypatch.setattr(cuda_int8, "prepare_wide", lambda device: work)
-    monkeypatch.setattr(cuda_int8, "HALF_SPLITS", 1)
-    monkeypatch.setattr(cuda_int8, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(wide_int8, "hopper_library", Kernels)
+    monkeypatch.setattr(wide_int8, "shares_processors", lambda: True)
+    monkeypatch.setattr(wide_int8, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(wide_int8, "HALF_SPLITS", 1)
+    monkeypatch.setattr(wide_int8, "fits_halves_beside", lambda *args: True)
     for each in (library, of_turned):
         each.emulation_set(1, 227 << 10)
 
@@ -171,7 +172,7 @@ def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytes
     """What blocks that share k come to; none waits for another. The map's last tile is narrower. Of both orders."""
     for each in (library, of_turned):
         each.emulation_set(8, 227 << 10)
-    for module in (cuda_int8, cuda_wide):
+    for module in (wide_int8, cuda_wide):
         monkeypatch.setattr(module, "shares_processors", lambda: False)
     made, w = int8_map(bytes_of(torch.randn(rows, 1024).half()), 144, False)
     shares = torch.full((4, rows, 144), torch.nan)

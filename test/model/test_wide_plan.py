@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from native import build, machine
-from rwkv_batch.kernels import cuda_wide, cuda_wide_entrance
-from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_wide import (
+from rwkv_batch.kernels.cuda import wide as cuda_wide
+from rwkv_batch.kernels.cuda import wide_entrance
+from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.wide import (
     DEPTH,
     FP8_DEPTH,
     FP8_TILE_ROWS,
@@ -26,7 +27,7 @@ from rwkv_batch.kernels.cuda_wide import (
     plan_wide,
     why_no_wide,
 )
-from rwkv_batch.kernels.cuda_wide_entrance import fits_entrance
+from rwkv_batch.kernels.cuda.wide_entrance import fits_entrance
 
 PROCESSORS = 132
 SHAPES = {
@@ -113,8 +114,8 @@ def test_tiles_of_half_the_rows_exchange_less() -> None:
 def test_entrances_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """r, k, v of 4,096 outputs leave 36 of 132 processors, 28 of which the low ranks take; of 2,048 they share k."""
     work = Workspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
-    monkeypatch.setattr(cuda_wide_entrance, "prepare_wide", lambda device: work)
-    monkeypatch.setattr(cuda_wide_entrance, "has_wide", lambda device: True)
+    monkeypatch.setattr(wide_entrance, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(wide_entrance, "has_wide", lambda device: True)
 
     def fits(rows: int, width: int = 4096, rank: int = 128) -> bool:
         def weights(*shapes: tuple[int, int]) -> list[torch.Tensor]:
@@ -127,7 +128,7 @@ def test_entrances_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(80, width=2048) and not fits(80, width=2560)
     assert not fits(80, rank=512), "64 blocks"
     assert not fits(80, rank=96)
-    monkeypatch.setattr(cuda_wide_entrance, "shares_processors", lambda: True)
+    monkeypatch.setattr(wide_entrance, "shares_processors", lambda: True)
     assert not fits(80)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels.cuda_library import LowExits, WkvArgs
+from rwkv_batch.kernels.cuda.library import LowExits, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state_form import pack_int8, unpack_int8

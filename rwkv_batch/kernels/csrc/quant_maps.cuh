@@ -1,4 +1,4 @@
-// What a launch of few rows over maps in small codes is given (skinny_quant.cu, wide_row.cu, wide_few.cu). Mirrored in cuda_library.py.
+// What a launch of few rows over maps in small codes is given (skinny_quant.cu, wide_row.cu, wide_few.cu). Mirrored in cuda/library.py.
 #pragma once
 
 #include "norm_mix.cuh"

@@ -1,5 +1,5 @@
 // Entry of the products of the entrance of a time mix in halves: r, k, v, the low ranks, and the low ranks' exits, which read
-// what the launch itself gives (wide.cuh). Mirrored in cuda_library.py.
+// what the launch itself gives (wide.cuh). Mirrored in cuda/library.py.
 #include "wide_maps.cuh"
 
 struct WideEntranceMap {

@@ -1,4 +1,4 @@
-// What launches over fp8 weights are given, and maps of halves beside them (wide.cuh). Mirrored in cuda_library.py.
+// What launches over fp8 weights are given, and maps of halves beside them (wide.cuh). Mirrored in cuda/library.py.
 #pragma once
 
 #include "wide_maps.cuh"

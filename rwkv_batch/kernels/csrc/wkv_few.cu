@@ -17,7 +17,7 @@ constexpr int WARPS = 16, CHUNKS = 4, MAX_ROWS = 8, MAX_CODED_ROWS = 4;
 constexpr int PIECE_OUTPUTS = 16, PIECE_INPUTS = 64, PIECE_BYTES = 2 * PIECE_OUTPUTS * PIECE_INPUTS;
 constexpr int QUARTER = HEAD / 4;  // value rows of a warp
 
-// Mirrored in cuda_library.py.
+// Mirrored in cuda/library.py.
 struct LowExits {
     const __half* low;
     const __half* gate;

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from rwkv_batch.kernels.cuda_library import HOPPER_SIGNATURES, SIGNATURES, SOURCES
+from rwkv_batch.kernels.cuda.library import HOPPER_SIGNATURES, SIGNATURES, SOURCES
 
 HERE = Path(__file__).parent
 EARLY_LAUNCH = Path(__file__).parents[3] / "native" / "csrc" / "early_launch.cuh"
@@ -161,7 +161,7 @@ def emulated(source: str, folder: Path) -> ctypes.CDLL:
 
 
 def call(library: ctypes.CDLL, name: str, *args: object) -> None:
-    """A launcher, as cuda_library.Kernels.call has it."""
+    """A launcher, as library.Kernels.call has it."""
     function = library[name]
     function.argtypes = (SIGNATURES | HOPPER_SIGNATURES)[name]
     assert function(*args, None) == 0, f"{name} is refused"

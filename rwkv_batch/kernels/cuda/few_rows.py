@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_coded import FEW_ROWS, CodedWeights
-from rwkv_batch.kernels.cuda_library import (
+from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS, CodedWeights
+from rwkv_batch.kernels.cuda.library import (
     MAX_MAPS,
     NormMixArgs,
     QuantArgs,
@@ -24,9 +24,9 @@ from rwkv_batch.kernels.cuda_library import (
     hopper_library,
     library,
 )
-from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
-from rwkv_batch.kernels.cuda_packed import INPUT_STEP, NUMBERS
-from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.kernels.cuda.linear import Map, fits_skinny
+from rwkv_batch.kernels.cuda.packed_codes import INPUT_STEP, NUMBERS
+from rwkv_batch.kernels.cuda.wide import has_wide
 from rwkv_batch.model.quant.formats import Format
 
 GROUP_INPUTS = 128

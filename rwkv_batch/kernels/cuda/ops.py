@@ -10,12 +10,11 @@ from torch import Tensor
 
 from native import machine
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
-from rwkv_batch.kernels.cuda_entrance import CudaProjections, project
-from rwkv_batch.kernels.cuda_few import QuantMap, fits_row_value, fits_wide_row, multiply_few
-from rwkv_batch.kernels.cuda_int8 import pitch_of
-from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
-from rwkv_batch.kernels.cuda_library import (
+from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable, CudaLayerAdapters
+from rwkv_batch.kernels.cuda.entrance import CudaProjections, project
+from rwkv_batch.kernels.cuda.few_rows import QuantMap, fits_row_value, fits_wide_row, multiply_few
+from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
+from rwkv_batch.kernels.cuda.library import (
     NormMixArgs,
     RowValueArgs,
     ShiftMixArgs,
@@ -25,11 +24,11 @@ from rwkv_batch.kernels.cuda_library import (
     library_problem,
     slots_pointer,
 )
-from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
-from rwkv_batch.kernels.cuda_packed import NUMBERS, turned_place
-from rwkv_batch.kernels.cuda_products import CodeMap, multiply_codes, multiply_into, multiply_to_shares
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, make_quantised
-from rwkv_batch.kernels.cuda_rows import (
+from rwkv_batch.kernels.cuda.linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
+from rwkv_batch.kernels.cuda.packed_codes import NUMBERS, turned_place
+from rwkv_batch.kernels.cuda.products import CodeMap, multiply_codes, multiply_into, multiply_to_shares
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue, make_quantised
+from rwkv_batch.kernels.cuda.row_codes import (
     SCALE_STEP,
     CodedMix,
     LoneRow,
@@ -42,7 +41,8 @@ from rwkv_batch.kernels.cuda_rows import (
     added_up,
     quantise_rows,
 )
-from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
+from rwkv_batch.kernels.cuda.wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
+from rwkv_batch.kernels.cuda.wide_int8 import pitch_of
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target

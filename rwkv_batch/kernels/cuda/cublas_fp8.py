@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_packed import Packed
+from rwkv_batch.kernels.cuda.packed_codes import Packed
 from rwkv_batch.model.quant.formats import Format
 
 logger = logging.getLogger(__name__)

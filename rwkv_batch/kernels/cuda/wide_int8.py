@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_library import MAX_WIDE_MAPS, WideInt8Args, cuda_pointer, hopper_library
-from rwkv_batch.kernels.cuda_wide import (
+from rwkv_batch.kernels.cuda.library import MAX_WIDE_MAPS, WideInt8Args, cuda_pointer, hopper_library
+from rwkv_batch.kernels.cuda.wide import (
     FP8_DEPTH,
     HALF_SPLITS,
     MAX_PARTS_ROWS,

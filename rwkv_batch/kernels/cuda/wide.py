@@ -20,7 +20,7 @@ from torch import Tensor
 
 from native import build, machine
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_library import (
+from rwkv_batch.kernels.cuda.library import (
     MAX_MAPS,
     MAX_WIDE_MAPS,
     WideArgs,

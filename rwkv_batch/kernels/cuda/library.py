@@ -13,7 +13,7 @@ from torch import Tensor
 from native import build
 from native.binding import bind
 
-SOURCES = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent.parent / "csrc"
 NAMES = (
     "shift_mix",
     "elementwise",

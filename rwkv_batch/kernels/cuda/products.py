@@ -1,6 +1,6 @@
 """Products with weights in small codes, each by the kernel for so many rows.
 
-Few rows: kernels that stream the codes (cuda_few). More, on Hopper: codes as they are by rows in two parts (of fp8
+Few rows: kernels that stream the codes (few_rows.py). More, on Hopper: codes as they are by rows in two parts (of fp8
 csrc/wide_parts.cu, of int8 wide_int8.cuh), or codes made halves on its tensor cores (csrc/wide_codes.cuh). More still:
 fp8 weights times fp8 activations (a scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
 """
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_coded import CodedWeights
-from rwkv_batch.kernels.cuda_codes import launch_codes
-from rwkv_batch.kernels.cuda_few import QuantMap, multiply_few
-from rwkv_batch.kernels.cuda_int8 import BYTES, Int8Map, launch_wide_int8
-from rwkv_batch.kernels.cuda_library import cuda_pointer, library
-from rwkv_batch.kernels.cuda_rows import RowCodes, Shares, quantise_rows
-from rwkv_batch.kernels.cuda_scaled import scaled_product
-from rwkv_batch.kernels.cuda_wide import (
+from rwkv_batch.kernels.cuda.coded_weights import CodedWeights
+from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_product
+from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.library import cuda_pointer, library
+from rwkv_batch.kernels.cuda.row_codes import RowCodes, Shares, quantise_rows
+from rwkv_batch.kernels.cuda.wide import (
     Fp8Map,
     HalfMap,
     fits_wide_fp8,
@@ -30,6 +28,8 @@ from rwkv_batch.kernels.cuda_wide import (
     num_shares,
     prepare_wide,
 )
+from rwkv_batch.kernels.cuda.wide_codes import launch_codes
+from rwkv_batch.kernels.cuda.wide_int8 import BYTES, Int8Map, launch_wide_int8
 
 
 @dataclass(slots=True)

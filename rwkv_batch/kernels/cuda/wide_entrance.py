@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_library import MAX_WIDE_MAPS, WideEntranceArgs, cuda_pointer, hopper_library
-from rwkv_batch.kernels.cuda_wide import (
+from rwkv_batch.kernels.cuda.library import MAX_WIDE_MAPS, WideEntranceArgs, cuda_pointer, hopper_library
+from rwkv_batch.kernels.cuda.wide import (
     DEPTH,
     HALF_SPLITS,
     MAX_WIDE_ROWS,

@@ -1,6 +1,6 @@
 """The entrance of a layer's time mix on a CUDA device: r, k, v and the low ranks of the six mixed inputs.
 
-Up to 256 rows: two launches of our own, the second for the low ranks' exits, or one of halves (cuda_wide_entrance.py);
+Up to 256 rows: two launches of our own, the second for the low ranks' exits, or one of halves (wide_entrance.py);
 of up to 4 decoding rows of small weights the exits are in the launch of the WKV (csrc/wkv_few.cu). More: r, k, v by a
 product of many rows, the low ranks behind it by two launches of our own, or beside it by cuBLAS on streams of their
 own. Where fp8 is multiplied by fp8, shift_mix has made codes of the inputs of r, k, v.
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
-from rwkv_batch.kernels.cuda_few import MAX_MIXED_ROWS, QuantMap, multiply_few
-from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_library import LowExits, cuda_pointer, library
-from rwkv_batch.kernels.cuda_linear import Map, is_grouped, multiply
-from rwkv_batch.kernels.cuda_products import CodeMap, multiply_codes, multiply_into
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
-from rwkv_batch.kernels.cuda_rows import SCALE_STEP, CodedMix, RowCodes, UnmixedRow, quantise_rows
-from rwkv_batch.kernels.cuda_wide import (
+from rwkv_batch.kernels.cuda.few_rows import MAX_MIXED_ROWS, QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.layer import CudaLayer
+from rwkv_batch.kernels.cuda.library import LowExits, cuda_pointer, library
+from rwkv_batch.kernels.cuda.linear import Map, is_grouped, multiply
+from rwkv_batch.kernels.cuda.products import CodeMap, multiply_codes, multiply_into
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
+from rwkv_batch.kernels.cuda.row_codes import SCALE_STEP, CodedMix, RowCodes, UnmixedRow, quantise_rows
+from rwkv_batch.kernels.cuda.wide import (
     MAX_TALL_ROWS,
     HalfMap,
     WideShape,
@@ -33,7 +32,8 @@ from rwkv_batch.kernels.cuda_wide import (
     launch_wide,
     prepare_wide,
 )
-from rwkv_batch.kernels.cuda_wide_entrance import fits_entrance, launch_entrance
+from rwkv_batch.kernels.cuda.wide_codes import launch_codes, map_of_halves
+from rwkv_batch.kernels.cuda.wide_entrance import fits_entrance, launch_entrance
 from rwkv_batch.model.layer import Projections
 
 MAX_FEW_ROWS = 4

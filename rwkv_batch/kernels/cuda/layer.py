@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
+from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.model.layer import MIX_ORDER, Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.mmap_release import release

@@ -1,6 +1,6 @@
 """Linear maps on the GPU: our own kernels up to 256 rows on Hopper, up to 16 elsewhere; else cuBLAS.
 
-Maps of smaller weights: cuda_quant.py.
+Maps of smaller weights: quant_linear.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, floats_by_wide, has_wide, launch_wide
+from rwkv_batch.kernels.cuda.library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda.wide import MAX_WIDE_ROWS, WideShape, fits_wide, floats_by_wide, has_wide, launch_wide
 from rwkv_batch.model.linear import Linear
 
 MAX_SKINNY_ROWS = 16

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideCodesArgs, cuda_pointer, hopper_library
-from rwkv_batch.kernels.cuda_wide import WideShape, has_wide, plan_wide, prepare_wide, shares_processors
+from rwkv_batch.kernels.cuda.library import MAX_MAPS, WideCodesArgs, cuda_pointer, hopper_library
+from rwkv_batch.kernels.cuda.wide import WideShape, has_wide, plan_wide, prepare_wide, shares_processors
 from rwkv_batch.model.quant.formats import Format
 
 DEPTH = 128

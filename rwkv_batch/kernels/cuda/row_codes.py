@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_int8 import BYTES
-from rwkv_batch.kernels.cuda_library import NormMixArgs, cuda_pointer, hopper_library, library
+from rwkv_batch.kernels.cuda.library import NormMixArgs, cuda_pointer, hopper_library, library
+from rwkv_batch.kernels.cuda.wide_int8 import BYTES
 
 SCALE_STEP = 4
 """Scales of rows begin at 16 bytes in a product."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes
-from rwkv_batch.kernels.cuda_library import cuda_pointer, library
+from rwkv_batch.kernels.cuda.library import cuda_pointer, library
+from rwkv_batch.kernels.cuda.wide_codes import CodesMap, fits_codes
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
 NUMBERS = {Format.FP8: 0, Format.INT8: 1, Format.INT4: 2}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_coded import CodedWeights
-from rwkv_batch.kernels.cuda_few import QuantMap
-from rwkv_batch.kernels.cuda_int8 import BYTES_GROUP
-from rwkv_batch.kernels.cuda_packed import check_shape, pack
-from rwkv_batch.kernels.cuda_products import multiply_into, multiply_rows
-from rwkv_batch.kernels.cuda_rows import RowCodes
-from rwkv_batch.kernels.cuda_scaled import is_multiplied_by_codes
-from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.kernels.cuda.coded_weights import CodedWeights
+from rwkv_batch.kernels.cuda.cublas_fp8 import is_multiplied_by_codes
+from rwkv_batch.kernels.cuda.few_rows import QuantMap
+from rwkv_batch.kernels.cuda.packed_codes import check_shape, pack
+from rwkv_batch.kernels.cuda.products import multiply_into, multiply_rows
+from rwkv_batch.kernels.cuda.row_codes import RowCodes
+from rwkv_batch.kernels.cuda.wide import has_wide
+from rwkv_batch.kernels.cuda.wide_int8 import BYTES_GROUP
 from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Quantised

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from native.transfer import on_device
-from rwkv_batch.kernels.cuda_library import AdapterArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda.library import AdapterArgs, cuda_pointer, library
 from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable, Beside, LayerAdapters, StepAdapters, mixed
 from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Target, padded
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
