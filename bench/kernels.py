@@ -22,7 +22,7 @@ from bench.gpu import GPU, prefill_inputs
 from bench.tools.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.channel_mix import MAX_SPARSE_ROWS, sparse_value
 from rwkv_batch.kernels.cuda.entrance import finished
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
@@ -140,9 +140,13 @@ class Bench:
         yield case("output cublas", lambda layer: torch.mm(x, layer.output.weight.T), 2 * c * c)
         yield case("ffn key cublas", lambda layer: torch.mm(x, layer.ffn_key.weight.T), 8 * c * c)
         yield case("ffn value cublas", lambda layer: torch.mm(hidden, layer.value_rows), 8 * c * c)
-        if rows <= cuda_ops.MAX_SPARSE_ROWS:
+        if rows <= MAX_SPARSE_ROWS:
             active = (hidden != 0).any(0).float().mean().item()
-            yield case("ffn value sparse", lambda layer: self.ops.sparse_value(layer, hidden), 8 * c * c * active)
+            yield case(
+                "ffn value sparse",
+                lambda layer: sparse_value(layer, hidden, self.ops.workspaces[hidden.device]),
+                8 * c * c * active,
+            )
         wide = self.normal(rows, 4 * c)
         key = "ffn key, relu_square"
         yield case("output", lambda layer: layer.output(x), 2 * c * c)

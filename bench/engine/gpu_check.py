@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.tools.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
 from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS, FEW_ROWS_ON_HOPPER
 from rwkv_batch.kernels.cuda.entrance import finished
 from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
@@ -136,7 +137,7 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
             true = hidden.float() @ meaning.T
             yield (
                 f"{format_} sparse {n}x{k} B{rows}",
-                _error(added_up(ops.sparse_value_quantised(value, hidden)).float(), true),
+                _error(added_up(sparse_value_quantised(value, hidden)).float(), true),
             )
         for rows in VALUE_ROWS:
             hidden = torch.relu(torch.randn(rows, k, device=GPU, dtype=torch.float16))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda import entrance as cuda_entrance
+from rwkv_batch.kernels.cuda.channel_mix import MAX_SPARSE_ROWS
 from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_types
 from rwkv_batch.kernels.cuda.layer import CudaLayer
-from rwkv_batch.kernels.cuda.ops import MAX_SPARSE_ROWS, CudaOps
+from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.row_codes import CodedMix, RowCodes, Shares, added_up, quantise_rows
 from rwkv_batch.kernels.cuda.wide import has_wide

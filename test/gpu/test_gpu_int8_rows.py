@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
+from rwkv_batch.kernels.cuda import channel_mix
 from rwkv_batch.kernels.cuda import entrance as cuda_entrance
-from rwkv_batch.kernels.cuda import ops as cuda_ops
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.products import multiply_to_shares
@@ -224,8 +224,8 @@ def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
     assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_value, CudaQuantValue)
     assert isinstance(layer.ffn_key, CudaQuantLinear)
     x = normal(rows, WIDTH)
-    hidden, _ = stage.ops._hidden_quantised(layer, layer.ffn_value, x, None)
-    with mock.patch.object(cuda_ops, "multiply_to_shares", wraps=cuda_ops.multiply_to_shares) as multiply:
+    hidden, _ = channel_mix.hidden_quantised(layer, layer.ffn_value, x, None)
+    with mock.patch.object(channel_mix, "multiply_to_shares", wraps=channel_mix.multiply_to_shares) as multiply:
         stage.ops.channel_mix(layer, layer.ffn_key.row_parts(x))
     given = multiply.call_args.args[1]
     assert_items_fit(given.codes, given.scales)

@@ -10,10 +10,11 @@ from torch import Tensor
 from bench.tools.gpu_model import random_stage
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.channel_mix import Workspace, sparse_value_quantised
 from rwkv_batch.kernels.cuda.few_rows import QuantMap, fits_wide_row, multiply_few
 from rwkv_batch.kernels.cuda.library import RowValueArgs
 from rwkv_batch.kernels.cuda.linear import Map
-from rwkv_batch.kernels.cuda.ops import CudaOps, Workspace
+from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.row_codes import LoneRow, RowSums, UnmixedRow, added_up
 from rwkv_batch.model.layer import Entrance, Norm
@@ -195,8 +196,8 @@ def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> Non
     other = CudaQuantValue(quantise(torch.randn(width, ffn, device=GPU), format_))
     ys = []
     for _ in range(20):  # whatever has lain in a processor's shared memory before
-        ys.append(added_up(CudaOps().sparse_value_quantised(value, hidden)))
-        CudaOps().sparse_value_quantised(other, torch.rand(1, ffn, device=GPU).half())
+        ys.append(added_up(sparse_value_quantised(value, hidden)))
+        sparse_value_quantised(other, torch.rand(1, ffn, device=GPU).half())
     assert all(torch.equal(y, ys[0]) for y in ys)
     assert error(ys[0], hidden.float() @ dequantise(stored).T) < 1e-3
 

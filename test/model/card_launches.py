@@ -18,6 +18,7 @@ from native.build import CUDA_FLAGS, INCLUDES
 from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
+from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_COLUMNS
 from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS
 from rwkv_batch.kernels.cuda.few_rows import MAX_MIXED_ROWS
 from rwkv_batch.kernels.cuda.library import (
@@ -32,7 +33,6 @@ from rwkv_batch.kernels.cuda.library import (
 from rwkv_batch.kernels.cuda.ops import (
     MAX_WIDTH,
     SHIFT_BLOCKS,
-    SPARSE_FEW_COLUMNS,
     TOKEN_BLOCKS,
     TOKEN_CHANNELS,
 )

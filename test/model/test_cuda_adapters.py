@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rwkv_batch.kernels.cuda.adapters import NOBODY, TILE, CudaAdapterTable, fill_tiles, max_tiles
-from rwkv_batch.kernels.cuda.ops import mix_experts
+from rwkv_batch.kernels.cuda.channel_mix import mix_experts
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.step_inputs import step_inputs

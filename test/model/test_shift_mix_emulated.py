@@ -13,9 +13,10 @@ from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import coded_weights, cublas_fp8, few_rows, packed_codes, row_codes
 from rwkv_batch.kernels.cuda import ops as cuda_ops
+from rwkv_batch.kernels.cuda.channel_mix import Workspace
 from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
 from rwkv_batch.kernels.cuda.linear import Map
-from rwkv_batch.kernels.cuda.ops import CudaOps, Workspace
+from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.row_codes import CodedMix, LoneRow, RowSums, Shares, UnmixedRow, quantise_rows
 from rwkv_batch.kernels.naive import NaiveOps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels.cuda.ops import SPARSE_FEW_SHARES
+from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SHARES
 from rwkv_batch.kernels.cuda.packed_codes import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
