@@ -151,7 +151,7 @@ def _value(layer: CudaLayer, hidden: Tensor, workspaces: Mapping[torch.device, W
 def hidden_quantised(
     layer: CudaLayer, value: CudaQuantValue, x: Tensor, adapters: LayerAdapters | None
 ) -> tuple[Tensor, bool]:
-    """The channel mix's hidden values, and whether they are squared: of many rows that is the next kernel's."""
+    """Hidden values [T, 4C] of x [T, C], fp16 both, and whether they are squared: of many rows the next kernel does."""
     key = layer.ffn_key
     assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
     rows = len(x)
