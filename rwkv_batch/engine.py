@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.constrained_turns import StepCosts
-from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.core.failures import named
 from rwkv_batch.core.grammars import GrammarDesk, Grammars
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.let_in import Between, LetIn
@@ -24,6 +24,7 @@ from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.throughput import Throughput
+from rwkv_batch.engine_calls import EngineCalls, UserFiles, answer
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.inbox import Inbox
 from rwkv_batch.protocol import Admitted, Sink
@@ -33,8 +34,6 @@ from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
-from state_pool.errors import PoolError
-from state_pool.session_page import SessionPage
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
@@ -81,9 +80,11 @@ class Engine:
         self._let_in: LetIn[Step] = LetIn(self._inbox.do_arrivals, self._first_tokens, self._launch, self._conclude)
         self._files = SessionTransfer(self._inbox.put, self._refusal)
         self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
-        self._states = StateLibrary(config, self._inbox.put, self._refusal)
-        self._adapters = AdapterLibrary(config, self._inbox.put, self._refusal)
-        self._models = ModelChecks(self._refusal)
+        self._user_files = UserFiles(
+            StateLibrary(config, self._inbox.put, self._refusal),
+            AdapterLibrary(config, self._inbox.put, self._refusal),
+            ModelChecks(self._refusal),
+        )
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Engine:
 
         def put(grammars: Grammars) -> None:
             def admit() -> None:
-                self._answer(admitted, lambda: self._admit(job, sink, arrived, grammars))
+                answer(admitted, lambda: self._admit(job, sink, arrived, grammars))
 
             if not self._inbox.put(admit, is_arrival=True):
                 admitted(self._refusal())
@@ -161,88 +162,16 @@ class Engine:
     def _refusal(self) -> ServiceError:
         return ServiceError.from_info(self._dead) if self._dead else _draining_error()
 
-    @staticmethod
-    def _answer(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
-        try:
-            value = action()
-        except ServiceError as error:
-            value = error
-        except Exception as error:  # a fault in one command is its caller's answer, not the engine's end
-            logger.exception("a command of the engine failed")
-            value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {_named(error)}")
-        reply(value)
-
     def _admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
         if self._draining or self._dead is not None:
             raise self._refusal()
-        self.jobs.admit(self._states.resolved(job), sink, arrived, grammars)
+        self.jobs.admit(self._user_files.states.resolved(job), sink, arrived, grammars)
 
     def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
         if self._dead is not None:
             reply(self._refusal())
             return
-        pool = self.machine.pool
-        match call:
-            case calls.GetStatus():
-                self._answer(reply, self.status)
-            case calls.ListSessions(limit, offset):
-                self._list_sessions(reply, limit, offset)
-            case calls.DeleteSessions(session_id, delete_prefix):
-                self._delete_sessions(reply, session_id, delete_prefix)
-            case calls.ExportSession():
-                self._files.export(pool, reply, call)
-            case calls.ImportSession(session_id, content):
-                self._files.import_session(pool, reply, session_id, content)
-            case calls.CancelJobs(label, client):
-                self._answer(reply, lambda: self.jobs.cancel_label(label, client))
-            case calls.CountJobs(label):
-                self._answer(reply, lambda: self.jobs.count_by_label().get(label, 0))
-            case _:
-                self._handle_library_call(call, reply)
-
-    def _handle_library_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        """About what the user brings of their own."""
-        match call:
-            case calls.ListStates():
-                self._answer(reply, self._states.list)
-            case calls.AddState():
-                self._states.add(call, reply)
-            case calls.RemoveState(name):
-                self._answer(reply, lambda: self._states.remove(name))
-            case calls.ListAdapters():
-                self._answer(reply, self._adapters.list)
-            case calls.AddAdapter():
-                self._adapters.add(call, reply)
-            case calls.RemoveAdapter(name):
-                self._answer(reply, lambda: self._adapters.remove(name))
-            case calls.CheckModel():
-                self._models.check(call, reply)
-            case _:
-                reply(ServiceError(ErrorKind.NOT_FOUND, f"the engine does not answer {type(call).__name__}"))
-
-    def _list_sessions(self, reply: calls.Reply[SessionPage], limit: int, offset: int) -> None:
-        """Answers when the pool has read the page."""
-
-        def listed(page: SessionPage | Exception) -> None:
-            reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
-
-        try:
-            self.machine.pool.list_sessions(listed, limit, offset)
-        except PoolError as error:
-            reply(as_service_error(error, field=None))
-
-    def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
-        """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
-
-        def done(outcome: int | Exception) -> None:
-            reply(as_service_error(outcome, given=session_id) if isinstance(outcome, Exception) else outcome)
-
-        def failed(error: Exception) -> ServiceError:
-            if not isinstance(error, PoolError):
-                logger.error("deleting a session failed", exc_info=error)
-            return as_service_error(error, given=session_id)
-
-        calls.attempt(reply, failed, lambda: self.machine.pool.delete_counted(session_id, delete_prefix, done))
+        self._calls.answer(call, reply)
 
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data. Engine thread."""
@@ -265,7 +194,7 @@ class Engine:
             self._load()
         except BaseException as error:  # noqa: BLE001 - SystemExit too: whoever waits in `start` has to know
             self._failure = error
-            self._dead = _lost(f"the engine could not be started: {_named(error)}")
+            self._dead = _lost(f"the engine could not be started: {named(error)}")
             self._inbox.close()
             return
         finally:
@@ -275,11 +204,12 @@ class Engine:
     def _load(self) -> None:
         # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
         self.machine = ModelRunner(self.config, self._wake.set)
-        self._adapters.open(self.machine.pool.adapters, self.machine.pipeline)
-        self._states.open(self.machine.pool, self.machine.arena, self.machine.weights.shape)
+        self._user_files.adapters.open(self.machine.pool.adapters, self.machine.pipeline)
+        self._user_files.states.open(self.machine.pool, self.machine.arena, self.machine.weights.shape)
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper, self.machine.has_pieces)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
+        self._calls = EngineCalls(self.status, self.machine.pool, self.jobs, self._files, self._user_files)
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
         from sampling.grammar.compiler import GrammarCompiler
@@ -303,15 +233,13 @@ class Engine:
             self.jobs.fail_all(_CUT_OFF)
             self._files.close()
             self._desk.close()
-            self._states.close()
-            self._adapters.close()
-            self._models.close()
+            self._user_files.close()
             self.machine.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_CUT_OFF)
         except Exception as error:  # whatever it was, all who wait are told and the process is replaced
             logger.critical("the engine's thread died", exc_info=True)
-            self._dead = _lost(f"the engine has died ({_named(error)}); it is restarted")
+            self._dead = _lost(f"the engine has died ({named(error)}); it is restarted")
             self._inbox.close()
             self.jobs.abandon_all(self._dead)
             self._inbox.do_all()
@@ -446,16 +374,11 @@ class Engine:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)
         if self.machine.is_lost():
             raise error
-        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {_named(error)}")
+        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {named(error)}")
         if self.machine.is_out_of_memory(error):
             info = _no_memory()
         for job in dict.fromkeys(row.sequence.job for row in rows if self.jobs.goes_on_from(row.sequence)):
             self.jobs.fail(job, info)
-
-
-def _named(error: BaseException) -> str:
-    """What was caught, in a message; some have no text of their own."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _lost(message: str) -> ErrorInfo:

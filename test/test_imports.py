@@ -49,7 +49,8 @@ ROOMS = {
     "rwkv_batch.runner": "rwkv_batch rwkv_batch.core rwkv_batch.model rwkv_batch.model.rwkv7 rwkv_batch.model.quant "
     "rwkv_batch.model.older rwkv_batch.model.older.forward "
     "rwkv_batch.model.adapters rwkv_batch.kernels rwkv_batch.kernels.cuda",
-    "rwkv_batch.engine": "rwkv_batch rwkv_batch.core rwkv_batch.runner",
+    "rwkv_batch.engine_calls": "rwkv_batch rwkv_batch.core rwkv_batch.runner",
+    "rwkv_batch.engine": "rwkv_batch rwkv_batch.core rwkv_batch.runner rwkv_batch.engine_calls",
     "rwkv_batch.ipc": "rwkv_batch",
     # The pool. Files beside the rooms are what its tiers share.
     "state_pool": "",

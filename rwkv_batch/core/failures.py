@@ -78,6 +78,11 @@ def as_service_error(
     return ServiceError(ErrorKind.INTERNAL, message, field=field, given=given)
 
 
+def named(error: BaseException) -> str:
+    """What was caught, in a message; some have no text of their own."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 def as_table(what: str, fields: Mapping[type[Exception], str] | None = None) -> Callable[[BaseException], ServiceError]:
     """A translation of failures into the table's words.
 

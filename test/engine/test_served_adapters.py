@@ -249,7 +249,7 @@ def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes
 
     before = call(engine, "adapter_list")
     with monkeypatch.context() as patch:
-        patch.setattr(engine._adapters._pipeline, "put_adapter", fails)
+        patch.setattr(engine._user_files.adapters._pipeline, "put_adapter", fails)
         with pytest.raises(ServiceError, match="nobody has thought of") as told:
             call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
     assert told.value.info.kind is ErrorKind.INTERNAL and call(engine, "adapter_list") == before

@@ -1,0 +1,131 @@
+"""What an engine answers beside jobs: each call by the part that knows. Engine thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rwkv_batch import calls
+from rwkv_batch.core.failures import as_service_error, named
+from rwkv_batch.core.job_table import JobTable
+from rwkv_batch.core.session_transfer import SessionTransfer
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.runner.adapter_library import AdapterLibrary
+from rwkv_batch.runner.model_files import ModelChecks
+from rwkv_batch.runner.state_library import StateLibrary
+from state_pool.errors import PoolError
+from state_pool.pool import StatePool
+from state_pool.session_page import SessionPage
+
+logger = logging.getLogger(__name__)
+
+
+class UserFiles:
+    """What the user brings of their own: states, adapters, models to look at. Each has a thread that reads files."""
+
+    def __init__(self, states: StateLibrary, adapters: AdapterLibrary, models: ModelChecks) -> None:
+        self.states = states
+        self.adapters = adapters
+        self.models = models
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self.states.close()
+        self.adapters.close()
+        self.models.close()
+
+    def answer(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
+        """Answer a call about them, some when a file has been read."""
+        match call:
+            case calls.ListStates():
+                answer(reply, self.states.list)
+            case calls.AddState():
+                self.states.add(call, reply)
+            case calls.RemoveState(name):
+                answer(reply, lambda: self.states.remove(name))
+            case calls.ListAdapters():
+                answer(reply, self.adapters.list)
+            case calls.AddAdapter():
+                self.adapters.add(call, reply)
+            case calls.RemoveAdapter(name):
+                answer(reply, lambda: self.adapters.remove(name))
+            case calls.CheckModel():
+                self.models.check(call, reply)
+            case _:
+                reply(ServiceError(ErrorKind.NOT_FOUND, f"the engine does not answer {type(call).__name__}"))
+
+
+class EngineCalls:
+    """Answers them; every reply is called once, some when a copy or the database is done."""
+
+    def __init__(
+        self,
+        status: Callable[[], dict[str, Any]],
+        pool: StatePool,
+        jobs: JobTable,
+        sessions: SessionTransfer,
+        user_files: UserFiles,
+    ) -> None:
+        """`status`: what GetStatus is answered with."""
+        self._status = status
+        self._pool = pool
+        self._jobs = jobs
+        self._sessions = sessions
+        self._user_files = user_files
+
+    def answer(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
+        """Answer one."""
+        match call:
+            case calls.GetStatus():
+                answer(reply, self._status)
+            case calls.ListSessions(limit, offset):
+                self._list_sessions(reply, limit, offset)
+            case calls.DeleteSessions(session_id, delete_prefix):
+                self._delete_sessions(reply, session_id, delete_prefix)
+            case calls.ExportSession():
+                self._sessions.export(self._pool, reply, call)
+            case calls.ImportSession(session_id, content):
+                self._sessions.import_session(self._pool, reply, session_id, content)
+            case calls.CancelJobs(label, client):
+                answer(reply, lambda: self._jobs.cancel_label(label, client))
+            case calls.CountJobs(label):
+                answer(reply, lambda: self._jobs.count_by_label().get(label, 0))
+            case _:
+                self._user_files.answer(call, reply)
+
+    def _list_sessions(self, reply: calls.Reply[SessionPage], limit: int, offset: int) -> None:
+        """Answers when the pool has read the page."""
+
+        def listed(page: SessionPage | Exception) -> None:
+            reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
+
+        try:
+            self._pool.list_sessions(listed, limit, offset)
+        except PoolError as error:
+            reply(as_service_error(error, field=None))
+
+    def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
+        """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
+
+        def done(outcome: int | Exception) -> None:
+            reply(as_service_error(outcome, given=session_id) if isinstance(outcome, Exception) else outcome)
+
+        def failed(error: Exception) -> ServiceError:
+            if not isinstance(error, PoolError):
+                logger.error("deleting a session failed", exc_info=error)
+            return as_service_error(error, given=session_id)
+
+        calls.attempt(reply, failed, lambda: self._pool.delete_counted(session_id, delete_prefix, done))
+
+
+def answer(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
+    """Reply with what `action` gives, or with the ServiceError that says why it has failed."""
+    try:
+        value = action()
+    except ServiceError as error:
+        value = error
+    except Exception as error:  # a fault in one command is its caller's answer, not the engine's end
+        logger.exception("a command of the engine failed")
+        value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {named(error)}")
+    reply(value)
