@@ -49,6 +49,7 @@ class Status(enum.StrEnum):
 
 
 UNDER_WAY = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
+"""In which the runner has something to do for a batch."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +85,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     errors: list[dict[str, Any]] = []
     """Why it has failed as a whole."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the runner has something to do for it."""
-        return self.status in UNDER_WAY
 
     def result_id(self, result: Result) -> str:
         """The id that the file of its results has, or will have."""

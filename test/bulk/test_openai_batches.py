@@ -20,7 +20,7 @@ import msgspec
 import openai
 import pytest
 
-from batch_store.records import Batch, Purpose, Status, StoredFile
+from batch_store.records import UNDER_WAY, Batch, Purpose, Status, StoredFile
 from batch_store.store import Store
 from bulk.backends.backend import AWAY, Reply
 from bulk.batches.job import BatchJob
@@ -374,7 +374,7 @@ def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
         patch.setattr(BatchJob, "_answer", faulty)
         asyncio.run(asyncio.wait_for(tried(), 20))
     found = store.batch("", batch.id)
-    assert found is not None and found.is_under_way
+    assert found is not None and found.status in UNDER_WAY
     asyncio.run(asyncio.wait_for(BatchJob(store, context, found).run(), 20))
     failed = store.batch("", batch.id)
     assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]

@@ -187,6 +187,9 @@ def test_coroutines_get_the_same(llm: LLM) -> None:
         await asyncio.sleep(0.1)
         endless.cancel()
         await asyncio.gather(endless, return_exceptions=True)
+        (answered,) = await twin.chat(MESSAGES, GREEDY)
+        said = [piece.text async for piece in twin.chat_stream(MESSAGES, GREEDY)]
+        assert "".join(said) == answered.outputs[0].text == llm.chat(MESSAGES, GREEDY)[0].outputs[0].text
         assert await twin.translate("Hi there", "en", "zh") == llm.translate(["Hi there"], "en", "zh")
         return [output.outputs[0].text for (output,) in outputs], streamed
 
