@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rwkv_batch import calls
@@ -173,6 +174,10 @@ class Engine:
             return
         self._calls.answer(call, reply)
 
+    @cached_property
+    def _calls(self) -> EngineCalls:
+        return EngineCalls(self.status, self.machine.pool, self.jobs, self._files, self._user_files)
+
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data. Engine thread."""
         return {
@@ -209,7 +214,6 @@ class Engine:
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper, self.machine.has_pieces)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
-        self._calls = EngineCalls(self.status, self.machine.pool, self.jobs, self._files, self._user_files)
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
         from sampling.grammar.compiler import GrammarCompiler

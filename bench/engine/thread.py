@@ -178,7 +178,7 @@ class OwnThread(Engine):
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, overlap=True)
         self.scheduler = Scheduler(limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, VOCAB)
-        self._states = SimpleNamespace(resolved=lambda job: job)  # type: ignore[assignment]
+        self._user_files.states = SimpleNamespace(resolved=lambda job: job)  # type: ignore[assignment]
         self.parts: defaultdict[str, int] = defaultdict(int)
         self.rows = 0
         self.is_timed = False
