@@ -136,11 +136,6 @@ def _written(samples: list[str]) -> list[str]:
     return ["zh-TW" if (mine or page) > 0 else "zh-CN" for mine in own]
 
 
-def is_loaded() -> bool:
-    """Whether detection is quick by now."""
-    return bool(_identifier.cache_info().currsize)
-
-
 @functools.cache
 def _identifier() -> LanguageIdentifier:
     """Loaded at first use: about a second, 84 MB."""

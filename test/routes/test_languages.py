@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from routes import translate
 from routes.request.bodies import TranslateBody
 from routes.request.languages import detect
 from routes.translate import TranslationCache, cleaned, plan
@@ -56,3 +62,19 @@ def test_a_translation_ends_at_a_label_and_not_at_any_line_with_a_colon() -> Non
     assert cleaned(" Name: Ming\nAge: five\nNote: shy\n") == "Name: Ming\nAge: five\nNote: shy"
     for label in ("French", "Traditional Chinese", "User"):
         assert cleaned(f" a cat\n{label}: ein Kater") == "a cat"
+
+
+def test_languages_are_found_out_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of labels take a second, which the loop's other requests do not wait."""
+    threads: list[threading.Thread] = []
+
+    def planned(*given: Any) -> translate.Plan:
+        threads.append(threading.current_thread())
+        return plan(*given)
+
+    monkeypatch.setattr(translate, "plan", planned)
+    cache = {translate.CACHE: TranslationCache(0)}
+    context: Any = SimpleNamespace(config=SimpleNamespace(max_contents=10), shared=cache)
+    body = TranslateBody(target_lang="en", text_list=["Home", "42"])
+    reply: Any = asyncio.run(translate.batch_translate(context, body))
+    assert b'"Home"' in reply.body and threads[0] is not threading.main_thread()
