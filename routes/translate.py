@@ -155,7 +155,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     is_usual = not (body.state or body.adapter)
     cache: TranslationCache = context.shared[CACHE] if is_usual else TranslationCache(0)
     characters = sum(map(len, body.text_list))
-    if body.source_lang.lower() == AUTO:  # some 0.2 ms a text, however short, and a second before the first
+    if body.source_lang.lower() == AUTO:  # it takes its time for every text, however short, and most for the first
         made = await asyncio.to_thread(plan, body, cache, limit)
     else:
         made = await off_loop(characters, plan, body, cache, limit)
