@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,21 @@ def why_not() -> str | None:
 
 def compile_source(source: Path, archs: Iterable[str] = CHECKED_ARCHS) -> dict[str, Compiled]:
     """One source for each architecture, as many at once as there are cores."""
-    return {result.arch: result for result in _compile(source, archs)}
+    with ThreadPoolExecutor(cores()) as pool:
+        return results_of(begin(source, archs, pool))
+
+
+def begin(source: Path, archs: Iterable[str], pool: ThreadPoolExecutor) -> list[Future[list[Compiled]]]:
+    """Have a pool run nvcc for one source, once for what it is read for; what comes of it is for `results_of`."""
+    jobs: dict[str, list[str]] = {}
+    for arch in archs:
+        jobs.setdefault(front_end_of(arch, source), []).append(arch)
+    return [pool.submit(_run, source, *job) for job in jobs.items()]
+
+
+def results_of(runs: Iterable[Future[list[Compiled]]]) -> dict[str, Compiled]:
+    """What became of a source by architecture; waits for that."""
+    return {result.arch: result for run in runs for result in run.result()}
 
 
 def has_own_instructions(source: Path) -> bool:
@@ -68,15 +82,6 @@ def front_end_of(arch: str, source: Path) -> str:
         return number
     asked = {int(condition) // 10 for condition in re.findall(r"__CUDA_ARCH__\W+(\d+)", text)}
     return str(max(n for n in {*GENERATIONS, *asked} if n <= int(number.removesuffix("a"))))
-
-
-def _compile(source: Path, archs: Iterable[str]) -> list[Compiled]:
-    jobs: dict[str, list[str]] = {}
-    for arch in archs:
-        jobs.setdefault(front_end_of(arch, source), []).append(arch)
-    with ThreadPoolExecutor(cores()) as pool:
-        done = pool.map(lambda job: _run(source, *job), jobs.items())
-        return [result for results in done for result in results]
 
 
 def _run(source: Path, front_end: str, archs: list[str]) -> list[Compiled]:

@@ -6,8 +6,9 @@ import ctypes
 import functools
 import re
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from ctypes import byref, c_int
 from dataclasses import dataclass
 from itertools import product
@@ -95,9 +96,30 @@ class Needs:
     static_shared: int
 
 
+_begun: dict[Path, list[Future[list[Compiled]]]] = {}
+"""What `compiling` has begun of a source."""
+
+
+@contextmanager
+def compiling(sources: Iterable[Path]) -> Iterator[None]:
+    """Sources are compiled from now on, in this order, as many runs of nvcc at once as there are cores.
+
+    Each alone would leave cores idle at its end, and most of those for Hopper are a single run.
+    """
+    with ThreadPoolExecutor(cores()) as pool:
+        _begun.update({source: cuda_check.begin(source, archs_of(source), pool) for source in sources})
+        try:
+            yield
+        finally:
+            pool.shutdown(cancel_futures=True)
+            _begun.clear()
+
+
 @functools.cache
 def compiled(source: Path) -> dict[str, Compiled]:
     """A source by architecture; compiled once for all tests of this process."""
+    if source in _begun:
+        return cuda_check.results_of(_begun[source])
     return cuda_check.compile_source(source, archs_of(source))
 
 
@@ -138,8 +160,8 @@ def build_library(folder: Path) -> ctypes.CDLL:
     flags.append("-w")  # the fake's macros use fewer arguments than they are given
     # So that a kernel's stub has the kernel's name in the library.
     flags += ["-static-global-template-stub=false", "-device-entity-has-hidden-visibility=false"]
-    # Of the kernels it holds an intermediate form, made in no time: only the launchers run, and not for long.
-    flags += ["-O0", "-Xcicc", "-O0", "-gencode=arch=compute_80,code=compute_80"]
+    # Of the kernels it holds nothing: only the launchers run, and not for long.
+    flags += ["-O0", "-fdevice-syntax-only", "-gencode=arch=compute_80,code=compute_80"]
     flags += [*INCLUDES, "-include", str(here / "fake_runtime.h")]
 
     def compile_one(source: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from test.model.card_launches import (
     archs_of,
     build_library,
     compiled,
+    compiling,
     needs,
     problems,
 )
@@ -31,6 +33,18 @@ from test.model.card_launches import (
 MAX_SPILL_BYTES = 160
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
 SOURCES = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.relative_to(ROOT).parts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _begun(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The sources of all tests that run are compiled from the first test on.
+
+    This file is the longest: with a single run of nvcc at a time it would end minutes after all others.
+    """
+    of_this_file = (item for item in request.session.items if item.path == request.path)
+    parameters = (item.callspec.params for item in of_this_file if hasattr(item, "callspec"))
+    with compiling(one["source"] for one in parameters if "source" in one):
+        yield
 
 
 @pytest.fixture(scope="module")
