@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUD
 def format_(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Format:
     """A format, its kernels ready."""
     found: Format = request.param
-    LIBRARIES[found] = emulated(f"wide_codes_{found}", tmp_path_factory.mktemp("emulated"))
+    LIBRARIES[found] = emulated(f"wide_codes_{found}", tmp_path_factory.mktemp("emulated"), (32, 64), (1,))
     return found
 
 

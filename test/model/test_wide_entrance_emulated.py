@@ -22,7 +22,7 @@ ROWS = 21
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel, for the CPU."""
-    return emulated("wide_entrance", tmp_path_factory.mktemp("emulated"))
+    return emulated("wide_entrance", tmp_path_factory.mktemp("emulated"), (80,), (1,))
 
 
 @pytest.fixture(autouse=True)

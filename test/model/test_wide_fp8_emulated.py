@@ -23,19 +23,19 @@ pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUD
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, for the CPU."""
-    return emulated("wide_fp8", tmp_path_factory.mktemp("emulated"))
+    return emulated("wide_fp8", tmp_path_factory.mktemp("emulated"), (96, 160, 320), (1,))
 
 
 @pytest.fixture(scope="module")
 def of_parts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of rows in two parts."""
-    return emulated("wide_parts", tmp_path_factory.mktemp("emulated"))
+    return emulated("wide_parts", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(scope="module")
 def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of weights [k, n]."""
-    return emulated("wide_fp8_turned", tmp_path_factory.mktemp("emulated"))
+    return emulated("wide_fp8_turned", tmp_path_factory.mktemp("emulated"), (96, 320), (1,))
 
 
 @pytest.fixture(autouse=True)

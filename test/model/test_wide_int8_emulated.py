@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUD
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, for the CPU."""
-    return emulated("wide_int8", tmp_path_factory.mktemp("emulated"))
+    return emulated("wide_int8", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(scope="module")
 def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of weights [k, n]."""
-    return emulated("wide_int8_turned", tmp_path_factory.mktemp("emulated"))
+    return emulated("wide_int8_turned", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(autouse=True)

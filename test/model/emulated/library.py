@@ -137,10 +137,16 @@ NOT_OPTIMISED = (
 """Sources that take a compiler longer to optimise than their tests to run without it."""
 
 
-def emulated(source: str, folder: Path) -> ctypes.CDLL:
-    """A source of csrc/ by name, compiled for the CPU. Its launchers run their kernels to the end."""
+def emulated(
+    source: str, folder: Path, tiles: tuple[int, ...] = (), splits: tuple[int, ...] = (1, 2, 4)
+) -> ctypes.CDLL:
+    """A source of csrc/ by name, compiled for the CPU. Its launchers run their kernels to the end.
+
+    `tiles`, `splits`: rows of a tile, and blocks that share its k, of the launches that a test plans; others are
+    refused. Without them all of a launcher's are compiled, of which there may be 46.
+    """
     for path in [*SOURCES.glob("*.cu*"), *SOURCES.glob("*.h"), EARLY_LAUNCH]:
-        (folder / path.name).write_text(_without_ptx(path.read_text()))
+        (folder / path.name).write_text(_without_plans(_without_ptx(path.read_text()), tiles, splits))
     out = folder / f"{source}.so"
     command = [
         "g++",
@@ -165,6 +171,18 @@ def call(library: ctypes.CDLL, name: str, *args: object) -> None:
     function = library[name]
     function.argtypes = (SIGNATURES | HOPPER_SIGNATURES)[name]
     assert function(*args, None) == 0, f"{name} is refused"
+
+
+def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -> str:
+    """A source without launches of other plans than these, see wide_maps.cuh; without `tiles` they are of any."""
+
+    def kept(found: re.Match[str]) -> str:
+        known = (size for size in found[1].split(", ") if int(size) in tiles)
+        return f"launch_planned<{', '.join(known)}>"
+
+    if tiles:
+        text = re.sub(r"launch_planned<([\d, ]+)>", kept, text)
+    return re.sub(r"case (\d): code = launch\(.*", lambda found: found[0] if int(found[1]) in splits else "", text)
 
 
 def _without_ptx(text: str) -> str:
