@@ -102,11 +102,12 @@ _begun: dict[Path, list[Future[list[Compiled]]]] = {}
 
 @contextmanager
 def compiling(sources: Iterable[Path]) -> Iterator[None]:
-    """Sources are compiled from now on, in this order, as many runs of nvcc at once as there are cores.
+    """Sources are compiled from now on, in this order, one run of nvcc more at once than there are cores.
 
-    Each alone would leave cores idle at its end, and most of those for Hopper are a single run.
+    Each alone would leave cores idle at its end, and most of those for Hopper are a single run. Pytest's other workers
+    want the cores too: with fewer runs this would be the last file to end.
     """
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(cores() + 1) as pool:
         _begun.update({source: cuda_check.begin(source, archs_of(source), pool) for source in sources})
         try:
             yield
