@@ -160,7 +160,6 @@ def machine() -> dict[str, Any]:
         "rwkv": importlib.metadata.version("rwkv"),
         "commit": commit.stdout.strip(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "command": "python -m bench.cpu",
     }
 
 
@@ -195,6 +194,7 @@ def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
         "bench": "cpu",
         "model": f"{weights.shape.describe()}, random",
         **machine(),
+        "command": f"python -m bench.cpu{'' if has_peer else ' --no-peer'}",
         "rounds": len(rounds),
         "medians": median_by_name(rounds),
         "ratios": median_by_name([ratios(one) for one in rounds]),
