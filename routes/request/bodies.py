@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.request.constraints import ConstraintFields
 from routes.request.fields import Fields, Number, SessionId, Shape
-from routes.request.shown import shown, shown_name
+from routes.request.shown import shown, shown_name, worded
 from routes.request.unserved import ConversationOnlyFields, FixedDrawFields, Unserved
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
@@ -392,8 +392,7 @@ def validate(model: type[Fields], data: Any) -> Any:
     if location:
         wording = _BESIDE.sub("", _WORDING.sub("must", first["msg"])).replace("Field required", "must be given")
         wording = _PYTHONS.sub("a JSON object", wording)
-        told = shown(given) if given != "" else "an empty text"
-        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {told}")
+        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {worded(given)}")
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
     field = first.get("ctx", {}).get("field") or _first_form(data)
     raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=shown(data.get(field)))

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from typing import Any
 
 _CHARACTERS = 200
 _NAME_CHARACTERS = 64
-_short = reprlib.Repr()
+
+
+class _JsonRepr(reprlib.Repr):
+    """Cut short at each depth, in JSON's notation."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        """See reprlib.Repr."""
+        return json.dumps(x if len(x) <= self.maxstring else f"{x[: self.maxstring]}...", ensure_ascii=False)
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        """See reprlib.Repr."""
+        return json.dumps(x)
+
+    def repr_NoneType(self, x: None, level: int) -> str:  # noqa: N802 - reprlib's own form
+        """See reprlib.Repr."""
+        return json.dumps(x)
+
+
+_short = _JsonRepr()
 _short.maxstring = _short.maxother = _CHARACTERS
 
 
@@ -23,6 +42,13 @@ def shown(value: Any) -> Any:
         return _encodable(_short.repr(value))[:_CHARACTERS]
     text = _encodable(value[:_CHARACTERS])
     return text if len(value) <= _CHARACTERS else f"{text}... ({len(value)} characters)"
+
+
+def worded(value: Any) -> str:
+    """The same within a sentence."""
+    if value == "":
+        return "an empty text"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(shown(value))
 
 
 def shown_name(name: str) -> str:

@@ -58,6 +58,11 @@ def test_a_text_that_does_not_fit_is_told_in_words(model: Any, body: dict[str, A
         ({"contents": ["a"], "mrss_gatingweight": ["abc"]}, "mrss_gatingweight[0]: must be a valid number, got abc"),
         ({"contents": ["a"], "mrss_gatingweight": [1] * 17}, "mrss_gatingweight: must have at most 16 items, got [1"),
         ({"contents": ["a"], "stop_tokens": [""]}, "stop_tokens[0]: must have at least 1 character, got an empty text"),
+        (
+            {"contents": ["a"], "temperature": {"a": [True, None, "b"]}},
+            'temperature: must be a valid number, got {"a": [true, null, "b"]}',
+        ),
+        ({"contents": ["a"], "session_id": True}, "session_id: must be a valid string, got true"),
     ],
 )
 def test_what_is_told_of_other_fields_is_in_the_same_words(body: dict[str, Any], told: str) -> None:
