@@ -154,8 +154,8 @@ MUTANTS: list[Mutant] = [
                 "test/routes/test_body_limits.py::test_names_and_penalties_have_limits",
             ),
             (
-                'told = shown(given) if given != ""',
-                'told = given if given != ""',
+                "got {worded(given)}",
+                "got {given}",
                 "errors echo whole values",
                 "test/routes/test_body_limits.py::test_errors_do_not_repeat_whole_values",
             ),
