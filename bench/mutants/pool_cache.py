@@ -6,6 +6,7 @@ from bench.mutants.mutant import Mutant, of
 from bench.mutants.pool_tests import (
     BETWEEN,
     EFFECTS,
+    FAILING_DISK,
     FAULTS,
     FIRST_WORLDS,
     MODEL,
@@ -18,7 +19,7 @@ from bench.mutants.pool_tests import (
 MUTANTS: list[Mutant] = [
     *of(
         "state_pool/cache/tiers.py",
-        (SESSIONS, EFFECTS, PREFIX, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, PREFIX, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, MODEL, WORLDS),
         [
             (
                 "return len(self._pins) < max(1, self.slots.num_usable // 2)",
@@ -76,7 +77,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/cache/checkpoints.py",
-        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, MODEL, WORLDS),
         [
             (
                 "            if not session.deleted:\n                self._store_state",
@@ -88,7 +89,7 @@ MUTANTS: list[Mutant] = [
                 "            if error is None:\n                mark_stored(session, job.session)",
                 "            if True:\n                mark_stored(session, job.session)",
                 "a state that was not stored counts as stored: it is forgotten",
-                "test/state_pool/test_pool_faults.py::test_full_tiers_over_a_full_disk_go_on_serving",
+                f"{FAILING_DISK}::test_full_tiers_over_a_full_disk_go_on_serving",
             ),
             (
                 "    if row.turn == session.turn:\n        session.log_broken = False",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bench.mutants.mutant import Mutant, of
 from bench.mutants.pool_tests import (
+    DAMAGED,
     DISK,
     EFFECTS,
+    FAILING_DISK,
     FAULTS,
     FIRST_WORLDS,
     MODEL,
@@ -19,19 +21,19 @@ from bench.mutants.pool_tests import (
 MUTANTS: list[Mutant] = [
     *of(
         "state_pool/disk/applier.py",
-        (EFFECTS, SESSIONS, SHARED, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, WORLDS),
+        (EFFECTS, SESSIONS, SHARED, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, WORLDS),
         [
             (
                 "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
                 "",
                 "the log grows for ever",
-                "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
+                f"{DISK}::test_the_log_keeps_what_is_asked",
             ),
             (
                 "        if job.commits is not None and self._retain:\n",
                 "        if False:\n",
                 "--retain-tokens keeps nothing with durability turn",
-                "test/state_pool/test_pool_faults.py::test_a_whole_history_rebuilds_a_damaged_state",
+                f"{DAMAGED}::test_a_whole_history_rebuilds_a_damaged_state",
             ),
         ],
     ),
@@ -68,7 +70,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/writer.py",
-        (EFFECTS, "test/state_pool/test_pool_threads.py", SESSIONS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, WORLDS),
+        (EFFECTS, "test/state_pool/test_pool_threads.py", SESSIONS, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, WORLDS),
         [
             (
                 "        if error is not None and len(group) > 1 and not is_outside(error):\n",
@@ -104,7 +106,7 @@ MUTANTS: list[Mutant] = [
                 "            if isinstance(job, Delete):\n                self._forget_states(set(job.rows))\n",
                 "",
                 "a deleted session's state comes back",
-                "test/state_pool/test_pool_faults.py::test_a_delete_overtakes_a_state_that_waits_to_be_written",
+                f"{DISK}::test_a_delete_overtakes_a_state_that_waits_to_be_written",
             ),
             (
                 "            self._give_up(staged)\n            self._report",
@@ -116,13 +118,13 @@ MUTANTS: list[Mutant] = [
                 "        if self._connection.in_transaction:\n",
                 "        if False:\n",
                 "after one failed write every other fails",
-                "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
+                f"{FAILING_DISK}::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
             ),
             (
                 "        self.stats.degraded = None\n        self._log.written(num_bytes)",
                 "        self._log.written(num_bytes)",
                 "the service stays degraded after the disk has recovered",
-                "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
+                f"{FAILING_DISK}::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
             ),
             (
                 "        except Exception as error:  # noqa: BLE001 - a number",
@@ -141,7 +143,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/reader.py",
-        ("test/state_pool/test_pool_threads.py", SINGLE_WORLDS, FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
+        ("test/state_pool/test_pool_threads.py", SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, PORTABLE, WORLDS),
         [
             (
                 '            self._connection.execute("ROLLBACK")\n',
@@ -170,13 +172,13 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/statements.py",
-        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, MODEL, WORLDS),
         [
             (
                 "if turn != (1 if found is None else int(found[0]) + 1):",
                 "if False:",
                 "a turn may be missing or applied twice",
-                "test/state_pool/test_pool_faults.py::test_turns_are_taken_in_order_and_once",
+                f"{DISK}::test_turns_are_taken_in_order_and_once",
             ),
             (
                 "        return False\n    garbage +=",
@@ -194,7 +196,7 @@ MUTANTS: list[Mutant] = [
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)',
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn + 1, num_tokens + 10**6)',
                 "the turn after a checkpoint leaves the log with it",
-                "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
+                f"{DISK}::test_the_log_keeps_what_is_asked",
             ),
             (
                 "    return gone < limit\n",
@@ -212,31 +214,31 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/verify.py",
-        (SINGLE_WORLDS, FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
+        (SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, PORTABLE, WORLDS),
         [
             (
                 "            if piece_checksum(data, at) != digest or at != low + len(chunks):\n",
                 "            if at != low + len(chunks):\n",
                 "a damaged state is fed",
-                "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
+                f"{DAMAGED}::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
             (
                 "            if turn != expected or checksum(data, session, turn) != digest:\n",
                 "            if turn != expected:\n",
                 "a damaged turn is fed",
-                "test/state_pool/test_pool_faults.py::test_a_damaged_log_is_quarantined",
+                f"{DAMAGED}::test_a_damaged_log_is_quarantined",
             ),
             (
                 "        if expected != last:\n",
                 "        if False:\n",
                 "a missing turn is not noticed",
-                "test/state_pool/test_pool_faults.py::test_a_damaged_log_is_quarantined",
+                f"{DAMAGED}::test_a_damaged_log_is_quarantined",
             ),
             (
                 '        if fingerprint != self._fingerprint:\n            return SessionUnusable(\n                f"the session belongs to another model (f',
                 '        if False:\n            return SessionUnusable(\n                f"the session belongs to another model (f',
                 "another model's state is fed",
-                "test/state_pool/test_pool_faults.py::test_another_model_is_refused_and_its_sessions_stay",
+                f"{DAMAGED}::test_another_model_is_refused_and_its_sessions_stay",
             ),
             (
                 "            replay = self._log(wanted, base, int(turn), why_not) + replay\n",

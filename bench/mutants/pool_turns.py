@@ -5,8 +5,10 @@ from __future__ import annotations
 from bench.mutants.mutant import Mutant, of
 from bench.mutants.pool_tests import (
     BETWEEN,
+    DAMAGED,
     DIALOGUES,
     EFFECTS,
+    FAILING_DISK,
     FAULTS,
     FIRST_WORLDS,
     MODEL,
@@ -20,7 +22,7 @@ from bench.mutants.pool_tests import (
 MUTANTS: list[Mutant] = [
     *of(
         "state_pool/turns/turns.py",
-        (SESSIONS, EFFECTS, DIALOGUES, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, DIALOGUES, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, MODEL, WORLDS),
         [
             (
                 "if not wait and (session.active is not None or session.queue or session.pending is not None):",
@@ -50,13 +52,13 @@ MUTANTS: list[Mutant] = [
                 "            self._refuse_when_full()\n            now",
                 "            now",
                 "a new session past the disk limit",
-                "test/state_pool/test_pool_faults.py::test_the_disk_cap_refuses_new_sessions",
+                f"{FAILING_DISK}::test_the_disk_cap_refuses_new_sessions",
             ),
             (
                 "        if session.unusable is not None and self.acquisition is None:\n",
                 "        if False:\n",
                 "a damaged session is fed",
-                "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
+                f"{DAMAGED}::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
             (
                 "        if session.active is not None or session.pending is not None:\n            return\n",
@@ -114,7 +116,7 @@ MUTANTS: list[Mutant] = [
                 "                self._undeleted.append(rows)\n",
                 "                pass\n",
                 "a delete that the disk refused comes undone",
-                "test/state_pool/test_pool_faults.py::test_a_failed_delete_is_told_and_tried_again",
+                f"{FAILING_DISK}::test_a_failed_delete_is_told_and_tried_again",
             ),
             (
                 "        if error is not None:\n            _tell(turn, error)\n",
@@ -139,7 +141,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/turns/lease_queue.py",
-        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, MODEL, WORLDS),
         [
             (
                 "lease.read_slot, lease.replay = source.slot, list(source.replay)",
@@ -181,7 +183,7 @@ MUTANTS: list[Mutant] = [
                 "        if isinstance(result, Damaged):\n            self._quarantine(session, str(result))\n",
                 "",
                 "damage is forgotten until the next turn",
-                "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
+                f"{DAMAGED}::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
         ],
     ),

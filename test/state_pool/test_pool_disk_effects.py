@@ -18,6 +18,7 @@ from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionUnread
 from state_pool.sessions import SessionKey
 from test.pool_fakes import Driver, Outcome, session_of, state_of, store_of
+from test.state_pool.stored_sessions import raw, write_three
 from test.state_pool.test_pool_between import opened, reopened, rows_of
 from test.state_pool.test_pool_effects import pieces
 
@@ -104,6 +105,36 @@ def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
     assert len(told.calls) == 1
     assert isinstance(told.calls[0], SessionNotFound)
     driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn"])
+def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, durability: str) -> None:
+    """Nothing brings the session back: not after the delete, not after a restart."""
+    driver = opened(tmp_path, durability=durability)
+    driver.turn("s", [1])
+    driver.settle()
+    writer = store_of(driver).writer
+    with writer._changed:  # the writer's thread can take no work meanwhile
+        lease = driver.ready(driver.pool.checkout("s"))
+        slot = driver.compute(lease, [2])
+        outcome = Outcome()
+        driver.pool.record(lease, [2], outcome)
+        driver.pool.checkin(lease, slot)
+        if durability == "log":
+            assert driver.pool._tiers.checkpoints.begin(next(iter(driver.pool._index)))
+        driver.pool.poll()
+        assert writer.queued[1] == 1
+        assert driver.pool.delete("s") == 1
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], SessionNotFound)
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = opened(tmp_path)
+    assert driver.list_sessions().total == 0
+    driver.pool.close()
+    for table in ("sessions", "turns", "states", "state_chunks"):
+        assert rows_of(tmp_path, table) == 0
 
 
 # -- the reader --------------------------------------------------------------------------------------------------------
@@ -207,3 +238,27 @@ def test_all_pieces_of_a_state_are_collected(connection: sqlite3.Connection) -> 
         rounds += 1
     assert rounds == 2
     assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
+
+
+def test_turns_are_taken_in_order_and_once(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        for turn in (1, 2, 4):
+            row = SessionRow(1, SessionKey("a"), None, turn, 9, 0.0, 0.0)
+            with pytest.raises(sqlite3.IntegrityError, match="does not follow"):
+                statements.append_turn(connection, Append(row, [1]), "model-a")
+        with pytest.raises(sqlite3.IntegrityError, match="does not follow"):
+            statements.append_turn(
+                connection, Append(SessionRow(99, SessionKey("new"), None, 2, 9, 0.0, 0.0), [1]), "model-a"
+            )
+
+
+@pytest.mark.parametrize(("retain", "kept"), [(0, []), (3, [4]), (4, [3, 4]), (-1, [1, 2, 3, 4])])
+def test_the_log_keeps_what_is_asked(tmp_path: Path, retain: int, kept: list[int]) -> None:
+    """Turns of 3 tokens each; behind the checkpoint the last so many tokens stay, in whole turns."""
+    driver = opened(tmp_path, retain_tokens=retain)
+    for turn in range(4):
+        driver.turn("s", [turn, 0, 0])
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        assert [row[0] for row in connection.execute("SELECT turn FROM turns ORDER BY turn")] == kept

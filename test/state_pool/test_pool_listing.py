@@ -17,20 +17,13 @@ from bench.state_pool.listing import growth, measure
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool import session_file, session_listing
 from state_pool.config import PoolConfig
-from state_pool.disk.store import Store
 from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull, SessionTooLarge
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
 from state_pool.session_page import SessionPage, Tier
 from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
 from test.harness import ask, call, run, started_engine, tiny_model, turn
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
-
-
-def store_of(driver: Driver) -> Store:
-    """The pool's third tier."""
-    assert driver.pool._store is not None
-    return driver.pool._store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of, store_of
 
 
 @contextmanager

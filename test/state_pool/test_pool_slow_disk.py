@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 
 from state_pool.disk.staging import Staging
-from state_pool.disk.store import Store
 from state_pool.disk.writer import Writer
 from state_pool.sessions import LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
-
-
-def store_of(driver: Driver) -> Store:
-    """The pool's third tier."""
-    assert driver.pool._store is not None
-    return driver.pool._store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of, store_of
 
 
 def small_pool(folder: Path, **changes: object) -> Driver:

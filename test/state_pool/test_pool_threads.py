@@ -13,21 +13,14 @@ import pytest
 from state_pool.disk import server_patience
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.disk.state_store import Connection, ServerAway
-from state_pool.disk.store import Store
 from state_pool.errors import PoolLost, SessionUnread, SessionUnusable, TurnNotStored
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, fold, state_of
+from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, fold, state_of, store_of
 
 
 def dies(*arguments: object) -> None:
     """What no job expects."""
     raise SystemExit("a fault of the program")
-
-
-def store_of(driver: Driver) -> Store:
-    """The pool's third tier."""
-    assert driver.pool._store is not None
-    return driver.pool._store
 
 
 def lost(driver: Driver, what: str) -> None:

@@ -1,0 +1,184 @@
+"""Rows that are damaged or of another model: what is said of them, what is rebuilt, and what `salvage` saves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.arena import Noise
+from state_pool.disk.recover import salvage
+from state_pool.errors import DatabaseUnusable, SessionUnusable
+from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, state_of
+from test.state_pool.stored_sessions import WORDS, holds, raw, reopen, write_three
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (
+            "UPDATE state_chunks SET data = zeroblob(length(data)) WHERE id = (SELECT min(id) FROM state_chunks)",
+            "chunk",
+        ),
+        ("DELETE FROM state_chunks WHERE id = (SELECT min(id) + 1 FROM state_chunks)", "incomplete|damaged"),
+        ("UPDATE states SET num_tokens = 99 WHERE session = 1", "description"),
+    ],
+)
+def test_a_damaged_row_is_quarantined_and_the_rest_works(tmp_path: Path, damage: str, what: str) -> None:
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        connection.execute(damage)
+    driver = reopen(tmp_path)
+    with pytest.raises(SessionUnusable, match=what):
+        driver.state("a")
+    with pytest.raises(SessionUnusable, match=r"delete it|delete the session"):
+        driver.turn("a", [5])
+    assert holds(driver, "b")
+    assert holds(driver, "c")
+    driver.settle()
+    assert [entry["session_id"] for entry in driver.pool.stats()["quarantined"]] == ["a"]
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert driver.pool.stats()["quarantined_count"] == 1, "the quarantine outlives the process"
+    assert driver.delete("a") == 1
+    driver.turn("a", [7])
+    assert np.array_equal(driver.state("a"), state_of([7], WORDS))
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("damage", ["UPDATE turns SET tokens = zeroblob(8)", "DELETE FROM turns WHERE turn = 1"])
+def test_a_damaged_log_is_quarantined(tmp_path: Path, damage: str) -> None:
+    driver = reopen(tmp_path)
+    driver.turn("a", [1, 2])
+    driver.turn("a", [3, 4])
+    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        connection.execute(damage)
+    driver = reopen(tmp_path)
+    with pytest.raises(SessionUnusable, match="turn 1"):
+        driver.state("a")
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn"])
+def test_a_whole_history_rebuilds_a_damaged_state(tmp_path: Path, durability: str) -> None:
+    write_three(tmp_path, retain_tokens=-1, durability=durability)
+    with raw(tmp_path) as connection:
+        connection.execute("UPDATE state_chunks SET data = zeroblob(length(data))")
+    driver = reopen(tmp_path, retain_tokens=-1)
+    for name in "abc":
+        assert holds(driver, name)
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("whole_log", [False, True])
+def test_a_stored_state_of_noise_is_a_damaged_one(tmp_path: Path, *, objects: bool, whole_log: bool) -> None:
+    """Its bytes are those that were stored; what they mean is known to the arena alone."""
+    store = {"checkpoint_store": (tmp_path / "objects").as_uri(), "checkpoint_store_min_mb": 0.0} if objects else {}
+    (tmp_path / "objects").mkdir()
+    kept = {"retain_tokens": -1 if whole_log else 0, "durability": "turn", **store}
+    driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
+    for name, tokens in (("a", [1, 2]), ("b", [3])):
+        driver.turn(name, tokens)
+    driver.settle()
+    driver.pool.close()
+    driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
+    host_state, noise = driver.arena.host_state, state_of([1, 2], WORDS).tobytes()
+
+    def heard(parts: Mapping[str, bytes | memoryview]) -> FakeHost:
+        if noise.startswith(bytes(parts["a.wkv"])):
+            raise Noise("part 'a.wkv' of the state has NaN")
+        return host_state(parts)
+
+    driver.arena.host_state = heard  # type: ignore[method-assign]
+    if whole_log:
+        assert np.array_equal(driver.state("a"), state_of([1, 2], WORDS))
+    else:
+        with pytest.raises(SessionUnusable, match=r"'a\.wkv' of the state has NaN; delete the session"):
+            driver.state("a")
+    assert np.array_equal(driver.state("b"), state_of([3], WORDS))
+    driver.settle()
+    assert driver.pool.stats()["quarantined_count"] == (0 if whole_log else 1)
+    driver.pool.close()
+
+
+def test_another_model_is_refused_and_its_sessions_stay(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match=r"another model \(fingerprint model-a, this one is model-b\)"):
+        other.state("a")
+    other.turn("new", [1])
+    assert other.pool.stats()["quarantined_count"] == 0
+    other.pool.close()
+    driver = reopen(tmp_path)
+    assert holds(driver, "a")
+    driver.pool.close()
+
+
+def test_another_model_is_fed_the_whole_history_if_there_is_one(tmp_path: Path) -> None:
+    write_three(tmp_path, retain_tokens=-1)
+    other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
+    lease = other.ready(other.pool.checkout("a"))
+    assert lease.replay == [ord("a"), 1, 2, 3]
+    assert lease.num_tokens == 4
+    assert lease.exists
+    other.pool.release(lease)
+    other.pool.close()
+
+
+def test_another_state_layout_is_refused(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    layout = {"a.wkv": ("float16", (2 * (WORDS - 4),)), "a.shift": ("float32", (4,))}
+    other = Driver(FakeArena(words=WORDS, layout=layout), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match="layout"):
+        other.state("a")
+    other.pool.close()
+
+
+def test_what_is_whole_is_salvaged(tmp_path: Path) -> None:
+    """A truncated file with many sessions: those that are whole come over, exactly; the rest is named."""
+    driver = reopen(tmp_path)
+    for i in range(20):
+        driver.turn(f"s{i}", [i, 1])
+        driver.turn(f"s{i}", [2])
+    driver.turn("fork", [1], branch_from=0)
+    driver.turn("fork", [2], branch_from=1)
+    driver.pool.close()
+    file = tmp_path / "sessions.db"
+    os.truncate(file, int(file.stat().st_size * 0.6))
+    (tmp_path / "new").mkdir()
+    saved, lost = salvage(file, tmp_path / "new" / "sessions.db")
+    assert len(saved) >= 5
+    assert lost
+    assert not set(saved) & set(lost)
+    driver = reopen(tmp_path / "new")
+    assert driver.list_sessions().total == len(saved)
+    for name in saved:
+        if name.startswith("s"):
+            assert np.array_equal(driver.state(name), state_of([int(name[1:]), 1, 2], WORDS))
+    driver.pool.close()
+    with raw(tmp_path / "new") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_salvage_keeps_what_has_only_a_log(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    driver.turn("s", [1, 2])
+    driver.turn("fork", [1], branch_from=0)
+    driver.turn("fork", [2], branch_from=1)
+    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+    driver.pool.close()
+    (tmp_path / "new").mkdir()
+    saved, lost = salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
+    assert (sorted(saved), lost) == (["fork:1", "fork:2", "s"], [])
+    driver = reopen(tmp_path / "new")
+    assert np.array_equal(driver.state("fork", 2), state_of([1, 2], WORDS))
+    driver.pool.close()
+    with pytest.raises(DatabaseUnusable, match="exists already"):
+        salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")

@@ -1,0 +1,246 @@
+"""Disks that fail while the pool runs, and databases at their limit: what is refused, and what goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from state_pool.cache import checkpoints
+from state_pool.disk.operations import Checkpoint
+from state_pool.disk.state_store import Connection
+from state_pool.errors import PoolFull, SessionUnusable, TurnNotStored
+from test.pool_fakes import Driver, Outcome, session_of, state_of, store_of
+from test.state_pool.stored_sessions import WORDS, holds, reopen
+
+MODES = pytest.mark.parametrize("durability", ["log", "turn"])
+
+
+MOVED = {"moved": "", "log moved": "-wal", "index moved": "-shm"}
+
+
+def files_of(connection: Connection) -> dict[str, Path]:
+    """A database's files, by how they break."""
+    path = connection.execute("PRAGMA database_list").fetchone()[2]
+    return {how: Path(f"{path}{end}") for how, end in MOVED.items()}
+
+
+def break_disk(driver: Driver, how: str) -> None:
+    """Make every write fail, without needing rights: too few pages, a connection that may not write, no file."""
+    connection = store_of(driver).writer._connection
+    if how in MOVED:
+        path = files_of(connection)[how]
+        path.rename(path.with_name(f"{path.name}.away"))
+    elif how == "full":
+        connection.execute("PRAGMA max_page_count = 1")
+    else:
+        connection.execute("PRAGMA query_only = ON")
+
+
+def mend_disk(driver: Driver) -> None:
+    """Space and rights return."""
+    connection = store_of(driver).writer._connection
+    connection.execute("PRAGMA max_page_count = 1000000")
+    connection.execute("PRAGMA query_only = OFF")
+    for path in files_of(connection).values():
+        away = path.with_name(f"{path.name}.away")
+        if away.exists():
+            away.rename(path)
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("full", "no space is left"), ("read-only", "is read-only"), *((how, "moved or removed") for how in MOVED)],
+)
+def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
+    tmp_path: Path, durability: str, how: str, words: str
+) -> None:
+    driver = reopen(tmp_path, durability=durability)
+    for name in "ab":
+        driver.turn(name, [ord(name), 1])
+    driver.settle()
+    break_disk(driver, how)
+    big = list(range(20_000))  # more than the free part of a page
+    for _ in range(3):
+        with pytest.raises(TurnNotStored, match=words):
+            driver.turn("a", big)
+    with pytest.raises(TurnNotStored, match=words):
+        driver.turn("unborn", big)
+    assert words in driver.pool.stats()["degraded"]
+    assert np.array_equal(driver.state("a"), state_of([ord("a"), 1], WORDS)), "the session is what it was"
+    if how not in MOVED:  # then it is not read either
+        assert driver.list_sessions().total == 2
+    mend_disk(driver)
+    driver.turn("a", [2, 3])
+    assert driver.pool.stats()["degraded"] is None
+    assert holds(driver, "a")
+    driver.turn("b", [2, 3])
+    driver.turn("c", [ord("c"), 1])
+    driver.turn("c", [2, 3])
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert all(holds(driver, name) for name in "abc")
+    driver.pool.close()
+
+
+@MODES
+def test_full_tiers_over_a_full_disk_go_on_serving(tmp_path: Path, durability: str) -> None:
+    """States cannot be checkpointed: with a log they are replayed, and no slot is ever stuck."""
+    driver = reopen(tmp_path, durability=durability, l1_sessions=2, l2_sessions=2, transfer_states=1)
+    names = [f"s{i}" for i in range(20)]
+    for name in names:
+        driver.turn(name, [1, 2, 3])
+    break_disk(driver, "full")
+    for name in names * 2:
+        assert np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS))
+    mend_disk(driver)
+    driver.pool.close()
+
+
+def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each writes before it fails would take the room from turns. At the end nothing is put off."""
+    driver = reopen(tmp_path, checkpoint_tokens=2, transfer_states=1)
+    store, now, tried = store_of(driver), [100.0], list[float]()
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def full(job: Checkpoint, done: Callable[[Exception | None], None]) -> None:
+        tried.append(now[0])
+        store.writer.stats.degraded = "no space is left"
+        done(TurnNotStored("no space is left"))
+        store.writer.stats.degraded = None  # a turn still fits
+
+    submit = store.submit_state
+    monkeypatch.setattr(store, "submit_state", full)
+    for name in "abc":
+        driver.turn(name, [1, 2, 3])
+    for _ in range(3):
+        for _ in range(50):
+            driver.pool._checkpoint_some()
+            driver.pool.poll()
+        now[0] += checkpoints.RETRY_S
+    assert tried == [100.0, 101.0, 102.0]
+    now[0] -= checkpoints.RETRY_S  # within the pause
+    written: list[float] = []
+
+    def ticks() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    def submitted(job: Checkpoint, done: Callable[[Exception | None], None]) -> None:
+        written.append(now[0])
+        submit(job, done)
+
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=ticks))
+    monkeypatch.setattr(store, "submit_state", submitted)
+    driver.pool.close()
+    assert len(written) == 3
+    assert written[-1] < 102.5
+    driver = reopen(tmp_path)
+    assert all(np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS)) for name in "abc")
+    driver.pool.close()
+
+
+def test_a_full_real_disk(tmp_path: Path) -> None:
+    """The same on a file system of 2 MB, where this machine lets us mount one."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("needs the right to mount; the page limit test covers the rest")
+    try:
+        driver = reopen(mount)
+        driver.turn("a", [1, 2])
+        filler = mount / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+        with pytest.raises(TurnNotStored):
+            for _ in range(100):
+                driver.turn("b", list(range(2000)))
+        assert driver.pool.stats()["degraded"]
+        assert np.array_equal(driver.state("a"), state_of([1, 2], WORDS))
+        filler.unlink()
+        driver.turn("a", [3])
+        driver.pool.close()
+        driver = reopen(mount)
+        assert np.array_equal(driver.state("a"), state_of([1, 2, 3], WORDS))
+        driver.pool.close()
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_failed_delete_is_told_and_tried_again(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    driver.turn("a", [1])
+    driver.settle()
+    break_disk(driver, "read-only")
+    outcome = Outcome()
+    assert driver.pool.delete("a", on_durable=outcome) == 1
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], TurnNotStored)
+    assert driver.list_sessions().total == 0
+    mend_disk(driver)
+    driver.until(lambda: driver.pool.stats()["degraded"] is None)
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert driver.list_sessions().total == 0
+    driver.pool.close()
+
+
+def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> None:
+    driver = reopen(tmp_path, durability="lazy", l1_sessions=1, l2_sessions=1, transfer_states=1)
+    driver.turn("a", [1])
+    driver.settle()
+    break_disk(driver, "read-only")
+    driver.turn("a", [2])
+    lost = session_of(driver, "a")
+    driver.until(lambda: lost.log_broken)
+    for i in range(20):
+        driver.turn(f"s{i}", [i])
+    driver.until(lambda: lost.slot is None and lost.host is None)
+    with pytest.raises(SessionUnusable, match="last turns were lost"):
+        driver.state("a")
+    mend_disk(driver)
+    driver.pool.close()
+
+
+def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
+    driver = reopen(tmp_path, state_db_max_gb=0.0005, l1_sessions=1, l2_sessions=1)
+    for i in range(60):
+        driver.turn(f"s{i}", [i])
+    driver.until(lambda: not store_of(driver).over_limit and driver.list_sessions().total < 60)
+    names = [entry.session_id for entry in driver.list_sessions().sessions]
+    assert names == [f"s{i}" for i in range(59, 59 - len(names), -1)], "the newest are left"
+    driver.pool.close()
+
+
+def test_the_disk_cap_refuses_new_sessions(tmp_path: Path) -> None:
+    driver = reopen(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", l1_sessions=1, l2_sessions=1)
+    with pytest.raises(PoolFull, match=r"limit of 0\.00015 GB"):
+        for i in range(60):
+            driver.turn(f"s{i}", [i])
+            driver.settle()
+    driver.turn("s0", [0])
+    driver.pool.close()
+
+
+def test_a_full_database_takes_new_sessions_when_all_are_deleted(tmp_path: Path) -> None:
+    """Nothing is committed behind the delete but that its pieces are collected."""
+    driver = reopen(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
+    with pytest.raises(PoolFull):
+        for i in range(60):
+            driver.turn(f"s{i}", [i])
+    driver.delete("s", prefix=True)
+    driver.until(lambda: not store_of(driver).shrinking)
+    driver.turn("new", [1])
+    driver.pool.close()

@@ -1,0 +1,111 @@
+"""Files that the pool refuses at its start, each with the reason: newer, cut, of another kind, in use, read-only."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from state_pool.disk.database import ProcessLock
+from state_pool.disk.migrations import SCHEMA_VERSION
+from state_pool.errors import DatabaseUnusable
+from test.state_pool.stored_sessions import holds, raw, reopen, write_three
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        connection.execute("INSERT INTO schema_migrations VALUES (?, 'from the future', 0)", (SCHEMA_VERSION + 1,))
+    with pytest.raises(DatabaseUnusable, match=f"has schema {SCHEMA_VERSION + 1}, this version knows"):
+        reopen(tmp_path)
+
+
+def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_three(tmp_path)
+    from state_pool.disk import migrations
+
+    broken = ("adds a column, then fails", ("ALTER TABLE sessions ADD COLUMN extra", "NONSENSE"))
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
+    monkeypatch.setattr(migrations, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    with pytest.raises(DatabaseUnusable):
+        reopen(tmp_path)
+    monkeypatch.undo()
+    driver = reopen(tmp_path)
+    assert holds(driver, "a")
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        assert "extra" not in [row[1] for row in connection.execute("PRAGMA table_info(sessions)")]
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.9])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
+    write_three(tmp_path)
+    file = tmp_path / "sessions.db"
+    os.truncate(file, int(file.stat().st_size * keep))
+    with pytest.raises(DatabaseUnusable, match=r"truncated|malformed"):
+        reopen(tmp_path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db").write_text("this is a diary, not a database\n" * 100)
+    with pytest.raises(DatabaseUnusable, match="not an SQLite file"):
+        reopen(tmp_path)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseUnusable, match="there is no folder"):
+        reopen(tmp_path / "nowhere")
+
+
+def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db.lock").mkdir()  # as a folder that may not be written in, for which tests may be too mighty
+    with pytest.raises(DatabaseUnusable, match=r"sessions\.db\.lock cannot be written .*--state-db"):
+        reopen(tmp_path)
+
+
+def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
+    lock = ProcessLock(str(tmp_path / "sessions.db"))
+    with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
+        reopen(tmp_path)
+    lock.release()
+    reopen(tmp_path).pool.close()
+
+
+def test_sqlites_own_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_three(tmp_path)
+    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
+    with raw(tmp_path) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(DatabaseUnusable, match="locked"):
+            reopen(tmp_path)
+
+
+_OPEN = """
+import os, sys
+if os.getuid() == 0:
+    os.setuid(65534)
+from pathlib import Path
+from test.pool_fakes import Driver, FakeArena, config_in
+Driver(FakeArena(words=4096), config_in(Path(sys.argv[1])))
+"""
+
+
+def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
+    """In a process that is not root, since nothing is read-only for root."""
+    write_three(tmp_path)
+    for path in [*tmp_path.iterdir(), tmp_path]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for path in list(tmp_path.parents)[:3]:  # the last of them may be the machine's /tmp: nothing is taken from it
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    tmp_path.chmod(0o755)
+    assert done.returncode == 1
+    if "state_pool" in done.stderr:  # else not even the interpreter's own files can be read without rights
+        assert "is not writable" in done.stderr or "read" in done.stderr
