@@ -17,6 +17,7 @@ from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
+from state_pool.expiry import Expiry, Uses
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
@@ -65,8 +66,10 @@ class StatePool:
             self.adapters,
         )
         self._listing = SessionListing(self._index, self._store, self._deliver, lambda: self._turns.unlogged)
-        shared = self._store is not None and self._store.shared
-        self._cleaning = SharedCleaning(config, self._index, arena, self._store) if shared and self._store else None
+        self._expiry = Expiry(config.session_ttl, self._store.uses if self._store is not None else Uses())
+        self._cleaning: SharedCleaning | None = None
+        if self._store is not None and self._store.shared:
+            self._cleaning = SharedCleaning(config, self._index, arena, self._store, self._expiry)
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -321,9 +324,9 @@ class StatePool:
     def _expired(self) -> list[Session]:
         """Sessions past their time, the longest unused first."""
         expired: list[Session] = []
-        before = time.time() - self.config.session_ttl if self.config.session_ttl > 0 else 0.0
+        before = self._expiry.before()
         for session in self._index:
-            if session.updated >= before or len(expired) >= _EXPIRE_AT_ONCE:
+            if before is None or session.updated >= before or len(expired) >= _EXPIRE_AT_ONCE:
                 break
             if not session.busy:
                 expired.append(session)

@@ -7,6 +7,7 @@ from typing import Any
 from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Release, SessionRow, StoredSession
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
+from state_pool.expiry import Gap, Uses
 from state_pool.sessions import LINEAR, ROOT, Fence, SessionKey
 from state_pool.tuned_state import origins
 
@@ -41,6 +42,17 @@ def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]
             break
         found += parents
     return found
+
+
+def last_uses(connection: Connection, ttl: float) -> Uses:
+    """When sessions were used last, and where nobody used any for longer than `ttl` seconds."""
+    ((last,),) = connection.execute("SELECT max(updated) FROM sessions WHERE hidden = 0").fetchall()
+    gaps = connection.execute(
+        "SELECT earlier, later FROM (SELECT lag(updated) OVER (ORDER BY updated) AS earlier, updated AS later "
+        "FROM sessions WHERE hidden = 0) AS uses WHERE later - earlier > ? ORDER BY earlier",
+        (ttl,),
+    )
+    return Uses(last, tuple(Gap(*columns) for columns in gaps.fetchall()))
 
 
 def acquire(connection: Connection, job: Acquire, engine: int, epoch: int) -> None:

@@ -16,13 +16,14 @@ from state_pool.config import PoolConfig
 from state_pool.disk.applier import Small
 from state_pool.disk.checkpoint_objects import CheckpointObjects, home_in, open_checkpoint_store
 from state_pool.disk.database import SqliteStore
-from state_pool.disk.directory import stored_sessions
+from state_pool.disk.directory import last_uses, stored_sessions
 from state_pool.disk.membership import Membership, strike_all
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, StoredSession
 from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
+from state_pool.expiry import Uses
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
 SWEEP_S = 3600.0
@@ -66,6 +67,8 @@ class Store:
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
         self._numbers: list[tuple[str, int]] = []
+        self.uses = Uses()
+        """Of the sessions that were there when it was opened; unless they never expire."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._database = _database_of(config)
         self.path, self.shared, self.is_server = self._database.name, self._database.shared, self._database.is_server
@@ -94,6 +97,8 @@ class Store:
         if not database.shared:
             self._stored = stored_sessions(connection, "s.hidden = 0")
             self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
+        if config.session_ttl > 0:
+            self.uses = last_uses(connection, config.session_ttl)
         member = Membership(connection, database.engine) if database.shared else None
         reader = database.open_reader()
         opened.callback(reader.close)

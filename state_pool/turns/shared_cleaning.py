@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import DeleteOldest
 from state_pool.disk.store import Store
+from state_pool.expiry import Expiry
 from state_pool.sessions import Session, SessionIndex
 
 _AT_ONCE = 256
@@ -18,29 +17,27 @@ _KNOWN = 4096
 class SharedCleaning:
     """Deletes through the database; other engines find out when they are asked for the session again."""
 
-    def __init__(self, config: PoolConfig, index: SessionIndex, arena: Arena, store: Store) -> None:
+    def __init__(self, config: PoolConfig, index: SessionIndex, arena: Arena, store: Store, expiry: Expiry) -> None:
         self._config = config
         self._index = index
         self._state_bytes = max(1, arena.state_bytes)
         self._store = store
+        self._expiry = expiry
         self._under_way = False
 
     def run(self) -> None:
         """Called each second."""
         self._forget_names()
+        before = self._expiry.before()
         if self._under_way or not self._store.looks_after_all:
             return
-        job = self._crowded_out() or self._expired()
+        job = self._crowded_out() or (None if before is None else DeleteOldest(_AT_ONCE, before))
         if job is not None:
             self._under_way = True
             self._store.submit(job, self._done)
 
     def _done(self, _: Exception | None) -> None:
         self._under_way = False
-
-    def _expired(self) -> DeleteOldest | None:
-        ttl = self._config.session_ttl
-        return DeleteOldest(_AT_ONCE, time.time() - ttl) if ttl > 0 else None
 
     def _crowded_out(self) -> DeleteOldest | None:
         store = self._store

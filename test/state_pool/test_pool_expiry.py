@@ -1,0 +1,122 @@
+"""What expires and what a wrong clock must not delete: set ahead while the pool is open, and ahead at a start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from state_pool import expiry
+from state_pool.expiry import Expiry, Gap, Uses
+from state_pool.turns import turns
+from test.pool_fakes import Driver, FakeArena, config_in
+
+TTL_S = 60.0
+YEAR_S = 365 * 86400.0
+
+
+class Clock:
+    """The clock of the machine, which may be set, in the modules that are given; time passes only when told."""
+
+    def __init__(self) -> None:
+        self.wall = time.time()
+        self.running = 0.0
+        self.module = SimpleNamespace(time=lambda: self.wall, monotonic=lambda: self.running)
+
+    def passes(self, seconds: float) -> None:
+        self.wall += seconds
+        self.running += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(expiry, "time", made.module)
+    monkeypatch.setattr(turns, "time", made.module)
+    yield made
+
+
+def opened(folder: Path, ttl: float, shared: bool) -> Driver:
+    sharing = {"engine": "one", "service": "here"} if shared else {}
+    return Driver(FakeArena(), config_in(folder, session_ttl=ttl, **sharing))
+
+
+def names(driver: Driver) -> set[str]:
+    return {entry.session_id for entry in driver.list_sessions().sessions}
+
+
+def close(driver: Driver) -> None:
+    driver.settle()
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_clock_that_is_set_ahead_expires_nothing(tmp_path: Path, clock: Clock, shared: bool) -> None:
+    driver = opened(tmp_path, TTL_S, shared)
+    driver.turn("old", [1])
+    clock.passes(TTL_S - 10)
+    driver.turn("new", [1])
+    clock.wall += YEAR_S
+    clock.passes(20)
+    driver.until(lambda: "old" not in names(driver))
+    assert names(driver) == {"new"}
+    driver.turn("then", [1])
+    clock.passes(TTL_S - 15)
+    driver.until(lambda: "new" not in names(driver))
+    assert names(driver) == {"then"}
+    close(driver)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_start_with_a_clock_far_ahead_expires_only_what_had_expired(
+    tmp_path: Path, clock: Clock, shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = opened(tmp_path, 0.0, shared)
+    for name in ("first", "second", "third"):
+        driver.turn(name, [1])
+        clock.passes(TTL_S / 2 + 5)
+    close(driver)
+    clock.wall += YEAR_S
+    driver = opened(tmp_path, TTL_S, shared)
+    assert "more than --session-ttl" in caplog.text
+    driver.until(lambda: "first" not in names(driver))
+    assert names(driver) == {"second", "third"}
+    driver.turn("fourth", [1])
+    clock.passes(1)
+    close(driver)
+    driver = opened(tmp_path, TTL_S, shared)  # now one was used when the clock was wrong
+    clock.passes(TTL_S / 2)
+    driver.until(lambda: "second" not in names(driver))
+    assert names(driver) == {"third", "fourth"}
+    clock.passes(TTL_S)
+    driver.until(lambda: not names(driver))
+    close(driver)
+
+
+def test_time_is_counted_between_gaps(clock: Clock) -> None:
+    now = clock.wall
+    expires = Expiry(TTL_S, Uses(now, (Gap(now - 500, now - 200), Gap(now - 170, now - 40))))
+    assert expires.before() == now - 40 - 130 - (TTL_S - 40)
+    clock.passes(15)
+    assert expires.before() == now - 40 - 130 - (TTL_S - 40 - 15)
+    clock.passes(TTL_S)
+    assert expires.before() == now + 15
+
+
+def test_a_clock_that_is_set_back_and_forth_deletes_nothing_early(clock: Clock) -> None:
+    now = clock.wall
+    expires = Expiry(TTL_S, Uses(now))
+    clock.wall -= YEAR_S
+    assert expires.before() == now - YEAR_S - TTL_S
+    clock.wall += YEAR_S
+    clock.passes(10)
+    assert (expires.before() or 0) <= now + 10 - TTL_S
+    clock.passes(TTL_S)
+    assert expires.before() == now + 10
+
+
+def test_without_a_ttl_nothing_expires(clock: Clock) -> None:
+    assert Expiry(0.0, Uses(clock.wall - YEAR_S)).before() is None
