@@ -20,6 +20,7 @@ from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_COLUMNS
+from rwkv_batch.kernels.cuda.coded_launch import MAX_PARTS_ROWS
 from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS
 from rwkv_batch.kernels.cuda.few_rows import MAX_MIXED_ROWS
 from rwkv_batch.kernels.cuda.library import (
@@ -38,7 +39,6 @@ from rwkv_batch.kernels.cuda.ops import (
     TOKEN_CHANNELS,
 )
 from rwkv_batch.kernels.cuda.packed_codes import INPUT_STEP, NUMBERS
-from rwkv_batch.kernels.cuda.wide import MAX_PARTS_ROWS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 

@@ -9,6 +9,7 @@ import torch
 
 from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import wide as cuda_wide
 from rwkv_batch.kernels.cuda import wide_codes
 from rwkv_batch.kernels.cuda.packed_codes import pack
 from rwkv_batch.kernels.cuda.wide import Workspace
@@ -41,7 +42,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             """Run a launcher."""
             call(LIBRARIES[Format(name.rpartition("_")[2])], name, *args)
 
-    monkeypatch.setattr(wide_codes, "hopper_library", Kernels)
+    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
     monkeypatch.setattr(wide_codes, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     monkeypatch.setattr(wide_codes, "shares_processors", lambda: True)
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))

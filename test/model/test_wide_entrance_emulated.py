@@ -10,6 +10,7 @@ from torch import Tensor
 
 from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import wide as cuda_wide
 from rwkv_batch.kernels.cuda import wide_entrance
 from rwkv_batch.kernels.cuda.wide import HalfMap, Workspace
 from rwkv_batch.kernels.cuda.wide_entrance import launch_entrance
@@ -37,8 +38,8 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Workspace:
             call(library, name, *args)
 
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(wide_entrance, "hopper_library", Kernels)
-    monkeypatch.setattr(wide_entrance, "cuda_pointer", lambda tensor: tensor.data_ptr())
+    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
+    monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     monkeypatch.setattr(wide_entrance, "prepare_wide", lambda device: work)
     monkeypatch.setattr(wide_entrance, "HALF_SPLITS", 1)
     return work

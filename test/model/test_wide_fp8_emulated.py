@@ -11,9 +11,10 @@ from torch import Tensor
 
 from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import packed_codes
+from rwkv_batch.kernels.cuda import coded_launch, packed_codes, wide_fp8
 from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda.wide import Fp8Map, Workspace, launch_wide_fp8
+from rwkv_batch.kernels.cuda.wide import Workspace
+from rwkv_batch.kernels.cuda.wide_fp8 import Fp8Map, launch_wide_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
 from test.model.emulated.library import call, emulated
 
@@ -53,10 +54,12 @@ def on_cpu(
             call(found, name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
-    monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    monkeypatch.setattr(cuda_wide, "shares_processors", lambda: True)
+    for module in (cuda_wide, wide_fp8):
+        monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    for module in (coded_launch, wide_fp8):
+        monkeypatch.setattr(module, "shares_processors", lambda: True)
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(cuda_wide, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(wide_fp8, "prepare_wide", lambda device: work)
     for each in (library, of_parts, of_turned):
         each.emulation_set(2, 227 << 10)
 
@@ -91,8 +94,8 @@ def error(y: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("rows", [70, 130])
 def test_halves_beside_codes(rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     library.emulation_set(1, 227 << 10)  # what waits for other blocks' results has none to wait for
-    monkeypatch.setattr(cuda_wide, "HALF_SPLITS", 1)
-    monkeypatch.setattr(cuda_wide, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(coded_launch, "HALF_SPLITS", 1)
+    monkeypatch.setattr(coded_launch, "fits_halves_beside", lambda *args: True)
     maps, halves, wanted = [], [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, x_scales, meant) = codes(n, k), codes(rows, k)
@@ -148,7 +151,7 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
             launch_wide_fp8([Fp8Map(w, weight_scales / 64, x, None, y, Activation.RELU_SQUARED, bool(is_turned))])
     assert torch.equal(*halves) and halves.isfinite().all()
     assert torch.equal(*in_parts.view(torch.uint8))
-    monkeypatch.setattr(cuda_wide, "shares_processors", lambda: False)
+    monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
     of_parts.emulation_set(8, 227 << 10)
     (weight, weight_scales, w), (x, meant) = codes(144, 1024), parts(torch.randn(rows, 1024).half())
     shares = torch.full((4, rows, 144), torch.nan)
@@ -192,8 +195,8 @@ def test_codes_to_floats(rows: int) -> None:
 def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside halves, and maps of halves that read their results; results as halves and in parts."""
     of_parts.emulation_set(1, 227 << 10)
-    monkeypatch.setattr(cuda_wide, "HALF_SPLITS", 1)
-    monkeypatch.setattr(cuda_wide, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(coded_launch, "HALF_SPLITS", 1)
+    monkeypatch.setattr(coded_launch, "fits_halves_beside", lambda *args: True)
     maps, wanted = [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half() * 30)
@@ -222,7 +225,7 @@ def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("rows", [9, 40])
 def test_shares(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a map whose last tile is narrower; no share is rounded to fp16, and no block waits for another."""
-    monkeypatch.setattr(cuda_wide, "shares_processors", lambda: False)
+    monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
     of_parts.emulation_set(8, 227 << 10)
     n, k = 144, 1024
     (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half())

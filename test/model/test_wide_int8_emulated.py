@@ -10,8 +10,8 @@ from torch import Tensor
 
 from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import coded_launch, wide_int8
 from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda import wide_int8
 from rwkv_batch.kernels.cuda.packed_codes import pack
 from rwkv_batch.kernels.cuda.wide import Workspace
 from rwkv_batch.kernels.cuda.wide_int8 import Int8Map, launch_wide_int8, pitch_of
@@ -50,11 +50,11 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
-    monkeypatch.setattr(wide_int8, "hopper_library", Kernels)
-    monkeypatch.setattr(wide_int8, "shares_processors", lambda: True)
+    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
+    monkeypatch.setattr(coded_launch, "shares_processors", lambda: True)
     monkeypatch.setattr(wide_int8, "prepare_wide", lambda device: work)
-    monkeypatch.setattr(wide_int8, "HALF_SPLITS", 1)
-    monkeypatch.setattr(wide_int8, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(coded_launch, "HALF_SPLITS", 1)
+    monkeypatch.setattr(coded_launch, "fits_halves_beside", lambda *args: True)
     for each in (library, of_turned):
         each.emulation_set(1, 227 << 10)
 
@@ -172,8 +172,7 @@ def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytes
     """What blocks that share k come to; none waits for another. The map's last tile is narrower. Of both orders."""
     for each in (library, of_turned):
         each.emulation_set(8, 227 << 10)
-    for module in (wide_int8, cuda_wide):
-        monkeypatch.setattr(module, "shares_processors", lambda: False)
+    monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
     made, w = int8_map(bytes_of(torch.randn(rows, 1024).half()), 144, False)
     shares = torch.full((4, rows, 144), torch.nan)
     launch_wide_int8([made._replace(y=shares)])

@@ -8,26 +8,28 @@ import torch
 from native import build, machine
 from rwkv_batch.kernels.cuda import wide as cuda_wide
 from rwkv_batch.kernels.cuda import wide_entrance
+from rwkv_batch.kernels.cuda.coded_launch import CODES_DEPTH
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.wide import (
     DEPTH,
-    FP8_DEPTH,
-    FP8_TILE_ROWS,
-    MAX_COLUMNS,
-    MAX_TURNED_ROWS,
     OUTPUTS,
     TILE_ROWS,
-    TURNED_TILE_ROWS,
     Plan,
     WideShape,
     Workspace,
     fits_wide,
-    plan_fp8,
-    plan_turned,
     plan_wide,
     why_no_wide,
 )
 from rwkv_batch.kernels.cuda.wide_entrance import fits_entrance
+from rwkv_batch.kernels.cuda.wide_fp8 import (
+    FP8_TILE_ROWS,
+    MAX_COLUMNS,
+    MAX_TURNED_ROWS,
+    TURNED_TILE_ROWS,
+    plan_fp8,
+    plan_turned,
+)
 
 PROCESSORS = 132
 SHAPES = {
@@ -58,7 +60,7 @@ def test_every_plan_of_turned_codes_has_a_kernel_and_no_idle_product(width: int)
         plan = plan_turned(rows, value, PROCESSORS)
         blocks = -(-rows // plan.tile_rows)
         assert plan.tile_rows in TURNED_TILE_ROWS, f"{rows} rows"
-        assert 4 * width % (FP8_DEPTH * plan.splits) == 0
+        assert 4 * width % (CODES_DEPTH * plan.splits) == 0
         assert plan.splits == 1 or blocks * -(-width // OUTPUTS) * plan.splits <= PROCESSORS
         if plan.tile_rows > MAX_COLUMNS:  # two products
             assert rows - (blocks - 1) * plan.tile_rows > plan.tile_rows // 2, f"{rows} rows: one has none"
@@ -92,7 +94,7 @@ def test_every_plan_of_codes_has_a_kernel_and_room(rows: int, name: str) -> None
     assert plan.tile_rows in FP8_TILE_ROWS
     tiles = sum(-(-shape.n // OUTPUTS) for shape in SHAPES[name]) * -(-rows // plan.tile_rows)
     assert plan.splits == 1 or tiles * plan.splits <= PROCESSORS
-    assert all(shape.k % (FP8_DEPTH * plan.splits) == 0 for shape in SHAPES[name] if shape.k % FP8_DEPTH == 0)
+    assert all(shape.k % (CODES_DEPTH * plan.splits) == 0 for shape in SHAPES[name] if shape.k % CODES_DEPTH == 0)
     assert tiles * plan.splits * plan.tile_rows <= PROCESSORS * FP8_TILE_ROWS[-1] or plan.splits == 1, "room for sums"
 
 

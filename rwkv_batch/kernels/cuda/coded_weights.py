@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cuda.coded_launch import fits_wide_parts, num_shares
 from rwkv_batch.kernels.cuda.cublas_fp8 import is_multiplied_by_codes
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
 from rwkv_batch.kernels.cuda.packed_codes import Packed
 from rwkv_batch.kernels.cuda.row_codes import RowCodes
-from rwkv_batch.kernels.cuda.wide import PARTS, fits_wide_parts, num_shares, prepare_wide
+from rwkv_batch.kernels.cuda.wide import prepare_wide
+from rwkv_batch.kernels.cuda.wide_fp8 import PARTS
 from rwkv_batch.kernels.cuda.wide_int8 import BYTES, pitch_of
 from rwkv_batch.model.quant.formats import Format
 

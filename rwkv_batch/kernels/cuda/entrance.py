@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda.coded_launch import fits_halves_beside
 from rwkv_batch.kernels.cuda.few_rows import MAX_MIXED_ROWS, QuantMap, multiply_few
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.library import LowExits, cuda_pointer, library
@@ -26,14 +27,13 @@ from rwkv_batch.kernels.cuda.wide import (
     MAX_TALL_ROWS,
     HalfMap,
     WideShape,
-    fits_halves_beside,
-    fits_wide_fp8,
     has_wide,
     launch_wide,
     prepare_wide,
 )
 from rwkv_batch.kernels.cuda.wide_codes import launch_codes, map_of_halves
 from rwkv_batch.kernels.cuda.wide_entrance import fits_entrance, launch_entrance
+from rwkv_batch.kernels.cuda.wide_fp8 import fits_wide_fp8
 from rwkv_batch.model.layer import Projections
 
 MAX_FEW_ROWS = 4

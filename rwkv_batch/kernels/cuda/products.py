@@ -14,21 +14,15 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda.coded_launch import num_shares
 from rwkv_batch.kernels.cuda.coded_weights import CodedWeights
 from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_product
 from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
 from rwkv_batch.kernels.cuda.row_codes import RowCodes, Shares, quantise_rows
-from rwkv_batch.kernels.cuda.wide import (
-    Fp8Map,
-    HalfMap,
-    fits_wide_fp8,
-    floats_by_wide_fp8,
-    launch_wide_fp8,
-    num_shares,
-    prepare_wide,
-)
+from rwkv_batch.kernels.cuda.wide import HalfMap, prepare_wide
 from rwkv_batch.kernels.cuda.wide_codes import launch_codes
+from rwkv_batch.kernels.cuda.wide_fp8 import Fp8Map, fits_wide_fp8, floats_by_wide_fp8, launch_wide_fp8
 from rwkv_batch.kernels.cuda.wide_int8 import BYTES, Int8Map, launch_wide_int8
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,15 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda.library import MAX_MAPS, WideCodesArgs, cuda_pointer, hopper_library
-from rwkv_batch.kernels.cuda.wide import WideShape, has_wide, plan_wide, prepare_wide, shares_processors
+from rwkv_batch.kernels.cuda.library import MAX_MAPS, WideCodesArgs, cuda_pointer
+from rwkv_batch.kernels.cuda.wide import (
+    WideShape,
+    has_wide,
+    launch_planned,
+    plan_wide,
+    prepare_wide,
+    shares_processors,
+)
 from rwkv_batch.model.quant.formats import Format
 
 DEPTH = 128
@@ -67,6 +73,4 @@ def launch_codes(maps: Sequence[CodesMap]) -> None:
         slot.n, slot.k, slot.activation, slot.float_out = m.n, m.k, m.activation, m.y.dtype == torch.float32
     shapes = tuple(WideShape(m.n, m.k) for m in maps)
     plan = plan_wide(rows, shapes, len(work.partial), not shares_processors(), DEPTH, TILE_ROWS)
-    args.tile_rows, args.splits = plan
-    args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
-    hopper_library().call(f"rwkv_wide_codes_{first.format}", ctypes.byref(args))
+    launch_planned(f"rwkv_wide_codes_{first.format}", args, plan, work)

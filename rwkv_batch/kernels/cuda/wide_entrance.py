@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.library import MAX_WIDE_MAPS, WideEntranceArgs, cuda_pointer, hopper_library
+from rwkv_batch.kernels.cuda.library import MAX_WIDE_MAPS, WideEntranceArgs
 from rwkv_batch.kernels.cuda.wide import (
     DEPTH,
     HALF_SPLITS,
@@ -15,9 +14,12 @@ from rwkv_batch.kernels.cuda.wide import (
     OUTPUTS,
     TILE_ROWS,
     HalfMap,
+    Plan,
     WideShape,
     fits_wide,
     has_wide,
+    launch_planned,
+    place_halves,
     plan_wide,
     prepare_wide,
     shares_processors,
@@ -57,13 +59,6 @@ def launch_entrance(whole: Sequence[HalfMap], shared: Sequence[HalfMap], late: S
             f"a launch takes {MAX_WIDE_MAPS} maps of {MAX_WIDE_ROWS} rows at most, not {len(maps)} of {rows}"
         )
     args = WideEntranceArgs(count=len(maps), whole=len(whole), late=len(late), rows=rows)
-    for slot, (weight, x, y, activation) in zip(args.maps, maps, strict=False):
-        shape = WideShape(*weight.shape)
-        if not fits_wide(shape, transposed=False) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
-            raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
-        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
-        slot.n, slot.k, slot.activation = shape.n, shape.k, activation
-    work = prepare_wide(device)
-    args.tile_rows, args.splits = next(size for size in TILE_ROWS if size >= max(rows, LEAST_ROWS)), HALF_SPLITS
-    args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
-    hopper_library().call("rwkv_wide_entrance", ctypes.byref(args))
+    place_halves(args.maps[: len(maps)], maps, rows)
+    tile_rows = next(size for size in TILE_ROWS if size >= max(rows, LEAST_ROWS))
+    launch_planned("rwkv_wide_entrance", args, Plan(tile_rows, HALF_SPLITS), prepare_wide(device))
