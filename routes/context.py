@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 from batch_store.store import Store
 from routes.api_keys import KeyRing
@@ -21,8 +22,10 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
-SESSION_FILES, STORED_FILES = 2, 8
+SESSION_FILES, STORED_FILES = 2, 32
 """Answers of each kind that an HTTP worker has under way."""
+SESSION_FILES_OF_CLIENT, STORED_FILES_OF_CLIENT = 1, 8
+"""Those of one client: it may read them as slowly as it likes."""
 
 
 class ServingEngine(EngineProtocol, Protocol):
@@ -133,29 +136,33 @@ class Gate:
 
 
 class Places:
-    """So many of a kind that an HTTP worker has under way. Any thread may leave one."""
+    """So many of a kind that an HTTP worker has under way, in all and of each client. Any thread may leave one."""
 
-    def __init__(self, limit: int, what: str) -> None:
+    def __init__(self, limit: int, limit_of_client: int, what: str) -> None:
         self._limit = limit
+        self._limit_of_client = limit_of_client
         self._what = what
         self._lock = threading.Lock()
-        self._taken = 0
+        self._of_client: Counter[str] = Counter()
 
-    def enter(self) -> None:
-        """Take a place. Raises ServiceError (overloaded) if all are taken."""
+    def enter(self, client: str) -> Callable[[], None]:
+        """Take a place; what is returned gives it back. Raises ServiceError (overloaded) if all are taken."""
         with self._lock:
-            if self._taken >= self._limit:
-                raise ServiceError(
-                    ErrorKind.OVERLOADED,
-                    f"this HTTP worker has {self._limit} {self._what} under way; try again in a moment",
-                    retry_after_s=1.0,
-                )
-            self._taken += 1
+            if self._of_client[client] >= self._limit_of_client:
+                self._refuse(f"{self._limit_of_client} {self._what} of {client} under way, the most of one client")
+            if self._of_client.total() >= self._limit:
+                self._refuse(f"{self._limit} {self._what} under way")
+            self._of_client[client] += 1
+        return partial(self._leave, client)
 
-    def leave(self) -> None:
-        """Give it back."""
+    def _refuse(self, reason: str) -> NoReturn:
+        message = f"this HTTP worker has {reason}; try again in a moment"
+        raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=1.0)
+
+    def _leave(self, client: str) -> None:
         with self._lock:
-            self._taken -= 1
+            self._of_client[client] -= 1
+            self._of_client += Counter()  # forgets who has none
 
 
 @dataclass(slots=True)
@@ -175,9 +182,13 @@ class Context:
     status 200: only what is written shows whether its client is still there. None: it is waited for."""
     files: Store | None = None
     """Files and batches; None: the service keeps none."""
-    session_files: Places = field(default_factory=lambda: Places(SESSION_FILES, "sessions' files"))
+    session_files: Places = field(
+        default_factory=lambda: Places(SESSION_FILES, SESSION_FILES_OF_CLIENT, "sessions' files")
+    )
     """Exports and imports: each is in memory here, on its way and in the engine."""
-    stored_files: Places = field(default_factory=lambda: Places(STORED_FILES, "contents of files"))
+    stored_files: Places = field(
+        default_factory=lambda: Places(STORED_FILES, STORED_FILES_OF_CLIENT, "contents of files")
+    )
     """Contents that clients fetch: each has one of Robyn's threads, however slowly it is read."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents made once at start, by name."""

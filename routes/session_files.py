@@ -37,27 +37,27 @@ async def export_session(context: Context, upload: Upload) -> Reply:
     """The session as it was after its last durable turn: a safetensors file. HEAD makes none."""
     query: ExportQuery = upload.query
     wants_file = current().method != "HEAD"
-    context.session_files.enter()
+    leave = context.session_files.enter(current().client)
     try:
         content = await ask(context, ExportSession(query.session_id, query.dialogue_idx, wants_file))
     except BaseException:
-        context.session_files.leave()
+        leave()
         raise
     headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
     if not wants_file:
-        context.session_files.leave()
+        leave()
         return Answer(b"", content_type=FILE, headers=headers)
-    return Stream(FileChunks(io.BytesIO(content), context.session_files.leave), FILE, headers)
+    return Stream(FileChunks(io.BytesIO(content), leave), FILE, headers)
 
 
 async def import_session(context: Context, upload: Upload) -> Reply:
     """Make a session of a file that `/state/export` of a service with the same model has written."""
     query: ImportQuery = upload.query
-    context.session_files.enter()
+    leave = context.session_files.enter(current().client)
     try:
         num_tokens = await ask(context, ImportSession(query.session_id, upload.content))
     finally:
-        context.session_files.leave()
+        leave()
     return json_answer({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
 
 

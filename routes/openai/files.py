@@ -205,11 +205,11 @@ async def get_file(context: Context, upload: Upload) -> Reply:
     except FileNotFoundError:
         raise no_such("file", file_id) from None
     try:
-        context.stored_files.enter()
+        leave = context.stored_files.enter(current().client)
     except ServiceError:
         content.close()
         raise
-    return Stream(FileChunks(content, context.stored_files.leave), FILE)
+    return Stream(FileChunks(content, leave), FILE)
 
 
 async def delete_file(context: Context, upload: Upload) -> Reply:

@@ -24,7 +24,7 @@ class FileChunks:
 
     def __init__(self, file: BinaryIO, when_left: Callable[[], None] = lambda: None) -> None:
         self._file = file
-        self._when_left = when_left
+        self._when_left: Callable[[], None] | None = when_left
         self.ended = False
 
     def __iter__(self) -> FileChunks:
@@ -40,9 +40,12 @@ class FileChunks:
             logger.error("a file cannot be read to its end: %s", error)
             current().failure = ErrorKind.INTERNAL
             self.ended = True
+            self._leave()
             message = f"the file cannot be read to its end: {error}; fetch it again"
             return b"\n" + to_json(failure(ErrorInfo(kind=ErrorKind.INTERNAL, message=message))) + b"\n"
         self.ended = len(piece) < PIECE_BYTES
+        if self.ended:
+            self._leave()  # before its client has the last piece: whoever has the whole file finds the place free
         if not piece:
             raise StopIteration
         return piece
@@ -50,4 +53,10 @@ class FileChunks:
     def close(self) -> None:
         """See Chunks."""
         self._file.close()
-        self._when_left()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Say once that it has been read."""
+        when_left, self._when_left = self._when_left, None
+        if when_left is not None:
+            when_left()

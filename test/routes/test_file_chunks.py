@@ -14,7 +14,7 @@ import pytest
 from batch_store.records import Purpose, StoredFile
 from batch_store.store import Store
 from routes.config import HttpConfig
-from routes.context import STORED_FILES, Context, Gate
+from routes.context import STORED_FILES, STORED_FILES_OF_CLIENT, Context, Gate
 from routes.exchange import Exchange, work_on
 from routes.openai.files import FileQuery, get_file
 from routes.readiness import Readiness
@@ -46,7 +46,7 @@ def test_a_file_is_read_a_piece_at_a_time_and_closed() -> None:
     chunks = FileChunks(disk, lambda: left.append(True))
     assert len(next(chunks)) == PIECE_BYTES and disk.asked == [PIECE_BYTES] and not chunks.ended
     assert len(b"".join(chunks)) == len(CONTENT) - PIECE_BYTES and set(disk.asked) == {PIECE_BYTES}
-    assert chunks.ended and not left
+    assert chunks.ended and left == [True], "its place is free before its client has the last piece"
     chunks.close()
     assert disk.closed and left == [True]
     assert list(FileChunks(io.BytesIO(CONTENT[:PIECE_BYTES]))) == [CONTENT[:PIECE_BYTES]]
@@ -67,21 +67,33 @@ def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Pa
         engine: Any = None
         store = Store(tmp_path, 1 << 30, 10)
         context = Context(engine, HttpConfig(), Gate(1), Readiness(0), files=store)
-        work_on(Exchange(request_id="r", method="GET", route="/", client="c"))
         file = StoredFile(
             id="file-a", owner="", bytes=len(CONTENT), created_at=1, filename="a.jsonl", purpose=Purpose.BATCH
         )
         store.add_file(file, CONTENT)
         upload = Upload(FileQuery(file_id="file-a/content"))
-        streams = [await get_file(context, upload) for _ in range(STORED_FILES)]
-        with pytest.raises(ServiceError, match=f"has {STORED_FILES} contents of files under way") as refusal:
-            await get_file(context, upload)
-        assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
-        for stream in streams:
-            assert isinstance(stream, Stream) and b"".join(stream.chunks) == CONTENT
-            stream.chunks.close()
-        again = await get_file(context, upload)
-        assert isinstance(again, Stream)
-        again.chunks.close()
+
+        async def fetch(client: str) -> FileChunks:
+            work_on(Exchange(request_id="r", method="GET", route="/", client=client))
+            stream = await get_file(context, upload)
+            assert isinstance(stream, Stream) and isinstance(stream.chunks, FileChunks)
+            return stream.chunks
+
+        held: list[FileChunks] = []
+        for number in range(STORED_FILES // STORED_FILES_OF_CLIENT):
+            held += [await fetch(f"c{number}") for _ in range(STORED_FILES_OF_CLIENT)]
+            with pytest.raises(
+                ServiceError, match=f"{STORED_FILES_OF_CLIENT} contents of files of c{number}"
+            ) as refusal:
+                await fetch(f"c{number}")
+            assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
+        with pytest.raises(ServiceError, match=f"has {STORED_FILES} contents of files under way"):
+            await fetch("another")
+        held.pop().close()  # read or not
+        again = await fetch("another")
+        for chunks in [*held, again]:
+            assert b"".join(chunks) == CONTENT
+            chunks.close()
+        assert len([await fetch("another") for _ in range(STORED_FILES_OF_CLIENT)]) == STORED_FILES_OF_CLIENT
 
     asyncio.run(scenario())

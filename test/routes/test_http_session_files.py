@@ -194,23 +194,25 @@ def test_few_files_are_under_way_at_once() -> None:
         engine: Any = Holding()
         context = Context(engine, HttpConfig(), Gate(1), Readiness(0))
 
-        def begin() -> asyncio.Task[Any]:
+        def begin(client: int) -> asyncio.Task[Any]:
+            work_on(Exchange(client=f"c{client}"))  # the task's too
             return asyncio.create_task(import_session(context, Upload(ImportQuery(session_id="s"), b"content")))
 
         async def answer(value: object) -> None:
             await asyncio.sleep(0)
             engine.replies.pop(0)(value)
 
-        begun = [begin() for _ in range(SESSION_FILES)]
+        begun = [begin(client) for client in range(SESSION_FILES)]
         await asyncio.sleep(0)
-        for refused in (begin(), asyncio.create_task(export_session(context, Upload(ExportQuery(session_id="s"))))):
+        fetched = export_session(context, Upload(ExportQuery(session_id="s")))
+        for refused in (begin(0), begin(SESSION_FILES), asyncio.create_task(fetched)):
             with pytest.raises(ServiceError) as refusal:
                 await asyncio.wait_for(refused, 10)
             assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
         await answer(ServiceError(ErrorKind.INVALID_FIELD, "no session"))
         await answer(7)
         assert [type(one) for one in await asyncio.gather(*begun, return_exceptions=True)] == [ServiceError, Answer]
-        again = [begin() for _ in range(SESSION_FILES)]
+        again = [begin(client) for client in range(SESSION_FILES)]
         for _ in again:
             await answer(7)
         await asyncio.wait_for(asyncio.gather(*again), 10)
