@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import threading
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pyrwkv_tokenizer
 
 END_OF_TEXT = 0
 VOCAB_SIZE = 65536
+_LINE = re.compile(rb"""(\d+) (?:'([^'\\]*)'|"([^"\\]*)"|(.*)) (\d+)$""", re.MULTILINE)
+"""Of the vocabulary's file: an id, a text in quotes (or, one in eighty, another literal of Python's), its bytes."""
 _making = threading.Lock()
 
 
@@ -37,23 +40,25 @@ def _made_encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
 @functools.cache
 def _byte_table() -> list[bytes]:
     """Bytes of each id, as the vocabulary's file has them. Raises ValueError for a damaged file."""
+    data = _vocab_file().read_bytes()
     table = [b""] * VOCAB_SIZE
-    for line in _vocab_file().read_text(encoding="utf-8").splitlines():
-        first, last = line.index(" "), line.rindex(" ")
-        quoted = line[first + 1 : last]
-        # One in eighty is more than a text in quotes: Python's parser takes six times as long for all of them.
-        literal = ast.literal_eval(quoted) if quoted[0] == "b" or "\\" in quoted else quoted[1:-1]
-        token = literal.encode("utf-8") if isinstance(literal, str) else literal
-        if len(token) != int(line[last + 1 :]):
-            raise ValueError(f"vocabulary line {line!r}: {len(token)} bytes, the line says {line[last + 1 :]}")
-        table[int(line[:first])] = token
+    lines = _LINE.findall(data)
+    if len(lines) != (there := len(data.splitlines())):
+        raise ValueError(f"the vocabulary has {there} lines, of which {len(lines)} are of a token each")
+    for number, text, other_text, literal, size in lines:
+        token = text or other_text
+        if literal:  # Python's parser takes six times as long for all of them
+            value = ast.literal_eval(literal.decode("utf-8"))
+            token = value.encode("utf-8") if isinstance(value, str) else value
+        if len(token) != int(size):
+            raise ValueError(f"vocabulary, id {int(number)}: {len(token)} bytes, its line says {int(size)}")
+        table[int(number)] = token
     return table
 
 
 @functools.cache
 def _penalty_exempt_ids() -> list[int]:
-    allowed = frozenset(b"0123456789 \t")
-    return [i for i, token in enumerate(_byte_table()) if token and allowed.issuperset(token)]
+    return [i for i, token in enumerate(_byte_table()) if token and not token.strip(b"0123456789 \t")]
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
 from routes.response.reply import FILE, JSON, NATIVE_ERRORS, SSE
@@ -49,6 +49,14 @@ _OF_WORK = (
 )
 
 
+class _Schemas(GenerateJsonSchema):
+    """pydantic's, but for defaults that are JSON already: for each it would make an adapter of the value's type."""
+
+    def encode_default(self, dft: Any) -> Any:
+        """See GenerateJsonSchema."""
+        return dft if dft is None or type(dft) in (bool, int, float, str) else super().encode_default(dft)
+
+
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
     routes = tuple(routes)
@@ -58,6 +66,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     _, schemas = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
         ref_template="#/components/schemas/{model}",
+        schema_generator=_Schemas,
     )
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

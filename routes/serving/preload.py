@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-gc.disable()  # until all is made: each collection would walk what stays
+gc.disable()  # see rwkv_batch.ipc.process.without_collections
 # A manager that signals the whole group means the supervisor, which ends the others in order.
 for _signal in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_signal, signal.SIG_IGN)
@@ -34,6 +34,5 @@ TOKENIZER = Tokenizer()
 OPENAPI_DOCUMENT = openapi_document(ROUTES)
 WEB_FILES = web_page.read_files()
 # What was loaded stays: a full collection that walks all of it stops every stream for 10 ms, and unshares its memory.
-gc.collect()
 gc.freeze()
 gc.enable()

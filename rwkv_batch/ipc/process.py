@@ -143,12 +143,14 @@ def set_compute_environment() -> None:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """For imports, for which one collection at the end is enough: what they make stays, and each would walk it."""
+    """For imports: what they make stays, and each collection would walk it.
+
+    So does what they leave as garbage, 1.6 MB: to find it would take 0.1 to 0.2 s of each start.
+    """
     gc.disable()
     try:
         yield
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,28 @@ def test_ids_without_bytes(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode_bytes([END_OF_TEXT, 65530, 65535]) == b""
     with pytest.raises(IndexError):
         tokenizer.decode_bytes([65536])
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "what"),
+    [
+        (b"98 'a' 1\n", b"98 'ab' 1\n", "id 98: 2 bytes, its line says 1"),
+        (b'40 "\'" 1\n', b'40 "\'" 2\n', "id 40: 1 bytes, its line says 2"),
+        (b"1 '\\x00' 1\n", b"1 '\\x00\\x00' 1\n", "id 1: 2 bytes, its line says 1"),
+        (b"98 'a' 1\n", b"98 'a'\n", "65529 lines, of which 65528"),
+        (b" 128\n", b"", "65529 lines, of which 65528"),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused(
+    was: bytes, now: bytes, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tokenizers._vocab_file().read_bytes()
+    assert whole.count(was) == 1
+    file = tmp_path / "vocabulary.txt"
+    file.write_bytes(whole.replace(was, now))
+    monkeypatch.setattr(tokenizers, "_vocab_file", lambda: file)
+    with pytest.raises(ValueError, match=what):
+        tokenizers._byte_table.__wrapped__()
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80"])
