@@ -31,20 +31,18 @@ class RawLogprobs:
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
-    """log_softmax of logits [R, V] fp32, which are overwritten: of targets [R] int64 and of the `count` largest.
+    """log_softmax of logits [R, V] fp32: of targets [R] int64 and of the `count` largest.
 
-    A target that is the largest has the very number of the first of `top`.
+    A target that is the largest has the very number of the first of `top`. A row's numbers are the same whatever R is:
+    log_softmax sums each row by itself, where a sum over the rows is shared out among threads if R is 1.
     """
-    largest, at_largest = logits.max(dim=1, keepdim=True)
     # On a GPU a topk takes several times as long as all the rest.
-    top, top_ids = (largest[:, :count], at_largest[:, :count]) if count < 2 else logits.topk(count, dim=1)
-    chosen = logits.gather(1, targets.unsqueeze(1))
-    total = logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log_().add_(largest)
-    lowest = -float("inf")
+    top_ids = logits.max(dim=1, keepdim=True).indices[:, :count] if count < 2 else logits.topk(count, dim=1).indices
+    values, lowest = torch.log_softmax(logits, dim=1), -float("inf")
     return Logprobs(
-        chosen=(chosen - total).nan_to_num_(nan=lowest, neginf=lowest).squeeze(1),
+        chosen=values.gather(1, targets.unsqueeze(1)).nan_to_num_(nan=lowest, neginf=lowest).squeeze(1),
         top_ids=top_ids,
-        top=(top - total).nan_to_num_(nan=lowest, neginf=lowest),
+        top=values.gather(1, top_ids).nan_to_num_(nan=lowest, neginf=lowest),
     )
 
 

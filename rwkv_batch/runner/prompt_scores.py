@@ -20,7 +20,8 @@ from rwkv_batch.tokenizer import Tokenizer
 from sampling.logprobs import target_logprobs
 
 HEAD_ROWS = 256
-"""Rows of logits that there are at a time, 64 MiB for 65,536 tokens, however long the prompts and however many."""
+"""Rows of logits and of log-probabilities that there are at a time, 64 MiB each for 65,536 tokens, however long the
+prompts and however many."""
 RowScores = tuple[Sequence, list[TokenLogprob]]
 """A row, and its prompt's next tokens."""
 

@@ -11,6 +11,7 @@ import torch
 from rwkv_batch.config import EngineConfig
 from sampling import philox, registry
 from sampling.flashinfer import FlashInferSampler
+from sampling.logprobs import target_logprobs
 from sampling.naive import NaiveSampler, kept_of_ranked, make_plan, ranked_head
 from sampling.params import SamplingParams
 from sampling.seats import SeatTable
@@ -128,3 +129,15 @@ def test_masses_are_summed_in_fp64() -> None:
     group = make_plan(table, list(range(len(rows)))).groups["cut_large"]
     first = torch.zeros(len(rows))
     assert kept_of_ranked(torch.stack([first, low, low], dim=1), first, group, 1 + 2 * mass).all()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_logprobs_of_a_row_are_the_same_alone_and_in_company(count: int) -> None:
+    """A sum over one row alone is shared out among threads, one over several rows is not."""
+    logits = torch.randn(64, 65536, generator=torch.Generator().manual_seed(0)) * 5
+    targets = torch.arange(64) * 1000
+    together = target_logprobs(logits.clone(), targets, count)
+    alone = [target_logprobs(logits[i : i + 1].clone(), targets[i : i + 1], count) for i in range(64)]
+    for field in ("chosen", "top_ids", "top"):
+        assert torch.equal(torch.cat([getattr(part, field) for part in alone]), getattr(together, field))
