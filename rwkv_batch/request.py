@@ -103,6 +103,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.candidates) or self.n
 
     @property
+    def num_states(self) -> int:
+        """States that each of its rows reads its tokens from."""
+        return len(self.mixture) or 1
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens that are read before any is drawn; what rows share counts once."""
         return len(self.prompt) + sum(map(len, self.candidates))
@@ -140,8 +145,11 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     client: str
     limits: ClientLimits
     rows: int
+    """A mixture is as many as it has states, which it costs."""
     prompt_tokens: int
-    """Continuations of one prompt read it once."""
+    """Continuations of one prompt read it once; each state of a mixture reads it."""
+    states: int = 1
+    """States from which each drawn token is read."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,8 +183,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """What it takes of its client's limits; None: there are none."""
         if self.limits is None:
             return None
-        prompt_tokens = sum(row.num_prompt_tokens for row in self.rows)
-        return Usage(self.job_id, self.client, self.limits, self.num_rows, prompt_tokens)
+        rows = sum(row.num_rows * row.num_states for row in self.rows)
+        # Rows of a mixture share no reading.
+        reads = (len(row.mixture) * row.num_rows or 1 for row in self.rows)
+        prompt_tokens = sum(row.num_prompt_tokens * times for row, times in zip(self.rows, reads, strict=True))
+        states = max((row.num_states for row in self.rows), default=1)
+        return Usage(self.job_id, self.client, self.limits, rows, prompt_tokens, states)
 
     @property
     def is_batch(self) -> bool:

@@ -92,7 +92,7 @@ class Quotas:
         with self._lock:
             client = self._clients[job.client]
             if client.tokens is not None:
-                client.tokens.level -= tokens
+                client.tokens.level -= tokens * job.states
             if done:
                 self._leave(client, job)
         self.metrics.observe_client_tokens(job.client, tokens)
@@ -116,7 +116,8 @@ class Quotas:
         client.requests = _refilled(client.requests, limits.requests_per_minute, now)
         client.tokens = _refilled(client.tokens, limits.tokens_per_minute, now)
         if limits.rows is not None and job.rows > limits.rows:
-            message = f"the request has {job.rows} rows, the key {job.client} may have {limits.rows} at once"
+            counted = f"{job.rows} rows" + (", each state of its mixture counted" if job.states > 1 else "")
+            message = f"the request has {counted}; the key {job.client} may have {limits.rows} at once"
             return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.rows)
         if limits.rows is not None and client.rows + job.rows > limits.rows:
             reason = f"has {client.rows} rows under way and may have {limits.rows} at once, this request has {job.rows}"

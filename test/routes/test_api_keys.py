@@ -140,6 +140,26 @@ def test_rows_are_counted_while_they_run() -> None:
     assert never is not None and never.kind is ErrorKind.INVALID_FIELD
 
 
+def test_a_mixture_takes_of_its_keys_limits_what_it_costs() -> None:
+    """A row and a reading of each token for each of its states."""
+    mixed = [ask([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
+    quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
+    assert quotas.enter(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
+    refusal = quotas.enter(job("beside", limits, rows=2))
+    assert refusal is not None and "6 rows under way" in refusal.message
+    never = quotas.enter(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
+    assert never is not None and never.given == 12 and "12 rows, each state of its mixture counted" in never.message
+    quotas.take_back("mixed")
+    assert quotas.enter(job("all", limits, rows=7)) is None
+
+    clock = Clock()
+    quotas, limits = Quotas(Metrics(), clock), ClientLimits(tokens_per_minute=60)
+    assert quotas.enter(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
+    quotas.observe(events("mixed", 20, done=True))
+    refusal = quotas.enter(job("b", limits))
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(3 * 3 * 2 + 20 * 3 - 60 + 1)
+
+
 def test_a_minute_of_requests_and_of_tokens() -> None:
     clock = Clock()
     quotas, limits = Quotas(Metrics(), clock), ClientLimits(requests_per_minute=3)
