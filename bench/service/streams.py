@@ -66,7 +66,7 @@ def wait_for(url: str, rows: int, opening: threading.Thread) -> None:
 def memory_mb(engine: int, figure: str = "Pss") -> dict[str, float]:
     """Proportional set size in MB of the service's processes, by what they are; "Pss_Anon": without pages of files."""
     sizes: dict[str, float] = {}
-    supervisor = _parent(engine)
+    supervisor = parent(engine)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or not _descends(int(entry.name), supervisor):
             continue
@@ -86,7 +86,8 @@ def _kind(command: bytes) -> str:
     return "nginx" if command.startswith(b"nginx") else "supervisor"
 
 
-def _parent(pid: int) -> int:
+def parent(pid: int) -> int:
+    """The process that has started it; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     except OSError:
@@ -95,7 +96,7 @@ def _parent(pid: int) -> int:
 
 def _descends(pid: int, ancestor: int) -> bool:
     while pid not in (0, 1, ancestor):
-        pid = _parent(pid)
+        pid = parent(pid)
     return pid == ancestor
 
 

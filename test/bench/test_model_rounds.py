@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from bench.service.coming_models import Look
 from bench.service.core_watch import Sample, around
 from bench.service.gaps import Gap, figures, longest
-from bench.service.model_rounds import Look, collections, kept_kb
+from bench.service.model_rounds import parse
+from bench.service.round_notes import collections
+from bench.service.round_times import kept_kb
 from bench.service.scheduler_events import Window, within, work_of
 
 ALONE, ROUNDS = ((0.0, 10.0), (33.0, 43.0)), ((10.0, 30.0),)
@@ -56,6 +61,13 @@ def test_what_streams_draw_is_not_lost_by_rounds() -> None:
     told = kept_kb(looks, rounds)
     assert told["engine"] == {"kb": 20.0, "error": 0.0, "bytes_of_a_token": 100.0}
     assert abs(told["http"]["kb"]) < 0.01 and told["all"]["bytes_of_a_token"] == 200.0
+
+
+def test_fewer_rounds_than_times_are_a_time_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the short form that the program's first words name; a time without rounds has no end to be told."""
+    monkeypatch.setattr("sys.argv", ["model_rounds", "--rounds", "3", "--threads", "1"])
+    args, flags = parse()
+    assert (args.times, flags) == (3, ["--threads", "1"])
 
 
 def test_what_a_round_is_said_to_leave_has_an_error_where_memory_comes_and_goes() -> None:

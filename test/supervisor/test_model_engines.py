@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,12 +13,6 @@ from typing import Any
 import openai
 import pytest
 
-from rwkv_batch.config import EngineConfig
-from rwkv_batch.ipc.process import LogStyle
-from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
-from state_pool.config import PoolConfig
-from supervisor.engine_configs import as_asked, model_config
-from supervisor.engines import SPARE_S, Engines, ModelLimits
 from test.serving import Service, children, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -122,14 +115,6 @@ def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: S
     assert {os.getsid(pid) for pid in processes} == {os.getsid(fake.process.pid)}
     assert {os.getpgid(pid) for pid in processes} == processes
     unload(fake, "near")
-
-
-def test_why_an_engine_cannot_start_is_told_in_words_of_the_request() -> None:
-    reason = "/models/a/b.pth: name another in --pp-devices, like cpu, or lower --max-running; check --model-path"
-    told = "a/b.pth: name another in `devices`, like cpu, or lower `max_running`; check `file`"
-    assert as_asked(reason, "/models", is_own=False) == told
-    assert as_asked(f"{reason} and --max-rows", "", is_own=False) == f"/models/{told} and --max-rows"
-    assert as_asked(reason, "", is_own=True) == reason.replace("--pp-devices", "`devices`")
 
 
 def test_who_does_not_wait_is_told_that_a_model_leaves(fake: Service) -> None:
@@ -314,158 +299,6 @@ def _ended(batch: Any) -> Any:
     return batch if batch.status in ("completed", "failed", "expired", "cancelled") else None
 
 
-class NoProcesses:
-    """A multiprocessing context of a system that has no more processes to give."""
-
-    def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it
-        return multiprocessing.Pipe()
-
-    def Process(self, **arguments: Any) -> Any:  # noqa: N802 - likewise
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-
-def table_of(folder: Path, context: Any) -> Engines:
-    limits = ModelLimits(count=4, idle_s=0, last_words_s=1)
-    config = EngineConfig(model_path="", model_name="ours")
-    return Engines(config, str(folder), LogStyle(), context, lambda *_: None, "", limits)
-
-
-def test_a_system_without_processes_fails_the_model_and_not_the_supervisor(tmp_path: Path) -> None:
-    models = table_of(tmp_path, NoProcesses())
-    assert models.obey(ModelCommand(1, ModelWish(name="small", file="x.pth"))) is None
-    models.look_after()
-    (told,) = models.table
-    assert told.status is ModelStatus.FAILED and "Resource temporarily unavailable" in told.error
-    assert models.wait_s() is None and not models.are_alive
-
-
-class Processes:
-    """A multiprocessing context of processes that live until they have `ended`."""
-
-    class Process:
-        """As the supervisor uses one."""
-
-        sentinel, exitcode, pid, ended = 0, 0, 0, False
-
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def start(self) -> None:
-            """It has begun."""
-
-        def join(self, timeout: float | None = None) -> None:
-            """It has ended."""
-
-        def is_alive(self) -> bool:
-            """Until told otherwise."""
-            return not self.ended
-
-        def kill(self) -> None:
-            """It ends."""
-            self.ended = True
-
-    def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it
-        return multiprocessing.Pipe()
-
-
-def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path: Path) -> None:
-    limits = ModelLimits(count=2, idle_s=3600, last_words_s=1)
-    context: Any = Processes()
-    config = EngineConfig(model_path="", model_name="ours")
-    models = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits)
-
-    def ask(name: str) -> str | None:
-        return models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth")))
-
-    assert ask("a") is None and ask("b") is None
-    models.look_after()
-    a, b = models._model("a"), models._model("b")
-    assert a is not None and b is not None
-    for engine in (a, b):
-        engine.tell(ModelStatus.READY, has_served=True)
-    assert "the limit is 2" in str(ask("c")), "both were used just now"
-    a.last_used -= SPARE_S + 1
-    assert ask("c") is None and [a.status, b.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
-    assert "wait until it has" in str(ask("a")) and "unload it first" in str(ask("b"))
-    models.look_after()
-    c = models._model("c")
-    assert c is not None and c.child.process is None and models.wait_s() != 0
-    process: Any = a.child.process
-    process.ended = True
-    models.look_after()
-    models.look_after()
-    assert models._model("a") is None and c.child.process is not None
-    assert "the limit is 2" in str(ask("d"))
-
-
-def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
-    limits = ModelLimits(count=0, idle_s=0, last_words_s=1)
-    context: Any = Processes()
-    config = EngineConfig(model_path="", model_name="ours")
-    engines = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits, [(), ()])
-    engines.look_after()
-    ready, other = engines._engines.values()
-    ready.tell(ModelStatus.READY, has_served=True)
-    for status in (ModelStatus.LOADING, ModelStatus.UNLOADING):
-        other.tell(status)
-        refusal = engines.obey(ModelCommand(1, restart_engine="engine-1"))
-        assert refusal is not None and "'engine-1'" in refusal and status in refusal
-    other.tell(ModelStatus.LOADING)
-    assert engines.obey(ModelCommand(1, restart_engine="all")) is None
-    engines.look_after()
-    assert ready.status is ModelStatus.READY, "it alone serves while the other one loads"
-    other.tell(ModelStatus.FAILED, error="no memory")
-    engines.look_after()
-    assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.FAILED
-    process: Any = ready.child.process
-    process.ended = True
-    engines.look_after()
-    engines.look_after()
-    assert ready.status is ModelStatus.LOADING and other.status is ModelStatus.FAILED, "one after the other"
-    ready.tell(ModelStatus.READY, has_served=True)
-    failed: Any = other.child.process
-    engines.look_after()
-    assert ready.status is ModelStatus.READY and other.status is ModelStatus.LOADING and other.told.error == ""
-    engines.look_after()
-    assert other.child.process not in (None, failed)
-
-
-def test_the_only_engine_that_is_ready_stays_until_another_one_is(tmp_path: Path) -> None:
-    limits = ModelLimits(count=0, idle_s=0, last_words_s=1)
-    context: Any = Processes()
-    config = EngineConfig(model_path="", model_name="ours")
-    engines = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits, [(), (), ()])
-    engines.look_after()
-    ready, other, third = engines._engines.values()
-    ready.tell(ModelStatus.READY, has_served=True)
-    assert "last one" in str(engines.obey(ModelCommand(1, remove_engine="engine-0"))), "the others load"
-    assert engines.obey(ModelCommand(2, remove_engine="engine-2")) is None, "nobody waits for one that loads"
-    other.tell(ModelStatus.READY, has_served=True)
-    assert engines.obey(ModelCommand(3, remove_engine="engine-0")) is None
-    assert [ready.status, other.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
-    assert third not in engines._engines.values()
-
-
-@pytest.mark.parametrize("database", ["postgresql://db/sessions", "s.db"])
-def test_no_two_models_keep_their_files_under_one_name(tmp_path: Path, database: str) -> None:
-    config = EngineConfig(model_path="", model_name="ours", pool=PoolConfig(state_db=database))
-    limits = ModelLimits(count=4, idle_s=0, last_words_s=1)
-    context: Any = Processes()
-    models = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits)
-    for name in ("a", "b"):
-        assert models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth"))) is None
-    found = [models._model(name) for name in ("a", "b")]
-    stems = {engine.child.arguments[0].pool.files_stem for engine in found if engine is not None}
-    assert len({*stems, config.pool.files_stem}) == 3
-
-
-@pytest.mark.parametrize("name", ["ours", "rwkv7"])
-def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name: str) -> None:
-    models = table_of(tmp_path, NoProcesses())
-    assert "here already" in str(models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth"))))
-    assert models.table == ()
-
-
 def _held(service: Service) -> tuple[int, int]:
     """(open files, KiB of memory of their own) of the supervisor and the processes that serve."""
     processes = [Path(f"/proc/{pid}") for pid in (service.process.pid, *service.pids().values())]
@@ -479,34 +312,3 @@ def _engines(service: Service) -> set[int]:
     own = children(service.process.pid)
     forked = [fork for child, command in own.items() if b"test.fake_engine" in command for fork in children(child)]
     return {*forked, *(child for child, command in own.items() if b"spawn_main" in command)}
-
-
-@pytest.mark.parametrize(
-    ("threads", "device", "engines", "left"),
-    [(0, "cpu", 1, False), (4, "cpu", 1, True), (5, "cpu", 1, False), (4, "cpu", 2, False), (0, "cuda:1", 4, True)],
-)
-def test_loading_takes_idle_cores_alone_where_serving_leaves_some(
-    threads: int, device: str, engines: int, left: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it leaves none, what takes no others would never come to an end."""
-    monkeypatch.setattr("supervisor.engine_configs.cores", lambda: 8)
-    base = EngineConfig(model_path="a", threads=threads, devices=(device,))
-    config = model_config(base, ModelWish(name="b", file="/b"), engines)
-    assert config.gives_way and config.only_idle_cores is left
-
-
-@pytest.mark.parametrize(("pieces", "kept"), [(2, 0), (0, 0), (-1, -1)])
-def test_what_was_said_of_the_services_own_layers_is_not_said_of_another_models(pieces: int, kept: int) -> None:
-    """Its engine would end at its start: it has other layers, and devices where no step has pieces."""
-    base = EngineConfig(model_path="a", devices=("cuda:0",), layers=(32,), resident=(20,), batch_step_layers=pieces)
-    config = model_config(base, ModelWish(name="b", file="/b", devices=("cpu",)))
-    assert (config.layers, config.resident, config.batch_step_layers) == ((), (), kept)
-    assert model_config(base, ModelWish(name="b", file="/b")).resident == (20,)
-
-
-def test_another_model_has_the_services_form_of_states_and_kernels_unless_it_asks_for_its_own() -> None:
-    base = EngineConfig(model_path="a", wkv_state="int8", kernels="cuda")
-    taken = model_config(base, ModelWish(name="b", file="/b"))
-    assert (taken.wkv_state, taken.kernels, taken.preferred) == ("int8", "cuda", ("wkv_state", "kernels"))
-    asked = model_config(base, ModelWish(name="b", file="/b", wkv_state="fp16"))
-    assert (asked.wkv_state, asked.kernels, asked.preferred) == ("fp16", "cuda", ("kernels",))
