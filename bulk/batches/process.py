@@ -90,19 +90,31 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
         self._swept = 0.0
+        self._trouble = ""
+        """Why the store could not be looked at last time."""
 
     async def run(self, told: asyncio.Event) -> None:
         """Run what there is until `told`; what is under way then goes on at the next start."""
         while not told.is_set():
             try:
                 await self._look()
-            except OSError:  # a locked or full disk: the batches under way go on, and this is tried again
-                logger.exception("the store of batches cannot be used")
+            except OSError as error:  # a locked or full disk: the batches under way go on, and this is tried again
+                self._tell(str(error))
+            else:
+                self._tell("")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(told.wait(), _LOOK_S)
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _tell(self, trouble: str) -> None:
+        """Log what has changed: the store is looked at so often that each failure would fill a disk with words."""
+        if trouble and trouble != self._trouble:
+            logger.error("batches wait: %s; if the disk of --files-dir is full, make room there", trouble)
+        elif self._trouble and not trouble:
+            logger.info("the store of batches can be used again")
+        self._trouble = trouble
 
     async def _look(self) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, and so will be this process

@@ -23,6 +23,7 @@ import pytest
 from batch_store.records import UNDER_WAY, Batch, Purpose, Status, StoredFile
 from batch_store.store import Store
 from bulk.backends.backend import AWAY, Reply
+from bulk.batches import process as runner_process
 from bulk.batches.job import BatchJob
 from bulk.batches.lines import BatchTask
 from bulk.batches.process import Runner
@@ -380,6 +381,46 @@ def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
     assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]
     assert failed.output_file_id and store.content(failed.output_file_id).read_bytes() == ANSWERED
     assert not list(store.runs.iterdir())
+
+
+class Unusable(Store):
+    """Cannot be looked at the first times, for one reason and then another."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 30, 100)
+        self.reasons = ["is full"] * 3 + ["is locked"] * 3
+        self.was_looked_at = threading.Event()
+
+    def under_way(self) -> list[Batch]:
+        if self.reasons:
+            raise OSError(self.reasons.pop(0))
+        self.was_looked_at.set()
+        return []
+
+
+def test_a_store_that_cannot_be_used_is_told_once_and_when_it_can_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_process, "_LOOK_S", 0.001)
+    store = Unusable(tmp_path)
+
+    async def tried() -> None:
+        context: Any = None
+        told = asyncio.Event()
+        running = asyncio.create_task(Runner(store, context, lambda: None).run(told))
+        await asyncio.to_thread(store.was_looked_at.wait, 60)
+        told.set()
+        await running
+
+    with caplog.at_level("INFO", runner_process.logger.name):
+        asyncio.run(asyncio.wait_for(tried(), 20))
+    assert [record.getMessage() for record in caplog.records] == [
+        *(
+            f"batches wait: {reason}; if the disk of --files-dir is full, make room there"
+            for reason in ("is full", "is locked")
+        ),
+        "the store of batches can be used again",
+    ]
 
 
 class LooksLate(Store):
