@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from routes.response.response_models import END, Usage
-from rwkv_batch.request import FinishReason
+from routes.response.response_models import END, OpenAIErrorBody, Usage
 
 
 class OpenAIFrame(BaseModel):
@@ -17,6 +16,15 @@ class OpenAIFrame(BaseModel):
     created: int = Field(description="Unix time in seconds.")
     model: str = Field(description="As asked for.")
     system_fingerprint: str = Field(description="Of the weights.")
+
+
+class UnusualEnd(BaseModel):
+    """Why an answer ended, where OpenAI has no word for it."""
+
+    end_reason: Literal["timeout", "cancelled", "error"] | None = Field(
+        None,
+        description="Only where the answer was cut for this; `finish_reason` is `length` then, as clients know it.",
+    )
 
 
 class Rival(BaseModel):
@@ -74,13 +82,16 @@ class ChatMessage(BaseModel):
     reasoning_content: str = Field("", description="The thought before it, if there was one.")
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(UnusualEnd):
     """One of `n` answers."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | Literal["tool_calls"] = Field(description=f"{END} `tool_calls`: it has made calls.")
+    finish_reason: Literal["stop", "length", "tool_calls"] = Field(
+        description=f"{END} `tool_calls`: it has made calls."
+    )
+    error: OpenAIErrorBody | None = Field(None, description="Only where `end_reason` is `error`.")
 
 
 class DrawnTokens(BaseModel):
@@ -112,12 +123,12 @@ class ChatDelta(BaseModel):
     tool_calls: list[ToolCallDelta] = []
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(UnusualEnd):
     """Update of one answer."""
 
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | Literal["tool_calls"] | None = Field(description=END)
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = Field(description=END)
     logprobs: ChatLogprobs | None = None
 
 
@@ -138,13 +149,16 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(description="Characters of the text before each token.")
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(UnusualEnd):
     """One answer, or a part of it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None = Field(description=f"{END} Null while more comes.")
+    finish_reason: Literal["stop", "length"] | None = Field(description=f"{END} Null while more comes.")
+    error: OpenAIErrorBody | None = Field(
+        None, description="Only where `end_reason` is `error`, of an answer that is not streamed."
+    )
 
 
 class CompletionAnswer(OpenAIFrame):

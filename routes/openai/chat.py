@@ -14,9 +14,10 @@ from routes.openai.request import ChatBody
 from routes.openai.response import (
     OpenAIDialect,
     fingerprint,
-    finish_reason,
     openai_job,
+    row_end,
     token_counter,
+    told_end,
     told_logprobs,
 )
 from routes.response.answer_parts import AnswerParting
@@ -72,7 +73,7 @@ class ChatDialect(OpenAIDialect):
 
     def end(self, row: int, reason: str) -> dict[str, Any]:
         """See OpenAIDialect."""
-        return {"index": row, "delta": {}, "finish_reason": self._reason(row, reason)}
+        return {"index": row, "delta": {}, **told_end(self._reason(row, reason))}
 
     def whole(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
@@ -93,8 +94,13 @@ class ChatDialect(OpenAIDialect):
             message["content"] = parts.content or None
             message["tool_calls"] = [_called(piece) for piece in parts.calls]
         logprobs = chat_logprobs(row.logprobs) if self._tells_logprobs else None
-        reason = self._reason(index, finish_reason(row))
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        reason, error = row_end(row)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            **told_end(self._reason(index, reason), error),
+        }
 
     def _reason(self, row: int, reason: str) -> str:
         """Why a row ended, as OpenAI says it: an answer that has made its calls ends for them."""

@@ -17,9 +17,10 @@ from routes.openai.response import (
     OpenAIDialect,
     check_logprobs,
     fingerprint,
-    finish_reason,
     openai_job,
     openai_rows,
+    row_end,
+    told_end,
 )
 from routes.openai.token_arrays import TokenArrays
 from routes.request import prompts
@@ -62,11 +63,11 @@ class CompletionDialect(OpenAIDialect):
         tokens = [*updates.prompt_logprobs, *updates.logprobs]
         if not updates.text and not tokens:
             return None
-        return self._choice(updates.row, updates.row, updates.text, tokens, None)
+        return self._choice(updates.row, updates.row, updates.text, tokens, {"finish_reason": None})
 
     def end(self, row: int, reason: str) -> dict[str, Any]:
         """See OpenAIDialect."""
-        return {"index": row, "text": "", "logprobs": None, "finish_reason": reason}
+        return {"index": row, "text": "", "logprobs": None, **told_end(reason)}
 
     def whole(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
@@ -75,14 +76,15 @@ class CompletionDialect(OpenAIDialect):
             scores = rows[first].prompt_logprobs
             for row in _likeliest(rows, range(first, first + self._n), self._shown):
                 tokens = [*scores, *rows[row].logprobs]
-                choices.append(self._choice(len(choices), row, rows[row].text, tokens, finish_reason(rows[row])))
+                end = told_end(*row_end(rows[row]))
+                choices.append(self._choice(len(choices), row, rows[row].text, tokens, end))
         return self.answer(choices, rows)
 
     def _choice(
-        self, index: int, row: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None
+        self, index: int, row: int, text: str, tokens: Sequence[TokenLogprob], end: dict[str, Any]
     ) -> dict[str, Any]:
         logprobs = self._logprobs[row].take(tokens) if self._tells_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": logprobs, **end}
 
 
 def _likeliest(rows: Sequence[RowResult], drawn: range, count: int) -> list[int]:

@@ -21,13 +21,15 @@ from routes.response.native_format import usage
 from routes.response.reply import sse, to_json
 from routes.response.transcript import RowUpdate
 from rwkv_batch.calls import GetStatus, ListAdapters
-from rwkv_batch.errors import invalid
-from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
+from rwkv_batch.errors import ErrorInfo, invalid
+from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"
 """Key of the model's fingerprint in `Context.shared`."""
 MAX_WHOLE_LOGPROBS = 2_000_000
 """Log-probabilities in one answer that is not streamed; each takes some hundred bytes until it is written."""
+OPENAI_REASONS = (FinishReason.STOP, FinishReason.LENGTH, "tool_calls")
+"""What `finish_reason` may be here."""
 LOWEST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON does not have."""
 
@@ -178,6 +180,17 @@ def token_counter(context: Context) -> Callable[[str], int]:
     return lambda text: len(context.tokenizer.encode(text))
 
 
-def finish_reason(row: RowResult) -> str:
-    """Why a row ended."""
-    return "error" if row.finish is None else row.finish.reason
+def told_end(reason: str, error: ErrorInfo | None = None) -> dict[str, Any]:
+    """Why a row ended, for its choice: OpenAI's clients know few words for it, and some fail at any other.
+
+    An answer that is not whole for another reason than its length is told as one cut short, and that reason beside it.
+    """
+    if reason in OPENAI_REASONS:
+        return {"finish_reason": reason}
+    cut = {"finish_reason": FinishReason.LENGTH, "end_reason": reason}
+    return cut if error is None else cut | OPENAI_ERRORS.body(error)
+
+
+def row_end(row: RowResult) -> tuple[str, ErrorInfo | None]:
+    """Why a row ended, and what failed."""
+    return (FinishReason.ERROR, None) if row.finish is None else (row.finish.reason, row.finish.error)

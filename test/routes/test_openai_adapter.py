@@ -253,6 +253,33 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
     }  # fmt: skip
 
 
+def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
+    """Clients of OpenAI's that know four words fail at a fifth, and hold `length` alone for an answer that was cut."""
+    from routes.openai.chat import ChatDialect
+    from routes.openai.completions import CompletionDialect
+    from routes.openai.request import CompletionBody
+    from routes.response.generate import RowResult
+    from rwkv_batch.errors import ErrorInfo, ErrorKind
+    from rwkv_batch.request import Finish, FinishReason
+
+    failed = ErrorInfo(kind=ErrorKind.OVERLOADED, message="too little memory")
+    reasons = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR]
+    finishes = [
+        Finish(reason=reason, prompt_tokens=1, completion_tokens=1, error=failed if reason == "error" else None)
+        for reason in reasons
+    ]
+    rows = [RowResult("a", finish, []) for finish in finishes]
+    chat = ChatDialect(chat_body(n=5), "fp_x", 5, len)
+    text = CompletionDialect(CompletionBody(prompt="a", n=5), "fp_x", 5)
+    told = [("stop", None), ("length", None), *[("length", word) for word in ("timeout", "cancelled", "error")]]
+    for dialect in (chat, text):
+        choices = dialect.whole(rows)["choices"]
+        assert [(choice["finish_reason"], choice.get("end_reason")) for choice in choices] == told
+        assert [choice.get("error", {}).get("message") for choice in choices] == [None] * 4 + ["too little memory"]
+        ends = [dialect.end(row, reason) for row, reason in enumerate(reasons)]
+        assert [(choice["finish_reason"], choice.get("end_reason")) for choice in ends] == told
+
+
 def test_every_kind_of_failure_has_a_form() -> None:
     from routes.openai.errors import OPENAI_ERRORS
     from rwkv_batch.errors import ErrorInfo, ErrorKind
