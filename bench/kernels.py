@@ -22,11 +22,12 @@ from bench.gpu import GPU, prefill_inputs
 from bench.tools.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda.channel_mix import MAX_SPARSE_ROWS, sparse_value
+from rwkv_batch.kernels.cuda.channel_mix import sparse_value
 from rwkv_batch.kernels.cuda.entrance import finished
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
 from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.shape import ModelShape

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from demo import files
-from rwkv_batch.kernels.cuda.channel_mix import MAX_SPARSE_ROWS
 from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS
 from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda import entrance as cuda_entrance
-from rwkv_batch.kernels.cuda.channel_mix import MAX_SPARSE_ROWS
 from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_types
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.row_codes import CodedMix, RowCodes, Shares, added_up, quantise_rows
 from rwkv_batch.kernels.cuda.wide import has_wide
+from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format, quantise

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda.channel_mix import SPARSE_COLUMNS, SPARSE_SHARE
 from rwkv_batch.kernels.cuda.library import library
 from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, CudaLinear, Map, multiply, multiply_transposed, skinny
 from rwkv_batch.kernels.cuda.wide import TILE_ROWS, WideShape, floats_by_wide, has_wide, launch_wide
+from rwkv_batch.kernels.cuda.workspace import SPARSE_COLUMNS, SPARSE_SHARE
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

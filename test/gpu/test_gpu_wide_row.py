@@ -9,14 +9,15 @@ from torch import Tensor
 
 from bench.tools.gpu_model import random_stage
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import ops as cuda_ops
-from rwkv_batch.kernels.cuda.channel_mix import Workspace, sparse_value_quantised
+from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
+from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
 from rwkv_batch.kernels.cuda.few_rows import QuantMap, fits_wide_row, multiply_few
 from rwkv_batch.kernels.cuda.library import RowValueArgs
 from rwkv_batch.kernels.cuda.linear import Map
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.row_codes import LoneRow, RowSums, UnmixedRow, added_up
+from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.model.state_form import StateForm
@@ -89,9 +90,7 @@ def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> 
 
 def ops_of(width: int) -> CudaOps:
     ops = CudaOps()
-    zeros = (torch.zeros(1, dtype=torch.int32, device=GPU) for _ in range(3))
-    ops.workspaces[GPU] = Workspace(*zeros, torch.zeros(8, width // 8, dtype=torch.int64, device=GPU))
-    ops._processors[GPU] = torch.cuda.get_device_properties(GPU).multi_processor_count
+    ops.workspaces[GPU] = Workspace.of(GPU, width, 64)
     return ops
 
 
@@ -105,7 +104,7 @@ def sums_of(delta: Tensor) -> RowSums:
 @pytest.mark.parametrize("format_", Format)
 def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str) -> None:
     """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
-    monkeypatch.setattr(cuda_ops, "_mixes_in_launch", lambda entrance: True)
+    monkeypatch.setattr(cuda_shift_mix, "_mixes_in_launch", lambda entrance: True)
     reader, meant = linear(format_, 96, width)
     ops = ops_of(width)
     work = ops.workspaces[GPU]

@@ -32,13 +32,8 @@ from rwkv_batch.kernels.cuda.library import (
     SkinnyArgs,
     WkvArgs,
 )
-from rwkv_batch.kernels.cuda.ops import (
-    MAX_WIDTH,
-    SHIFT_BLOCKS,
-    TOKEN_BLOCKS,
-    TOKEN_CHANNELS,
-)
 from rwkv_batch.kernels.cuda.packed_codes import INPUT_STEP, NUMBERS
+from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, SHIFT_BLOCKS, TOKEN_BLOCKS, TOKEN_CHANNELS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import coded_weights, cublas_fp8, few_rows, packed_codes, row_codes
-from rwkv_batch.kernels.cuda import ops as cuda_ops
-from rwkv_batch.kernels.cuda.channel_mix import Workspace
+from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
 from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
 from rwkv_batch.kernels.cuda.linear import Map
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.row_codes import CodedMix, LoneRow, RowSums, Shares, UnmixedRow, quantise_rows
+from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, quantise
@@ -53,18 +53,21 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
             source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
-    for module in (cuda_ops, coded_weights, few_rows, row_codes):
+    for module in (cuda_shift_mix, coded_weights, few_rows, row_codes):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
-    monkeypatch.setattr(cuda_ops, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
+    monkeypatch.setattr(cuda_shift_mix, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
     monkeypatch.setattr(cublas_fp8, "scaled_types", lambda device: (torch.float16,))
     monkeypatch.setattr(packed_codes, "fits_codes", lambda *args: False)
     found = CudaOps()
-    found._processors[CPU] = 4
     found.workspaces[CPU] = Workspace(
-        torch.empty(0), torch.empty(0), torch.zeros(1, dtype=torch.int32), torch.zeros(8, WIDTH // 8, dtype=torch.int64)
+        torch.empty(0),
+        torch.empty(0),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(8, WIDTH // 8, dtype=torch.int64),
+        processors=4,
     )
     return found
 
@@ -229,8 +232,8 @@ def test_sums_of_a_row_are_a_delta(
 ) -> None:
     """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
     libraries[0].emulation_set(4, 227 << 10)
-    monkeypatch.setattr(cuda_ops, "fits_row_value", lambda key, processors: True)
-    monkeypatch.setattr(cuda_ops, "_mixes_in_launch", lambda entrance: False)
+    monkeypatch.setattr(cuda_shift_mix, "fits_row_value", lambda key, processors: True)
+    monkeypatch.setattr(cuda_shift_mix, "_mixes_in_launch", lambda entrance: False)
     of = entrance(mixes)
     of = Entrance(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
     x, shift = torch.randn(1, WIDTH).half(), torch.randn(3, WIDTH).half()

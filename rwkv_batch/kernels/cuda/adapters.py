@@ -197,3 +197,8 @@ class CudaLayerAdapters:
             place.x, place.y = cuda_pointer(one.x), cuda_pointer(one.y)
             place.k, place.n, place.target = inputs, one.y.shape[1], one.target
         library().call("rwkv_adapters", ctypes.byref(args))
+
+
+def has_adapters(inputs: StepInputs) -> bool:
+    """Whether a step's rows may have adapters, which read what maps are given."""
+    return inputs.adapters is not None or inputs.adapter_tiles is not None

@@ -6,7 +6,6 @@ Up to 8 rows read only those rows of ffn.value whose input is not zero (csrc/spa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,34 +29,16 @@ from rwkv_batch.kernels.cuda.row_codes import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda.wide import MAX_WIDE_ROWS
+from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS, Workspace
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
 
-MAX_SPARSE_ROWS = 8
-SPARSE_SHARE = 512
-SPARSE_COLUMNS = 256
 SPARSE_FEW_COLUMNS = 128
 """Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
 SPARSE_FEW_SHARES = 4
 """Blocks there that share a column's inputs, however few these are."""
-
-
-@dataclass(slots=True)
-class Workspace:
-    """What the sparse map writes between its blocks, on one device, for its largest case."""
-
-    partial: Tensor
-    """[ffn / 512 * 8 * C] fp32"""
-    counters: Tensor
-    """[C / 256] int32, zero between launches"""
-    mix_counter: Tensor
-    """[1] int32, likewise"""
-    row_sums: Tensor
-    """[8, C / 8] int64: of one row, from a channel mix to what adds it to the residual stream"""
-    turned: Tensor | None = None
-    """[bytes] uint8: ffn.value in the other order, of the layer that runs; None: no product wants that"""
 
 
 def channel_mix(

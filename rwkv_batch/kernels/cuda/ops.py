@@ -8,20 +8,11 @@ import torch
 from torch import Tensor
 
 from native import machine
-from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable
-from rwkv_batch.kernels.cuda.channel_mix import (
-    MAX_SPARSE_ROWS,
-    SPARSE_COLUMNS,
-    SPARSE_SHARE,
-    Workspace,
-    channel_mix,
-)
+from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable, has_adapters
+from rwkv_batch.kernels.cuda.channel_mix import channel_mix
 from rwkv_batch.kernels.cuda.entrance import CudaProjections, project
-from rwkv_batch.kernels.cuda.few_rows import fits_row_value, fits_wide_row
 from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda.library import (
-    NormMixArgs,
-    ShiftMixArgs,
     WkvArgs,
     cuda_pointer,
     library,
@@ -33,7 +24,6 @@ from rwkv_batch.kernels.cuda.packed_codes import turned_place
 from rwkv_batch.kernels.cuda.products import multiply_to_shares
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue, make_quantised
 from rwkv_batch.kernels.cuda.row_codes import (
-    SCALE_STEP,
     CodedMix,
     LoneRow,
     RowCodes,
@@ -42,24 +32,17 @@ from rwkv_batch.kernels.cuda.row_codes import (
     UnmixedRow,
     add_shares,
     add_sums,
-    added_up,
 )
+from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_mix
 from rwkv_batch.kernels.cuda.wide import has_wide, prepare_wide, why_no_wide
 from rwkv_batch.kernels.cuda.wide_int8 import pitch_of
+from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
+from rwkv_batch.model.layer import HEAD_SIZE, Entrance, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
-from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs
 
-MAX_WIDTH = 4096
 FFN_STEP, MAX_FFN = 64, 16384
-TOKEN_BLOCKS = 4
-"""Blocks of shift_mix that share a row's token where it adds up shares and makes parts."""
-TOKEN_CHANNELS = 256
-"""What a block's share is a multiple of."""
-SHIFT_BLOCKS = 2
-"""Blocks of shift_mix that a processor holds."""
 
 
 class CudaOps:
@@ -72,7 +55,6 @@ class CudaOps:
 
     def __init__(self) -> None:
         self.workspaces: dict[torch.device, Workspace] = {}
-        self._processors: dict[torch.device, int] = {}
         self._sides: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     @staticmethod
@@ -104,13 +86,7 @@ class CudaOps:
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
         """Build the kernels and take their work space for models of up to this width and channel mix."""
-        self.workspaces[device] = Workspace(
-            torch.empty(-(-ffn // SPARSE_SHARE) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
-            torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(8, -(-width // 8), dtype=torch.int64, device=device),
-        )
-        self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+        self.workspaces[device] = Workspace.of(device, width, ffn)
         library()
         if has_wide(device):
             prepare_wide(device)
@@ -118,98 +94,8 @@ class CudaOps:
     def shift_mix(
         self, x: Tensor, delta: Tensor | Shares | RowSums | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow | list[LoneRow]]:
-        """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g.
-
-        Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves; of one decoding
-        row of small weights they are made in the launch of their maps, or are a LoneRow.
-        """
-        tokens, width = x.shape
-        x_out = torch.empty_like(x)
-        norm, mix = entrance.norm, entrance.mix
-        ragged = inputs.max_seqlen > 1
-        if ragged and isinstance(delta, Shares):  # the kernel of prompts has no registers for them
-            delta = added_up(delta)
-        delta, shares = (None, delta.shares) if isinstance(delta, Shares) else (delta, None)
-        if tokens == 1 and shares is None and not has_adapters(inputs) and _mixes_in_launch(entrance):
-            return x_out, self._unmixed(x, delta, x_out, entrance, shift, inputs)
-        coded = None if has_adapters(inputs) else _coded_mix(x, entrance)
-        mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
-        rows = len(inputs.read_slots)
-        delta, sums = _in_halves_or_sums(delta)
-        added = self._row_sums(x) if tokens == 1 and not has_adapters(inputs) and self._adds_sums(entrance) else None
-        tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
-        args = ShiftMixArgs(
-            x=cuda_pointer(x),
-            delta=cuda_pointer(delta),
-            shares=cuda_pointer(shares, torch.float32),
-            sums=cuda_pointer(sums, torch.int64),
-            added=cuda_pointer(added, torch.int64),
-            x_out=cuda_pointer(x_out),
-            mixed=cuda_pointer(mixed),
-            codes=None if coded is None else coded.codes.data_ptr(),
-            scales=None if coded is None or coded.scales is None else coded.scales.data_ptr(),
-            shift=slots_pointer(shift, (torch.float16,)),
-            tail=cuda_pointer(tail),
-            weight=cuda_pointer(norm.weight, torch.float32),
-            bias=cuda_pointer(norm.bias, torch.float32),
-            mix=cuda_pointer(mix),
-            cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
-            token_rows=cuda_pointer(token_rows(inputs), torch.int64) if ragged else None,
-            read_slots=cuda_pointer(inputs.read_slots, torch.int64),
-            write_slots=cuda_pointer(inputs.write_slots, torch.int64),
-            slot_stride=shift.stride(0),
-            tokens=tokens,
-            width=width,
-            mixes=len(mix),
-            tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
-            scale_pitch=0 if coded is None else coded.scale_pitch,
-            num_shares=0 if shares is None else len(shares),
-            token_blocks=1 if shares is None else _token_blocks(width, coded),
-            in_bytes=coded is not None and coded.in_bytes,
-        )
-        library().call("rwkv_shift_mix", ctypes.byref(args), rows)
-        if added is not None:
-            return x_out, [LoneRow(mixed[0], added)]
-        return x_out, mixed if coded is None else coded
-
-    def _unmixed(
-        self,
-        x: Tensor,
-        delta: Tensor | RowSums | None,
-        x_out: Tensor,
-        entrance: Entrance,
-        shift: Tensor,
-        inputs: StepInputs,
-    ) -> UnmixedRow:
-        norm, mix = entrance.norm, entrance.mix
-        delta, sums = _in_halves_or_sums(delta)
-        args = NormMixArgs(
-            x=cuda_pointer(x),
-            delta=cuda_pointer(delta),
-            sums=cuda_pointer(sums, torch.int64),
-            x_out=cuda_pointer(x_out),
-            shift=slots_pointer(shift, (torch.float16,)),
-            weight=cuda_pointer(norm.weight, torch.float32),
-            bias=cuda_pointer(norm.bias, torch.float32),
-            read_slots=cuda_pointer(inputs.read_slots, torch.int64),
-            write_slots=cuda_pointer(inputs.write_slots, torch.int64),
-            slot_stride=shift.stride(0),
-            counter=cuda_pointer(self.workspaces[x.device].mix_counter, torch.int32),
-            width=x.shape[1],
-        )
-        return UnmixedRow(mix.unsqueeze(1), args, (x,) if delta is None else (x, delta))
-
-    def _adds_sums(self, entrance: Entrance) -> bool:
-        """Whether the channel mix behind it adds its one row to sums."""
-        reader = entrance.reader
-        if len(entrance.mix) > 1 or not isinstance(reader, CudaQuantLinear):
-            return False
-        return fits_row_value(reader, self._processors[reader.packed.codes.device])
-
-    def _row_sums(self, x: Tensor) -> Tensor:
-        """[8, C / 8] int64, the same for all layers of a device: each is read before the next is begun."""
-        width = x.shape[1]
-        return self.workspaces[x.device].row_sums.flatten()[:width].view(8, -1)
+        """As naive, x [T, C] fp16, with mix [M, C] fp16; the forms of mixed inputs: `shift_mix.shift_mix`."""
+        return shift_mix(x, delta, entrance, shift, inputs, self.workspaces[x.device])
 
     def project(
         self, layer: Layer, mixed: Tensor | CodedMix | UnmixedRow, adapters: LayerAdapters | None = None
@@ -321,52 +207,6 @@ class CudaOps:
         return out
 
 
-def has_adapters(inputs: StepInputs) -> bool:
-    """Whether a step's rows may have adapters, which read what maps are given."""
-    return inputs.adapters is not None or inputs.adapter_tiles is not None
-
-
-def _token_blocks(width: int, coded: CodedMix | None) -> int:
-    """Blocks of shift_mix that share a token where it adds up shares; inputs in parts are Hopper's."""
-    in_parts = coded is not None and coded.in_parts
-    return TOKEN_BLOCKS if in_parts and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
-
-
-def _in_halves_or_sums(delta: Tensor | RowSums | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, delta.sums) if isinstance(delta, RowSums) else (delta, None)
-
-
-def _mixes_in_launch(entrance: Entrance) -> bool:
-    """Whether the launch that multiplies one row's mixed inputs makes them: slower with 4 bits.
-
-    Hopper's kernel for one row makes those of a time mix.
-    """
-    reader = entrance.reader
-    if not isinstance(reader, CudaQuantLinear) or reader.format is Format.INT4:
-        return False
-    if fits_wide_row(reader, [reader.packed.columns]):
-        return len(entrance.mix) > 1
-    return reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
-
-
-def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:
-    """Where the mixed inputs of x [T, C] go if their map multiplies so many rows as codes."""
-    tokens, width = x.shape
-    if not isinstance(entrance.reader, CudaQuantLinear):
-        return None
-    count, halves = (3, 4) if len(entrance.mix) == len(MIX_ORDER) else (1, 0)
-    if entrance.reader.takes_parts(tokens):
-        return CodedMix(*entrance.reader.empty_parts(tokens, width, count), x.new_empty(halves, tokens, width))
-    if not entrance.reader.takes_codes(tokens):
-        return None
-    pitch = -(-tokens // SCALE_STEP) * SCALE_STEP
-    return CodedMix(
-        torch.empty(count, tokens, width, dtype=torch.float8_e4m3fn, device=x.device),
-        torch.empty(count, pitch, dtype=torch.float32, device=x.device)[:, :tokens],
-        x.new_empty(halves, tokens, width),
-    )
-
-
 def check_sizes(width: int, ffn: int) -> None:
     """ValueError that names the sizes of a model that the kernels do not take: none is computed wrongly."""
     if width % HEAD_SIZE or width > MAX_WIDTH or ffn % FFN_STEP or ffn > MAX_FFN:
@@ -374,12 +214,3 @@ def check_sizes(width: int, ffn: int) -> None:
             f"the cuda kernels take widths of a multiple of {HEAD_SIZE} up to {MAX_WIDTH} and a channel mix of a "
             f"multiple of {FFN_STEP} up to {MAX_FFN}, not {width} and {ffn}; use --kernels naive"
         )
-
-
-def token_rows(inputs: StepInputs) -> Tensor:
-    """[T] int64: the row each token belongs to; made once per step, on its device."""
-    if inputs.token_rows is None:
-        lengths = inputs.cu_seqlens.diff()
-        rows = torch.arange(len(lengths), device=lengths.device)
-        inputs.token_rows = torch.repeat_interleave(rows, lengths, output_size=len(inputs.tokens))
-    return inputs.token_rows
