@@ -117,10 +117,15 @@ class Child:
         self.restart_at = time.monotonic() + delay
         return delay
 
+    def end(self) -> None:
+        """End the process, which is to be reaped."""
+        if self.is_alive and self.process is not None:
+            self.process.kill()
+
     def kill(self) -> None:
         """End the process at once."""
         if self.is_alive and self.process is not None:
-            self.process.kill()
+            self.end()
             self.process.join(_END_S)
         self.close()
 

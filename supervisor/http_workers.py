@@ -17,6 +17,7 @@ from typing import Any
 from routes.api_keys import KeysFile
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.served_model import ServedModel
+from rwkv_batch.ipc.watchdog import Watchdog
 from supervisor.child import Child, back_off_s
 from supervisor.cluster_engines import ClusterEngines
 from supervisor.engines import Engines
@@ -28,6 +29,10 @@ SPARES = 4
 _MOST_FAILED_STARTS = 5
 """So many in a row, and none serves: give up."""
 PRELOADED = "routes.serving.preload"
+HANG_S = 120.0
+"""A worker whose event loop has not come round for so long serves nobody, and still is given its part of the
+connections: it is ended, and a spare takes its place."""
+_LOOK_S = 5.0
 
 
 def fork_context() -> ForkedContext:
@@ -54,6 +59,11 @@ class Worker:
     serves: bool = False
     has_engine: bool = False
     complaint: str = ""
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(HANG_S, time.monotonic, _LOOK_S))
+    rounds: int = 0
+    """How often it has answered that its event loop comes round."""
+    is_asked: bool = False
+    """It is to answer that; it is never asked twice, so that one that is stopped leaves the pipe free."""
 
 
 @dataclass(eq=False)
@@ -73,6 +83,7 @@ class HttpWorkers:
     """time.monotonic of the last failed start"""
     is_ready: bool = False
     told_models: tuple[ServedModel, ...] = ()
+    next_look: float = 0.0
 
     def look_after(self) -> None:
         """Listen to the workers, replace those that have ended. Raises StartupError when none can start."""
@@ -81,6 +92,7 @@ class HttpWorkers:
             if not worker.child.is_alive:
                 self._listen(worker)
                 self._reap(worker)
+        self._watch()
         self._seat()
         while len(self.workers) < self.num_sockets + SPARES and time.monotonic() >= self.next_start:
             self._start()
@@ -88,9 +100,10 @@ class HttpWorkers:
         self._tell_models()
 
     def wait_s(self) -> float | None:
-        """Seconds to the next start that is planned; None if none is."""
-        missing = len(self.workers) < self.num_sockets + SPARES
-        return max(0.0, self.next_start - time.monotonic()) if missing else None
+        """Seconds to the next start that is planned or the next look at those that serve; None if there is none."""
+        waits = [self.next_start] if len(self.workers) < self.num_sockets + SPARES else []
+        waits += [self.next_look] if any(worker.serves for worker in self.workers) else []
+        return max(0.0, min(waits) - time.monotonic()) if waits else None
 
     def drain(self) -> None:
         """Take no new work; those that have none end at once."""
@@ -144,6 +157,8 @@ class HttpWorkers:
                 case "serving":
                     worker.serves = True
                     self.failures = 0
+                case "round":
+                    worker.rounds, worker.is_asked = worker.rounds + 1, False
                 case "engine":
                     worker.has_engine = value
                 case "model":
@@ -153,6 +168,22 @@ class HttpWorkers:
                     self.engines.used(value)
                 case "failed":
                     worker.complaint = value
+
+    def _watch(self) -> None:
+        """Ask those that serve whether their event loops come round; end one that does not answer."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        self.next_look = now + _LOOK_S
+        for worker in self.workers:
+            if not worker.serves:
+                continue
+            if worker.watchdog.hangs(worker.rounds):
+                worker.complaint = f"its event loop had not come round for {HANG_S:g} s"
+                worker.child.end()
+            elif not worker.is_asked:
+                worker.is_asked = True
+                worker.child.tell("look")
 
     def _seat(self) -> None:
         """Give every socket without a worker to one that stands by."""
@@ -170,6 +201,7 @@ class HttpWorkers:
         self._tell_readiness()  # before all else: until the others hear of it, they call all ready
         was_forked, cause = worker.child.was_forked, worker.child.reap()
         if worker.serves:
+            cause = worker.complaint or cause
             logger.error("process %s ended (%s); a spare takes its place", worker.child.name, cause)
         elif worker.stands_by and worker.socket is None:
             logger.error("process %s ended (%s); another one is made", worker.child.name, cause)

@@ -6,6 +6,7 @@ one keeps house; one listens to the supervisor.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -60,6 +61,7 @@ class SupervisorLink:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self, subject: str, value: object = None) -> None:
         """Send news; ends the process if the supervisor is gone."""
@@ -68,6 +70,16 @@ class SupervisorLink:
                 self._pipe.send((subject, value))
         except OSError:
             os._exit(1)
+
+    def serves_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say that handlers run on this event loop from now on."""
+        self._loop = loop
+        self.tell("serving")
+
+    def tell_round(self) -> None:
+        """Have the event loop say that it comes round; one that hangs says nothing."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.tell, "round")
 
     def hear(self) -> Any:
         """The next command; ends the process if the supervisor is gone."""
@@ -84,7 +96,7 @@ def run_http_worker(
 
     The supervisor is sent ("standby", None), ("serving", None), ("engine", whether it is there), ("failed", reason).
     It sends ("serve", number, keys), ("all", whether every worker takes work), ("keys", those in force from now on),
-    "drain" and "finish", which ends the process.
+    "look", to which the event loop says ("round", None), "drain" and "finish", which ends the process.
     """
     become_child(name, style)
     _leave_signals_to_supervisor()
@@ -156,8 +168,8 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
             _keep_house(turn, cpus, supervisor, models)
             time.sleep(_HOUSEKEEPING_S)
 
-    def started() -> None:
-        supervisor.tell("serving")
+    async def started() -> None:
+        supervisor.serves_on(asyncio.get_running_loop())
         threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
 
     app = Robyn(__file__)
@@ -221,6 +233,8 @@ def _follow(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: 
         match supervisor.hear():
             case ("all", all_serve):
                 context.readiness.all_serve = all_serve
+            case "look":
+                supervisor.tell_round()
             case "drain":
                 context.gate.draining = True
                 fleet.is_ending = True

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.ipc.served_model import ModelCommand
-from supervisor.http_workers import SPARES, HttpWorkers, Worker
+from supervisor.http_workers import HANG_S, SPARES, HttpWorkers, Worker
 from test.serving import START_S, Service, children, process_runs, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -282,6 +282,73 @@ def test_all_that_a_lost_process_was_to_fork_is_one_failed_start_however_slowly_
         for worker in list(workers.workers):
             workers._reap(worker)
         assert workers.failures == times
+
+
+def test_a_worker_whose_event_loop_hangs_is_ended_and_one_that_answers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    now = [0.0]
+    monkeypatch.setattr("supervisor.http_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
+
+    class Looked(Told):
+        name, was_forked, ended = "http-0", True, False
+
+        def __init__(self, answers: bool) -> None:
+            super().__init__()
+            self.answers, self.words = answers, 0
+
+        def tell(self, what: Any) -> None:
+            super().tell(what)
+            self.words += self.answers
+
+        def heard(self) -> list[Any]:
+            words, self.words = self.words, 0
+            return [("round", None)] * words
+
+        def end(self) -> None:
+            self.ended = True
+
+        def reap(self) -> str:
+            return "SIGKILL; too little memory?"
+
+    hung, healthy, spare = Looked(False), Looked(True), Looked(False)
+    children: list[Any] = [hung, healthy, spare]
+    workers.workers = [
+        Worker(children[0], True, 0, True),
+        Worker(children[1], True, 1, True),
+        Worker(children[2], True),
+    ]
+
+    def looked(seconds: float) -> None:
+        until = now[0] + seconds
+        while now[0] < until:
+            now[0] += 1
+            for worker in workers.workers:
+                workers._listen(worker)
+            workers._watch()
+
+    looked(HANG_S - 10)
+    now[0] += 10 * HANG_S  # nobody could look: the machine slept
+    assert [one.ended for one in children] == [False] * 3
+    looked(20)
+    assert [one.ended for one in children] == [True, False, False]
+    assert hung.told == ["look"] and spare.told == [] and len(healthy.told) > HANG_S // 10
+    assert "had not come round for 120 s" in workers.workers[0].complaint
+
+
+def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+    program = "test/supervisor/impatient_app.py"
+    service = Service(tmp_path, "--files-dir", "none", "--http-workers", "2", program=program, PYTHONPATH=".")
+    try:
+        before = workers(service.wait_ready())
+        os.kill(before["http-0"], signal.SIGSTOP)
+        told = "process http-0 ended (its event loop had not come round for 5 s); a spare takes its place"
+        wait_for(lambda: told in service.log.read_text(), 30, "it is told")
+        service.wait_ready()
+        now = workers(service)
+        assert now["http-0"] != before["http-0"] and now["http-1"] == before["http-1"]
+    finally:
+        service.close()
 
 
 def test_work_waits_for_an_engine_that_is_restarted(tmp_path: Path) -> None:
