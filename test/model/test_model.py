@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,25 @@ def states(model: Pipeline, slot: int) -> tuple[Tensor, Tensor]:
     return torch.cat([a.wkv[slot] for a in arenas]), torch.cat([a.shift[slot] for a in arenas])
 
 
+def assert_same_bits_in_company(
+    model: Pipeline, weights: Weights, states: Callable[[Pipeline, int], Iterable[Tensor]] = states
+) -> None:
+    """A prompt of 40 tokens gives the same logits and state in any pieces, and the same logits among 200 other rows."""
+    model.allocate_slots(220)
+    prompt, *others = random_rows(weights, [40] + [1] * 150 + [3] * 49 + [61], seed=5)
+    alone = feed(model, prompt, (40,))
+    for cuts in ((1,) * 40, (16, 17, 7), (39, 1)):
+        assert torch.equal(feed(model, prompt, cuts, slot=3)[-1], alone[0])
+        assert all(torch.equal(a, b) for a, b in zip(states(model, 2), states(model, 3), strict=True))
+    rows = [*others[:100], prompt[:33], *others[100:]]
+    slots = list(range(4, 4 + len(rows)))
+    model.forward(step_inputs(rows, [0] * len(rows), slots, []))
+    rows = [row[:1] for row in rows]
+    rows[100] = prompt[33:]
+    crowd = model.forward(step_inputs(rows, slots, slots, list(range(len(rows)))))
+    assert torch.equal(crowd[100], alone[0])
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
 def test_logits_and_state_equal_the_reference(case: Case, kernels: str, cuts: tuple[int, ...]) -> None:
@@ -151,19 +171,7 @@ def test_same_bits_alone_and_among_200_others(dtype: str, file_dtype: torch.dtyp
     """What makes "same request + seed = same text" exact: neither company nor chunking changes a bit."""
     weights = weights_from(random_weights(3, 128, 300, seed=4, ranks=(20, 24, 12, 40), dtype=file_dtype))
     model = Pipeline(weights, devices=("cpu",), kernels="cpu", dtype=dtype)
-    model.allocate_slots(220)
-    prompt, *others = random_rows(weights, [40] + [1] * 150 + [3] * 49 + [61], seed=5)
-    alone = feed(model, prompt, (40,))
-    for cuts in ((1,) * 40, (16, 17, 7), (39, 1)):
-        assert torch.equal(feed(model, prompt, cuts, slot=3)[-1], alone[0])
-        assert all(torch.equal(a, b) for a, b in zip(states(model, 2), states(model, 3), strict=True))
-    rows = [*others[:100], prompt[:33], *others[100:]]
-    slots = list(range(4, 4 + len(rows)))
-    model.forward(step_inputs(rows, [0] * len(rows), slots, []))
-    rows = [row[:1] for row in rows]
-    rows[100] = prompt[33:]
-    crowd = model.forward(step_inputs(rows, slots, slots, list(range(len(rows)))))
-    assert torch.equal(crowd[100], alone[0])
+    assert_same_bits_in_company(model, weights)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -20,7 +20,15 @@ from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import read_tuned_state
 from rwkv_batch.model.weights import Weights, WeightsError, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
-from test.model.test_model import CUTS, KERNELS, feed, needs_compiler, pipeline, random_rows
+from test.model.test_model import (
+    CUTS,
+    KERNELS,
+    assert_same_bits_in_company,
+    feed,
+    needs_compiler,
+    pipeline,
+    random_rows,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "RWKV-4": {"version": "4", "layers": 3, "width": 128},
@@ -119,19 +127,7 @@ def test_several_stages_equal_one(case: Case, kernels: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_same_bits_alone_and_among_200_others(case: Case, dtype: str) -> None:
     model = Pipeline(case.weights, devices=("cpu",), kernels="cpu", dtype=dtype)
-    model.allocate_slots(220)
-    prompt, *others = random_rows(case.weights, [40] + [1] * 150 + [3] * 49 + [61], seed=5)
-    alone = feed(model, prompt, (40,))
-    for cuts in ((1,) * 40, (16, 17, 7), (39, 1)):
-        assert torch.equal(feed(model, prompt, cuts, slot=3)[-1], alone[0])
-        assert all(torch.equal(a, b) for a, b in zip(states(model, 2), states(model, 3), strict=True))
-    rows = [*others[:100], prompt[:33], *others[100:]]
-    slots = list(range(4, 4 + len(rows)))
-    model.forward(step_inputs(rows, [0] * len(rows), slots, []))
-    rows = [row[:1] for row in rows]
-    rows[100] = prompt[33:]
-    crowd = model.forward(step_inputs(rows, slots, slots, list(range(len(rows)))))
-    assert torch.equal(crowd[100], alone[0])
+    assert_same_bits_in_company(model, case.weights, states)
     assert all(not t.any() for t in states(model, 0)), "the zero slot stays zero"
 
 

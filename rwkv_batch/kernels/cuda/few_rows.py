@@ -19,6 +19,7 @@ from rwkv_batch.kernels.cuda.library import (
     MAX_MAPS,
     NormMixArgs,
     QuantArgs,
+    QuantMapArgs,
     RowValueArgs,
     cuda_pointer,
     hopper_library,
@@ -71,31 +72,39 @@ def multiply_few(
         args.value = value
     # Halves first: they are twice the bytes of an output, and would be what a launch waits for at its end.
     for slot, half in zip(args.maps[: len(halves)], halves, strict=True):
-        n, k = half.weight.shape
-        if not fits_skinny(half.weight) or half.x.shape != (rows, k) or half.y.shape != (rows, n):
-            raise ValueError(f"[{n}, {k}], {tuple(half.x.shape)}, {tuple(half.y.shape)} do not fit each other")
-        slot.codes, slot.x, slot.y = cuda_pointer(half.weight), cuda_pointer(half.x), cuda_pointer(half.y)
-        slot.n, slot.k, slot.ld_y, slot.activation, slot.warps_k = n, k, n, half.activation, 8
+        _place_half(slot, half, rows)
     for slot, m in zip(args.maps[len(halves) : count], maps, strict=True):
-        packed = m.linear.packed
-        n, k = packed.rows, packed.columns
-        if packed.format is not format_ or m.x.shape != (rows, k) or m.y.shape != (rows, n):
-            raise ValueError(
-                f"{packed.format} [{n}, {k}], {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other"
-            )
-        slot.codes, slot.scales = packed.codes.data_ptr(), packed.scales.data_ptr()
-        slot.x, slot.y = cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
-        slot.n, slot.k, slot.ld_y = n, k, n
-        slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
-        chunks = k // INPUT_STEP[format_]
-        slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
-    if rows == 1 and fits_wide_row(maps[0].linear, [slot.k for slot in args.maps[:count]]):
+        _place(slot, m, format_, rows)
+    inputs = [slot.k for slot in args.maps[:count]]
+    if rows == 1 and fits_wide_row(maps[0].linear, inputs):
         hopper_library().call("rwkv_wide_row", ctypes.byref(args))
-        return
-    if fits_wide_few(maps[0].linear, [slot.k for slot in args.maps[:count]], rows):
+    elif fits_wide_few(maps[0].linear, inputs, rows):
         hopper_library().call("rwkv_wide_few", ctypes.byref(args))
-        return
-    library().call("rwkv_skinny_quant", ctypes.byref(args))
+    else:
+        library().call("rwkv_skinny_quant", ctypes.byref(args))
+
+
+def _place_half(slot: QuantMapArgs, half: Map, rows: int) -> None:
+    """A map of halves into its place in a launch. Raises ValueError for tensors that do not fit each other."""
+    n, k = half.weight.shape
+    if not fits_skinny(half.weight) or half.x.shape != (rows, k) or half.y.shape != (rows, n):
+        raise ValueError(f"[{n}, {k}], {tuple(half.x.shape)}, {tuple(half.y.shape)} do not fit each other")
+    slot.codes, slot.x, slot.y = cuda_pointer(half.weight), cuda_pointer(half.x), cuda_pointer(half.y)
+    slot.n, slot.k, slot.ld_y, slot.activation, slot.warps_k = n, k, n, half.activation, 8
+
+
+def _place(slot: QuantMapArgs, m: QuantMap, format_: Format, rows: int) -> None:
+    """A map of codes likewise; those of a launch have one format."""
+    packed = m.linear.packed
+    n, k = packed.rows, packed.columns
+    if packed.format is not format_ or m.x.shape != (rows, k) or m.y.shape != (rows, n):
+        raise ValueError(f"{packed.format} [{n}, {k}], {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other")
+    slot.codes, slot.scales = packed.codes.data_ptr(), packed.scales.data_ptr()
+    slot.x, slot.y = cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
+    slot.n, slot.k, slot.ld_y = n, k, n
+    slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
+    chunks = k // INPUT_STEP[format_]
+    slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
 
 
 def fits_wide_few(linear: CodedWeights, inputs: Sequence[int], rows: int) -> bool:
