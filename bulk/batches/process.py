@@ -90,6 +90,7 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
         self._swept = 0.0
+        self._offset = time.time() - time.monotonic()
         self._trouble = ""
         """Why the store could not be looked at last time."""
 
@@ -128,7 +129,8 @@ class Runner:
                 self._begin(batch)
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
-            await asyncio.to_thread(self._store.sweep, time.time())
+            # A clock that is set ahead while this runs deletes nobody's files.
+            await asyncio.to_thread(self._store.sweep, min(time.time(), self._offset + time.monotonic()))
 
     def _may_begin(self, batch: Batch) -> bool:
         if time.monotonic() < self._not_before.get(batch.id, 0.0):

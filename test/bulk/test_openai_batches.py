@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -421,6 +422,29 @@ def test_a_store_that_cannot_be_used_is_told_once_and_when_it_can_again(
         ),
         "the store of batches can be used again",
     ]
+
+
+def test_a_clock_that_is_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, 1 << 30, 100)
+    wall, running = 1e9, 50.0
+    clock = SimpleNamespace(time=lambda: wall, monotonic=lambda: running)
+    monkeypatch.setattr(runner_process, "time", clock)
+    for name, expires in (("file-a", wall + 2000), ("file-b", wall + 900)):
+        file = StoredFile(
+            id=name,
+            owner="",
+            bytes=1,
+            created_at=int(wall),
+            filename="a",
+            purpose=Purpose.BATCH,
+            expires_at=int(expires),
+        )
+        store.add_file(file, b"a")
+    context: Any = None
+    runner = Runner(store, context, lambda: None)
+    wall, running = wall + 1e8 + 1000, running + 1000
+    asyncio.run(runner._look())
+    assert [file.id for file in store.files("", "", "", 10, True)] == ["file-a"]
 
 
 class LooksLate(Store):
