@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from routes.exchange import current
 from routes.response.reply import failure, to_json
@@ -33,27 +33,28 @@ class FileChunks:
     def __next__(self) -> bytes:
         """The next piece."""
         if self.ended:
-            raise StopIteration
+            return self._end()
         try:
             piece = self._file.read(PIECE_BYTES)
         except OSError as error:
             logger.error("a file cannot be read to its end: %s", error)
             current().failure = ErrorKind.INTERNAL
             self.ended = True
-            self._leave()
             message = f"the file cannot be read to its end: {error}; fetch it again"
             return b"\n" + to_json(failure(ErrorInfo(kind=ErrorKind.INTERNAL, message=message))) + b"\n"
         self.ended = len(piece) < PIECE_BYTES
-        if self.ended:
-            self._leave()  # before its client has the last piece: whoever has the whole file finds the place free
-        if not piece:
-            raise StopIteration
-        return piece
+        return piece or self._end()
 
     def close(self) -> None:
         """See Chunks."""
         self._file.close()
         self._leave()
+
+    def _end(self) -> NoReturn:
+        """The last piece has been taken, however slowly, and the client is not told of the end yet: whoever has the
+        whole file finds its place free. Raises StopIteration."""
+        self._leave()
+        raise StopIteration
 
     def _leave(self) -> None:
         """Say once that it has been read."""
