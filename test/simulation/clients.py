@@ -1,4 +1,4 @@
-"""The clients of a world: what they ask for, and whether what comes back is right."""
+"""The clients of a world: what they ask for and what comes back, of which the judge says whether it is right."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rwkv_batch.calls import DeleteSessions, EngineCall, ExportSession, ImportSession
-from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import (
     Delta,
-    Finish,
-    FinishReason,
     GenerateRequest,
     Job,
     JobEvents,
@@ -30,7 +26,7 @@ from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LINEAR, SessionKey
 from test.simulation.device import ALPHABET, fold
 from test.simulation.history import History
-from test.simulation.oracle import Answer, predict, predict_scores, prompt_of
+from test.simulation.judge import Asked, Judge
 from test.simulation.violation import Violation, demand
 
 if TYPE_CHECKING:
@@ -38,31 +34,11 @@ if TYPE_CHECKING:
 
 MOST_JOBS = 14
 LOG_LINES = 60
-RETRY_S = 3.0
-"""A delete that the disk refused is tried again so soon; until then its name cannot be used again."""
 _STOPS = [b"ab", b"\n\n", b"ba\nb", b"stop", b"aba", b"b b", "é".encode()]
 
 
-@dataclass(eq=False)
-class Asked:
-    """A job and what came back so far."""
-
-    job: Job
-    at: float
-    rows: list[tuple[GenerateRequest, int]]
-    """per row: its request and which continuation of it"""
-    admitted: bool | None = None
-    sequences: dict[int, Sequence] = field(default_factory=dict)
-    texts: dict[int, bytes] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-    scores: dict[int, list[float]] = field(default_factory=dict)
-    finishes: dict[int, Finish] = field(default_factory=dict)
-    cancelled: bool = False
-    done: bool = False
-
-
 class Clients:
-    """Asks, listens and checks. Everything is drawn from one generator."""
+    """Asks and listens. Everything is drawn from one generator."""
 
     def __init__(self, world: World, draw: random.Random, scoring: random.Random | None) -> None:
         """`scoring`: draws what is asked of prompts' own tokens; None: nothing is."""
@@ -76,7 +52,7 @@ class Clients:
         self._draw = draw
         self._scoring = scoring
         self._number = 0
-        self._deletes: list[tuple[float, str, bool]] = []
+        self._judge = Judge(world, self.counts)
         self._files: list[tuple[bytes, History]] = []
         """sessions carried away, with their histories"""
         self._openings = [self._tokens(33, 44) for _ in range(3)]
@@ -222,7 +198,7 @@ class Clients:
 
     def _delete(self) -> None:
         name, prefix = self._session(), self._draw.random() < 0.2
-        self._deletes.append((self._world.tasks.now, name, prefix))
+        self._judge.deletes.append((self._world.tasks.now, name, prefix))
 
         def answered(value: Any) -> None:
             if isinstance(value, ServiceError):
@@ -238,7 +214,7 @@ class Clients:
 
         def answered(value: Any) -> None:
             if isinstance(value, ServiceError):
-                self._check_call_error(value.info, at, key.session_id)
+                self._judge.check_call_error(value.info, at, key.session_id)
                 return
             file = decode(value)
             history = self._fitting(file, key)
@@ -268,31 +244,12 @@ class Clients:
 
         def answered(value: Any) -> None:
             if isinstance(value, ServiceError):
-                self._check_call_error(value.info, at, name, importing=True)
+                self._judge.check_call_error(value.info, at, name, importing=True)
             elif damaged:
                 demand(value == len(history), f"a damaged file was taken for {value} tokens")
 
         what = f"import {name} {'damaged' if damaged else len(history)}"
         self._call(what, ImportSession(name, content), answered)
-
-    def _check_call_error(self, error: ErrorInfo, at: float, name: str, importing: bool = False) -> None:
-        world = self._world
-        fine = {
-            ErrorKind.OVERLOADED: True,
-            ErrorKind.SESSION_BUSY: importing,
-            ErrorKind.INVALID_FIELD: importing and world.settings.bad_import > 0,
-            ErrorKind.SESSION_NOT_FOUND: self._deleted_since(at, name),
-            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "thread", "disk", "unload")
-            or self._was_mixture(name),
-            ErrorKind.ADAPTER_NOT_FOUND: world.faults.since(0.0, "unload"),
-            ErrorKind.ENGINE_LOST: world.faults.since(at, "disk", "thread", "read"),
-            ErrorKind.INTERNAL: world.faults.since(0.0, "disk", "thread", "read"),
-            ErrorKind.DRAINING: world.faults.since(at, "restart"),
-        }
-        demand(fine.get(error.kind, False), f"a call failed: {error}")
-
-    def _was_mixture(self, name: str) -> bool:
-        return any(began.is_mixture for began in self._world.ledger.began_as(name))
 
     # Listening -----------------------------------------------------------------------------------------------
 
@@ -306,50 +263,11 @@ class Clients:
         self.tell(f"{asked.job.job_id} is refused: {refusal}")
         self.counts["refused"] += 1
         del self.open_jobs[asked.job.job_id]
-        self._check_refusal(asked, refusal.info)
+        self._judge.check_refusal(asked, refusal.info)
 
     def _note_rows(self, asked: Asked, job: Any) -> None:
         for sequence in job.live:
             asked.sequences.setdefault(sequence.row, sequence)
-
-    def _check_refusal(self, asked: Asked, error: ErrorInfo) -> None:
-        world, turn = self._world, asked.rows[0][0].session
-        branches = turn is not None and turn.branch_from not in (None, 0)
-        places, limits = world.engine.scheduler.places, world.engine.scheduler.limits
-        fine = {
-            ErrorKind.OVERLOADED: places.waiting_rows + len(asked.rows) > limits.max_waiting_rows
-            or places.waiting_rows_of(asked.job.client) + len(asked.rows) > limits.waiting_rows_per_client,
-            ErrorKind.SESSION_BUSY: turn is not None and not turn.wait,
-            ErrorKind.SESSION_NOT_FOUND: branches,
-            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "disk", "thread", "unload"),
-            ErrorKind.ENGINE_LOST: world.faults.since(asked.at, "read", "disk", "thread"),
-            ErrorKind.DRAINING: world.faults.since(asked.at, "restart"),
-            ErrorKind.STATE_NOT_FOUND: self._is_missing(asked),
-            ErrorKind.ADAPTER_NOT_FOUND: self._is_missing(asked) or world.faults.since(0.0, "unload"),
-            ErrorKind.INVALID_FIELD: self._is_other(asked),
-        }
-        demand(fine.get(error.kind, False), f"{asked.job.job_id} was refused: {error}")
-        if error.kind is ErrorKind.SESSION_NOT_FOUND:
-            assert turn is not None and turn.branch_from is not None
-            known = SessionKey(turn.session_id, turn.branch_from) in world.ledger.by_key
-            demand(not known, f"{asked.job.job_id}: a dialogue that exists is not found")
-
-    def _is_missing(self, asked: Asked) -> bool:
-        own = self._world.own
-        return own is not None and any(own.is_missing(request) for request, _ in asked.rows)
-
-    def _is_other(self, asked: Asked) -> bool:
-        """Whether a turn names what its session did not begin from, or a mixture has too many members."""
-        own, request = self._world.own, asked.rows[0][0]
-        if own is None:
-            return False
-        most = self._world.pool.num_slots // 2
-        if any(len(one.mixture) > most for one, _ in asked.rows):
-            return True
-        if request.session is None:
-            return False
-        name, ledger = request.session.session_id, self._world.ledger
-        return name in ledger.arrived or own.is_other(request, ledger.began_as(name))
 
     def _receive(self, asked: Asked, events: JobEvents) -> None:
         name = asked.job.job_id
@@ -359,10 +277,10 @@ class Clients:
             self._take(asked, delta)
         if events.error is not None:
             self.tell(f"{name} failed: {events.error}")
-            self._explain(asked, asked.rows[0][0], events.error)
+            self._judge.explain(asked, asked.rows[0][0], events.error)
             for row, (request, i) in enumerate(asked.rows):
                 if row not in asked.finishes:
-                    self._check_part(asked, row, request, i)
+                    self._judge.check_part(asked, row, request, i)
         if events.done:
             asked.done = True
             demand(events.error or len(asked.finishes) == len(asked.rows), f"{name} is done without all its rows")
@@ -377,10 +295,11 @@ class Clients:
         asked.texts[row] = asked.texts.get(row, b"") + delta.text
         asked.tokens[row] = asked.tokens.get(row, 0) + delta.num_tokens
         if delta.finish is not None:
-            asked.finishes[row] = delta.finish
-            self._check_finish(asked, row, delta.finish)
-
-    # Checking ------------------------------------------------------------------------------------------------
+            finish = asked.finishes[row] = delta.finish
+            self.counts["rows"] += 1
+            why = finish.error.message if finish.error else ""
+            self.tell(f"{asked.job.job_id} row {row}: {finish.reason} {asked.texts[row]!r} {why}")
+            self._judge.check_finish(asked, row, finish)
 
     def check_step(self) -> None:
         """Nothing waits beyond its time."""
@@ -390,93 +309,6 @@ class Clients:
                 late = now - asked.at - asked.job.timeout_s > 0.2
                 closing = asked.rows[0][0].session is not None
                 demand(not late or closing, f"{asked.job.job_id} is past its time")
-
-    def _answer(self, asked: Asked, row: int, request: GenerateRequest, i: int) -> Answer | None:
-        """What an uninterrupted row would say; None: it never began, so nothing is known of what came before."""
-        if request.session is None:
-            return predict(History(prompt_of(request, i), self._world.beginning(request)), request, i)
-        sequence = asked.sequences[row]
-        turn = self._world.ledger.turns.get(sequence)
-        if turn is not None:
-            return turn.answer
-        before = self._world.before.get(sequence)
-        if before is None:
-            return None
-        return predict(before + (request.session.resume_prompt if before else request.prompt), request)
-
-    def _check_finish(self, asked: Asked, row: int, finish: Finish) -> None:
-        request, i = asked.rows[row]
-        name = f"{asked.job.job_id} row {row}"
-        self.counts["rows"] += 1
-        self.tell(f"{name}: {finish.reason} {asked.texts[row]!r} {finish.error.message if finish.error else ''}")
-        demand(asked.tokens[row] == finish.completion_tokens, f"{name}: {asked.tokens[row]} tokens were told")
-        self._check_part(asked, row, request, i)
-        if finish.reason is FinishReason.TIMEOUT:
-            limit = asked.job.timeout_s
-            demand(limit is not None and self._world.tasks.now >= asked.at + limit, f"{name}: timed out too early")
-        elif finish.reason is FinishReason.CANCELLED:
-            demand(asked.cancelled, f"{name}: nobody has cancelled it")
-        elif finish.reason is FinishReason.ERROR:
-            self.counts["errors"] += 1
-            assert finish.error is not None
-            self._explain(asked, request, finish.error)
-        else:
-            self._check_whole(asked, row, request, i, finish)
-        turn = self._world.ledger.turns.get(asked.sequences[row]) if request.session is not None else None
-        if turn is not None and finish.reason is FinishReason.TIMEOUT:
-            demand(not turn.told or not turn.kept, f"{name}: a turn that was kept is told as timed out")
-
-    def _check_part(self, asked: Asked, row: int, request: GenerateRequest, i: int) -> None:
-        answer = self._answer(asked, row, request, i)
-        text = asked.texts.get(row, b"")
-        right = not text if answer is None else answer.raw.startswith(text)
-        demand(right, f"{asked.job.job_id} row {row}: {text!r} is no beginning of {answer}")
-        told, scores = asked.scores.get(row, []), predict_scores(request, i, self._world.beginning(request))
-        demand(told == scores[: len(told)], f"{asked.job.job_id} row {row}: scores {told} are no beginning of {scores}")
-
-    def _check_whole(self, asked: Asked, row: int, request: GenerateRequest, i: int, finish: Finish) -> None:
-        answer, name = self._answer(asked, row, request, i), f"{asked.job.job_id} row {row}"
-        assert answer is not None
-        said = (finish.reason, asked.texts[row], finish.completion_tokens)
-        wanted = (answer.reason, answer.text, len(answer.drawn))
-        demand(said == wanted, f"{name}: {said}, not {wanted}")
-        missing = len(predict_scores(request, i, self._world.beginning(request))) - len(asked.scores.get(row, []))
-        demand(not missing, f"{name}: {missing} of its scores are missing")
-        if request.session is None:
-            demand(finish.prompt_tokens == len(prompt_of(request, i)), f"{name}: {finish.prompt_tokens} prompt tokens")
-            demand(request.use_prefix_cache or not finish.cached_tokens, f"{name}: it began from a cached state")
-            return
-        self.counts["turns"] += 1
-        turn = self._world.ledger.turns[asked.sequences[row]]
-        demand(turn.told and turn.kept, f"{name}: a turn was acknowledged that is not kept")
-        prompt = request.session.resume_prompt if turn.before else request.prompt
-        cached = len(turn.before) if request.mixture else finish.cached_tokens
-        told = (finish.prompt_tokens, cached)
-        demand(told == (len(turn.before) + len(prompt), len(turn.before)), f"{name}: {told} prompt and cached tokens")
-        if request.session.branch_from is not None:
-            demand(finish.dialogue_idx == turn.session.key.dialogue, f"{name}: dialogue {finish.dialogue_idx}")
-
-    def _explain(self, asked: Asked, request: GenerateRequest, error: ErrorInfo) -> None:
-        """Every error has a reason that the world knows."""
-        faults, turn = self._world.faults, request.session
-        fine = {
-            ErrorKind.INTERNAL: faults.since(asked.at, "step", "memory", "restart")
-            or (turn is not None and faults.since(asked.at - RETRY_S, "disk", "thread", "read")),
-            ErrorKind.OVERLOADED: faults.since(asked.at, "memory"),
-            ErrorKind.SESSION_NOT_FOUND: turn is not None and self._deleted_since(asked.at, turn.session_id),
-            ErrorKind.SESSION_UNUSABLE: turn is not None and faults.since(0.0, "read", "thread", "disk", "unload"),
-            ErrorKind.ENGINE_LOST: turn is not None and faults.since(asked.at, "read", "thread", "disk"),
-            ErrorKind.ADAPTER_NOT_FOUND: turn is not None and faults.since(0.0, "unload"),
-            ErrorKind.INVALID_FIELD: turn is not None and self._is_other(asked),
-            ErrorKind.DRAINING: faults.since(asked.at, "restart"),
-        }
-        demand(fine.get(error.kind, False), f"{asked.job.job_id} failed without a reason: {error}")
-
-    def _deleted_since(self, at: float, name: str) -> bool:
-        return any(
-            when >= at - 1.0 and (name.startswith(doomed) if prefix else name == doomed)
-            for when, doomed, prefix in self._deletes
-        )
 
     def lost(self) -> None:
         """The engine was killed: nothing more comes of what was asked."""
