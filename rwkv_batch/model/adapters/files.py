@@ -91,8 +91,8 @@ class Adapter:
         alpha = next(own, self.config.get("lora_alpha"))
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise FileError(
-                f"adapter file {self.path} does not say its scale; give it behind the name, as FILE:2.0 (alpha / rank, "
-                "or what it was used with)"
+                f"adapter file {self.path} does not say its scale (alpha / rank, or what it was used with); give it as "
+                "scale in a request, or behind the name on a command line, as FILE:2.0"
             )
         rank = self.parts[target]["lora_A"].shape[0]
         scale = max(-_FAR, min(alpha, _FAR)) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
