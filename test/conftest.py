@@ -33,6 +33,8 @@ ANSWER_S = 60.0
 """How long a request waits that says nothing of it: httpx's five seconds are soon over on a busy machine."""
 for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
+_running: dict[str | None, pytest.FixtureDef[Any]] = {}
+"""What the files of a group share, by the group's name."""
 M_MMAP_THRESHOLD = -3
 LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
@@ -131,6 +133,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if apart := longest_files.apart(items):
         raise pytest.UsageError(f"SHARING in test/longest_files.py is to name those that share: {', '.join(apart)}")
     items.sort(key=lambda item: longest_files.turn(item.path))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A service that files share ends with the last of them: one that idles takes a hundredth of a core.
+
+    Whoever asks for it later has it started again.
+    """
+    here, then = (one and longest_files.group(one.nodeid.partition("::")[0]) for one in (item, nextitem))
+    if (found := longest_files.shared(item)) is not None:
+        _running[here] = found
+    if here != then and here in _running:
+        _running.pop(here).finish(item._request)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(optionalhook=True)

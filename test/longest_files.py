@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.remote import Producer
@@ -144,11 +145,13 @@ def missing() -> list[str]:
 
 def apart(items: Iterable[pytest.Item]) -> list[str]:
     """Files whose tests ask for a shared service and that no group names."""
-    asking = {item.path.relative_to(HERE).as_posix() for item in items if _asks(item)}
+    asking = {item.path.relative_to(HERE).as_posix() for item in items if shared(item) is not None}
     return sorted(asking - GROUPS.keys())
 
 
-def _asks(item: pytest.Item) -> bool:
+def shared(item: pytest.Item) -> pytest.FixtureDef[Any] | None:
+    """The fixture of a shared service that a test asks for."""
     found = getattr(item, "_fixtureinfo", None)
     fixtures = found.name2fixturedefs if found else {}
-    return any(fixtures[name][-1].scope in ("session", "package") for name in SHARING if name in fixtures)
+    asked = (fixtures[name][-1] for name in SHARING if name in fixtures)
+    return next((one for one in asked if one.scope in ("session", "package")), None)

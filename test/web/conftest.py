@@ -27,11 +27,11 @@ PASSWORD = "芝麻开门 sesame"
 Opener = Callable[..., Page]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium. Skipped without it, but not in CI.
 
-    A file's own: Playwright keeps this thread's event loop running, in which no other test could run its own.
+    Of these files alone: Playwright keeps this thread's event loop running, in which no other test could run its own.
     """
     if not CHROMIUM.exists():
         if os.environ.get("CI") == "true":
