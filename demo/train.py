@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -121,86 +121,104 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:  # noqa: PLR0915 - one pass from the arguments to the figures
-    """Train, checkpoint, export, evaluate."""
-    args = arguments()
-    began = time.monotonic()
-    args.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.checkpoint or args.out / "checkpoint.pt"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
-    saved = torch.load(checkpoint, map_location=device) if checkpoint.is_file() else None
-    ids = np.array(saved["ids"]) if saved else vocabulary_of(args)
-    compact = Compact(ids)
-    model = Rwkv7(Shape(compact.rows, args.layers, args.width)).to(device)
-    if args.start:
-        start_from(args.start, model, compact)
-    optimizer = optimizer_of(model, args.peak)
-    first, losses = 0, []
-    if saved:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first, losses = saved["step"], saved["losses"]
-    print(
-        f"{compact.rows} rows, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {device}",
-        flush=True,
-    )
-    stream = Batches(args.seed, first, compact, args.rows, args.time)
-    loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
-    compute = torch.compile(loss_of) if args.compile else loss_of
+class Training:
+    """A model that is trained, from a checkpoint's step or from nothing."""
 
-    def save(step: int) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._began = time.monotonic()
+        self._checkpoint: Path = args.checkpoint or args.out / "checkpoint.pt"
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        saved = torch.load(self._checkpoint, map_location=self.device) if self._checkpoint.is_file() else None
+        self.ids = np.array(saved["ids"]) if saved else vocabulary_of(args)
+        self.compact = Compact(self.ids)
+        self.model = Rwkv7(Shape(self.compact.rows, args.layers, args.width)).to(self.device)
+        if args.start:
+            start_from(args.start, self.model, self.compact)
+        self._optimizer = optimizer_of(self.model, args.peak)
+        self.step = 0
+        self.losses: list[tuple[int, float]] = []
+        """(step, loss)"""
+        if saved:
+            self.model.load_state_dict(saved["model"])
+            self._optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.losses = saved["step"], saved["losses"]
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
         state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-            "losses": losses,
-            "ids": ids.tolist(),
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "losses": self.losses,
+            "ids": self.ids.tolist(),
         }
-        part = checkpoint.with_suffix(".part")
+        part = self._checkpoint.with_suffix(".part")
         torch.save(state, part)
-        part.replace(checkpoint)
+        part.replace(self._checkpoint)
 
-    bar = tqdm(total=args.steps, initial=first, mininterval=10, unit="step")
-    pending: list[tuple[int, Tensor]] = []
-    step = first
-    for batch in loader:
-        if step >= args.steps or time.monotonic() - began > args.minutes * 60:
-            break
-        inputs, targets, weights, begins = (t.to(device, non_blocking=True) for t in batch)
-        progress = max(step / args.steps, (time.monotonic() - began) / (args.minutes * 60))
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, progress, args.peak)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            loss = compute(model, compact, inputs, targets, weights, begins)
+    def run(self) -> None:
+        """To the last step, or to the end of the time."""
+        args, limit_s = self._args, self._args.minutes * 60
+        stream = Batches(args.seed, self.step, self.compact, args.rows, args.time)
+        ahead = 4 if args.workers else None
+        loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=ahead)
+        compute = torch.compile(loss_of) if args.compile else loss_of
+        bar = tqdm(total=args.steps, initial=self.step, mininterval=10, unit="step")
+        pending: list[tuple[int, Tensor]] = []
+        for batch in loader:
+            if self.step >= args.steps or self.seconds > limit_s:
+                break
+            progress = max(self.step / args.steps, self.seconds / limit_s)
+            pending.append((self.step, self._train(compute, batch, rate(self.step, progress, args.peak))))
+            self.step += 1
+            bar.update()
+            if self.step % 50 == 0:  # reading a loss waits for the device
+                self.losses += [(at, float(value)) for at, value in pending]
+                pending.clear()
+                bar.set_postfix(loss=f"{self.losses[-1][1]:.4f}", refresh=False)
+            if self.step % 500 == 0:
+                self.save()
+        bar.close()
+        self.losses += [(at, float(value)) for at, value in pending]
+
+    def _train(self, compute: Callable[..., Tensor], batch: Sequence[Tensor], learning_rate: float) -> Tensor:
+        """One step on a batch (inputs, targets, weights, begins) -> its loss [], on the device."""
+        inputs, targets, weights, begins = (t.to(self.device, non_blocking=True) for t in batch)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = compute(self.model, self.compact, inputs, targets, weights, begins)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        pending.append((step, loss.detach()))
-        step += 1
-        bar.update()
-        if step % 50 == 0:
-            losses += [(at, float(value)) for at, value in pending]
-            pending.clear()
-            bar.set_postfix(loss=f"{losses[-1][1]:.4f}", refresh=False)
-        if step % 500 == 0:
-            save(step)
-    bar.close()
-    losses += [(at, float(value)) for at, value in pending]
-    seconds = time.monotonic() - began
-    save(step)
-    save_compact(args.out / "rwkv7-demo.compact", model, ids)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def export(training: Training, args: argparse.Namespace) -> None:
+    """The compact file, the curve, and the figures of an evaluation of what the file holds; mistakes are printed."""
+    seconds, losses = training.seconds, training.losses
+    save_compact(args.out / "rwkv7-demo.compact", training.model, training.ids)
     draw_curve(losses, args.out / "loss.png")
     exported, _ = load_compact(args.out / "rwkv7-demo.compact")
-    talker = TorchTalker(exported.to(device), compact)
+    talker = TorchTalker(exported.to(training.device), training.compact)
     torch.set_float32_matmul_precision("highest")
+    last = [loss for _, loss in losses[-100:]]
     figures: dict[str, object] = {
-        "steps": step, "seconds": round(seconds), "rows": compact.rows, "seed": args.seed, "loss": round(sum(v for _, v in losses[-100:]) / len(losses[-100:]), 5),
+        "steps": training.step,
+        "seconds": round(seconds),
+        "rows": training.compact.rows,
+        "seed": args.seed,
+        "loss": round(sum(last) / len(last), 5),
         **report(talker, sentences=args.sentences, sessions=max(args.sentences // 4, 8)),
         "losses": losses[::10],
-    }  # fmt: skip
+    }
     (args.out / "figures.json").write_text(json.dumps(figures, ensure_ascii=False), encoding="utf-8")
     wrong = figures.pop("wrong")
     figures.pop("losses")
@@ -209,6 +227,20 @@ def main() -> None:  # noqa: PLR0915 - one pass from the arguments to the figure
         for name, cases in wrong.items():
             for case in cases[:12]:
                 print(name, "|", " | ".join(case), flush=True)
+
+
+def main() -> None:
+    """Train, checkpoint, export, evaluate."""
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    training = Training(args)
+    size = sum(p.numel() for p in training.model.parameters()) / 1e6
+    print(f"{training.compact.rows} rows, {size:.2f} M parameters, {training.device}", flush=True)
+    training.run()
+    training.save()
+    export(training, args)
 
 
 if __name__ == "__main__":
