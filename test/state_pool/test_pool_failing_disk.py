@@ -19,8 +19,6 @@ from test.pool_fakes import Driver, Outcome, session_of, state_of, store_of
 from test.state_pool.stored_sessions import WORDS, holds, reopen
 
 MODES = pytest.mark.parametrize("durability", ["log", "turn"])
-
-
 MOVED = {"moved": "", "log moved": "-wal", "index moved": "-shm"}
 
 
