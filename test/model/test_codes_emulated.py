@@ -12,7 +12,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import wide as cuda_wide
 from rwkv_batch.kernels.cuda import wide_codes
 from rwkv_batch.kernels.cuda.packed_codes import pack
-from rwkv_batch.kernels.cuda.wide import Workspace
+from rwkv_batch.kernels.cuda.wide import WideWorkspace
 from rwkv_batch.kernels.cuda.wide_codes import launch_codes, map_of_halves
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
@@ -45,7 +45,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
     monkeypatch.setattr(wide_codes, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     monkeypatch.setattr(wide_codes, "shares_processors", lambda: True)
-    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(wide_codes, "prepare_wide", lambda device: work)
 
 

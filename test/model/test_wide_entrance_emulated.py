@@ -12,7 +12,7 @@ from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import wide as cuda_wide
 from rwkv_batch.kernels.cuda import wide_entrance
-from rwkv_batch.kernels.cuda.wide import HalfMap, Workspace
+from rwkv_batch.kernels.cuda.wide import HalfMap, WideWorkspace
 from rwkv_batch.kernels.cuda.wide_entrance import launch_entrance
 from test.model.emulated.library import call, emulated
 
@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> WideWorkspace:
     """Launches go to the emulation, one block after the other: only earlier ones may be waited for."""
 
     class Kernels:
@@ -37,7 +37,7 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Workspace:
             """Run a launcher."""
             call(library, name, *args)
 
-    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
     monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     monkeypatch.setattr(wide_entrance, "prepare_wide", lambda device: work)
@@ -62,7 +62,7 @@ def times(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("processors", [1, 5])
-def test_an_entrance(processors: int, library: ctypes.CDLL, on_cpu: Workspace) -> None:
+def test_an_entrance(processors: int, library: ctypes.CDLL, on_cpu: WideWorkspace) -> None:
     """r, k; two low ranks, and their exits from what those give: all by one block, or the exits by the fifth."""
     library.emulation_set(processors, 227 << 10)
     none = Activation.NONE

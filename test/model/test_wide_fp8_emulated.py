@@ -13,7 +13,7 @@ from native import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import coded_launch, packed_codes, wide_fp8
 from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda.wide import Workspace
+from rwkv_batch.kernels.cuda.wide import WideWorkspace
 from rwkv_batch.kernels.cuda.wide_fp8 import Fp8Map, launch_wide_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
 from test.model.emulated.library import call, emulated
@@ -58,7 +58,7 @@ def on_cpu(
         monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     for module in (coded_launch, wide_fp8):
         monkeypatch.setattr(module, "shares_processors", lambda: True)
-    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(wide_fp8, "prepare_wide", lambda device: work)
     for each in (library, of_parts, of_turned):
         each.emulation_set(2, 227 << 10)
@@ -189,6 +189,12 @@ def test_codes_to_floats(rows: int) -> None:
     y = torch.full((rows, 144), torch.nan)
     launch_wide_fp8([Fp8Map(weight, weight_scales * 1e4, x, x_scales, y, Activation.NONE)])
     assert error(y, meant @ w.T * 1e4) < 1e-5
+
+
+def test_more_rows_than_a_tile_are_not_made_floats() -> None:
+    (weight, weight_scales, _), (x, x_scales, _) = codes(144, 256), codes(321, 256)
+    with pytest.raises(ValueError, match="12 maps of 320 rows, not 1 of 321"):
+        launch_wide_fp8([Fp8Map(weight, weight_scales, x, x_scales, torch.empty(321, 144), Activation.NONE)])
 
 
 @pytest.mark.parametrize("rows", [9, 40])

@@ -13,7 +13,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import coded_launch, wide_int8
 from rwkv_batch.kernels.cuda import wide as cuda_wide
 from rwkv_batch.kernels.cuda.packed_codes import pack
-from rwkv_batch.kernels.cuda.wide import Workspace
+from rwkv_batch.kernels.cuda.wide import WideWorkspace
 from rwkv_batch.kernels.cuda.wide_int8 import Int8Map, launch_wide_int8, pitch_of
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
@@ -45,7 +45,7 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
             """Run a launcher."""
             call(of_turned if name.endswith("turned") else library, name, *args)
 
-    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     for module in (wide_int8, cuda_wide):
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()

@@ -16,7 +16,7 @@ from rwkv_batch.kernels.cuda.wide import (
     TILE_ROWS,
     Plan,
     WideShape,
-    Workspace,
+    WideWorkspace,
     fits_wide,
     plan_wide,
     why_no_wide,
@@ -115,7 +115,7 @@ def test_tiles_of_half_the_rows_exchange_less() -> None:
 
 def test_entrances_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """r, k, v of 4,096 outputs leave 36 of 132 processors, 28 of which the low ranks take; of 2,048 they share k."""
-    work = Workspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
+    work = WideWorkspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
     monkeypatch.setattr(wide_entrance, "prepare_wide", lambda device: work)
     monkeypatch.setattr(wide_entrance, "has_wide", lambda device: True)
 

@@ -18,7 +18,7 @@ from rwkv_batch.kernels.cuda.wide import (
     HalfMap,
     Plan,
     WideShape,
-    Workspace,
+    WideWorkspace,
     fits_wide,
     has_wide,
     launch_planned,
@@ -77,7 +77,7 @@ def launch_coded(
     halves: Sequence[HalfMap],
     late: Sequence[HalfMap],
     plan: Plan,
-    work: Workspace,
+    work: WideWorkspace,
 ) -> None:
     """Run a kernel over maps of codes that are in their places, and over maps of halves, which come behind them.
 

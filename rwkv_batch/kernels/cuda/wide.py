@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Workspace:
+class WideWorkspace:
     """Where the blocks that share a tile's k exchange their sums, on one device."""
 
     partial: Tensor
@@ -101,11 +101,11 @@ def shares_processors() -> bool:
 
 
 @functools.cache
-def prepare_wide(device: torch.device) -> Workspace:
+def prepare_wide(device: torch.device) -> WideWorkspace:
     """Build the kernels and take their work space; called once per device, at load."""
     hopper_library()
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Workspace(
+    return WideWorkspace(
         torch.empty(processors, OUTPUTS * LARGEST_TILE, dtype=torch.float32, device=device),
         torch.zeros(processors, 2, dtype=torch.int32, device=device),
     )
@@ -194,7 +194,7 @@ def place_halves(
     return tuple(shapes)
 
 
-def launch_planned(name: str, args: ctypes.Structure, plan: Plan, work: Workspace) -> None:
+def launch_planned(name: str, args: ctypes.Structure, plan: Plan, work: WideWorkspace) -> None:
     """Run a kernel of these over maps that are in their places. Raises CudaError if it cannot be launched."""
     args.tile_rows, args.splits = plan
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()

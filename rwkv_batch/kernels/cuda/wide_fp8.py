@@ -140,7 +140,9 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     first = maps[0]
     rows, parts, to_floats = len(first.x), first.x_scales is None, first.y.dtype == torch.float32
     count = len(maps) + len(halves) + len(late)
-    most_rows = MAX_PARTS_ROWS if parts else MAX_TURNED_ROWS if first.turned else MAX_FP8_ROWS
+    most_rows = MAX_TURNED_ROWS if first.turned else MAX_FP8_ROWS
+    if parts or to_floats:
+        most_rows = MAX_PARTS_ROWS if parts else FLOAT_TILE_ROWS[-1]
     check_counts(count, rows, most_rows, to_shares=parts and to_floats)
     work = prepare_wide(first.x.device)
     args = WideFp8Args(count=count, late=len(late), rows=rows, turned=first.turned, to_floats=to_floats)
