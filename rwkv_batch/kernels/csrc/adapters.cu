@@ -15,6 +15,7 @@
 #include "activation.h"
 #include "common.cuh"
 #include "fragments.cuh"
+#include "relu.cuh"
 
 constexpr int TILE = 16;
 constexpr int WARPS = 8;
@@ -128,11 +129,6 @@ __global__ void __launch_bounds__(WARPS * 32) shrink_kernel(const AdapterArgs p)
 // v from what SIGNED_SQUARE left of it.
 __device__ __forceinline__ float unsquared(float z) { return copysignf(sqrtf(fabsf(z)), z); }
 
-__device__ __forceinline__ float relu_square(float v) {
-    v = fmaxf(v, 0.0f);
-    return v * v;
-}
-
 // Eight outputs of a token: what B h adds to them, and what the map left.
 template <bool SQUARES>
 __device__ __forceinline__ void finish(__half* y, const float (&added)[8]) {
@@ -152,7 +148,7 @@ __device__ __forceinline__ void leave_squares(const AdapterMap& m, const int* to
         float v[8];
         unpack8(load16(y), v);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = fmaxf(v[j], 0.0f);
+        for (int j = 0; j < 8; ++j) v[j] = relu(v[j]);
         store16(y, pack8(v));
     }
 }

@@ -3,6 +3,7 @@
 //   relu_square: x [n] fp16 -> max(x, 0)^2            bytes 4n
 //   low_rank_act: w [nw] fp16 -> tanh(w), g [ng] fp16 -> sigmoid(g), one launch for both
 #include "common.cuh"
+#include "relu.cuh"
 
 template <typename F>
 __device__ __forceinline__ void apply8(__half* p, F f) {
@@ -18,7 +19,7 @@ __global__ void relu_square_kernel(__half* x, int64_t groups) {
     wait_for_inputs();
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < groups; i += step) {
-        apply8(x + i * 8, [](float v) { v = fmaxf(v, 0.0f); return v * v; });
+        apply8(x + i * 8, [](float v) { return relu_square(v); });
     }
 }
 

@@ -10,6 +10,7 @@
 //
 // Scales of int8 and int4 lie [k / 128][n], of fp8 [n]. Transposed: codes [k, n] -> [k, n] fp16.
 #include "quant.cuh"
+#include "relu.cuh"
 #include "row_bytes.cuh"
 #include "row_codes.cuh"
 #include "row_parts.cuh"
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_rows_kernel(const __
         unpack8(packed[i], v);
         if (RELU_SQUARE) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = fmaxf(v[j], 0.0f) * fmaxf(v[j], 0.0f);
+            for (int j = 0; j < 8; ++j) v[j] = relu_square(v[j]);
         }
     };
 #pragma unroll

@@ -15,6 +15,7 @@
 #include "activation.h"
 #include "fragments.cuh"
 #include "quant_maps.cuh"
+#include "relu.cuh"
 
 constexpr int WARPS = 8;
 constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
@@ -33,10 +34,7 @@ __device__ __forceinline__ float activate(float v, int activation) {
     if (activation == TANH) return tanh_exp(v);
     if (activation == SIGNED_SQUARE) return v * fabsf(v);
     if (activation == SIGMOID) return sigmoidf(v);
-    if (activation == RELU_SQUARED) {
-        v = fmaxf(v, 0.0f);
-        return v * v;
-    }
+    if (activation == RELU_SQUARED) return relu_square(v);
     return v;
 }
 

@@ -32,7 +32,7 @@ RWKV_API int rwkv_wide(const WideArgs* args, void* stream) {
     for (int i = 0; i < args->count; ++i) {
         const WideMap& m = args->maps[i];
         const bool done = args->transposed ? describe_transposed(&p.weights[i], m.weight, m.k, m.n)
-                                           : describe_rows(&p.weights[i], m.weight, HALVES, m.n, m.k, OUTPUTS);
+                                           : describe_weights(&p.weights[i], m.weight, HALVES, m.n, m.k);
         if (!done || !describe_rows(&p.inputs[i], m.x, HALVES, args->rows, m.k, args->tile_rows)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }

@@ -161,10 +161,11 @@ struct RingSlot {
     }
 };
 
-// Where a block's ring, staging and barriers lie in shared memory, and its share of the tiles.
+// Where a block's ring, staging and barriers lie in shared memory, and its share of the tiles. `inputs_there`: a barrier that is
+// passed once the kernel that makes the inputs has ended.
 template <typename Tile, int SPLITS>
 struct WideBlock {
-    uint32_t ring, staging, full, empty;
+    uint32_t ring, staging, full, empty, inputs_there;
     int my_split, first, blocks;
 
     // It takes `readers` arrivals to free a place of the ring. All threads; the next kernel may start after it.
@@ -173,6 +174,7 @@ struct WideBlock {
           staging(ring + Tile::STAGES * Tile::BYTES),
           full(staging + Tile::STAGING_BYTES),
           empty(full + 8 * Tile::STAGES),
+          inputs_there(empty + 8 * Tile::STAGES),
           my_split(blockIdx.x % SPLITS),
           first(blockIdx.x / SPLITS),
           blocks(gridDim.x / SPLITS) {
@@ -181,6 +183,7 @@ struct WideBlock {
                 hopper::init_barrier(full + 8 * i, 1);
                 hopper::init_barrier(empty + 8 * i, readers);
             }
+            hopper::init_barrier(inputs_there, 1);
             hopper::publish_barriers();
         }
         __syncthreads();
@@ -316,12 +319,34 @@ struct WideTurn {
     }
 };
 
+// W's first tiles, asked for at once, would stand in line before what the kernel before reads: shift_mix, which waits for memory more
+// than it works. So they are asked for so many cycles apart until it has ended. Where blocks share k, the kernel before is the WKV or a product.
+template <int SPLITS, WideKind KIND>
+constexpr bool IS_BEHIND_SHIFT_MIX = BLOCK_SPLITS<SPLITS, KIND> == 1 && !TURNS_CODES<KIND>;
+constexpr int MOST_HALVES_IN_TURN = 8;  // rows; for more it was no gain
+constexpr uint32_t TILE_CYCLES = 1000;
+
+// So long, or until the barrier's first phase is over.
+__device__ __forceinline__ void wait_for_turn(uint32_t inputs_there, uint32_t cycles) {
+    uint32_t begun, now, over;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
+    do {
+        asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], 0;\nselp.u32 %0, 1, 0, over;\n}"
+                     : "=r"(over)
+                     : "r"(inputs_there)
+                     : "memory");
+        asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
+    } while (over == 0 && now - begun < cycles);
+}
+
 // One lane: W's tiles of all of this block's work into the ring.
 template <int ROWS, int SPLITS, WideKind KIND, typename Block>
 __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& block) {
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
+    const bool takes_turns = IS_BEHIND_SHIFT_MIX<SPLITS, KIND> && (HAS_CODES<KIND> || p.rows <= MOST_HALVES_IN_TURN);
+    int in_turn = takes_turns ? Tile::STAGES - 1 : 0;
     for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
         const CUtensorMap* map = &p.weights[work.map];
@@ -338,6 +363,7 @@ __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& 
                 copy_box(to, map, step * depth, work.output, 0, barrier, EVICT_FIRST);
             }
             slot.advance();
+            if (in_turn > 0) wait_for_turn(block.inputs_there, TILE_CYCLES), --in_turn;
         }
     }
 }
@@ -351,6 +377,7 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     RingSlot<Tile::STAGES> slot(1);
     int waiting = 0;  // blocks that wait for maps of halves, once this one has
     wait_for_inputs();
+    arrive(block.inputs_there);
     for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
         if (IS_MIXED<KIND> && work.late && waiting == 0) wait_for_early<SPLITS>(p), waiting = turn.waiting;

@@ -27,7 +27,7 @@ RWKV_API int rwkv_wide_entrance(const WideEntranceArgs* args, void* stream) {
     p.coded = args->whole, p.early = args->count - args->late;
     for (int i = 0; i < args->count; ++i) {
         const WideEntranceMap& m = args->maps[i];
-        if (!describe_rows(&p.weights[i], m.weight, HALVES, m.n, m.k, OUTPUTS) || !describe_rows(&p.inputs[i], m.x, HALVES, args->rows, m.k, args->tile_rows)) {
+        if (!describe_weights(&p.weights[i], m.weight, HALVES, m.n, m.k) || !describe_rows(&p.inputs[i], m.x, HALVES, args->rows, m.k, args->tile_rows)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
     }

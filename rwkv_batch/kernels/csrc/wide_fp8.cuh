@@ -43,7 +43,7 @@ inline bool describe_fp8(WideLaunch& p, const WideFp8Args& args) {
         const bool described = parts ? describe(&p.inputs[i], m.x, type, args.rows, m.k, 2 * m.k, 2, box_rows, 2, TILE_BYTES, m.k)
                                      : describe_rows(&p.inputs[i], m.x, type, args.rows, m.k, box_rows);
         const bool weights = args.turned ? describe_turned(&p.weights[i], m.weight, m.n, m.k)
-                                         : describe_rows(&p.weights[i], m.weight, type, m.n, m.k, OUTPUTS);
+                                         : describe_weights(&p.weights[i], m.weight, type, m.n, m.k);
         if (!described || !weights) return false;
         p.weight_scales[i] = static_cast<const float*>(m.weight_scales);
         p.input_scales[i] = static_cast<const float*>(m.input_scales);

@@ -92,37 +92,15 @@ __device__ __forceinline__ float4 shared_float4(uint32_t at) {
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 
-// The barrier that is passed once the inputs are there: behind WideBlock's two for each place of the ring.
-template <int ROWS>
-__device__ __forceinline__ uint32_t inputs_barrier(const unsigned char* dynamic) {
-    using Tile = Int8Tile<ROWS>;
-    return ((hopper::shared_address(dynamic) + 1023) & ~1023u) + Tile::STAGES * (Tile::BYTES + 16) + Tile::STAGING_BYTES;
-}
-
-// W's first tiles, asked for at once, would stand in line before what the kernel before reads: shift_mix, which waits for memory more than it
-// works. So they are asked for so many cycles apart until it has ended.
-constexpr uint32_t TILE_CYCLES = 2000;
-
-// So long, or until the barrier's first phase is over.
-__device__ __forceinline__ void wait_for_turn(uint32_t inputs_there) {
-    uint32_t begun, now, over;
-    asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
-    do {
-        asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], 0;\nselp.u32 %0, 1, 0, over;\n}"
-                     : "=r"(over)
-                     : "r"(inputs_there)
-                     : "memory");
-        asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
-    } while (over == 0 && now - begun < TILE_CYCLES);
-}
+constexpr uint32_t INT8_TILE_CYCLES = 2000;  // see TILE_CYCLES
 
 // One lane: W's tiles and scales of all of this block's work into the ring.
 template <int ROWS, int SPLITS, WideKind KIND, typename Block>
-__device__ __forceinline__ void fetch_int8(const Int8Launch& p, const Block& block, uint32_t inputs_there) {
+__device__ __forceinline__ void fetch_int8(const Int8Launch& p, const Block& block) {
     using namespace hopper;
     using Tile = Int8Tile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    int in_turn = p.to_shares ? 0 : Tile::STAGES - 1;  // the others' inputs are the WKV's or a product's
+    int in_turn = IS_BEHIND_SHIFT_MIX<SPLITS, KIND> ? Tile::STAGES - 1 : 0;
     for (WideTurn<KIND, SPLITS> turn(p.wide, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p.wide, turn.number, block.my_split);
         const CUtensorMap* map = &p.wide.weights[work.map];
@@ -141,20 +119,20 @@ __device__ __forceinline__ void fetch_int8(const Int8Launch& p, const Block& blo
                 copy_line(to + Tile::WEIGHT_SCALES_AT, scales, scale_bytes, barrier);
             }
             slot.advance();
-            if (in_turn > 0) wait_for_turn(inputs_there), --in_turn;
+            if (in_turn > 0) wait_for_turn(block.inputs_there, INT8_TILE_CYCLES), --in_turn;
         }
     }
 }
 
 // One lane of another warp: x's likewise, once the kernel that makes x has ended.
 template <int ROWS, int SPLITS, WideKind KIND, typename Block>
-__device__ __forceinline__ void fetch_row_bytes(const Int8Launch& p, const Block& block, uint32_t inputs_there) {
+__device__ __forceinline__ void fetch_row_bytes(const Int8Launch& p, const Block& block) {
     using namespace hopper;
     using Tile = Int8Tile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
     int waiting = 0;  // blocks that wait for maps of halves, once this one has
     wait_for_inputs();
-    arrive(inputs_there);
+    arrive(block.inputs_there);
     for (WideTurn<KIND, SPLITS> turn(p.wide, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p.wide, turn.number, block.my_split);
         if (IS_MIXED<KIND> && work.late && waiting == 0) {
@@ -363,16 +341,14 @@ __global__ void __launch_bounds__(IS_LEAN_INT8<ROWS> ? 640 : 384, 1) wide_int8_k
     constexpr int STAGES = Tile::STAGES;
     extern __shared__ unsigned char dynamic[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
-    const uint32_t inputs_there = inputs_barrier<ROWS>(dynamic);
-    if (threadIdx.x == 0) init_barrier(inputs_there, 1);
     const WideBlock<Tile, BLOCK_SPLITS<SPLITS, KIND>> block(dynamic, 8);  // the warps that read scales
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = __shfl_sync(FULL, tid / 32, 0);
         if (warp == 0 && elect_lane()) {
-            fetch_int8<ROWS, SPLITS, KIND>(p, block, inputs_there);
+            fetch_int8<ROWS, SPLITS, KIND>(p, block);
         } else if (warp == 1 && elect_lane()) {
-            fetch_row_bytes<ROWS, SPLITS, KIND>(p, block, inputs_there);
+            fetch_row_bytes<ROWS, SPLITS, KIND>(p, block);
         }
     } else {
         if constexpr (IS_LEAN_INT8<ROWS>) {
@@ -523,10 +499,8 @@ inline bool describe_int8(Int8Launch& p, const WideInt8Args& args) {
         p.wide.parts[i] = m.y_scales == nullptr ? nullptr : static_cast<uint8_t*>(m.y);
         const bool described = half ? describe_rows(&p.wide.inputs[i], m.x, HALVES, args.rows, m.k, args.tile_rows)
                                     : describe(&p.wide.inputs[i], m.x, BYTES, args.rows, m.k, 2 * m.k, 2, args.tile_rows, 2, TILE_BYTES, m.k);
-        // The L2 cache brings in what a stage wants, not the next one's too, which are the first to leave it again.
         const bool weights = args.turned ? describe_turned(&p.wide.weights[i], m.weight, m.n, m.k)
-                                         : describe(&p.wide.weights[i], m.weight, half ? HALVES : BYTES, m.n, m.k, m.k, 1, OUTPUTS, 1, TILE_BYTES,
-                                                    TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+                                         : describe_weights(&p.wide.weights[i], m.weight, half ? HALVES : BYTES, m.n, m.k);
         if (!described || !weights) return false;
         p.weight_scales[i] = static_cast<const __half*>(m.weight_scales);
         p.input_scales[i] = static_cast<const float2*>(m.input_scales);

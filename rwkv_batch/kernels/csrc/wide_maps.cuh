@@ -53,6 +53,12 @@ inline bool describe_rows(CUtensorMap* map, const void* matrix, ElementType elem
     return describe(map, matrix, element, rows, k, k, 1, box_rows, 1);
 }
 
+// W [n, k] in boxes of a tile's outputs. The L2 cache brings in what a stage wants, not the next one's too, which are the first to leave
+// it again.
+inline bool describe_weights(CUtensorMap* map, const void* matrix, ElementType element, int n, int k) {
+    return describe(map, matrix, element, n, k, k, 1, OUTPUTS, 1, TILE_BYTES, TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
+
 // Codes [k, n] in boxes of [128 inputs][128 outputs]; the L2 cache brings in no more than these.
 inline bool describe_turned(CUtensorMap* map, const void* matrix, int n, int k) {
     return describe(map, matrix, BYTES, k, n, n, 1, TURNED_INPUTS, 1, TILE_BYTES, TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_NONE);

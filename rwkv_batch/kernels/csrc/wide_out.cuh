@@ -3,12 +3,13 @@
 
 #include "activation.h"
 #include "common.cuh"
+#include "relu.cuh"
 #include "row_parts.cuh"
 #include "turned_codes.cuh"
 
 template <Activation ACTIVATION>
 __device__ __forceinline__ float wide_activate(float v) {
-    if constexpr (ACTIVATION == RELU_SQUARED) return fmaxf(v, 0.0f) * fmaxf(v, 0.0f);
+    if constexpr (ACTIVATION == RELU_SQUARED) return relu_square(v);
     if constexpr (ACTIVATION == SIGNED_SQUARE) return v * fabsf(v);
     if constexpr (ACTIVATION == TANH) return tanh_exp(v);
     if constexpr (ACTIVATION == SIGMOID) return sigmoidf(v);

@@ -17,7 +17,7 @@ from rwkv_batch.model.quant.formats import Format
 
 FEW_ROWS = {Format.FP8: 15, Format.INT8: 16, Format.INT4: 8}
 """Most rows that the streaming kernel takes, and for fp8 is asked for."""
-FEW_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT8: 8, Format.INT4: 8}
+FEW_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT8: 4, Format.INT4: 8}
 """The same beside Hopper's kernels of more rows."""
 
 
