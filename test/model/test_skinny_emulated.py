@@ -105,3 +105,13 @@ def test_a_row_has_the_same_bits_alone_and_in_company(libraries: dict[str, ctype
     multiply_few(alone, others_alone)
     for one, m in zip([*others_alone, *alone], [*others, *maps], strict=True):
         assert torch.equal(one.y, m.y[row])
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_a_row_without_numbers_stays_so_behind_relu(libraries: dict[str, ctypes.CDLL], format_: Format) -> None:
+    libraries["rwkv_skinny_quant"].emulation_set(20, 227 << 10)
+    (m, *_), _ = codes(format_, 3)
+    m.x[1, 70] = torch.nan
+    multiply_few([m])
+    assert m.activation is Activation.RELU_SQUARED
+    assert m.y.isnan().all(1).tolist() == [False, True, False]

@@ -197,7 +197,7 @@ def test_more_rows_than_a_tile_are_not_made_floats() -> None:
         launch_wide_fp8([Fp8Map(weight, weight_scales, x, x_scales, torch.empty(321, 144), Activation.NONE)])
 
 
-@pytest.mark.parametrize("rows", [9, 40])
+@pytest.mark.parametrize("rows", [9, 20, 40])
 def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside halves, and maps of halves that read their results; results as halves and in parts."""
     of_parts.emulation_set(1, 227 << 10)
@@ -228,7 +228,7 @@ def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.Mon
     assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
 
 
-@pytest.mark.parametrize("rows", [9, 40])
+@pytest.mark.parametrize("rows", [9, 20, 40])
 def test_shares(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a map whose last tile is narrower; no share is rounded to fp16, and no block waits for another."""
     monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
@@ -255,3 +255,17 @@ def test_parts_hold_whatever_a_half_holds(of_parts: ctypes.CDLL) -> None:
     weight, y = torch.eye(k).to(torch.float8_e4m3fn), torch.full((16, k), torch.nan, dtype=torch.float16)
     launch_wide_fp8([Fp8Map(weight, torch.ones(k), parts(x)[0], None, y, Activation.NONE)])
     assert ((y.float() - x.float()).abs() <= x.float().abs() / 50 + 2e-6).all()
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_row_without_numbers_stays_so_behind_relu(in_parts: bool) -> None:
+    rows = 12 if in_parts else 70
+    (weight, weight_scales, _), (x, scales, _) = codes(64, 128), codes(rows, 128)
+    given: tuple[Tensor, Tensor | None] = (x, scales)
+    if in_parts:
+        given = parts(x.half())[0], None
+    given[0].view(torch.uint8)[3, ..., 70] = 0x7F  # NaN of either form
+    y = torch.full((rows, 64), 5, dtype=torch.float16)
+    launch_wide_fp8([Fp8Map(weight, weight_scales / 512, *given, y, Activation.RELU_SQUARED)])
+    assert y.isnan().all(1).tolist() == [row == 3 for row in range(rows)]
+    assert y[y.isfinite()].min() == 0

@@ -107,7 +107,7 @@ def test_rows_in_bytes(rows: int, group: int) -> None:
     assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
 
 
-@pytest.mark.parametrize("rows", [9, 41])
+@pytest.mark.parametrize("rows", [9, 25, 41])
 def test_codes_as_inputs_lie(rows: int) -> None:
     """To the bit what codes [n, k] give. The map's last tile is narrower; what is no number stays so."""
     halves = torch.randn(rows, 384).half() * 10.0 ** torch.randint(-2, 2, (rows, 384)).half()
@@ -135,10 +135,11 @@ def test_a_row_is_the_same_whatever_the_others_hold() -> None:
     assert torch.equal(scales[:, 0], made.y_scales[:, 0])
 
 
-def test_what_is_not_finite_stays_so() -> None:
+@pytest.mark.parametrize("activation", [Activation.NONE, Activation.RELU_SQUARED])
+def test_what_is_not_finite_stays_so(activation: Activation) -> None:
     halves = torch.randn(6, 128).half()
     halves[2, 5], halves[4, 70] = torch.inf, torch.nan
-    made, _ = int8_map(bytes_of(halves), 64, False)
+    made, _ = int8_map(bytes_of(halves), 64, False, activation)
     launch_wide_int8([made])
     assert made.y.isfinite().all(1).tolist() == [True, True, False, True, False, True]
     assert not made.y[[2, 4]].isfinite().any()
@@ -167,7 +168,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             launch_wide_int8(maps, halves, late)
 
 
-@pytest.mark.parametrize("rows", [7, 40])
+@pytest.mark.parametrize("rows", [7, 20, 40])
 def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """What blocks that share k come to; none waits for another. The map's last tile is narrower. Of both orders."""
     for each in (library, of_turned):

@@ -125,6 +125,7 @@ __device__ __forceinline__ void multiply(float (&sums)[N / 2], uint64_t a, uint6
                  : __VA_ARGS__                                                                                   \
                  : "l"(a), "l"(b), "r"(add), "n"(transposed));
 
+HOPPER_PRODUCT(16, HOPPER_P0, 8, 9, 10, 11, HOPPER_D8(0))
 HOPPER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, HOPPER_D16(0))
 HOPPER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, HOPPER_D32(0))
 HOPPER_PRODUCT(80, HOPPER_P2_8, 40, 41, 42, 43, HOPPER_D32(0), HOPPER_D8(32))
@@ -154,6 +155,7 @@ __device__ __forceinline__ void multiply_parts(float (&sums)[N / 2], uint64_t a,
                      : "l"(a), "l"(b), "r"(add));                                                                \
     }
 
+HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
 HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
 HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
 HOPPER_FP8_PRODUCT(32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
@@ -183,6 +185,7 @@ __device__ __forceinline__ void multiply_registers(float (&sums)[N / 2], const u
     }
 #define HOPPER_FP8_REGISTER_PRODUCT(N, ...) HOPPER_CODE_REGISTER_PRODUCT(false, "e4m3", N, __VA_ARGS__)
 
+HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_D16(0))
 HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
 HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
 HOPPER_FP8_REGISTER_PRODUCT(96, HOPPER_P3, 48, 49, 50, 51, 52, 53, HOPPER_D32(0), HOPPER_D16(32))

@@ -38,12 +38,12 @@ RWKV_API int rwkv_wide(const WideArgs* args, void* stream) {
         }
     }
     if (args->to_floats) {
-        return launch_planned<32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+        return launch_planned<16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
             const bool known = splits.value == 1 && !args->transposed;
             return known ? launch_wide<rows.value, 1, WIDE_TO_FLOATS>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
         });
     }
-    return launch_planned<32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return launch_planned<16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         return args->transposed ? launch_wide<rows.value, splits.value, WIDE_TURNED>(p, stream)
                                 : launch_wide<rows.value, splits.value, WIDE_PLAIN>(p, stream);
     });

@@ -216,7 +216,7 @@ __device__ __forceinline__ void put_back(int* counters, int count) {
 }
 
 // The sums of a tile's splits, exchanged through memory: each block ends with a share of the chunks of 8 rows, in sums[0 ..],
-// the splits added in their order; the last share may be smaller, and what is behind it then means nothing. All blocks of the
+// the splits added in their order; the last shares may be smaller, or empty, and what is behind them then means nothing. All blocks of the
 // launch run at once (the caller sees to it), so waiting is safe. The counters stay as they are until put_back_splits.
 template <int ROWS, int SPLITS>
 constexpr int SHARE_CHUNKS = (ROWS / 8 + SPLITS - 1) / SPLITS;
@@ -224,7 +224,6 @@ constexpr int SHARE_CHUNKS = (ROWS / 8 + SPLITS - 1) / SPLITS;
 template <int ROWS, int SPLITS>
 __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLaunch& p, int tile, int my_split) {
     constexpr int CHUNKS = ROWS / 8, MINE = SHARE_CHUNKS<ROWS, SPLITS>;
-    static_assert((SPLITS - 1) * MINE < CHUNKS, "each split has a share");
     constexpr int BATCH = MINE % 4 == 0 ? 4 : MINE % 3 == 0 ? 3 : MINE % 2 == 0 ? 2 : 1;
     const int thread = threadIdx.x - 128;
     float4* const partial = p.partial + static_cast<int64_t>(tile) * SPLITS * CHUNKS * 256 + thread;
@@ -250,7 +249,7 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
                 const int j = 4 * (s * MINE + first + b);
                 if (s == my_split) {
                     if (j < ROWS / 2) parts[s][b] = make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
-                } else if (CHUNKS % MINE == 0 || my_split * MINE + first + b < CHUNKS) {
+                } else if (SPLITS * MINE == CHUNKS || my_split * MINE + first + b < CHUNKS) {
                     parts[s][b] = __ldcg(partial + (s * CHUNKS + my_split * MINE + first + b) * 256);
                 }
             }

@@ -54,7 +54,8 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[N / 2], uint32_t a, u
 #define HOPPER_R8(i)                                                                                    \
     "+r"(s[i]), "+r"(s[i + 1]), "+r"(s[i + 2]), "+r"(s[i + 3]), "+r"(s[i + 4]), "+r"(s[i + 5]), "+r"(s[i + 6]), \
         "+r"(s[i + 7])
-#define HOPPER_R32(i) HOPPER_R8(i), HOPPER_R8(i + 8), HOPPER_R8(i + 16), HOPPER_R8(i + 24)
+#define HOPPER_R16(i) HOPPER_R8(i), HOPPER_R8(i + 8)
+#define HOPPER_R32(i) HOPPER_R16(i), HOPPER_R16(i + 16)
 #define HOPPER_INTEGER_PRODUCT(N, PLACES, A, B, ADD, ...)                                                        \
     template <>                                                                                                  \
     __device__ __forceinline__ void multiply_bytes<N>(int (&s)[N / 2], uint32_t a, uint32_t b, int add) {        \
@@ -65,6 +66,7 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[N / 2], uint32_t a, u
                      : "r"(a), "r"(b), "r"(add));                                                                \
     }
 
+HOPPER_INTEGER_PRODUCT(32, HOPPER_P1, 16, 17, 18, HOPPER_R16(0))
 HOPPER_INTEGER_PRODUCT(64, HOPPER_P2, 32, 33, 34, HOPPER_R32(0))
 HOPPER_INTEGER_PRODUCT(128, HOPPER_P4, 64, 65, 66, HOPPER_R32(0), HOPPER_R32(32))
 
@@ -82,6 +84,7 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[N / 2], const uint32_
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                                    \
     }
 
+HOPPER_INTEGER_REGISTER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_R16(0))
 HOPPER_INTEGER_REGISTER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_R32(0))
 HOPPER_INTEGER_REGISTER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_R32(0), HOPPER_R32(32))
 
@@ -92,7 +95,8 @@ __device__ __forceinline__ float4 shared_float4(uint32_t at) {
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 
-constexpr uint32_t INT8_TILE_CYCLES = 2000;  // see TILE_CYCLES
+template <int ROWS>
+constexpr uint32_t INT8_TILE_CYCLES = ROWS <= 16 ? TILE_CYCLES : 2000;
 
 // One lane: W's tiles and scales of all of this block's work into the ring.
 template <int ROWS, int SPLITS, WideKind KIND, typename Block>
@@ -119,7 +123,7 @@ __device__ __forceinline__ void fetch_int8(const Int8Launch& p, const Block& blo
                 copy_line(to + Tile::WEIGHT_SCALES_AT, scales, scale_bytes, barrier);
             }
             slot.advance();
-            if (in_turn > 0) wait_for_turn(block.inputs_there, INT8_TILE_CYCLES), --in_turn;
+            if (in_turn > 0) wait_for_turn(block.inputs_there, INT8_TILE_CYCLES<ROWS>), --in_turn;
         }
     }
 }

@@ -4,7 +4,7 @@
 RWKV_API int rwkv_wide_parts(const WideFp8Args* args, void* stream) {
     WideLaunch p;
     if (!describe_fp8(p, *args)) return static_cast<int>(cudaErrorInvalidValue);
-    return launch_planned<32, 64>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return launch_planned<16, 32, 64>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         constexpr int COLUMNS = 2 * rows.value;
         if (args->turned && p.count > 1) return static_cast<int>(cudaErrorInvalidValue);
         if (args->turned) return launch_wide<COLUMNS, splits.value, WIDE_PARTS_TURNED>(p, stream);

@@ -30,7 +30,7 @@ from rwkv_batch.kernels.cuda.wide import (
 
 CODES_DEPTH = 128
 """Inputs of a step of a product of codes."""
-PARTS_TILE_ROWS = (32, 64)
+PARTS_TILE_ROWS = (16, 32, 64)
 """Of rows in two parts: twice as many columns of a product."""
 MAX_PARTS_ROWS = PARTS_TILE_ROWS[-1]
 

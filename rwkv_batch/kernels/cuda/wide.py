@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 MPS_PIPES = "/tmp/nvidia-mps"  # noqa: S108  where MPS listens unless it is told otherwise
 OUTPUTS = 128
 DEPTH = 64
-TILE_ROWS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256)
+TILE_ROWS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256)
 """Tiles of rows there are kernels for; of weights [k, n], one tile holds all rows of a launch. 80 and 240 are groups of
 four GPUs with 320 and 960 rows."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
