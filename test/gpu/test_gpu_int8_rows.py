@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 WIDTH, VOCAB = 4096, 256
 RANKS = (128, 128, 96, 480)
-ROWS = (9, 16, 31, 32, 33, 64)
+ROWS = (5, 9, 16, 31, 32, 33, 64)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def spoilt(x: RowCodes, kept: Tensor) -> RowCodes:
     return RowCodes(codes, scales)
 
 
-@pytest.mark.parametrize("lengths", [[1] * 9, [1] * 21, [1] * 64, [40], [3, 1, 30]], ids=str)
+@pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 21, [1] * 64, [40], [3, 1, 30]], ids=str)
 def test_bytes_stand_for_the_halves(stage: Stage, lengths: list[int]) -> None:
     """Those that a pass makes of the halves that adapters read, to the bit."""
     layer = stage.layers[1]
@@ -168,7 +168,7 @@ def test_output_and_channel_mix(stage: Stage, rows: int) -> None:
 
 
 @pytest.mark.parametrize("n, k", [(4096, 4096), (16384, 4096), (4096, 16384), (768, 768), (3072, 768), (2560, 2560)])
-@pytest.mark.parametrize("rows", [1, 9, 32, 64])
+@pytest.mark.parametrize("rows", [1, 9, 16, 17, 32, 64])
 @pytest.mark.parametrize("name", ["att.output", "ffn.key"])
 def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
     """Against fp32, of inputs as the bytes mean them."""
@@ -202,7 +202,7 @@ def test_value_is_multiplied_as_its_inputs_lie(stage: Stage, rows: int, n: int, 
     assert all(torch.equal(value(others)[kept], y[kept]) for _ in range(20))
 
 
-@pytest.mark.parametrize("rows", [9, 32, 64])
+@pytest.mark.parametrize("rows", [5, 9, 32, 64])
 def test_logits_of_bytes(stage: Stage, rows: int) -> None:
     """The head's, in fp32, against fp32; a row's the same bits in every tile."""
     stored = quantise(torch.randn(1 << 15, WIDTH, device=GPU) / WIDTH**0.5, Format.INT8)
