@@ -14,8 +14,8 @@
 // A unit of work is 32 outputs; a block's are neighbours. A tile is 32 outputs by four pieces of 128 bytes along k: two
 // pieces side by side are the operand's 64 rows, each multiplied by the columns of its own inputs (0 .. 3 and 4 .. 7).
 // Four warpgroups take turns with a unit's tiles, so that four are worked at; a warp more keeps the ring of tiles filled,
-// from before the launch's inputs are there. Before these have been asked for it asks for some tiles only (early_tiles): what is
-// asked for later by any block, ffn.value's or the WKV's beside this one too, waits behind that.
+// from before the launch's inputs are there. Until these have been asked for it asks for some tiles only at once (EARLY_TILES), for the
+// others one after the other: what is asked for later by any block, ffn.value's or the WKV's beside this one too, waits behind that.
 //
 // A block's units are of one map, so that it makes its row once. Maps get blocks by their bytes.
 //
@@ -34,13 +34,13 @@
 
 constexpr int UNIT = 32, PIECES = 4, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS;
 constexpr int STAGES = 2 * WARPGROUPS;  // of the ring; a multiple, so that a place always is the same warpgroup's
+constexpr int EARLY_TILES = 2;  // with TILE_CYCLES as measured (docs/notebook.md)
 constexpr int TILE_ROOM = UNIT * PIECES * TILE_BYTES, INPUT_ROOM = MOST_HELD * 4 + 256;  // 256: read past, not used
 
 struct RowLaunch {
     CUtensorMap weights[MAX_MAPS], scales[MAX_MAPS];
     QuantArgs args;
     int units[MAX_MAPS];
-    int early;  // tiles of a block, asked for before its inputs are
 };
 
 // A block's units, which are of one map.
@@ -316,7 +316,8 @@ __device__ __forceinline__ void fetch_units(const RowLaunch& p, RowRoom& room, u
         for (int step = 0; step * PIECES * TILE_BYTES < row_bytes; ++step) {
             wait_barrier(empty + 8 * stage, parity);
             const uint32_t barrier = full + 8 * stage, to = ring + stage * Tile::BYTES;
-            if (count++ == p.early) wait_barrier(asked + 8, 0);
+            if (count >= EARLY_TILES && count < STAGES) wait_for_turn(asked + 8, TILE_CYCLES);
+            ++count;
             const bool scaled = Tile::grouped && !half;
             expect_bytes(barrier, TILE_ROOM + (scaled ? Tile::GROUPS * UNIT * Tile::SCALE_ITEM : 0));
             copy_box(to, &p.weights[share.map], 0, output, step * PIECES, barrier, EVICT_FIRST);
@@ -690,14 +691,11 @@ static bool describe_scales(CUtensorMap* map, const QuantMap& m) {
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// As measured (docs/notebook.md). Of 4 bits no ffn.value stands beside r, k, v, which may have more.
-static int early_tiles(Format format, int maps) { return format != INT4 ? 4 : maps > 1 ? 6 : 3; }
-
 template <Format FORMAT>
 static int launch_format(const QuantArgs& args, void* stream) {
     if (encode_tiled() == nullptr) return static_cast<int>(cudaErrorNotSupported);
     RowLaunch p = {};
-    p.args = args, p.early = early_tiles(FORMAT, args.count);
+    p.args = args;
     const auto row_bytes = [&](int i) {
         const QuantMap& m = args.maps[i];
         return m.scales == nullptr ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k;
