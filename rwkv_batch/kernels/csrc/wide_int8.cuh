@@ -96,7 +96,7 @@ __device__ __forceinline__ float4 shared_float4(uint32_t at) {
 }
 
 template <int ROWS>
-constexpr uint32_t INT8_TILE_CYCLES = ROWS <= 16 ? TILE_CYCLES : 2000;
+constexpr uint32_t INT8_TILE_CYCLES = ROWS <= 16 ? TILE_CYCLES : 2000;  // as measured (docs/notebook.md)
 
 // One lane: W's tiles and scales of all of this block's work into the ring.
 template <int ROWS, int SPLITS, WideKind KIND, typename Block>
