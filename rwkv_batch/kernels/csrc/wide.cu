@@ -1,5 +1,5 @@
 // Entry of the products of halves (wide.cuh): makes the tensor maps, and launches what the caller has planned.
-#include "wide_maps.cuh"
+#include "wide.cuh"
 
 struct WideMap {
     const void* weight;  // [n, k] fp16, or [k, n] if transposed

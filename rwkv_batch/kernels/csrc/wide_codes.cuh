@@ -11,7 +11,9 @@
 #pragma once
 
 #include "wide_codes_reader.cuh"
+#include "wide_exchange.cuh"
 #include "wide_maps.cuh"
+#include "wide_ring.cuh"
 
 // A stage: W's codes, x as two tiles [ROWS][64] with the 128-byte swizzle, scales of 128 outputs.
 template <typename Kind, int ROWS>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "quant.cuh"
-#include "wide.cuh"
+#include "wide_work.cuh"
 
 template <Format FORMAT, bool TRANSPOSED>
 struct Codes {

@@ -1,6 +1,6 @@
 // Entry of the products of the entrance of a time mix in halves: r, k, v, the low ranks, and the low ranks' exits, which read
 // what the launch itself gives (wide.cuh). Mirrored in cuda/library.py.
-#include "wide_maps.cuh"
+#include "wide.cuh"
 
 struct WideEntranceMap {
     const void* weight;  // [n, k] fp16

@@ -1,7 +1,7 @@
 // What launches over fp8 weights are given, and maps of halves beside them (wide.cuh). Mirrored in cuda/library.py.
 #pragma once
 
-#include "wide_maps.cuh"
+#include "wide.cuh"
 
 struct WideFp8Map {
     const void* weight;         // [n, k] e4m3, or fp16

@@ -16,7 +16,9 @@
 #include "ring_release.cuh"
 #include "row_bytes.cuh"
 #include "wide_codes_reader.cuh"
+#include "wide_exchange.cuh"
 #include "wide_maps.cuh"
+#include "wide_ring.cuh"
 
 struct Int8Launch {
     WideLaunch wide;  // parts: y of maps whose results are in bytes

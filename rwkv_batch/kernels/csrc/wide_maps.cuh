@@ -1,9 +1,9 @@
-// Tensor maps of the matrices of wide.cuh, made by the driver.
+// What launchers of wide.cuh, and of the kernels that are made like it, have in common: tensor maps, made by the driver, and launches that are planned.
 #pragma once
 
 #include <type_traits>
 
-#include "wide.cuh"
+#include "wide_work.cuh"
 
 using EncodeTiled = CUresult (*)(
     CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -94,4 +94,20 @@ int launch_planned(int tile_rows, int splits, const Launch& launch) {
     };
     (with_rows(std::integral_constant<int, ROWS>()), ...);
     return code;
+}
+
+// As many blocks as run at once and have work; all of them at once when k is split. `raised`: on which devices the kernel
+// may have its shared memory.
+template <typename Params>
+int launch_tiles(
+    void (*kernel)(Params), bool (&raised)[MAX_DEVICES], int shared_bytes, int tiles, int splits, const Params& p, void* stream) {
+    if (!raised[this_device()]) {
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaSuccess) return static_cast<int>(error);
+        raised[this_device()] = true;
+    }
+    const int units = tiles * splits, room = this_machine().processors;
+    if (splits > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
+    launch_with_shared(kernel, dim3(min(units, room)), 384, shared_bytes, stream, p);
+    return launch_result();
 }

@@ -1,0 +1,352 @@
+// What a team of wkv_chunk.cu makes of a chunk's tokens: the operands that meet the state (1 to 3), and from what the state's warps leave,
+// y (group norm, bonus, gate).
+#pragma once
+
+#include "fragments.cuh"
+#include "wkv_chunk_room.cuh"
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float rsqrt_fast(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// sigmoid(x + bias), the bias times -log2(e).
+__device__ __forceinline__ float biased_sigmoid(float x, float bias) {
+    return reciprocal(1.0f + exp2_fast(fmaf(x, -LOG2_E, bias)));
+}
+
+// Four neighbouring channels.
+struct Four {
+    float x[4];
+};
+
+__device__ __forceinline__ Four load_four(const float* p) {
+    const float4 f = *reinterpret_cast<const float4*>(p);
+    return {{f.x, f.y, f.z, f.w}};
+}
+__device__ __forceinline__ void store_four(float* p, const Four& f) {
+    *reinterpret_cast<float4*>(p) = make_float4(f.x[0], f.x[1], f.x[2], f.x[3]);
+}
+__device__ __forceinline__ Four unpack_four(uint2 packed) {
+    Four f;
+    unpack2(packed.x, f.x[0], f.x[1]);
+    unpack2(packed.y, f.x[2], f.x[3]);
+    return f;
+}
+__device__ __forceinline__ void put_four(__half* p, const Four& f) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(pack2(f.x[0], f.x[1]), pack2(f.x[2], f.x[3]));
+}
+__device__ __forceinline__ uint32_t pack2_saturated(float lo, float hi) {
+    uint32_t packed;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    return packed;
+}
+__device__ __forceinline__ void put_four_saturated(__half* p, const Four& f) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(pack2_saturated(f.x[0], f.x[1]), pack2_saturated(f.x[2], f.x[3]));
+}
+
+// Sums of two tokens' values over the 16 lanes that share them; `upper`: whether this is one of the lanes 8 to 15 of those.
+__device__ __forceinline__ float2 token_sums(float first, float second, bool upper) {
+    float sum = (upper ? second : first) + __shfl_xor_sync(FULL, upper ? first : second, 8);
+#pragma unroll
+    for (int offset = 4; offset > 0; offset >>= 1) sum += __shfl_xor_sync(FULL, sum, offset);
+    const float other = __shfl_xor_sync(FULL, sum, 8);
+    return upper ? make_float2(other, sum) : make_float2(sum, other);
+}
+
+// Where a thread of a team stands: 2 tokens of the chunk, 4 channels of the head.
+struct Place {
+    int warp, lane, token, channel;
+
+    __device__ __forceinline__ explicit Place(int thread)
+        : warp(thread >> 5),
+          lane(thread & 31),
+          token((thread >> 5) * 4 + ((thread >> 4) & 1) * 2),
+          channel((thread & 15) * 4) {}
+};
+
+// A thread's 2 tokens as they lie in memory. Beyond a row's end: nothing, and a decay of 1.
+struct Inputs {
+    uint2 r[2], w[2], k[2], v[2], a[2], gate[2], first[2];
+
+    // `left`: tokens of the row from this thread's first one on.
+    __device__ __forceinline__ void load(const WkvArgs& p, int64_t from, int left) {
+        int64_t bytes = 2 * from;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bool there = i < left;
+            const auto get = [&](const __half* x, uint32_t otherwise) {
+                return there ? *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(x) + bytes)
+                             : make_uint2(otherwise, otherwise);
+            };
+            r[i] = get(p.r, 0u), w[i] = get(p.w, MINUS_INFINITY), k[i] = get(p.k, 0u), v[i] = get(p.v, 0u), a[i] = get(p.a, 0u);
+            gate[i] = get(p.v_gate, 0u), first[i] = get(p.v_first, 0u);
+            bytes += 2 * p.heads * HEAD;
+        }
+    }
+};
+
+// What a thread keeps of a chunk until its y is there: 2 tokens' bonus times v.
+struct Kept {
+    Four bonus[2];
+};
+
+__device__ __forceinline__ void load_constants(const WkvArgs& p, int head, Constants& c) {
+    if (threadIdx.x < HEAD) {
+        const int i = threadIdx.x, channel = head * HEAD + i;
+        c.w0[i] = -LOG2_E * p.w0[channel], c.a0[i] = -LOG2_E * p.a0[channel];
+        c.v0[i] = -LOG2_E * p.v0[channel];
+        c.k_k[i] = p.k_k[channel], c.k_a[i] = p.k_a[channel], c.one_less_k_a[i] = 1.0f - p.k_a[channel];
+        c.r_k[i] = p.r_k[channel], c.ln_weight[i] = p.ln_weight[channel], c.ln_bias[i] = p.ln_bias[channel];
+    }
+}
+
+// Step 1 of a team: the chunk's vectors as operands, in shared memory.
+__device__ __forceinline__ void make_vectors(
+    const Constants& c, const Inputs& in, Scratch& sh, Stage& out, Kept& kept, const Place& at, int barrier) {
+    Four log_w[2], kk[2], rate[2], k[2];
+    float square_parts[2] = {}, bonus_parts[2] = {};
+    {
+        const Four w0 = load_four(c.w0 + at.channel), a0 = load_four(c.a0 + at.channel);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Four w = unpack_four(in.w[i]), a = unpack_four(in.a[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                log_w[i].x[j] = DECAY_SCALE * LOG2_E * biased_sigmoid(w.x[j], w0.x[j]);
+                rate[i].x[j] = biased_sigmoid(a.x[j], a0.x[j]);
+            }
+        }
+    }
+    {
+        const Four k_k = load_four(c.k_k + at.channel), k_a = load_four(c.k_a + at.channel);
+        const Four one_less = load_four(c.one_less_k_a + at.channel), r_k = load_four(c.r_k + at.channel);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Four r = unpack_four(in.r[i]), raw = unpack_four(in.k[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                kk[i].x[j] = raw.x[j] * k_k.x[j];
+                k[i].x[j] = raw.x[j] * fmaf(rate[i].x[j], k_a.x[j], one_less.x[j]);
+                square_parts[i] = fmaf(kk[i].x[j], kk[i].x[j], square_parts[i]);
+                bonus_parts[i] = fmaf(r.x[j] * k[i].x[j], r_k.x[j], bonus_parts[i]);
+            }
+        }
+    }
+    {
+        const Four v0 = load_four(c.v0 + at.channel);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Four v = unpack_four(in.v[i]), gate = unpack_four(in.gate[i]), first = unpack_four(in.first[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                kept.bonus[i].x[j] = fmaf(first.x[j] - v.x[j], biased_sigmoid(gate.x[j], v0.x[j]), v.x[j]);
+            }
+            put_four(&out.v[at.token + i][at.channel], kept.bonus[i]);
+        }
+    }
+    const float2 squares = token_sums(square_parts[0], square_parts[1], at.lane & 8);
+    const float2 bonus = token_sums(bonus_parts[0], bonus_parts[1], at.lane & 8);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) kept.bonus[0].x[j] *= bonus.x, kept.bonus[1].x[j] *= bonus.y;
+    Four before;  // log of the decays of this warp's tokens before this thread's
+    {
+        Four total;
+        const bool second = at.lane & 16;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float own = log_w[0].x[j] + log_w[1].x[j], other = __shfl_xor_sync(FULL, own, 16);
+            total.x[j] = own + other;
+            before.x[j] = second ? other : 0.0f;
+        }
+        if (!second) store_four(&sh.log_decay[at.warp][at.channel], total);
+    }
+    meet(barrier, TEAM);
+    Four last;  // decay from the middle to the end
+    {
+        const Four t0 = load_four(&sh.log_decay[0][at.channel]), t1 = load_four(&sh.log_decay[1][at.channel]);
+        const Four t2 = load_four(&sh.log_decay[2][at.channel]), t3 = load_four(&sh.log_decay[3][at.channel]);
+        // the tokens between the middle and this warp's first one
+        const float f0 = at.warp == 0 ? -1.0f : 0.0f, f1 = at.warp <= 1 ? -1.0f : 0.0f, f2 = at.warp == 3 ? 1.0f : 0.0f;
+        Four middle, whole;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            before.x[j] = fmaf(f0, t0.x[j], fmaf(f1, t1.x[j], fmaf(f2, t2.x[j], before.x[j])));
+            middle.x[j] = t0.x[j] + t1.x[j], last.x[j] = t2.x[j] + t3.x[j];
+            whole.x[j] = middle.x[j] + last.x[j];
+        }
+        if (at.warp == 0) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) middle.x[j] = exp2_fast(middle.x[j]), whole.x[j] = exp2_fast(whole.x[j]);
+            store_four(&sh.middle[at.channel], middle);
+            store_four(&out.decay[at.channel], whole);
+        }
+    }
+    Four now;  // decay before the token, relative to the middle
+#pragma unroll
+    for (int j = 0; j < 4; ++j) now.x[j] = exp2_fast(before.x[j]), last.x[j] = exp2_fast(last.x[j]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float n = rsqrt_fast(fmaxf(i == 0 ? squares.x : squares.y, 1e-24f));
+        const Four r = unpack_four(in.r[i]);
+        Four left_a, left_r, right_b, right_k, end_b, end_k;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float unit = kk[i].x[j] * n;
+            left_a.x[j] = -unit * now.x[j];
+            before.x[j] += log_w[i].x[j];
+            now.x[j] = exp2_fast(before.x[j]);
+            const float up = exp2_fast(-before.x[j]);
+            left_r.x[j] = r.x[j] * now.x[j];
+            right_b.x[j] = unit * rate[i].x[j] * up;
+            right_k.x[j] = k[i].x[j] * up;
+            end_b.x[j] = right_b.x[j] * last.x[j];
+            end_k.x[j] = right_k.x[j] * last.x[j];
+        }
+        const int t = at.token + i;
+        put_four(&sh.a[t][at.channel], left_a);
+        put_four(&sh.r[t][at.channel], left_r);
+        put_four(&sh.b[t][at.channel], right_b);
+        put_four_saturated(&sh.k[t][at.channel], right_k);
+        put_four(&out.b[t][at.channel], end_b);
+        put_four_saturated(&out.k[t][at.channel], end_k);
+    }
+}
+
+// T = (I - ba)^-1: lane s solves column s from the top down. Rows of ba are read ahead, and nothing is stored before all
+// is solved, so that the chain is one of multiply-adds alone.
+__device__ __forceinline__ void invert(Scratch& sh, int lane) {
+    const int s = lane & 15;
+    float column[CHUNK];
+#pragma unroll
+    for (int t = 0; t < CHUNK; ++t) {
+        float sums[4] = {t == s ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int m = 0; m < t; m += 4) {
+            const float4 row = *reinterpret_cast<const float4*>(&sh.ba[t][m]);
+            sums[0] = fmaf(row.x, column[m], sums[0]);
+            if (m + 1 < t) sums[1] = fmaf(row.y, column[m + 1], sums[1]);
+            if (m + 2 < t) sums[2] = fmaf(row.z, column[m + 2], sums[2]);
+            if (m + 3 < t) sums[3] = fmaf(row.w, column[m + 3], sums[3]);
+        }
+        column[t] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+    if (lane < 16) {
+#pragma unroll
+        for (int t = 0; t < CHUNK; t += 8) {
+            const uint4 part = make_uint4(pack2(column[t], column[t + 1]), pack2(column[t + 2], column[t + 3]),
+                                          pack2(column[t + 4], column[t + 5]), pack2(column[t + 6], column[t + 7]));
+            store16(&sh.inverse[s][t], part);
+        }
+    }
+}
+
+// Step 2: one of the four [t][s] products per warp, zero above the diagonal (and on it, for A); and T.
+__device__ __forceinline__ void multiply_vectors(Scratch& sh, int part, int lane) {
+    const __half* left = part < 2 ? &sh.a[0][0] : &sh.r[0][0];
+    const __half* right = part & 1 ? &sh.k[0][0] : &sh.b[0][0];
+    float c[2][4] = {};
+#pragma unroll
+    for (int at = 0; at < HEAD; at += 16) {
+        const Fragment l = left_operand(left, LD, at, lane), m = right_operand(right, LD, at, lane);
+        mma(c[0], l, m.x[0], m.x[1]);
+        mma(c[1], l, m.x[2], m.x[3]);
+    }
+    const int g = lane >> 2, q = lane & 3, reach = part < 2 ? 0 : 1;
+    __half* out = part == 1 ? &sh.ka[0][0] : part == 2 ? &sh.br[0][0] : &sh.kr[0][0];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+            const int t = g + up * 8, s = n * 8 + 2 * q;
+            const float lo = s < t + reach ? c[n][2 * up] : 0.0f, hi = s + 1 < t + reach ? c[n][2 * up + 1] : 0.0f;
+            if (part == 0) {
+                *reinterpret_cast<float2*>(&sh.ba[t][s]) = make_float2(lo, hi);
+            } else {
+                *reinterpret_cast<__half2*>(out + t * LD_SMALL + s) = __floats2half2_rn(lo, hi);
+            }
+        }
+    }
+    if (part == 0) {
+        __syncwarp();
+        invert(sh, lane);
+    }
+}
+
+// 16 rows of [A' KA']^T and [R' KR']^T from those of [A KA]^T and [R KR]^T: rows `at` of a and r, times `scale`.
+__device__ __forceinline__ void turn(
+    const __half* a, const __half* r, int ld, int at, const Fragment& inverse, const Fragment& br, const float (&scale)[2],
+    __half* a_out, __half* r_out, int lane) {
+    float a_sums[2][4] = {}, r_sums[2][4];
+    const Fragment left = left_operand_transposed(a, ld, at, lane);
+    as_sums(left_operand_transposed(r, ld, at, lane), r_sums);
+    mma(a_sums[0], left, inverse.x[0], inverse.x[1]);
+    mma(a_sums[1], left, inverse.x[2], inverse.x[3]);
+    const Fragment through = as_operand(a_sums[0], a_sums[1]);
+    mma(r_sums[0], through, br.x[0], br.x[1]);
+    mma(r_sums[1], through, br.x[2], br.x[3]);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+            const int to = ((lane >> 2) + up * 8) * LD_SMALL + n * 8 + 2 * (lane & 3);
+            *reinterpret_cast<uint32_t*>(a_out + to) = pack2(a_sums[n][2 * up] * scale[up], a_sums[n][2 * up + 1] * scale[up]);
+            *reinterpret_cast<uint32_t*>(r_out + to) = pack2(r_sums[n][2 * up] * scale[up], r_sums[n][2 * up + 1] * scale[up]);
+        }
+    }
+}
+
+// Step 3: the operands that meet the state; every warp for 16 keys, one for the chunk's own tokens too.
+__device__ __forceinline__ void finish_operands(const Scratch& sh, Stage& out, const Place& at, bool tokens_too) {
+    const Fragment inverse = right_operand_kn(&sh.inverse[0][0], LD_SMALL, 0, at.lane);
+    const Fragment br = right_operand(&sh.br[0][0], LD_SMALL, 0, at.lane);
+    const int keys = at.warp * 16;
+    const float middle[2] = {sh.middle[keys + (at.lane >> 2)], sh.middle[keys + (at.lane >> 2) + 8]};
+    turn(&sh.a[0][0], &sh.r[0][0], LD, keys, inverse, br, middle, out.a[keys], out.r[keys], at.lane);
+    if (tokens_too) {
+        const float as_is[2] = {1.0f, 1.0f};
+        turn(&sh.ka[0][0], &sh.kr[0][0], LD_SMALL, 0, inverse, br, as_is, out.a[HEAD], out.r[HEAD], at.lane);
+    }
+}
+
+// Group norm, bonus and gate of a thread's 2 tokens, from what the state's warps left.
+__device__ __forceinline__ void finish_tokens(
+    const WkvArgs& p, const Constants& c, const float (*from_state)[HEAD + 4], const Kept& kept, const uint2 (&gates)[2],
+    int64_t from, int left, const Place& at) {
+    Four y[2];
+    float sums[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        y[i] = load_four(&from_state[at.token + i][at.channel]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[i] += y[i].x[j];
+    }
+    const float2 totals = token_sums(sums[0], sums[1], at.lane & 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float mean = (i == 0 ? totals.x : totals.y) * (1.0f / HEAD);
+        sums[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) y[i].x[j] -= mean, sums[i] = fmaf(y[i].x[j], y[i].x[j], sums[i]);
+    }
+    const float2 squares = token_sums(sums[0], sums[1], at.lane & 8);
+    const Four weight = load_four(c.ln_weight + at.channel), bias = load_four(c.ln_bias + at.channel);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float scale = rsqrt_fast((i == 0 ? squares.x : squares.y) * (1.0f / HEAD) + GROUP_NORM_EPS);
+        const Four gate = unpack_four(gates[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            y[i].x[j] = (fmaf(y[i].x[j] * scale, weight.x[j], bias.x[j]) + kept.bonus[i].x[j]) * gate.x[j];
+        }
+        if (i < left) put_four(p.y + from, y[i]);
+        from += p.heads * HEAD;
+    }
+}
