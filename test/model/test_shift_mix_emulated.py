@@ -296,3 +296,14 @@ def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
     for one, both in zip(*results, strict=True):
         assert torch.equal(one, both)
     assert ops.workspaces[CPU].mix_counter.item() == 0
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_row_without_numbers_stays_so_in_codes(ops: CudaOps, libraries: list[ctypes.CDLL], squares: bool) -> None:
+    halves = torch.randn(3, WIDTH).half()
+    halves[1, 70] = torch.nan
+    made = quantise_rows(halves, relu_square=squares)
+    assert made.scales is not None
+    meant = made.codes.float() * made.scales.unsqueeze(1)
+    assert meant.isnan().any(1).tolist() == [False, True, False]
+    assert not squares or (meant[::2] >= 0).all()

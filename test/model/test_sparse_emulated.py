@@ -89,3 +89,39 @@ def test_one_row(of_one_row: ctypes.CDLL, format_: Format, share: float) -> None
     call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
     true = hidden.float() @ meaning.T
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_a_row_without_numbers_stays_so(
+    library: ctypes.CDLL, of_one_row: ctypes.CDLL, few_library: ctypes.CDLL, format_: Format
+) -> None:
+    """And the others have theirs."""
+    hidden = hidden_of(3, 0.3)
+    hidden[1, 70] = torch.nan
+    packed, _ = of_format(format_)
+    weights = packed.codes.data_ptr(), packed.scales.data_ptr()
+    found = torch.zeros(3, WIDTH).half()
+    call(
+        library,
+        "rwkv_sparse_value_quant",
+        hidden.data_ptr(),
+        *weights,
+        found.data_ptr(),
+        NUMBERS[format_],
+        3,
+        WIDTH,
+        FFN,
+    )
+    assert found.isnan().all(1).tolist() == [False, True, False] and found[::2].isfinite().all()
+    if format_ is not Format.INT4:
+        shares = torch.zeros(SPARSE_FEW_SHARES, 3, 128)
+        stored = pack(quantise(torch.randn(128, FFN), format_), transposed=True)
+        places = hidden.data_ptr(), stored.codes.data_ptr(), stored.scales.data_ptr(), shares.data_ptr()
+        call(few_library, "rwkv_sparse_few", *places, NUMBERS[format_], 3, 128, FFN)
+        assert shares.sum(0).isnan().all(1).tolist() == [False, True, False]
+    alone, y = torch.rand(1, FFN_OF_ONE_ROW).half(), torch.zeros(1, WIDTH).half()
+    alone[0, 70] = torch.nan
+    packed, _ = of_format(format_, FFN_OF_ONE_ROW)
+    places = alone.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
+    assert y.isnan().all()

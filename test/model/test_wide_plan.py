@@ -43,7 +43,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("rows", [17, 32, 33, 64, 80, 105, 128, 233, 250, 256])
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 33, 64, 80, 105, 128, 233, 250, 256])
 def test_every_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
     plan = plan_wide(rows, SHAPES[name], PROCESSORS)
     assert plan.tile_rows in TILE_ROWS

@@ -63,20 +63,21 @@ struct WideBlock {
 };
 
 // W's first tiles, asked for at once, would stand in line before what the kernel before reads: shift_mix, which waits for memory more
-// than it works. So they are asked for so many cycles apart until it has ended. Where blocks share k, the kernel before is the WKV or a product.
+// than it works. So they are asked for so many cycles apart until it has ended. Where blocks share k, the kernel before is the WKV or a product, of
+// models as wide as 7.2B; of narrower ones they share it behind shift_mix as well, where none takes turns.
 template <int SPLITS, WideKind KIND>
 constexpr bool IS_BEHIND_SHIFT_MIX = BLOCK_SPLITS<SPLITS, KIND> == 1 && !TURNS_CODES<KIND>;
 constexpr int MOST_HALVES_IN_TURN = 8;  // rows; for more it was no gain
 constexpr uint32_t TILE_CYCLES = 1000;
 
 // So long, or until the barrier's first phase is over.
-__device__ __forceinline__ void wait_for_turn(uint32_t inputs_there, uint32_t cycles) {
+__device__ __forceinline__ void wait_for_turn(uint32_t barrier, uint32_t cycles) {
     uint32_t begun, now, over;
     asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
     do {
         asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], 0;\nselp.u32 %0, 1, 0, over;\n}"
                      : "=r"(over)
-                     : "r"(inputs_there)
+                     : "r"(barrier)
                      : "memory");
         asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
     } while (over == 0 && now - begun < cycles);
