@@ -53,7 +53,7 @@ class CudaError(RuntimeError):
 
 
 class ShiftMixArgs(Structure):
-    """Mirrors the struct in shift_mix.cu."""
+    """Mirrors the struct in shift_mix.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("x", "delta", "shares", "sums", "added", "x_out", "mixed", "codes", "scales")],
