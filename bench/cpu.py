@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from demo.random_weights import write_random_model
-from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline

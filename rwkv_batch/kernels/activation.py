@@ -1,4 +1,4 @@
-"""What a linear map applies to its outputs, by the numbers of csrc/activation.h."""
+"""What a linear map applies to its outputs, by the numbers of native/csrc/activation.h."""
 
 from __future__ import annotations
 

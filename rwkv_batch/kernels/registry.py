@@ -12,10 +12,10 @@ from rwkv_batch.model.shape import X070
 
 _BACKENDS = {
     "cuda": ("rwkv_batch.kernels.cuda.ops", "CudaOps"),
-    "cpu": ("rwkv_batch.kernels.cpu", "CpuOps"),
+    "cpu": ("rwkv_batch.kernels.cpu.ops", "CpuOps"),
     "naive": ("rwkv_batch.kernels.naive", "NaiveOps"),
 }
-_OF_OLDER_VERSIONS = _BACKENDS | {"cpu": ("rwkv_batch.kernels.cpu", "PackedOps")}
+_OF_OLDER_VERSIONS = _BACKENDS | {"cpu": ("rwkv_batch.kernels.cpu.ops", "PackedOps")}
 
 WITHOUT_KERNELS = (
     "%s is served WITHOUT OUR KERNELS, at about a tenth of their speed (7.2B on an H200: 459 tokens/s for 32 clients "

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from demo.random_older_weights import random_older_weights
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
-from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.pipeline import as_served
 from sampling.params import SamplingParams

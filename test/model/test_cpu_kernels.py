@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from native.build import BuildError
-from rwkv_batch.kernels import cpu_library
+from native.build import SHARED_HEADERS, BuildError
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cpu import CpuOps
+from rwkv_batch.kernels.cpu import library as cpu_library
+from rwkv_batch.kernels.cpu.ops import CpuOps
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.layer import Layer
@@ -180,6 +180,6 @@ def test_another_device_is_refused() -> None:
 
 
 def test_activations_have_the_numbers_of_the_header() -> None:
-    header = (cpu_library.SOURCES / "activation.h").read_text()
+    header = (SHARED_HEADERS / "activation.h").read_text()
     numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", header)}
     assert numbers == {activation.name: activation.value for activation in Activation}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv_batch.kernels.cpu_memory import ALIGNMENT, BLOCK, HUGE_PAGE, SMALLEST, PackedMemory, plain
+from rwkv_batch.kernels.cpu.memory import ALIGNMENT, BLOCK, HUGE_PAGE, SMALLEST, PackedMemory, plain
 
 SMAPS = Path("/proc/self/smaps")
 HAS_FLAGS = Path("/sys/kernel/mm/transparent_hugepage").exists() and SMAPS.exists() and "VmFlags" in SMAPS.read_text()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels import cpu_library
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cpu import CpuLinear, run_linears
-from rwkv_batch.kernels.cpu_library import Kind
+from rwkv_batch.kernels.cpu import library as cpu_library
+from rwkv_batch.kernels.cpu.library import Kind
+from rwkv_batch.kernels.cpu.linear import CpuLinear, run_linears
 from rwkv_batch.model.linear import Linear
 
 needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))

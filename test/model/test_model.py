@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline

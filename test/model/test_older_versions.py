@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from demo.random_older_weights import random_older_weights
-from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import read_tuned_state

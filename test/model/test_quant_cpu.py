@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels import cpu_library
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cpu import CpuLinear, CpuQuantLinear, make_quantised, run_linears
+from rwkv_batch.kernels.cpu import library as cpu_library
+from rwkv_batch.kernels.cpu.linear import CpuLinear, CpuQuantLinear, make_quantised, run_linears
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 pytestmark = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_form import HEAD_BYTES, KEEP, TOP, StateForm, noise, pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import step_inputs

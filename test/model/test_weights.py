@@ -246,7 +246,7 @@ import resource, sys
 import torch
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.model.weights import open_weights
-from rwkv_batch.kernels.cpu import CpuOps
+from rwkv_batch.kernels.cpu.ops import CpuOps
 from rwkv_batch.model.state_form import StateForm
 
 def status(key):

@@ -13,7 +13,7 @@ from torch import Tensor
 from native import build
 from native.binding import bind
 
-SOURCES = Path(__file__).parent.parent / "csrc"
+SOURCES = Path(__file__).with_name("csrc")
 NAMES = (
     "shift_mix",
     "elementwise",

@@ -7,10 +7,10 @@ import re
 import subprocess
 from pathlib import Path
 
+from native.build import SHARED_HEADERS
 from rwkv_batch.kernels.cuda.library import HOPPER_SIGNATURES, SIGNATURES, SOURCES
 
 HERE = Path(__file__).parent
-EARLY_LAUNCH = Path(__file__).parents[3] / "native" / "csrc" / "early_launch.cuh"
 BODIES = {
     "shared_address": "return emulation::address(p);",
     "this_device": "return 0;",
@@ -145,7 +145,7 @@ def emulated(
     `tiles`, `splits`: rows of a tile, and blocks that share its k, of the launches that a test plans; others are
     refused. Without them all of a launcher's are compiled, of which there may be 46.
     """
-    for path in [*SOURCES.glob("*.cu*"), *SOURCES.glob("*.h"), EARLY_LAUNCH]:
+    for path in [*SOURCES.glob("*.cu*"), *SHARED_HEADERS.iterdir()]:
         (folder / path.name).write_text(_without_plans(_without_ptx(path.read_text()), tiles, splits))
     out = folder / f"{source}.so"
     command = [

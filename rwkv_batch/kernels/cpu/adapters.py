@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cpu_library import AdapterLayerArgs, PairArgs
+from rwkv_batch.kernels.cpu.library import AdapterLayerArgs, PairArgs
 from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
 from rwkv_batch.model.step_inputs import StepInputs

@@ -1,0 +1,125 @@
+"""Linear maps on a CPU: matrices packed as csrc/linear.cpp reads them, and several maps in one call.
+
+Results are independent of what else is in the batch, of how a prompt is cut into chunks and of the number of threads:
+bit for bit, for every type of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from native.binding import pointer
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cpu.library import JobArgs, Kind, MapArgs, library
+from rwkv_batch.kernels.cpu.memory import plain
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
+
+Take = Callable[[int], Tensor]
+"""Bytes -> zeroed memory for a packed matrix, see `memory.py`."""
+CPU = torch.device("cpu")
+
+
+class CpuLinear(Linear):
+    """A packed matrix on a CPU: [T, in] fp32 -> [T, out] fp32.
+
+    bf16 weights: products of bf16 parts, summed in fp32 (AMX), or exact fp32 products (no AMX).
+    fp32 weights: exact fp32 products. When all of them are bf16 numbers, as in the public files, they are
+    kept as bf16, at half the bytes, and x is split into three bf16 parts whose sum is x.
+    """
+
+    def __init__(self, weight: Tensor, take: Take = plain) -> None:
+        """Pack weight [out, in] (bf16, fp16 or fp32, any strides). Raises ValueError for other types."""
+        if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(
+                f"a CPU matrix is [out, in] in bf16, fp16 or fp32, not {tuple(weight.shape)} {weight.dtype}"
+            )
+        self.parts = 1 if weight.dtype == torch.bfloat16 else 3
+        if weight.dtype != torch.bfloat16:
+            weight = _as_bf16_if_exact(weight.float())
+        self.kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.FP32
+        self.out_features, self.in_features = weight.shape
+        self.packed = _pack(weight, self.kind, take)
+        self.args = MapArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.kind, self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the matrix takes."""
+        return self.packed.numel()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)
+
+    def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See Linear.to_fp32: written where it is to be."""
+        return run_linears([(self, x, Activation.NONE)], None if out is None else [out])[0]
+
+
+class CpuQuantLinear(CpuLinear):
+    """A matrix of int8 codes on a CPU, a scale per output and 128 inputs: [T, in] fp32 -> [T, out] fp32.
+
+    x is taken as 16-bit codes, a scale per 128 inputs; sums over these are whole numbers.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, take: Take = plain) -> None:
+        """Pack codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
+        self.parts, self.kind = 1, Kind.INT8
+        self.out_features, self.in_features = codes.shape
+        self.packed = take(library().rwkv_packed_bytes(self.in_features, self.out_features, self.kind))
+        codes, scales = codes.contiguous(), scales.contiguous()
+        sizes = self.in_features, self.out_features
+        library().rwkv_pack_int8(
+            codes.data_ptr(), scales.data_ptr(), *sizes, self.packed.data_ptr(), torch.get_num_threads()
+        )
+        self.args = MapArgs(self.packed.data_ptr(), *sizes, self.kind, self.parts)
+
+
+def make_quantised(name: str, stored: Quantised, take: Take = plain) -> Linear:
+    """A matrix of small weights. int4 is kept as int8, without loss; fp8 in bf16: there is no arithmetic for it."""
+    if stored.format is Format.FP8:
+        return CpuLinear(dequantise(stored).bfloat16().float(), take)
+    codes = stored.codes
+    if stored.zeros is not None:
+        zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, : stored.in_features]
+        codes = codes_int4(stored).to(torch.int8) - zeros
+    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT, take)
+
+
+def run_linears(
+    maps: Sequence[tuple[CpuLinear, Tensor, Activation]], outs: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32.
+
+    `outs`: where they are to be put. Raises ValueError for an x of another width or an unfit out, MemoryError.
+    """
+    rows = maps[0][1].shape[0]
+    inputs = [x.to(torch.float32).contiguous() for _, x, _ in maps]
+    results = list(outs) if outs is not None else [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
+    jobs = (JobArgs * len(maps))()
+    for i, (linear, _, activation) in enumerate(maps):
+        if inputs[i].shape != (rows, linear.in_features):
+            raise ValueError(f"x is {tuple(inputs[i].shape)}, the map takes [{rows}, {linear.in_features}]")
+        place = pointer(results[i], "a map's result", torch.float32, (rows, linear.out_features), CPU)
+        jobs[i] = JobArgs(linear.args, inputs[i].data_ptr(), place, activation)
+    if library().rwkv_linear(jobs, len(maps), rows, torch.get_num_threads()):
+        raise MemoryError(f"no memory to pack {rows} rows for {len(maps)} matrices")
+    return results
+
+
+def _as_bf16_if_exact(weight: Tensor) -> Tensor:
+    """The fp32 weight as bf16 if no bit is lost, else unchanged."""
+    short = weight.to(torch.bfloat16)
+    return short if torch.equal(short.float(), weight) else weight
+
+
+def _pack(weight: Tensor, kind: Kind, take: Take) -> Tensor:
+    """The matrix in the order csrc/linear.cpp reads it, 64-byte aligned, as bytes."""
+    out, inner = weight.shape
+    packed = take(library().rwkv_packed_bytes(inner, out, kind))
+    pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32
+    pack(weight.data_ptr(), *weight.stride(), inner, out, packed.data_ptr(), torch.get_num_threads())
+    return packed
