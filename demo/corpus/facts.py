@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from demo.corpus import lexicon
-from demo.corpus.clauses import MONTHS, WEEKDAYS
 from demo.corpus.nominal import invented_name, pick
+from demo.corpus.times import MONTHS, WEEKDAYS
 
 Drawing = Callable[[Random], tuple[str, str]]
 

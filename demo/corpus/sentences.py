@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from demo.corpus import lexicon
-from demo.corpus.clauses import WEEKDAYS, clause, clock, complement, date, place, span, stative, when
+from demo.corpus.clauses import clause
 from demo.corpus.interface import interface
 from demo.corpus.morphology import article, chinese, spelled
 from demo.corpus.nominal import (
@@ -30,6 +30,8 @@ from demo.corpus.nominal import (
     relative,
     term,
 )  # fmt: skip
+from demo.corpus.times import WEEKDAYS, clock, date, span, when
+from demo.corpus.verb_phrases import complement, place, stative
 
 
 @dataclass(frozen=True, slots=True)
