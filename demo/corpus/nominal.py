@@ -217,6 +217,11 @@ def counted(  # noqa: C901, PLR0912 - a table of determiners
     return Nominal(f"many {several}", f"很多{described}{word.zh}", many=True, kind=kind)
 
 
+def something(rng: Random, *, definite: bool = False) -> Nominal:
+    """Something countable, with its determiner."""
+    return counted(rng, noun_of(rng, THINGS), definite=definite)
+
+
 CONTAINERS = {
     "cup": ("cups", "杯"),
     "bottle": ("bottles", "瓶"),

@@ -1,0 +1,1 @@
+"""Templates of sentences: each draws one meaning and says it in both languages."""
