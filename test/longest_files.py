@@ -26,6 +26,7 @@ LONGEST = (
     "engine/test_engine_parts.py",
     "cluster/test_replicas.py",
     "state_pool/test_pool_shared.py",
+    "state_pool/test_pool_killed.py",
     "simulation/test_simulation.py",
     "engine/test_engine.py",
     "engine/test_mixtures.py",

@@ -10,6 +10,7 @@ from bench.mutants.pool_tests import (
     FAILING_DISK,
     FAULTS,
     FIRST_WORLDS,
+    KILLED,
     MODEL,
     PORTABLE,
     SESSIONS,
@@ -21,7 +22,7 @@ from bench.mutants.pool_tests import (
 MUTANTS: list[Mutant] = [
     *of(
         "state_pool/disk/applier.py",
-        (EFFECTS, SESSIONS, SHARED, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, WORLDS),
+        (EFFECTS, SESSIONS, SHARED, KILLED, SINGLE_WORLDS, FIRST_WORLDS, *FAULTS, WORLDS),
         [
             (
                 "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
@@ -39,7 +40,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/directory.py",
-        (SHARED,),
+        (SHARED, KILLED),
         [
             (
                 "    if changed.rowcount != 1:\n        raise stale(fence)\n",
@@ -57,7 +58,7 @@ MUTANTS: list[Mutant] = [
                 "    if busy and holder != engine and alive is not None:\n",
                 "    if busy and holder != engine:\n",
                 "a session of a killed engine is busy for ever",
-                f"{SHARED}::test_what_a_killed_or_stopped_engine_acknowledged_is_there",
+                f"{KILLED}::test_what_a_killed_or_stopped_engine_acknowledged_is_there",
             ),
             (
                 "        if parent.rowcount != 1:\n",

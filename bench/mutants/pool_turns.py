@@ -11,6 +11,7 @@ from bench.mutants.pool_tests import (
     FAILING_DISK,
     FAULTS,
     FIRST_WORLDS,
+    KILLED,
     MODEL,
     PORTABLE,
     SESSIONS,
@@ -231,7 +232,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/turns/acquisition.py",
-        (SHARED,),
+        (SHARED, KILLED),
         [
             (
                 "        if (session.row, session.turn) != (row.row, row.turn):\n",

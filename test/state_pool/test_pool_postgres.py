@@ -1,4 +1,4 @@
-"""What is PostgreSQL's own: outages, its schema, its address. What it shares with SQLite is in test_pool_shared.py."""
+"""PostgreSQL's own: outages, its schema, its address. Shared with SQLite: test_pool_shared.py, test_pool_killed.py."""
 
 from __future__ import annotations
 

@@ -1,14 +1,8 @@
-"""Several engines over one database: who has a session, what is refused, what nobody may lose."""
+"""Several engines over one database: who has a session, what is refused, what one taken for lost may still do."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.config import PoolConfig
-from state_pool.disk import database, directory, membership
+from state_pool.disk import directory, membership
 from state_pool.disk.membership import Membership
 from state_pool.disk.operations import Release
-from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, StaleEpoch
+from state_pool.errors import SessionBusy, SessionNotFound, StaleEpoch
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_page import Tier
 from state_pool.sessions import Lease, LeaseState
@@ -354,167 +347,3 @@ def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
         assert looks.beat() == []
         writer._connection.execute("COMMIT")
         looks.leave()
-
-
-def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.1)
-    for config in (config_in(tmp_path), config_in(tmp_path, engine="x", service="elsewhere")):
-        with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
-            Driver(FakeArena(), config)
-    for driver in (one, two):
-        assert driver.pool.failure is None
-        driver.pool.close()
-
-
-def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Driver(FakeArena(), config_in(tmp_path, engine="one", service="here"))
-    briefly = database.wait_briefly
-    other = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None, check_same_thread=False)
-
-    def while_locked(connection: sqlite3.Connection) -> None:
-        briefly(connection)
-        other.execute("BEGIN IMMEDIATE")
-        threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
-
-    monkeypatch.setattr(database, "wait_briefly", while_locked)
-    two = Driver(FakeArena(), config_in(tmp_path, engine="two", service="here"))
-    two.turn("s", [1])
-    for driver in (one, two):
-        driver.settle()
-        driver.pool.close()
-    other.close()
-
-
-def test_lazy_turns_are_for_one_engine(tmp_path: Path) -> None:
-    with pytest.raises(DatabaseUnusable, match="lazy"):
-        Driver(FakeArena(), config_in(tmp_path, durability="lazy", engine="one", service="here"))
-
-
-def test_alone_again_it_has_everything(tmp_path: Path) -> None:
-    one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
-    one.turn("a", [1])
-    two.turn("b", [2])
-    one.pool.close()
-    two.pool.close()
-    alone = Driver(FakeArena(), config_in(tmp_path))
-    assert np.array_equal(alone.state("a"), state_of([1]))
-    assert np.array_equal(alone.state("b"), state_of([2]))
-    alone.pool.close()
-
-
-CHILD = """
-import os, sys
-from pathlib import Path
-from test.pool_fakes import Driver, FakeArena, config_in
-folder, address, durability, name = sys.argv[1:]
-given = {"state_db": address} if address else {}
-driver = Driver(FakeArena(), config_in(Path(folder), **given, durability=durability, engine=name, service="here"))
-turn = 0
-while True:
-    turn += 1
-    driver.turn(f"{name}.{turn % 5}", [turn])
-    os.write(1, f"{name}.{turn % 5} {turn}\\n".encode())
-"""
-
-
-class Child:
-    """An engine in a process of its own, which tells each turn that it acknowledges.
-
-    In one write: printed with PYTHONUNBUFFERED=1 a line has four, and a process that is stopped between them half.
-    """
-
-    def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
-        command = [sys.executable, "-c", CHILD, str(folder), address, durability, name]
-        environment = {**os.environ, **({"RWKV_CRASH_AT": crash_at} if crash_at else {})}
-        self._told = folder / f"told-by-{name}"
-        with self._told.open("wb") as told:
-            self.process = subprocess.Popen(command, stdout=told, env=environment)
-
-    @property
-    def told(self) -> list[str]:
-        """All of it: what was told before it was killed is in the file."""
-        return self._told.read_text().splitlines()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def check(self, here: Driver) -> None:
-        """What it acknowledged is there; of each session one turn more may be, whose answer was not told."""
-        histories: dict[str, list[int]] = {}
-        for line in self.told:
-            histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
-        for name, history in histories.items():
-            lease = here.ready(here.pool.checkout(name))
-            found = fold(here.arena.memory[lease.read_slot], lease.replay)
-            here.pool.release(lease)
-            later = [*history, history[-1] + 5]
-            assert any(np.array_equal(found, state_of(known)) for known in (history, later)), name
-            here.turn(name, [999])
-
-
-def is_locked(path: Path) -> bool:
-    """Whether somebody keeps SQLite's lock for longer than a transaction takes."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=1)) as connection:
-        try:
-            connection.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError:
-            return True
-        connection.execute("ROLLBACK")
-        return False
-
-
-def stop(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
-    """Returns when it does nothing more: a signal takes effect some time after it is sent."""
-    process.send_signal(how)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_a_killed_or_stopped_engine_acknowledged_is_there(tmp_path: Path, how: signal.Signals) -> None:
-    here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
-    child = Child("child", tmp_path)
-    try:
-        here.until(lambda: len(child.told) > 40)
-        stop(child.process, how)
-        while how is signal.SIGSTOP and is_locked(tmp_path / "sessions.db"):
-            child.process.send_signal(signal.SIGCONT)  # within a transaction: SQLite's lock is its own until it ends
-            time.sleep(0.01)
-            stop(child.process, how)
-        child.check(here)
-    finally:
-        child.close()
-        here.pool.close()
-
-
-POINTS = ("before_append", "after_append", "before_commit", "after_commit", "before_acknowledgement")
-STATE_POINTS = ("before_checkpoint", "within_checkpoint", "after_checkpoint")
-
-
-@pytest.mark.parametrize("store", ["sqlite", pytest.param("postgres", marks=pytest.mark.cluster)])
-def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest, tmp_path: Path, store: str) -> None:
-    address = request.getfixturevalue("postgres").database() if store == "postgres" else ""
-    given = {"state_db": address} if address else {}
-    here = Driver(FakeArena(), config_in(tmp_path, **given, engine="parent", service="here"))
-    killed = [("log", point) for point in POINTS] + [("turn", point) for point in STATE_POINTS]
-    killed = killed if store == "sqlite" else [("log", "after_commit"), ("turn", "within_checkpoint")]
-    children = [
-        Child(f"{kind}-{point}", tmp_path, address, kind, f"{point}:{17 + 3 * number}")
-        for number, (kind, point) in enumerate(killed)
-    ]
-    try:
-        for child in children:
-            assert child.process.wait(150) == -signal.SIGKILL
-            assert child.told
-            child.check(here)
-        here.settle()
-        assert here.pool.check_integrity() == []
-    finally:
-        for child in children:
-            child.close()
-        here.pool.close()
-
-
-def test_config_names_are_no_flags() -> None:
-    assert (PoolConfig().engine, PoolConfig().service) == ("", "")
