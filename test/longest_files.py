@@ -48,6 +48,7 @@ LONGEST = (
     "model/test_weights.py",
     "model/test_codes_emulated.py",
     "engine/test_state_forms.py",
+    "engine/test_continuations.py",
     "engine/test_fairness.py",
     "engine/test_tuned_states.py",
     "model/test_cpu_kernels.py",

@@ -8,6 +8,8 @@ WORLDS = "test/simulation/test_simulation.py"
 SCHEDULER = (
     "test/engine/test_scheduler.py",
     "test/engine/test_fairness.py",
+    "test/engine/test_prompt_turns.py",
+    "test/engine/test_continuations.py",
     f"{WORLDS}::test_worlds[0]",
     "test/engine/test_giving_way.py",
     "test/engine/test_row_ends.py",
@@ -17,7 +19,7 @@ SCHEDULER = (
 MUTANTS: list[Mutant] = [
     *of(
         "rwkv_batch/core/batch_share.py",
-        ("test/engine/test_batch_share.py", "test/engine/test_fairness.py"),
+        ("test/engine/test_batch_share.py", "test/engine/test_fairness.py", "test/engine/test_prompt_turns.py"),
         [
             (
                 'key=attrgetter("in_step")',
@@ -123,7 +125,7 @@ MUTANTS: list[Mutant] = [
                 "kept = min(wanted, self._batch_share.prompt_tokens(budget // BATCH_PART))",
                 "kept = 0",
                 "batch prompts starve beside interactive ones",
-                "test/engine/test_fairness.py::test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter",
+                "test/engine/test_prompt_turns.py::test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter",
             ),
             (
                 "self._reads_on = len(chunks) < len(reading)",
@@ -160,7 +162,7 @@ MUTANTS: list[Mutant] = [
                 "return 2 * self.reading_for_several if self.max_running >= 8 else 1",
                 "return 2 * self.reading_for_several",
                 "with few places shared prompts and waiting turns hold all slots: nobody goes on",
-                "test/engine/test_fairness.py::test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with[1]",
+                "test/engine/test_continuations.py::test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with[1]",
             ),
             (
                 "return min(max(1, self.max_running // 16), self.max_running - 1)",
@@ -292,7 +294,7 @@ MUTANTS: list[Mutant] = [
                 "        for sequence in sequences:\n            self._no_longer_forked(self.of(job.client), sequence)\n",
                 "",
                 "cancelled forked rows stay queued: no prompt is read for several any more",
-                "test/engine/test_fairness.py::test_queued_continuations_of_a_cancelled_job_are_forgotten",
+                "test/engine/test_continuations.py::test_queued_continuations_of_a_cancelled_job_are_forgotten",
             ),
             (
                 "        self.num_waiting -= len(sequences)\n",
@@ -340,19 +342,19 @@ MUTANTS: list[Mutant] = [
                 "    queues.rotate(-turn)\n",
                 "",
                 "one client's prompts always go first",
-                "test/engine/test_fairness.py::test_prompt_tokens_are_shared_evenly_over_time",
+                "test/engine/test_prompt_turns.py::test_prompt_tokens_are_shared_evenly_over_time",
             ),
             (
                 "count = min(chunk(sequence), share, left)",
                 "count = min(chunk(sequence), left)",
                 "one job's prompts use its client's whole part",
-                "test/engine/test_fairness.py::test_prompt_tokens_are_shared_evenly_over_time",
+                "test/engine/test_prompt_turns.py::test_prompt_tokens_are_shared_evenly_over_time",
             ),
             (
                 "left = min(budget, max(part, share))",
                 "left = budget",
                 "one client's prompts use the whole step",
-                "test/engine/test_fairness.py::test_prompt_tokens_are_shared_evenly_over_time",
+                "test/engine/test_prompt_turns.py::test_prompt_tokens_are_shared_evenly_over_time",
             ),
             (
                 "    lines.rotate(-turn)\n",

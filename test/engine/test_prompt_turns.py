@@ -1,0 +1,99 @@
+"""How a step's prompt tokens are shared: between classes, between clients and between a client's jobs. No model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rwkv_batch.core.limits import BATCH_PART
+from rwkv_batch.core.prompt_turns import LEAST_SHARE, share_out
+from test.engine.test_scheduler import job, read, scheduler
+
+
+def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter() -> None:
+    plan, _ = scheduler(seats=64, budget=64, chunk=64)
+    plan.add(*job(20, prompt_tokens=500, client="bulk"))
+    plan.schedule()
+    for number in range(6):
+        plan.add(*job(1, prompt_tokens=500, client=f"chat{number}"))
+    of_batch = []
+    for _ in range(2 * BATCH_PART):
+        rows = plan.schedule()
+        assert sum(row.num_tokens for row in rows) == 64
+        of_batch.append(sum(row.num_tokens for row in rows if row.sequence.job.is_batch))
+    assert of_batch == [0, 0, 0, 16] * 2, "a quarter of the steps, and of what these read"
+
+
+def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -> None:
+    plan, _ = scheduler(seats=64, budget=64, chunk=64, beside=16)
+    plan.add(*job(20, client="bulk"))
+    read(plan.schedule())
+    decoding = plan.schedule()
+    assert len(decoding) == 20
+    read(decoding)
+    chat, chat_rows = job(1, prompt_tokens=120, client="chat")
+    plan.add(chat, chat_rows)
+    sizes = []
+    for _ in range(3):
+        rows = plan.schedule()
+        sizes.append([row.num_tokens for row in rows])
+        read(rows)
+    assert sizes == [[64], [56], [1] * 21], "its prompt is read as without them, and then all go on together"
+    plan.add(*job(1, prompt_tokens=500, client="other"))
+    with_batch = []
+    for _ in range(8):
+        rows = plan.schedule()
+        assert chat_rows[0] in [row.sequence for row in rows], "interactive rows that decode are in every step"
+        with_batch.append(any(row.sequence.job.is_batch for row in rows))
+        read(rows)
+    assert with_batch == [False, False, False, True] * 2, "a long prompt does not keep them out for ever"
+
+
+def test_batch_rows_do_not_stand_aside_for_a_row_that_takes_certain_text() -> None:
+    """It has had its first token, and reads what a grammar leaves no choice in."""
+    plan, _ = scheduler(seats=64, budget=64, chunk=16)
+    plan.add(*job(20, client="bulk"))
+    chat, chat_rows = job(1, prompt_tokens=5, client="chat")
+    plan.add(chat, chat_rows)
+    for _ in range(3):
+        read(plan.schedule())
+    chat_rows[0].token_ids += range(40)
+    chat_rows[0].untold = [*range(40)]
+    for _ in range(3):
+        rows = plan.schedule()
+        assert chat_rows[0] in [row.sequence for row in rows if row.num_tokens > 1 or row.draws]
+        assert sum(row.sequence.job.is_batch for row in rows) == 20
+        read(rows)
+
+
+def test_clients_share_the_prompt_budget() -> None:
+    plan, _ = scheduler(seats=64, budget=64, chunk=64)
+    for _ in range(10):
+        plan.add(*job(1, prompt_tokens=500, client="many"))
+    plan.add(*job(1, prompt_tokens=500, client="one"))
+    tokens: Counter[str] = Counter()
+    for _ in range(10):
+        for row in plan.schedule():
+            tokens[row.sequence.job.client] += row.num_tokens
+    assert tokens == {"many": 320, "one": 320}
+
+
+@pytest.mark.parametrize(("clients", "jobs"), [(10, 1), (1, 2), (3, 2), (7, 3), (1, 40)])
+def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> None:
+    """Between clients, and between a client's jobs, also where a step's budget is too small for a part of each."""
+    budget = 128
+    running = [
+        job(1, prompt_tokens=10_000, client=f"client {number % clients}")[1][0] for number in range(clients * jobs)
+    ]
+    per_row: Counter[int] = Counter()
+    for turn in range(clients * jobs * 12):
+        step = share_out(running, budget, lambda _: 500, turn)
+        assert budget - clients * jobs < sum(count for _, count in step) <= budget
+        assert len({id(row) for row, _ in step}) == len(step)
+        most = max(LEAST_SHARE, budget // clients // jobs)
+        assert all(count <= most for _, count in step)
+        for row, count in step:
+            per_row[running.index(row)] += count
+    assert len(per_row) == len(running)
+    assert max(per_row.values()) - min(per_row.values()) <= 2 * budget
