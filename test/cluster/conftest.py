@@ -1,4 +1,4 @@
-"""A Ray that is played, for tests of what a service does in a cluster."""
+"""What several files of these tests share: a Ray and engines that are played."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.fleet import FleetLimits
 from test.cluster.fake_ray import FakeRay
+from test.cluster.played import Made, Played, made, play
 
 
 @pytest.fixture
@@ -19,3 +21,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     sys.modules.pop("cluster.actors.engine_actor", None)  # it has imported the package
     yield fake
     sys.modules.pop("cluster.actors.engine_actor", None)
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """A fleet of two engines that are there."""
+    play(monkeypatch, Played)
+    return made(FleetLimits(resubmit=2, wait_s=0.0))

@@ -4,131 +4,25 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import pytest
 
 from cluster import member
-from cluster.fleet import Fleet, FleetLimits
+from cluster.fleet import FleetLimits
 from cluster.member import LAST_SILENT_LOOKS, SILENT_LOOKS
-from rwkv_batch.calls import ListSessions
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
-from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, SocketLink, Spent, to_worker_decoder
-from rwkv_batch.request import ClientLimits, Delta, Finish, FinishReason, Job, JobEvents, Load
-from state_pool.session_page import SessionEntry, SessionPage, Tier
-from test.harness import Running, ask, turn
+from rwkv_batch.ipc.served_model import ModelStatus
+from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, SocketLink, to_worker_decoder
+from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Load
+from test.cluster.played import LOST, Made, Played, having, made, play, submit, told
+from test.harness import Running, ask
 from test.serving import wait_for
 
-LOST = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="lost")
 LEAVES = ErrorInfo(kind=ErrorKind.DRAINING, message="leaves")
 CROWDED = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full", retry_after_s=1)
-
-
-class Played:
-    """An engine's client, as far as a fleet sees it."""
-
-    def __init__(self, address: str, on_change: Callable[[bool], None], on_load: Callable[[Load], None]) -> None:
-        self.name = address
-        self.on_change, self.on_load = on_change, on_load
-        self.is_connected = self.is_ending = False
-        self.num_heard = 0
-        self.jobs: list[tuple[Job, Any]] = []
-        self.cancelled: list[str] = []
-        self.refuses: ErrorInfo | None = None
-        self.reason = LOST
-        self.was_dropped = False
-        self.asked: list[Any] = []
-        self.spent: list[Spent] = []
-        self.limit: ErrorInfo | None = None
-
-    def start(self, name: str) -> None:
-        """Nothing: tests connect it."""
-
-    def stop(self) -> None:
-        self.connect(False)
-
-    def drop(self) -> None:
-        self.was_dropped = True
-        self.lose()
-
-    def connect(self, is_there: bool = True) -> None:
-        self.is_connected = is_there
-        self.on_change(is_there)
-
-    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
-        if self.refuses is not None:
-            admitted(ServiceError.from_info(self.refuses))
-            return
-        self.jobs.append((job, sink))
-        admitted(None)
-
-    def call(self, call: Any, reply: Any) -> None:
-        self.asked.append(call)
-        reply(True if self.limit is None else ServiceError.from_info(self.limit))
-
-    def spend(self, spent: Spent) -> None:
-        self.spent.append(spent)
-
-    def cancel(self, job_id: str) -> None:
-        self.cancelled.append(job_id)
-
-    def says(self, text: bytes, ids: list[int], *, ends: bool = False, job: int = -1) -> None:
-        """Tell of its latest job's row."""
-        finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1) if ends else None
-        spec, sink = self.jobs[job]
-        sink(JobEvents(job_id=spec.job_id, deltas=[Delta(0, text, len(ids), finish, token_ids=ids)], done=ends))
-
-    def lose(self, error: ErrorInfo = LOST) -> None:
-        """It is gone, and its jobs with it."""
-        self.connect(False)
-        jobs, self.jobs = self.jobs, []
-        for job, sink in jobs:
-            sink(JobEvents(job_id=job.job_id, deltas=[], done=True, error=error))
-
-
-Made = tuple[Fleet, list[Played]]
-
-
-def play(monkeypatch: pytest.MonkeyPatch, role: type[Played]) -> None:
-    """Have engines played, each under its address."""
-    monkeypatch.setattr(member, "dial", lambda address: address)
-    monkeypatch.setattr(member, "EngineClient", role)
-
-
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """A fleet of two engines that are there."""
-    play(monkeypatch, Played)
-    return made(FleetLimits(resubmit=2, wait_s=0.0))
-
-
-def made(limits: FleetLimits, count: int = 2, on_change: Callable[[bool], None] = lambda is_there: None) -> Made:
-    fleet = Fleet(limits, on_change)
-    fleet.update([told(f"engine-{number}") for number in range(count)])
-    engines: list[Any] = [one.client for one in fleet.members]
-    for engine in engines:
-        engine.connect()
-    return fleet, engines
-
-
-def told(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
-    return ServedModel(wish=ModelWish(name="m", file=""), status=status, address=name, since=0, engine=name)
-
-
-def submit(fleet: Fleet, row: Any = None) -> Running:
-    running = Running(Job(job_id="job", rows=[row or ask("Once", chunk_size=1)]))
-    fleet.submit(running.job, running.sink, running.admitted)
-    return running
-
-
-def having(engines: list[Played]) -> Played:
-    """The one that has the job."""
-    (found,) = [engine for engine in engines if engine.jobs]
-    return found
 
 
 def test_a_job_goes_on_where_it_was_and_its_lost_engine_is_not_heard_any_more(two: Made) -> None:
@@ -370,71 +264,6 @@ def test_an_engine_that_sends_a_long_frame_is_not_silent(tmp_path: Path) -> None
     one.client.stop()
     assert changes.get(timeout=30) is False
     listener.close()
-
-
-def page_of(fleet: Fleet, limit: int, offset: int) -> Any:
-    answers: list[Any] = []
-    fleet.call(ListSessions(limit, offset), answers.append)
-    return answers[0]
-
-
-class Listing(Played):
-    """Lists sessions, numbered down from the newest."""
-
-    names: ClassVar[dict[str, range]] = {}
-
-    def call(self, call: Any, reply: Any) -> None:
-        self.asked.append(call)
-        mine = [SessionEntry(f"s{number}", Tier.DISK, 1000.0 - number) for number in self.names[self.name]]
-        part = mine[call.offset : call.offset + call.limit]
-        reply(SessionPage(total=len(mine), in_slots=1, in_host_memory=0, on_disk=9, sessions=part))
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_no_offset_makes_engines_list_everything(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
-    play(monkeypatch, Listing)
-    both = range(40)
-    names = (both, both) if shares else (range(0, 40, 2), range(1, 40, 2))
-    monkeypatch.setattr(Listing, "names", {f"engine-{number}": names[number] for number in range(2)})
-    fleet, engines = made(FleetLimits(shares_sessions=shares))
-    for offset in (0, 10, 38, 50):
-        page = page_of(fleet, 5, offset)
-        assert [one.session_id for one in page.sessions] == [f"s{n}" for n in range(offset, min(offset + 5, 40))]
-        assert (page.total, page.in_slots, page.on_disk) == (40, 2, 9)
-    far = page_of(fleet, 5, 2**52)
-    if shares:
-        assert far.sessions == [] and far.total == 40
-        assert all(call.limit == 5 for one in engines for call in one.asked)
-    else:
-        assert far.info.kind is ErrorKind.INVALID_FIELD and far.info.field == "offset" and "100000" in far.info.message
-        assert all(call.limit < 100 for one in engines for call in one.asked)
-
-
-def test_a_turn_is_taken_again_only_if_its_session_is_as_it_was(two: Made) -> None:
-    fleet, engines = made(FleetLimits(shares_sessions=True))
-    running = submit(fleet, turn("s", "Hello"))
-    first = having(engines)
-    first.jobs[0][1](JobEvents(job_id="job", deltas=[Delta(0, b"", 0, session_tokens=12)]))
-    assert not running.events, "that is the fleet's business"
-    first.lose()
-    (row,) = having(engines).jobs[0][0].rows
-    assert row.session is not None and row.session.expected_tokens == 12 and row.resumed is None
-
-
-def test_a_session_stays_with_its_engine_where_none_shares_it(two: Made) -> None:
-    fleet, engines = two
-    homes = set()
-    for number in range(40):
-        submit(fleet, turn(f"s{number}", "Hello"))
-        homes.add(having(engines).name)
-        home = having(engines)
-        home.says(b"", [], ends=True)
-        home.jobs.clear()
-        submit(fleet, turn(f"s{number}", "Hello"))
-        assert having(engines) is home
-        home.says(b"", [], ends=True)
-        home.jobs.clear()
-    assert homes == {"engine-0", "engine-1"}
 
 
 def test_one_engine_holds_a_clients_limits_for_all(two: Made) -> None:

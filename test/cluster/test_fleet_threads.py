@@ -9,7 +9,7 @@ import pytest
 
 from cluster.fleet import FleetLimits
 from rwkv_batch.errors import ErrorKind
-from test.cluster.test_fleet import Played, having, made, play, submit
+from test.cluster.played import Played, having, made, play, submit
 
 
 def test_what_is_told_last_of_the_fleet_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
