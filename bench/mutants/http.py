@@ -10,6 +10,7 @@ BODIES = (
     "test/routes/test_http_input.py",
     "test/routes/test_routes_batch.py",
     "test/routes/test_openai_routes.py",
+    "test/routes/test_openai_refusals.py",
     "test/routes/test_routes_sessions.py",
 )
 HTTP = (

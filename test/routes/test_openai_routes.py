@@ -466,31 +466,6 @@ def test_fifty_at_once(client: OpenAI) -> None:
     assert asyncio.run(all_of_them()) == [alone[number % 3] for number in range(50)]
 
 
-@pytest.mark.skipif(URL in os.environ, reason="needs a service of its own")
-def test_the_password_and_the_queue(tiny_model: Path, tmp_path: Path) -> None:
-    from test.serving import Service
-
-    flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--max-waiting-rows", "8")
-    running = Service(tmp_path, *flags, RWKV_PASSWORD="s3cret")
-    running.headers = {"Authorization": "Bearer s3cret"}
-    try:
-        running.wait_ready()
-        base = f"{running.url}/openai/v1"
-        with OpenAI(base_url=base, api_key="wrong", max_retries=0) as stranger:
-            with pytest.raises(openai.AuthenticationError) as refusal:
-                chat(stranger)
-            assert refusal.value.code == "invalid_api_key"
-            with pytest.raises(openai.AuthenticationError):
-                stranger.models.list()
-        with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as friend:
-            assert chat(friend).choices
-            with pytest.raises(openai.RateLimitError) as full:
-                chat(friend, n=64)
-            assert int(full.value.response.headers["retry-after"]) >= 1
-    finally:
-        running.close()
-
-
 def main() -> int:
     """Run these tests against a service that runs."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -1,0 +1,34 @@
+"""What OpenAI's own package tells of a service that refuses: a wrong password, a full queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+
+from test.routes.test_openai_routes import chat
+from test.serving import Service
+
+
+def test_the_password_and_the_queue(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--max-waiting-rows", "8")
+    running = Service(tmp_path, *flags, RWKV_PASSWORD="s3cret")
+    running.headers = {"Authorization": "Bearer s3cret"}
+    try:
+        running.wait_ready()
+        base = f"{running.url}/openai/v1"
+        with OpenAI(base_url=base, api_key="wrong", max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                chat(stranger)
+            assert refusal.value.code == "invalid_api_key"
+            with pytest.raises(openai.AuthenticationError):
+                stranger.models.list()
+        with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as friend:
+            assert chat(friend).choices
+            with pytest.raises(openai.RateLimitError) as full:
+                chat(friend, n=64)
+            assert int(full.value.response.headers["retry-after"]) >= 1
+    finally:
+        running.close()
