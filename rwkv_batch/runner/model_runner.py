@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from native.cores import cores
-from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import NO_SLOT, Sequence
+from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
@@ -30,6 +29,7 @@ from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
 from rwkv_batch.runner.model_files import under_adapters
 from rwkv_batch.runner.pipeline import Pipeline, as_served, own_devices
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
+from rwkv_batch.runner.row_inputs import RowInputs, slots_of
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_graphs import StepGraphs
 from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
@@ -87,6 +87,7 @@ class ModelRunner:
         stages, parameters = self.pipeline.stages, self.weights.num_parameters
         self.graphs = StepGraphs.over(stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters)
         self._parts = LaunchParts(self.graphs, self.pipeline, self._drawing, self.pool.adapters)
+        self._inputs = RowInputs(self._parts, self.pipeline.devices[0])
         self._require_pieces()
         decode = self.graphs.decode
         self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
@@ -243,7 +244,7 @@ class ModelRunner:
         if any(row.scored for row in rows):
             self._launch_scored(step, between)
         else:
-            inputs, into = self._inputs(rows), None if is_routed else self._logits
+            inputs, into = self._inputs.of(rows, self._tokens), None if is_routed else self._logits
             logits = mixed(self._forward(inputs, into, between), step.drawing)
             self._drawing.draw(step, logits, self._tokens)
         step.layers_s = self.pipeline.layers_s
@@ -251,7 +252,7 @@ class ModelRunner:
 
     def _launch_scored(self, step: Launched, between: Callable[[], None] | None) -> None:
         """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
-        x, inputs = self._hidden(self._inputs(step.rows), between)
+        x, inputs = self._hidden(self._inputs.of(step.rows, self._tokens), between)
         self._drawing.draw(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
@@ -285,7 +286,7 @@ class ModelRunner:
             self._launch_mixtures(graphs, step, sequences)
             return
         seats = [sequence.seat for sequence in sequences]
-        slots, adapters = _slots_of(sequences), self._parts.adapters_of(sequences)
+        slots, adapters = slots_of(sequences), self._parts.adapters_of(sequences)
         free, held = parted(step.drawing)
         if free and self._drawing.fits_graphs([sequences[i] for i in free]):
             drawn = graphs.run(seats, *slots, held, adapters, between)
@@ -314,46 +315,17 @@ class ModelRunner:
         assert self.graphs.mixed is not None and size is not None, "`parts` has found a size for them"
         self._drawing.admit(row.sequence for row in reading if row.draws)
         sequences = [row.sequence for row in decoding]
-        reads, writes = _slots_of(sequences)
+        reads, writes = slots_of(sequences)
         rows = {"seats": [sequence.seat for sequence in sequences], "read_slots": reads, "write_slots": writes}
         seats = [row.sequence.seat for row in reading if row.draws]
         places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(seats))]
         free, held = parted(step.drawing)
         held_places = [places[i] for i in held]
-        drawn = self.graphs.mixed.run(size, rows, self._inputs(reading), seats, held_places)
+        drawn = self.graphs.mixed.run(size, rows, self._inputs.of(reading, self._tokens), seats, held_places)
         step.tokens_sent = self._tokens.send()
         step.draws.append(Drawn(free, self._copies.start(drawn), places=[places[i] for i in free]))
         if held:
             step.undrawn = Undrawn(held, graphs.logits, held_places)
-
-    def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
-        """The rows' tokens, those not known to the host filled in on the device."""
-        reads = [slot for row in rows for slot in read_slots(row.sequence)]
-        writes = [slot for row in rows for slot in write_slots(row.sequence)]
-        if len(reads) > len(rows):  # each member of a mixture is a row of the step
-            rows = [row for row in rows for _ in range(1 + len(row.sequence.members))]
-        sequences = [row.sequence for row in rows]
-        inputs = step_inputs(
-            [
-                row.sequence.token_ids[
-                    row.sequence.num_computed_tokens : row.sequence.num_computed_tokens + row.num_tokens
-                ]
-                for row in rows
-            ],
-            reads,
-            writes,
-            [i for i, row in enumerate(rows) if row.draws],
-        )
-        if (own := self._parts.adapters_of(sequences)) is not None:
-            inputs.adapters = torch.tensor(own).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
-        ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
-        if ahead:
-            inputs = inputs.to(self.pipeline.devices[0])
-            fed = self._tokens.to_feed
-            seats = on_device([sequences[i].seat for i in ahead], torch.int64, fed.device)
-            at = inputs.cu_seqlens[on_device(ahead, torch.int64, inputs.cu_seqlens.device)]
-            inputs.tokens[at] = fed[seats].to(inputs.tokens.device)
-        return inputs
 
     @torch.inference_mode()
     def draw_constrained(self, step: Launched) -> list[tuple[Sequence, GrammarError]]:
@@ -445,11 +417,3 @@ class ModelRunner:
 def cpu_part(replicas: int) -> int:
     """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
     return max(1, cores() // replicas) if replicas > 1 else 0
-
-
-def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
-    """Where rows that have read their prompts read and write their states."""
-    if all(sequence.spare_slot == NO_SLOT and sequence.shared is None for sequence in sequences):
-        slots = [sequence.slot for sequence in sequences]
-        return slots, slots
-    return [sequence.read_slot for sequence in sequences], [sequence.write_slot for sequence in sequences]
