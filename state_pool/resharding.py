@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from state_pool.codec import ITEM_BYTES, Layout
 
-SAME_FORM = "start with the same state dtype and devices"
+SAME_FORM = "start with the same state dtype (--wkv-state) and devices"
 """What to do where a state is of other layers, or of layers in other forms."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -124,6 +125,12 @@ class LayerLoader:
         self._make_quantised = make_quantised
         storage = precision.storage
         self._store = None if storage is None else QuantStore(weights.path, weights.fingerprint, storage)
+
+    def without_moves(self) -> LayerLoader:
+        """The same, with `moves_matrices` off."""
+        apart = copy.copy(self)
+        apart._moves_matrices = False
+        return apart
 
     def embedding(self) -> Embedding:
         """The table stays as it is stored and where (memory-mapped on a CPU)."""

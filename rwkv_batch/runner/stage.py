@@ -59,8 +59,8 @@ class Stage:
             layers = load_layers(loader.older_layer, weights, first, last)
         elif isinstance(ops, PreparesLayers):
             # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
-            apart = LayerLoader(weights, precision, make_linear, moves_matrices=False, make_quantised=make_quantised)
-            layers = (ops.prepare_layer(layer) for layer in load_layers(apart.layer, weights, first, last))
+            apart = loader.without_moves().layer
+            layers = (ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last))
         else:
             layers = load_layers(loader.layer, weights, first, last)
         streams = resident is not None and precision.device.type == "cuda"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import write_random_model
 from rwkv_batch.model import loader
 from rwkv_batch.model.quant.formats import Format, Quantised, quantise
+from rwkv_batch.model.quant.store import LEFT_BEHIND_S
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
@@ -30,8 +35,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Format]:
     return formats
 
 
-def logits(path: Path, dtype: str) -> Tensor:
-    pipeline = Pipeline(open_weights(path), ("cpu",), dtype, "naive")
+def logits(path: Path, dtype: str, kernels: str = "naive") -> Tensor:
+    pipeline = Pipeline(open_weights(path), ("cpu",), dtype, kernels)
     pipeline.allocate_slots(3)
     return pipeline.forward(step_inputs([[3, 1, 4]], [0], [2], [0]))
 
@@ -72,8 +77,77 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, made: list[Format]) -> Non
     assert torch.equal(logits(path, "fp8"), whole) and made == []
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_a_single_byte_that_changed_is_noticed(
+    tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, dtype: str, part: str
+) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    whole = logits(path, dtype)
+    damaged = next(tmp_path.glob(f"tiny.{dtype}-*")) / "blocks.0.ffn.key.weight.safetensors"
+    content = bytearray(damaged.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    content[8 + header + json.loads(content[8 : 8 + header])[part]["data_offsets"][0] + 1] ^= 0x40
+    damaged.write_bytes(content)
+    made.clear()
+    assert torch.equal(logits(path, dtype), whole) and len(made) == 1
+    assert [str(damaged) in record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
+        True
+    ]
+
+
+def test_a_file_of_another_matrix_of_the_same_size_is_noticed(tmp_path: Path, made: list[Format]) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    whole = logits(path, "int8")
+    folder = next(tmp_path.glob("tiny.int8-*"))
+    shutil.copy(folder / "blocks.0.att.key.weight.safetensors", folder / "blocks.0.att.value.weight.safetensors")
+    made.clear()
+    assert torch.equal(logits(path, "int8"), whole) and len(made) == 1
+
+
+def test_a_folder_of_shards_has_its_own(tmp_path: Path, made: list[Format]) -> None:
+    folder = tmp_path / "rwkv7-0.1B"
+    folder.mkdir()
+    pth = torch.load(write_random_model(tmp_path / "tiny.pth", layers=1, width=64), weights_only=True)
+    save_file({name: tensor.contiguous() for name, tensor in pth.items()}, folder / "model.safetensors")
+    whole = logits(folder, "int8")
+    assert len(made) == 7
+    made.clear()
+    assert torch.equal(logits(folder, "int8"), whole) and made == []
+
+
+def test_what_a_killed_process_had_half_written_is_removed(tmp_path: Path, made: list[Format]) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    logits(path, "int8")
+    folder = next(tmp_path.glob("tiny.int8-*"))
+    left, being_written = folder / ".writing-left", folder / ".writing-now"
+    for half in (left, being_written):
+        half.write_bytes(b"half")
+    long_ago = time.time() - 2 * LEFT_BEHIND_S
+    os.utime(left, (long_ago, long_ago))
+    made.clear()
+    logits(path, "int8")
+    assert (left.exists(), being_written.exists(), made) == (False, True, [])
+
+
+def test_where_nothing_can_be_written_what_is_there_is_read(
+    tmp_path: Path, made: list[Format], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    whole = logits(path, "int8")
+    (next(tmp_path.glob("tiny.int8-*")) / "blocks.0.att.key.weight.safetensors").unlink()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    made.clear()
+    assert torch.equal(logits(path, "int8"), whole) and len(made) == 1
+
+
+@pytest.mark.parametrize("kernels", ["naive", "cpu"])
 def test_where_nothing_can_be_written_the_model_serves(
-    tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
 
@@ -81,6 +155,6 @@ def test_where_nothing_can_be_written_the_model_serves(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    logits(path, "int8")
+    logits(path, "int8", kernels)
     assert len(made) == 7
     assert len([r for r in caplog.records if "made anew at every start" in r.getMessage()]) == 1
