@@ -27,7 +27,7 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,8 +42,8 @@ from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.weights import Weights, open_weights
-from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.model.weights import Weights, WeightsError, open_weights
+from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 from rwkv_batch.tokenizer import Tokenizer
 
 DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
@@ -152,26 +152,63 @@ def _line(row: dict[str, Any], names: tuple[str, ...]) -> str:
     return "  ".join(f"{row[name]:>14.5g}" if isinstance(row[name], float) else f"{row[name]:>14}" for name in names)
 
 
+def at_least(lowest: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `lowest` on; it raises ArgumentTypeError."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {lowest} or more, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def device_name(text: str) -> str:
+    """A device of this machine. Raises ArgumentTypeError."""
+    try:
+        return str(resolve_device(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).replace("--pp-devices", "--device")) from None
+
+
+def file_to_write(text: str) -> Path:
+    """A file in a folder that is there. Raises ArgumentTypeError."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that is there, got {text!r}")
+    return path
+
+
 def parse_arguments() -> argparse.Namespace:
     """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="a .pth or .safetensors file; without it the demo model")
     parser.add_argument("--text-file", type=Path, help="UTF-8; without it held-out sentences of the demo's corpus")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=device_name, default="cpu")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8", "int8", "int4"])
-    parser.add_argument("--max-tokens", type=int, default=2048, help="of the text")
-    parser.add_argument("--written", type=int, default=1000, help="tokens for the agreement")
+    parser.add_argument("--max-tokens", type=at_least(2), default=2048, help="of the text")
+    parser.add_argument("--written", type=at_least(1), default=1000, help="tokens for the agreement")
     parser.add_argument("--wkv-states", nargs="+", type=StateForm, choices=list(StateForm), default=[])
-    parser.add_argument("--texts", type=int, default=2, help="read side by side with --wkv-states")
+    parser.add_argument("--texts", type=at_least(1), default=2, help="read side by side with --wkv-states")
     parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
-    parser.add_argument("--out", type=Path, help="a file for what is known so far, and in the end for the last line")
+    parser.add_argument(
+        "--out", type=file_to_write, help="a file for what is known so far, and in the end for the last line"
+    )
     return parser.parse_args()
+
+
+def text_of(path: Path) -> str:
+    """What a file holds. Raises SystemExit, naming it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--text-file {path} cannot be read ({error}); give a file of text in UTF-8") from None
 
 
 def read_text(args: argparse.Namespace) -> Text:
     """The text's first tokens and what they cover."""
     tokenizer = Tokenizer()
-    whole = args.text_file.read_text(encoding="utf-8") if args.text_file else held_text()
+    whole = text_of(args.text_file) if args.text_file else held_text()
     ids = tokenizer.encode(whole)[: args.max_tokens]
     if len(ids) < 2:
         raise SystemExit(f"{args.text_file} holds {len(ids)} tokens; a text of at least 2 is wanted")
@@ -181,7 +218,10 @@ def read_text(args: argparse.Namespace) -> Text:
 def main() -> None:
     """Read, compare and print."""
     args = parse_arguments()
-    weights = open_weights(args.model_path or ensure_model())
+    try:
+        weights = open_weights(args.model_path or ensure_model())
+    except WeightsError as error:
+        raise SystemExit(str(error)) from None
     if args.wkv_states:
         compare_states(weights, args)
         return
@@ -210,7 +250,7 @@ def compare_states(weights: Weights, args: argparse.Namespace) -> None:
     if args.text_file is None:
         texts = long_texts(count, length)
     else:
-        ids = Tokenizer().encode(args.text_file.read_text(encoding="utf-8"))
+        ids = Tokenizer().encode(text_of(args.text_file))
         length = min(length, len(ids) // count - 1)
         if length < 4:
             raise SystemExit(f"{args.text_file} holds {len(ids)} tokens; {count} texts of at least 5 are wanted")

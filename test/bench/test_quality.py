@@ -1,0 +1,54 @@
+"""What `bench.quality` says to files and numbers that it cannot use: one line, and no table."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import quality
+from demo.random_weights import write_random_model
+
+
+def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line of a run that is refused."""
+    monkeypatch.setattr("sys.argv", ["quality", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        quality.main()
+    assert ended.value.code != 0
+    return str(ended.value.code) if isinstance(ended.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model-path", "none.pth"], "none.pth does not exist"),
+        (["--model-path", "words.pth"], "words.pth is not a zip-format .pth"),
+        (["--text-file", "none.txt"], "--text-file .*none.txt cannot be read .*No such file"),
+        (["--text-file", "none.txt", "--wkv-states", "int8"], "--text-file .*none.txt cannot be read"),
+        (["--text-file", "."], "Is a directory"),
+        (["--text-file", "bytes.txt"], "bytes.txt cannot be read .*UTF-8"),
+        (["--text-file", "empty.txt"], "holds 0 tokens; a text of at least 2"),
+        (["--max-tokens", "-5"], "--max-tokens: must be a whole number, 2 or more, got '-5'"),
+        (["--texts", "0"], "--texts: must be a whole number, 1 or more, got '0'"),
+        (["--device", "bogus"], "--device: device 'bogus' is not .*name another in --device"),
+        (["--device", "cuda:4321"], "--device: device cuda:4321 was asked for"),
+        (["--out", "none/found.json"], "--out: must be a file in a folder that is there, got 'none/found.json'"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.pth").write_text("words")
+    Path("bytes.txt").write_bytes(b"\xff\xfe\x00")
+    Path("empty.txt").touch()
+    if "--model-path" not in arguments:
+        arguments = ["--model-path", str(write_random_model(tmp_path / "tiny.pth", layers=1, width=64)), *arguments]
+    line = told(arguments, monkeypatch, capsys)
+    assert re.search(named, line), line
