@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-PART = re.compile(r"(?P<device>cuda(?::\d+)?|cpu)\s+(?P<dtype>[a-z0-9]+)(?:\s*\*\s*(?P<count>\d+)(?P<plus>\+)?)?$")
+PART = re.compile(
+    r"(?P<device>cuda(?::\d+)?|cpu)\s+(?P<dtype>[a-z0-9]+)(?:\s*\*\s*(?P<count>\d+)(?P<plus>\+)?)?$", re.ASCII
+)
 DTYPES = {
     **{name: name for name in ("fp32", "bf16", "fp16", "fp8", "int8", "int4")},
     **{
@@ -15,6 +17,8 @@ DTYPES = {
     },
 }
 """A strategy's type -> --dtype."""
+MOST_LAYERS = 1000
+"""Of a device, as --pp-layers has it."""
 BY_DEVICE = {"cuda": "fp16", "cpu": "fp32"}
 """What --dtype auto is on each kind of device."""
 
@@ -71,9 +75,11 @@ def _parse_part(part: str) -> _Part:
     if found["dtype"] not in DTYPES:
         raise StrategyError(f"{part!r} names the type {found['dtype']!r}; there are {', '.join(DTYPES)}")
     streams = found["plus"] is not None
-    if found["count"] is not None and int(found["count"]) == 0 and not streams:
-        raise StrategyError(f"{part!r} gives {found['device']} no layers; leave the part out")
+    if found["count"] and (len(found["count"]) > 4 or int(found["count"]) > MOST_LAYERS):
+        raise StrategyError(f"{part[:80]!r} gives {found['device']} more than {MOST_LAYERS} layers; give fewer")
     count = int(found["count"]) if found["count"] else None
+    if count == 0 and not streams:
+        raise StrategyError(f"{part!r} gives {found['device']} no layers; leave the part out")
     return _Part(found["device"], DTYPES[found["dtype"]], count, streams)
 
 

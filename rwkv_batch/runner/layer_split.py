@@ -138,17 +138,18 @@ def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float
 
     A 0, from `--strategy`, is what the others leave.
     """
-    given = [layers - sum(given) if count == 0 else count for count in given]
-    if len(given) != stages or sum(given) != layers or min(given) < 1 or any(2 * count % 1 for count in given):
+    counts = [layers - sum(given) if count == 0 else count for count in given]
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1 or any(2 * count % 1 for count in counts):
         raise ValueError(
-            f"--pp-layers {_listed(given)} gives {len(given)} devices {sum(given):g} layers; the model has {layers}: "
-            f"give a number for each of --pp-devices ({stages} here), one at least, {layers} together"
+            f"--pp-layers or --strategy gives {_listed(given)} layers, together {sum(given):g}, to {len(given)} "
+            f"device(s); the model has {layers} layers: give a number for each device ({stages} here), one at least, "
+            f"{layers} together"
         )
-    return list(given)
+    return counts
 
 
 def _listed(counts: Sequence[float]) -> str:
-    return ",".join(f"{count:g}" for count in counts)
+    return ",".join(f"{count:g}" if count else "the rest" for count in counts)
 
 
 def relative_speeds(devices: Sequence[torch.device]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 import torch
@@ -18,6 +19,8 @@ from rwkv_batch.runner.layer_split import split_layers
 from rwkv_batch.runner.links import hand_over
 from rwkv_batch.runner.stage import Stage, precision_for
 
+DEVICE = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<number>[0-9]{1,18}))?")
+"""A device by its name."""
 logger = logging.getLogger(__name__)
 
 
@@ -175,16 +178,20 @@ def own_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a name ("auto", "cpu", "0", "cuda:0"). Raises ValueError if this machine lacks it."""
+    """The device of a name ("auto", "cpu", "0", "cuda:0"). Raises ValueError for one not of this machine."""
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device = torch.device(f"cuda:{name}" if name.isdigit() else name)
-    if device.type == "cuda":
-        found = torch.cuda.device_count()
-        if (device.index or 0) >= found:
-            raise ValueError(
-                f"device {name} was asked for, but this machine has {found} CUDA device(s); "
-                "name another in --pp-devices, like cpu"
-            )
-        return torch.device("cuda", device.index or 0)
-    return device
+    known = DEVICE.fullmatch(f"cuda:{name}" if name.isdecimal() else name)
+    if known is None:
+        raise ValueError(
+            f"device {name!r} is not auto, cpu, cuda, cuda:N or a GPU's number; name another in --pp-devices"
+        )
+    if known["kind"] == "cpu":
+        return torch.device("cpu")
+    number, found = int(known["number"] or 0), torch.cuda.device_count()
+    if number >= found:  # torch.device takes numbers modulo 256
+        raise ValueError(
+            f"device {name} was asked for, but this machine has {found} CUDA device(s); "
+            "name another in --pp-devices, like cpu"
+        )
+    return torch.device("cuda", number)

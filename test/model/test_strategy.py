@@ -37,6 +37,10 @@ def test_what_they_stand_for(text: str, wanted: Strategy) -> None:
         ("cuda bf16 *3 -> cpu fp32", "mixes types"),
         ("cuda fp16 *0 -> cpu fp32", "no layers"),
         ("", "device dtype"),
+        ("cuda:٣ fp16", "cuda, cuda:N or cpu"),
+        ("cpu fp32 *٣ -> cpu fp32", "cuda, cuda:N or cpu"),
+        ("cpu fp32 *1001 -> cpu fp32", r"gives cpu more than 1000 layers; give fewer"),
+        ("cpu fp32 *" + "9" * 5000, r"^.{60,90} gives cpu more than 1000 layers; give fewer"),
     ],
 )
 def test_what_cannot_be_followed_is_named(text: str, reason: str) -> None:
@@ -46,8 +50,12 @@ def test_what_cannot_be_followed_is_named(text: str, reason: str) -> None:
 
 def test_the_rest_of_the_layers() -> None:
     assert check_layers((10, 0), 24, 2) == [10, 14]
-    with pytest.raises(ValueError, match="24"):
+    with pytest.raises(ValueError, match=r"--strategy gives 24,the rest layers.* to 2 device\(s\); the model has 24"):
         check_layers((24, 0), 24, 2)
+    with pytest.raises(ValueError, match=r"--strategy gives 30,the rest layers"):
+        check_layers((30, 0), 24, 2)
+    with pytest.raises(ValueError, match=r"--strategy gives 7 layers, together 7, to 1 device\(s\).*24 together"):
+        check_layers((7,), 24, 1)
 
 
 def test_the_flag_is_another_spelling_of_the_others() -> None:

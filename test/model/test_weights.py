@@ -21,7 +21,7 @@ from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.weights import Weights, WeightsError, expected_shapes, open_weights, weights_from
-from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 
 Tensors = dict[str, Tensor]
 
@@ -244,7 +244,7 @@ def test_releasing_pages_loses_nothing(tmp_path: Path) -> None:
 LOAD = """
 import resource, sys
 import torch
-from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.kernels.cpu.ops import CpuOps
 from rwkv_batch.model.state_form import StateForm
@@ -278,6 +278,22 @@ def test_more_devices_than_layers_are_refused(tmp_path: Path) -> None:
     weights = open_weights(written(tmp_path / "two-layers.pth", small()))
     with pytest.raises(ValueError, match="3 pipeline devices were asked for, but the model has 2 layers"):
         Pipeline(weights, devices=("cpu",) * 3)
+
+
+@pytest.mark.parametrize("name", ["cuda:٣", "٣", "cuda:" + "9" * 30, "bogus", "meta", "mps", "cuda:-1"])
+def test_a_device_that_there_is_not_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device '?(cuda:)?{name}.*name another in --pp-devices"):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize("number", [2, 128, 255, 256, 257, 4096])
+def test_a_gpu_that_there_is_not_is_no_other_one(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=rf"device (cuda:)?{number} was asked for, but this machine has 2 CUDA"):
+        resolve_device(f"cuda:{number}")
+    with pytest.raises(ValueError, match=f"device {number} was asked for"):
+        resolve_device(str(number))
+    assert [resolve_device(name) for name in ("0", "cuda", "cuda:1")] == [torch.device("cuda", i) for i in (0, 0, 1)]
 
 
 def test_a_large_file_shows_progress(
