@@ -99,19 +99,9 @@ def test_a_row_without_numbers_stays_so(
     hidden = hidden_of(3, 0.3)
     hidden[1, 70] = torch.nan
     packed, _ = of_format(format_)
-    weights = packed.codes.data_ptr(), packed.scales.data_ptr()
     found = torch.zeros(3, WIDTH).half()
-    call(
-        library,
-        "rwkv_sparse_value_quant",
-        hidden.data_ptr(),
-        *weights,
-        found.data_ptr(),
-        NUMBERS[format_],
-        3,
-        WIDTH,
-        FFN,
-    )
+    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), found.data_ptr()
+    call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], 3, WIDTH, FFN)
     assert found.isnan().all(1).tolist() == [False, True, False] and found[::2].isfinite().all()
     if format_ is not Format.INT4:
         shares = torch.zeros(SPARSE_FEW_SHARES, 3, 128)

@@ -244,7 +244,7 @@ def test_releasing_pages_loses_nothing(tmp_path: Path) -> None:
 LOAD = """
 import resource, sys
 import torch
-from rwkv_batch.runner.pipeline import Pipeline, resolve_device
+from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.kernels.cpu.ops import CpuOps
 from rwkv_batch.model.state_form import StateForm
