@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.engine.gpu_check import kernel_errors, limit_of, model_errors
+from bench.tools.gpu_check import kernel_errors, limit_of, model_errors
 from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
 from bench.tools.origin import commit
 from rwkv_batch.model.quant.formats import Format, format_of

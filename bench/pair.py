@@ -37,9 +37,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.acceptance.engines import Engines
 from bench.tools.cpu_time import Used, cores, used
 from bench.tools.engine_load import Streams, run_streams
+from bench.tools.engines import Engines
 from bench.tools.http_load import Load, fetch, over_http
 from bench.tools.origin import origin
 from bench.tools.service import percentile, service

@@ -5,9 +5,8 @@
 The same random model and the same load (bench/traffic.py) on the first 1, 2, 4 ... GPUs of the machine, in one run:
 tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy),
 `step_ms` and of it `host_ms`, in which the engine's thread did not wait for a GPU, and each figure against that of one
-GPU with as many clients. `--trace` adds what each stage and the host did in half a second of each case
-(bench/stages/pipeline_trace.py). What bounds it: the slowest stage (layers are dealt whole, and the head counts), the
-hand-over between devices, and the host, which schedules and reads every row's every token.
+GPU with as many clients. What bounds it: the slowest stage (layers are dealt whole, and the
+head counts), the hand-over between devices, and the host, which schedules and reads every row's every token.
 
 `--stages 0,1,0,1` names a GPU for each stage, and a GPU may have several: as many graphs, links and groups as on four,
 so that `host_ms` is what it is there. Tokens/s are not: stages of one GPU work one after the other.
@@ -31,7 +30,6 @@ from unittest import mock
 
 import torch
 
-from bench.stages.pipeline_trace import Trace, summary
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.origin import commit
 from bench.traffic import measure, numbers
@@ -113,8 +111,6 @@ def run_on(
             with busy_shares(len(set(devices))) as shares:
                 figures = measure(engine, clients, args, lambda: host.follow(0.9 * args.seconds))
             result = {"devices": counted, "layers": layers, **figures, **host.figures, "busy": shares}
-            if args.trace and clients in (args.trace_clients or args.clients) and len(devices) in args.trace_devices:
-                result["trace"] = traced(engine, clients, args, f"GPUs {named}, {clients} clients")
             print(json.dumps(result), flush=True)
             yield result
     finally:
@@ -123,15 +119,6 @@ def run_on(
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def traced(engine: Engine, clients: int, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What a trace of half a second says (`pipeline_trace.summary`); the whole of it goes to the file `--trace`."""
-    with Trace(engine) as trace:
-        measure(engine, clients, argparse.Namespace(**{**vars(args), "seconds": 1.0}), trace.follow)
-    with args.trace.open("a") as file:
-        file.write(json.dumps({"case": name, "stages": trace.stages, "host": trace.host}) + "\n")
-    return summary(trace.host, trace.stages)
 
 
 def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,9 +143,6 @@ def main() -> None:
     parser.add_argument("--drawn", type=numbers, default=(128, 256))
     parser.add_argument("--folder", type=Path, help="where the random model is written (and kept)")
     parser.add_argument("--out", type=Path, help="file for the last line, there from the first figure on")
-    parser.add_argument("--trace", type=Path, help="file for a timeline of each case, taken in a run of its own")
-    parser.add_argument("--trace-clients", type=numbers, default=(), help="of these cases only")
-    parser.add_argument("--trace-devices", type=numbers, default=(1, 2, 3, 4, 8), help="and of these")
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:

@@ -1,4 +1,4 @@
-"""Which engine gets a request: bounded-load affinity. Pure; `bench/fleet/simulation.py` says what comes of it.
+"""Which engine gets a request: bounded-load affinity. Pure; `bench/fleet.py` says what comes of it.
 
 Load is counted in rows; 256 prompt tokens that wait to be read count as one. Who holds the request's session gets it
 unless it is clearly busier than two engines picked at random, else the less busy of these two gets it. To look at two

@@ -18,7 +18,6 @@ LONGEST = (
     "routes/test_http_lifecycle.py",
     "web/test_chat.py",
     "engine/test_prompt_scoring.py",
-    "bench/test_mutants.py",
     "cluster/test_actors.py",
     "routes/test_constraints.py",
     "supervisor/test_http_workers.py",

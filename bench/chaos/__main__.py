@@ -16,7 +16,7 @@ malformed packets sent; then only traffic goes on. Counted are:
   an hour (`slope.py`), as far as a short run can tell; bounded caches are so small here that they are full before, and
   pages of files do not count (the rows of the embedding that are read for the first time, code);
 * acknowledged turns lost or different: every session is asked for again on a service that is never disturbed
-  (`bench/faults/crash.py` says how).
+  (`bench/chaos/crash.py` says how).
 
 The last line is JSON; exit status 1 if anything of this was found.
 """
@@ -36,11 +36,11 @@ from typing import Any
 
 import httpx
 
+from bench.chaos.crash import Service, check_all, misplaced, stored_names
 from bench.chaos.disturbances import Disturbances
 from bench.chaos.health import Figures, Sampler, all_figures, at_rest, name_of, names_of
 from bench.chaos.slope import Slope, medians, slope
 from bench.chaos.traffic import Client, Findings, stop
-from bench.faults.crash import Service, check_all, misplaced, stored_names
 from bench.tools.origin import origin
 
 STORM = 0.6

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from bench.faults.crash import descendants
+from bench.chaos.crash import descendants
 
 SAMPLE_S = 1.0
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from bench.chaos.crash import Conversation, Turn, ask
 from bench.chaos.disturbances import Disturbances
-from bench.faults.crash import Conversation, Turn, ask
 
 SESSIONS_PER_CLIENT = 3
 _SYSTEM = "You are a helpful assistant that answers in one short line and never asks back. Number "

@@ -7,9 +7,9 @@ import threading
 import httpx
 import pytest
 
+from bench.chaos.crash import Conversation, Turn, ask
 from bench.chaos.disturbances import Disturbances
 from bench.chaos.traffic import Client, Findings
-from bench.faults.crash import Conversation, Turn, ask
 
 
 def answered(status: int, body: object) -> httpx.Client:

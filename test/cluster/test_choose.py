@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from bench.fleet.simulation import Fleet, Traffic, simulate
+from bench.fleet import Fleet, Traffic, simulate
 from cluster.choose import SLACK_ROWS, Wish, choose, load_of
 
 

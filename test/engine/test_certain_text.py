@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.grammar.random_schemas import random_schema
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import GenerateRequest, TokenLogprob
@@ -22,6 +21,7 @@ from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
 from state_pool.config import PoolConfig
+from test.engine.random_schemas import random_schema
 from test.engine.test_constraints import LOOPS, PERSON, by_row, choice, lark, regex, schema
 from test.harness import TOKENIZER, Running, ask, free_slots, run, settles, started_engine, submit, tiny_model, turn
 

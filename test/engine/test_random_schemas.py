@@ -1,10 +1,10 @@
-"""Random schemas: every text that a grammar lets finish is valid. `python -m bench.grammar.schemas` asks for more."""
+"""Random schemas: every text that a grammar lets finish is valid."""
 
 from __future__ import annotations
 
 from itertools import islice
 
-from bench.grammar.schemas import answer, numbered, walk
+from test.engine.schema_answers import answer, numbered, walk
 
 
 def test_texts_that_masks_allow_are_valid() -> None:

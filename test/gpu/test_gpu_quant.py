@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.engine.gpu_check import kernel_errors, layer_errors, limit_of
+from bench.tools.gpu_check import kernel_errors, layer_errors, limit_of
 from rwkv_batch.model.quant.formats import Format
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

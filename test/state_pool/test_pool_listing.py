@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.state_pool.listing import growth, measure
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool import session_file, session_listing
 from state_pool.config import PoolConfig
@@ -24,6 +23,7 @@ from state_pool.session_page import SessionPage, Tier
 from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
 from test.harness import ask, call, run, started_engine, tiny_model, turn
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of, store_of
+from test.state_pool.listing_cost import growth, measure
 
 
 @contextmanager

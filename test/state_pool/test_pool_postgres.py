@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.acceptance.database_link import linked
 from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.database_address import parse_server_address
@@ -30,6 +29,7 @@ from state_pool.errors import (
 )
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LeaseState
+from test.database_link import linked
 from test.pool_fakes import Driver, FakeArena, config_in, end, fold, state_of, store_of
 from test.postgres import Server
 from test.serving import wait_for

@@ -1,4 +1,4 @@
-"""The real service, killed: `bench.faults.crash` in its short form, with a random model."""
+"""The real service, killed: `bench.chaos.crash` in its short form, with a random model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_acknowledged_turns_survive_kills_of_the_service(tmp_path: Path) -> None:
     """Every process of it, at random moments, under clients; each turn is compared with an uninterrupted run."""
     model = write_random_model(tmp_path / "tiny.pth", 2, 128)
-    command = [sys.executable, "-m", "bench.faults.crash", "--kills", "1"]
+    command = [sys.executable, "-m", "bench.chaos.crash", "--kills", "1"]
     command += ["--model", str(model), "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout, done.stderr

@@ -1,1 +1,0 @@
-"""The acceptance tests of several engines on one machine; `python -m bench.acceptance MODE`."""

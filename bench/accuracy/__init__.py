@@ -1,1 +1,0 @@
-"""How far results are from exact ones: parts of `bench.quality`."""

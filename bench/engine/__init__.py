@@ -1,1 +1,0 @@
-"""The engine alone, on one device or none: its steps, its thread, what rows cost each other."""

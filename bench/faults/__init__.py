@@ -1,1 +1,0 @@
-"""The real service killed, abused and used for long: turns that must not be lost, silence, growth."""

@@ -1,1 +1,0 @@
-"""Several engines behind one service, measured and simulated."""

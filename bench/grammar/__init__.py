@@ -1,1 +1,0 @@
-"""Answers held to a grammar or a schema: `python -m bench.grammar`, and suites of schemas."""

@@ -1,0 +1,83 @@
+"""What forms of the WKV state cost in quality: part of `bench.quality --wkv-states`.
+
+Texts are read side by side, a token of each at a time, so that every state is kept in its form after every token, as it
+is while a row decodes. Weights and kernels are what a server takes on the device, fp32 on a CPU. Each form is told
+beside fp32 states, by quarter of the texts: an error that grows with what was read shows in the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.tools.compared import Compared, Text
+from demo.corpus import mixture
+from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.tokenizer import Tokenizer
+
+QUARTERS = 4
+FIRST_SLOT = 2
+TOLD_EVERY = 2048
+
+
+@dataclass(slots=True)
+class TokenReader:
+    """A model that reads texts side by side, from the zero state."""
+
+    pipeline: Pipeline
+    slots: Tensor
+    """[texts] int64"""
+
+    def read(self, tokens: Tensor, is_first: bool) -> Tensor:
+        """Logits [texts, V] fp32 after the next token [texts] of each."""
+        ends = torch.arange(len(tokens) + 1)
+        reads = torch.zeros_like(self.slots) if is_first else self.slots
+        return self.pipeline.forward(StepInputs(tokens, ends, reads, self.slots, ends[:-1], 1))
+
+
+def make_reader(weights: Weights, device: str, form: StateForm, num_texts: int) -> TokenReader:
+    """The model as it is served but for its states."""
+    pipeline = Pipeline(weights, (device,), wkv_state=form.value)
+    pipeline.allocate_slots(FIRST_SLOT + num_texts)
+    return TokenReader(pipeline, torch.arange(FIRST_SLOT, FIRST_SLOT + num_texts))
+
+
+def long_texts(count: int, num_tokens: int) -> Tensor:
+    """[count, num_tokens + 1] int64: documents of the demo's mixture one after the other, other ones in each text."""
+    tokenizer, texts = Tokenizer(), []
+    for i in range(count):
+        rng, ids = Random(f"states/{i}"), list[int]()
+        while len(ids) <= num_tokens:
+            ids += tokenizer.encode("".join(part.text for part in mixture.document(rng)))
+        texts.append(ids[: num_tokens + 1])
+    return torch.tensor(texts)
+
+
+def by_state_form(
+    weights: Weights, device: str, forms: list[StateForm], texts: Tensor, told: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """A row for each form and quarter, of texts [texts, T + 1]; `told` is given a line now and then."""
+    byte_table, count = Tokenizer().byte_table, texts.shape[1] - 1
+    readers = {form: make_reader(weights, device, form, len(texts)) for form in (StateForm.FP32, *forms)}
+    compared, num_bytes = {form: Compared() for form in readers}, 0
+    for at in range(count):
+        following = texts[:, at + 1]
+        found = {form: reader.read(texts[:, at], at == 0) for form, reader in readers.items()}
+        for form, logits in found.items():
+            compared[form].take(logits, found[StateForm.FP32], following.to(logits.device))
+        num_bytes += sum(len(byte_table[token]) for token in following.tolist())
+        quarter, next_quarter = at * QUARTERS // count, (at + 1) * QUARTERS // count
+        if next_quarter > quarter:
+            for form, sums in compared.items():
+                yield {"wkv_state": form.value, "quarter": next_quarter, **sums.figures(Text([], num_bytes))}
+            compared, num_bytes = {form: Compared() for form in readers}, 0
+        elif (at + 1) % TOLD_EVERY == 0:
+            told(f"{at + 1} tokens, KL of this quarter so far: {[sums.kl / sums.tokens for sums in compared.values()]}")

@@ -1,1 +1,0 @@
-"""Several GPUs as stages of a pipeline: what each step takes where, and schedules in virtual time."""

@@ -1,0 +1,213 @@
+"""The state pool: what durability costs, how fast a session comes back from each tier, what a stream notices.
+
+    python -m bench.state_pool [--out FILE] [--folder DIR] [--synchronous NORMAL|FULL] [--no-engine]
+
+Measures, in one run, with the pool itself over slots in host memory (states of 17.3 MB, as the 7.2B model has
+with an fp16 WKV state; DIR decides which disk):
+- turns: durable turns per second and milliseconds from `record` to `on_durable` (p50, p99) with `log`, `turn` and
+  `lazy`, one session at a time and 64 at once (group commit). A turn has 300 token ids. Beside it SQLite alone:
+  one blob per commit in an otherwise empty database, to show what the disk allows.
+- resume: milliseconds from `checkout` to READY with the state in L1, L2 and L3, and from a log of 2,048 tokens
+  (reading it; the prefill comes on top: 2,048 tokens / prefill speed), and the bytes each moved.
+- stream (needs torch; `--no-engine` leaves it out): a random model on the CPU streams one row while four clients run
+  short turns one after the other; the same load on sessions and without, alternating in rounds; compared is the p99
+  between two tokens of the stream. Once with every session parked, once with states moving at nearly every turn.
+
+Prints one JSON line per measurement; the last line is JSON with all of them and the targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sqlite3
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.tools.pool_bench import TURN_TOKENS, Bench, HostArena
+from bench.tools.pool_stream import measure_stream
+from state_pool.arena import ZERO_SLOT
+from state_pool.pool import StatePool
+from state_pool.session_page import Tier
+
+GROUP = 64
+SECONDS = 6.0
+TIERS = {None: "new", Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
+"""Names in the results."""
+TARGETS = {"log_over_turn": 100.0, "log_p50_ms": 5.0, "stream_p99_ratio_parked": 1.10}
+
+
+def measure_turns(folder: Path, durability: str, sessions: int, synchronous: str) -> dict[str, Any]:
+    """Durable turns per second, and what a turn waits."""
+    bench = Bench(
+        folder, slots=2 * sessions + 8, l1_sessions=sessions, durability=durability, synchronous=synchronous,
+        checkpoint_tokens=1 << 30, checkpoint_idle_s=1e9,
+    )  # fmt: skip
+    names = [f"s{i}" for i in range(sessions)]
+    tokens = [(7919 * i) % 65536 for i in range(TURN_TOKENS)]
+    bench.turns(names, tokens)
+    waits: list[float] = []
+    started = time.perf_counter()
+    while time.perf_counter() - started < SECONDS:
+        waits += bench.turns(names, tokens)
+    elapsed = time.perf_counter() - started
+    bench.pool._flush = lambda store: None  # type: ignore[method-assign]
+    bench.pool.close()
+    return {
+        "measure": "turns",
+        "durability": durability,
+        "sessions": sessions,
+        "turns_per_s": round(len(waits) / elapsed, 1),
+        "p50_ms": round(1e3 * statistics.median(waits), 3),
+        "p99_ms": round(1e3 * float(np.quantile(waits, 0.99)), 3),
+    }
+
+
+def measure_disk(folder: Path, num_bytes: int, synchronous: str) -> dict[str, Any]:
+    """SQLite alone: one blob of a state's size per commit, replacing the one before."""
+    connection = sqlite3.connect(folder / "alone.db", isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute(f"PRAGMA synchronous={synchronous}")
+    connection.execute("CREATE TABLE blobs(id INTEGER PRIMARY KEY, data BLOB)")
+    blob = os.urandom(num_bytes)
+    count, started = 0, time.perf_counter()
+    while time.perf_counter() - started < SECONDS:
+        connection.execute("INSERT OR REPLACE INTO blobs VALUES (1, ?)", (blob,))
+        count += 1
+    elapsed = time.perf_counter() - started
+    connection.close()
+    return {"measure": "sqlite alone", "bytes": num_bytes, "commits_per_s": round(count / elapsed, 1)}
+
+
+def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
+    """Checkout to READY from each tier, and from the log alone."""
+    sizes = {
+        "l1_sessions": 4,
+        "l2_sessions": 4,
+        "synchronous": synchronous,
+        "checkpoint_idle_s": 1e9,
+        "checkpoint_tokens": 4096,
+    }
+    bench = Bench(folder, slots=12, **sizes)
+    for i in range(24):
+        bench.turns([f"s{i}"], [1, 2, 3])
+        bench.settle()
+    found: dict[str, list[float]] = {}
+    moved: dict[str, int] = {}
+    for _ in range(4):
+        for name in [entry.session_id for entry in bench.list_sessions().sessions]:
+            before = counters(bench.pool)
+            started = time.perf_counter()
+            lease = bench.ready(bench.pool.checkout(name))
+            tier = TIERS[lease.tier]
+            found.setdefault(tier, []).append(time.perf_counter() - started)
+            moved[tier] = counters(bench.pool) - before
+            bench.pool.release(lease)
+            bench.settle()
+    bench.pool.close()
+    found |= {"log": resume_from_log(folder, sizes)}
+    return [
+        {
+            "measure": "resume",
+            "from": tier,
+            "count": len(times),
+            "p50_ms": round(1e3 * statistics.median(times), 3),
+            "max_ms": round(1e3 * max(times), 3),
+            "bytes_moved": moved.get(tier, 0),
+        }
+        for tier, times in found.items()
+    ]
+
+
+def resume_from_log(folder: Path, sizes: dict[str, Any]) -> list[float]:
+    """As after a crash: no checkpoint, 2,048 tokens in the log."""
+    bench = Bench(folder, slots=12, **sizes)
+    for i in range(8):
+        bench.turns([f"log{i}"], list(range(2048)))
+    bench.pool._flush = lambda store: None  # type: ignore[method-assign]
+    bench.pool.close()
+    bench = Bench(folder, slots=12, **sizes)
+    times: list[float] = []
+    for i in range(8):
+        started = time.perf_counter()
+        lease = bench.ready(bench.pool.checkout(f"log{i}"))
+        times.append(time.perf_counter() - started)
+        if lease.read_slot != ZERO_SLOT or len(lease.replay) != 2048:
+            raise RuntimeError("the session did not come from the log")
+        bench.pool.release(lease)
+    bench.pool.close()
+    return times
+
+
+def counters(pool: StatePool) -> int:
+    """Bytes moved so far to bring states to slots."""
+    found = pool.stats()["counters"]
+    return int(found["bytes_to_device"] + found["bytes_from_disk"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="where the databases go; default: a temporary folder")
+    parser.add_argument("--synchronous", default="NORMAL", choices=["NORMAL", "FULL"])
+    parser.add_argument("--no-engine", action="store_true")
+    arguments = parser.parse_args()
+    results: list[dict[str, Any]] = []
+
+    def note(result: dict[str, Any]) -> None:
+        results.append(result)
+        print(json.dumps(result), flush=True)
+
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        sync = arguments.synchronous
+        note({"measure": "machine", "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+              "sqlite": sqlite3.sqlite_version, "synchronous": sync})  # fmt: skip
+        note(measure_disk(folder, HostArena(1).state_bytes, sync))
+        for durability, sessions in (
+            ("turn", 1),
+            ("turn", 8),
+            ("log", 1),
+            ("log", GROUP),
+            ("lazy", 1),
+            ("lazy", GROUP),
+        ):
+            here = folder / f"{durability}-{sessions}"
+            here.mkdir()
+            note(measure_turns(here, durability, sessions, sync))
+        (folder / "resume").mkdir()
+        for result in measure_resume(folder / "resume", sync):
+            note(result)
+        if not arguments.no_engine:
+            for result in measure_stream(folder):
+                note(result)
+    last = {"measure": "state_pool", "targets": TARGETS, **figures(results), "all": results}
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
+    print(json.dumps(last))
+
+
+def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that have targets."""
+    turns = {(r["durability"], r["sessions"]): r for r in results if r["measure"] == "turns"}
+    best_turn = max(r["turns_per_s"] for key, r in turns.items() if key[0] == "turn")
+    found: dict[str, Any] = {
+        "log_over_turn": round(turns["log", GROUP]["turns_per_s"] / best_turn, 1),
+        "log_over_turn_one_session": round(turns["log", 1]["turns_per_s"] / turns["turn", 1]["turns_per_s"], 1),
+        "log_p50_ms": turns["log", 1]["p50_ms"],
+        "group_of_64_turns_per_s": turns["log", GROUP]["turns_per_s"],
+    }
+    streams = {r["sessions"]: r["p99_ratio"] for r in results if r["measure"] == "stream"}
+    return found | {f"stream_p99_ratio_{kind}": ratio for kind, ratio in streams.items()}
+
+
+if __name__ == "__main__":
+    main()

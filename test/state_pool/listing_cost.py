@@ -1,0 +1,108 @@
+"""Cost of a list, a delete by prefix and /status on the engine's thread, by the number of stored sessions.
+
+`measure` counts the lines of Python that the engine's thread runs in each call (`lines_of`), a figure without noise.
+The count must not grow with the sessions, because decoding waits for each line.
+"""
+
+from __future__ import annotations
+
+import gc
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.tools.pool_bench import HostArena
+from state_pool.config import PoolConfig
+from state_pool.pool import StatePool
+
+PAGE = 100
+PARTS = {"stage0.wkv": ("float16", (64,))}
+
+
+def lines_of(act: Callable[[], Any]) -> int:
+    """Lines of Python that the calling thread runs in `act`; not those of other threads, nor of what ends meanwhile."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+def fill(path: Path, sessions: int) -> None:
+    """Stored sessions "s0000000", "s0000001", … with no state, in a database that a pool has made."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.executemany(
+            "INSERT INTO sessions(session_id, dialogue, fingerprint, turn, num_tokens, created, updated) "
+            "VALUES (?, -1, 'bench', 1, 1, ?, ?)",
+            ((f"s{number:07d}", 1e9 + number, 1e9 + number) for number in range(sessions)),
+        )
+
+
+def open_pool(folder: Path, sessions: int) -> StatePool:
+    """A pool over a new database of so many sessions."""
+    config = PoolConfig(state_db=str(folder / f"{sessions}.db"), session_ttl=0)
+    StatePool(HostArena(8, layout=dict(PARTS)), config).close()
+    fill(Path(config.state_db), sessions)
+    return StatePool(HostArena(8, layout=dict(PARTS)), config)
+
+
+def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) -> dict[str, float]:
+    """Lines and milliseconds of the engine's thread for a call and what concludes it; `act` gets a callback."""
+    told: list[Any] = []
+    started = time.perf_counter()
+    lines = lines_of(lambda: act(told.append))
+    busy = time.perf_counter() - started
+    while not (told or pool._deliver.waiting):
+        time.sleep(0.0005)
+    answered = time.perf_counter()
+    lines += lines_of(pool._deliver.run)
+    ended = time.perf_counter()
+    if told and isinstance(told[0], Exception):
+        raise told[0]
+    return {
+        "engine_lines": lines,
+        "engine_ms": round(1e3 * (busy + ended - answered), 3),
+        "whole_ms": round(1e3 * (ended - started), 3),
+    }
+
+
+def measure(folder: Path, sessions: int) -> dict[str, Any]:
+    """Every call once, at this size."""
+    pool = open_pool(folder, sessions)
+    deep = max(0, sessions - PAGE)
+    found = {
+        "measure": "listing",
+        "sessions": sessions,
+        "stats": measure_call(pool, lambda tell: tell(pool.stats())),
+        "list": measure_call(pool, lambda tell: pool.list_sessions(tell, PAGE, 0)),
+        "list deep": measure_call(pool, lambda tell: pool.list_sessions(tell, PAGE, deep)),
+        "delete": measure_call(pool, lambda tell: void(pool.delete("s000000", True, tell))),
+    }
+    pool.close()
+    return found
+
+
+def void(value: object) -> None:
+    """Nothing of it."""
+
+
+def growth(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
+    """For each call, lines with many sessions over lines with few."""
+    calls = [name for name, part in few.items() if isinstance(part, dict)]
+    return {name: round(many[name]["engine_lines"] / few[name]["engine_lines"], 3) for name in calls}

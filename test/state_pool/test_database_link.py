@@ -1,0 +1,34 @@
+"""The link to a database that can be cut for one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from test.database_link import _SOCKET, DatabaseLink
+from test.serving import wait_for
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_is_sent_while_it_is_cut_arrives_later_and_is_counted(tmp_path: Path, is_ours: bool) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "server"
+    ours.mkdir()
+    theirs.mkdir()
+    with socket.create_server(str(theirs / _SOCKET), family=socket.AF_UNIX) as listener:
+        link = DatabaseLink(ours, theirs)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(ours / _SOCKET))
+            server, _ = listener.accept()
+            with server:
+                client.sendall(b"a")
+                assert server.recv(1) == b"a" and link.held == 0
+                link.cut(os.getpid() if is_ours else 1)
+                client.sendall(b"b")
+                if is_ours:
+                    wait_for(lambda: link.held == 1, 10, "it is held back")
+                    link.mend()
+                assert server.recv(1) == b"b" and link.held == is_ours
+        link.close()
