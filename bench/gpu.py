@@ -1,13 +1,12 @@
 """Decode and prefill speed of a whole forward on one GPU, with random weights of a released shape.
 
     python -m bench.gpu --size 7.2b --wkv-state fp16
-    python -m bench.gpu --dtype fp16 fp8 --seconds 5     # side by side; small weights are checked first
+    python -m bench.gpu --dtype fp16 fp8 --seconds 5     # one dtype after the other
 
 A decode step is the service's own CUDA graph: embedding, layers, head, sampling with mixed parameters and penalties,
 the token fed back on the device. One JSON line per measurement; the last line holds them all. What binds: the bytes of
 weights and states below some 200 rows, the products above, and there the power limit of the card (`watts`, `sm_mhz`).
-Of small weights (fp8, int8, int4) every kernel is checked before anything is timed, and the model's logits are held
-against fp16's; a failure is told and its dtype left out.
+Run `pytest -m gpu test/gpu/test_gpu_quant.py` first: it checks that the kernels of small weights compute correctly.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from typing import Any
 
 import torch
 
-from bench.tools.gpu_check import kernel_errors, limit_of, model_errors
 from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
 from bench.tools.origin import commit
-from rwkv_batch.model.quant.formats import Format, format_of
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
@@ -40,7 +38,6 @@ BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 MAX_STEP_TOKENS = 16384
 SECONDS = 0.6
-CHECKED_ROWS = (1, 8, 15, 16, 64, 320)
 BYTES: dict[Format | None, float] = {None: 2, Format.FP8: 1, Format.INT8: 1 + 2 / 128, Format.INT4: 0.5 + 4 / 128}
 """Of one number of a large matrix."""
 GPU = torch.device("cuda", 0)
@@ -226,7 +223,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
-    parser.add_argument("--no-check", action="store_true", help="small weights without the checks before")
     parser.add_argument("--wkv-state", type=StateForm, choices=list(StateForm), default=StateForm.FP16)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
@@ -236,18 +232,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     parser.add_argument("--out", type=Path, help="a file for the last line")
     return parser.parse_args()
-
-
-def check(format_: Format, size: str, wkv: StateForm) -> dict[str, Any]:
-    """Errors of a format's kernels and of the whole model beside fp16's; `failed`: those beyond their limits."""
-    errors = kernel_errors(format_)
-    failed = {name: error for name, error in errors.items() if not error <= limit_of(name)}
-    worst = sorted(errors, key=lambda name: errors[name] / limit_of(name))[-3:]
-    found = {"dtype": format_, "cases": len(errors), "worst": {name: errors[name] for name in worst}, "failed": failed}
-    if not failed:
-        small, whole = (random_stage(size, GPU, wkv, dtype=dtype) for dtype in (format_, "fp16"))
-        found["model"] = [model_errors(small, whole, rows, VOCAB) for rows in CHECKED_ROWS]
-    return found
 
 
 def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -287,26 +271,16 @@ def main() -> None:
         "gemm_tflops": round(ceilings.gemm_tflops, 1),
     }
     print(json.dumps(head), flush=True)
-    checks: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for dtype in args.dtype:
-        format_ = format_of(dtype)
-        if format_ is not None and not args.no_check:
-            checks.append(check(format_, args.size, args.wkv_state))
-            print(json.dumps({"kind": "check", **checks[-1]}), flush=True)
-            release_memory()
-            if checks[-1]["failed"]:
-                continue
         for result in measure(dtype, args, ceilings):
             results.append(result)
             print(json.dumps(result), flush=True)
         release_memory()
-    last = json.dumps({**head, "checks": checks, "results": results})
+    last = json.dumps({**head, "results": results})
     if args.out:
         args.out.write_text(last + "\n")
     print(last)
-    if any(found["failed"] for found in checks):
-        raise SystemExit("small weights failed their check; see `failed`")
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.quality_states import by_state_form, long_texts
-from bench.tools.compared import Compared, Text
+from bench.quality_states import Compared, Text, by_state_form, long_texts
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise

@@ -7,6 +7,7 @@ beside fp32 states, by quarter of the texts: an error that grows with what was r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.tools.compared import Compared, Text
 from demo.corpus import mixture
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
@@ -26,6 +26,45 @@ from rwkv_batch.tokenizer import Tokenizer
 QUARTERS = 4
 FIRST_SLOT = 2
 TOLD_EVERY = 2048
+
+
+@dataclass(slots=True)
+class Text:
+    """What is predicted."""
+
+    ids: list[int]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Compared:
+    """Sums over positions, of one model beside the reference."""
+
+    tokens: int = 0
+    nats: float = 0.0
+    kl: float = 0.0
+    off: float = 0.0
+    size: float = 0.0
+    same: int = 0
+
+    def take(self, logits: Tensor, true: Tensor, following: Tensor) -> None:
+        """One chunk: logits [T, V] of both, and the token that follows each position."""
+        log_q, log_p = torch.log_softmax(logits, -1), torch.log_softmax(true, -1)
+        self.tokens += len(following)
+        self.nats -= log_q.gather(1, following.unsqueeze(1)).sum().item()
+        self.kl += (log_p.exp() * (log_p - log_q)).sum().item()
+        self.off += (logits - true).square().sum().item()
+        self.size += true.square().sum().item()
+        self.same += int((logits.argmax(-1) == true.argmax(-1)).sum())
+
+    def figures(self, text: Text) -> dict[str, float]:
+        """What is printed."""
+        return {
+            "bits_per_byte": self.nats / math.log(2) / text.num_bytes,
+            "kl": self.kl / self.tokens,
+            "logits_error": math.sqrt(self.off / self.size),
+            "same_token": self.same / self.tokens,
+        }
 
 
 @dataclass(slots=True)

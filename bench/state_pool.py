@@ -1,6 +1,6 @@
-"""The state pool: what durability costs, how fast a session comes back from each tier, what a stream notices.
+"""The state pool: what durability costs, how fast a session comes back from each tier.
 
-    python -m bench.state_pool [--out FILE] [--folder DIR] [--synchronous NORMAL|FULL] [--no-engine]
+    python -m bench.state_pool [--out FILE] [--folder DIR] [--synchronous NORMAL|FULL]
 
 Measures, in one run, with the pool itself over slots in host memory (states of 17.3 MB, as the 7.2B model has
 with an fp16 WKV state; DIR decides which disk):
@@ -9,9 +9,6 @@ with an fp16 WKV state; DIR decides which disk):
   one blob per commit in an otherwise empty database, to show what the disk allows.
 - resume: milliseconds from `checkout` to READY with the state in L1, L2 and L3, and from a log of 2,048 tokens
   (reading it; the prefill comes on top: 2,048 tokens / prefill speed), and the bytes each moved.
-- stream (needs torch; `--no-engine` leaves it out): a random model on the CPU streams one row while four clients run
-  short turns one after the other; the same load on sessions and without, alternating in rounds; compared is the p99
-  between two tokens of the stream. Once with every session parked, once with states moving at nearly every turn.
 
 Prints one JSON line per measurement; the last line is JSON with all of them and the targets.
 """
@@ -32,7 +29,6 @@ from typing import Any
 import numpy as np
 
 from bench.tools.pool_bench import TURN_TOKENS, Bench, HostArena
-from bench.tools.pool_stream import measure_stream
 from state_pool.arena import ZERO_SLOT
 from state_pool.pool import StatePool
 from state_pool.session_page import Tier
@@ -41,7 +37,7 @@ GROUP = 64
 SECONDS = 6.0
 TIERS = {None: "new", Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
 """Names in the results."""
-TARGETS = {"log_over_turn": 100.0, "log_p50_ms": 5.0, "stream_p99_ratio_parked": 1.10}
+TARGETS = {"log_over_turn": 100.0, "log_p50_ms": 5.0}
 
 
 def measure_turns(folder: Path, durability: str, sessions: int, synchronous: str) -> dict[str, Any]:
@@ -157,7 +153,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="where the databases go; default: a temporary folder")
     parser.add_argument("--synchronous", default="NORMAL", choices=["NORMAL", "FULL"])
-    parser.add_argument("--no-engine", action="store_true")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
 
@@ -185,9 +180,6 @@ def main() -> None:
         (folder / "resume").mkdir()
         for result in measure_resume(folder / "resume", sync):
             note(result)
-        if not arguments.no_engine:
-            for result in measure_stream(folder):
-                note(result)
     last = {"measure": "state_pool", "targets": TARGETS, **figures(results), "all": results}
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -199,14 +191,12 @@ def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures that have targets."""
     turns = {(r["durability"], r["sessions"]): r for r in results if r["measure"] == "turns"}
     best_turn = max(r["turns_per_s"] for key, r in turns.items() if key[0] == "turn")
-    found: dict[str, Any] = {
+    return {
         "log_over_turn": round(turns["log", GROUP]["turns_per_s"] / best_turn, 1),
         "log_over_turn_one_session": round(turns["log", 1]["turns_per_s"] / turns["turn", 1]["turns_per_s"], 1),
         "log_p50_ms": turns["log", 1]["p50_ms"],
         "group_of_64_turns_per_s": turns["log", GROUP]["turns_per_s"],
     }
-    streams = {r["sessions"]: r["p99_ratio"] for r in results if r["measure"] == "stream"}
-    return found | {f"stream_p99_ratio_{kind}": ratio for kind, ratio in streams.items()}
 
 
 if __name__ == "__main__":

@@ -32,8 +32,6 @@ class Load:
     chunk_size: int
     stream: bool
     password: str
-    only_token: int = 0
-    """the only one that rows draw, on OpenAI's chat route; 0: they draw what they like"""
 
     def prompts(self, client: int) -> list[str]:
         """The prompts of one request; no two clients share one."""
@@ -71,8 +69,6 @@ def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
     """Body of OpenAI's chat route: one conversation, `rows` answers."""
     message = {"role": "user", "content": load.prompts(client)[0]}
     body = {"model": "rwkv7", "messages": [message], "n": load.rows, "max_tokens": load.max_tokens}
-    if load.only_token:
-        body["logit_bias"] = {str(load.only_token): 100}
     return {**body, "stop_tokens": [], "stream": load.stream, "chunk_size": load.chunk_size, "ignore_eos": True} | {
         "password": load.password
     }

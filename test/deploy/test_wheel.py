@@ -74,7 +74,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 def test_it_has_every_source_and_the_page(installed: Installed) -> None:
     folders = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("test", "examples")]
     wanted = [path for folder in folders for pattern in SOURCES for path in folder.rglob(pattern)]
-    wanted = [path for path in wanted if path.relative_to(ROOT).parts[:2] != ("bench", "mutants")]
     wanted += [path for path in (ROOT / "web").rglob("*") if path.is_file()]
     assert len([path for path in wanted if path.suffix == ".cu"]) > 10
     for path in [*wanted, *ROOT.glob("demo/tuned/*"), ROOT / "app.py"]:
@@ -133,9 +132,9 @@ def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) 
 
 def test_programs_that_measure_are_run_by_name(installed: Installed) -> None:
     told = installed.run(installed.command, "bench")
-    assert told.returncode == 2 and " batch, batch.kills," in told.stderr and "http_load" not in told.stderr
+    assert told.returncode == 2 and " batch, chaos," in told.stderr and "http_load" not in told.stderr
     assert "lines/s" in installed.run(installed.command, "bench", "batch", "--help").stdout
-    without = installed.run(installed.command, "bench", "batch.kills", "--lines", "1")
+    without = installed.run(installed.command, "bench", "simulate", "--seeds", "1")
     assert without.returncode == 1 and "clone of the repository" in without.stderr
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.tools.gpu_check import kernel_errors, layer_errors, limit_of
 from rwkv_batch.model.quant.formats import Format
+from test.gpu.quant_errors import kernel_errors, layer_errors, limit_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

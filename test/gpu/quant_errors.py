@@ -1,4 +1,4 @@
-"""Whether small weights compute what they stand for, before anything is timed: kernels and a whole model against fp32.
+"""Errors of small weights' kernels and layers, against fp32.
 
 Every kernel gets fresh random inputs and poisoned outputs. Errors are ||y - true|| / ||true||.
 """
@@ -27,8 +27,6 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise
 from rwkv_batch.model.state_form import StateForm
-from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.stage import Stage
 
 GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)
@@ -95,18 +93,6 @@ def _meaning(name: str, tensor: Tensor, storage: Format) -> Tensor:
     return tensor if format_ is None else dequantise(quantise(tensor, format_))
 
 
-def model_errors(small: Stage, whole: Stage, rows: int, vocab: int) -> dict[str, float]:
-    """One decode step of two stages of one model from equal random states: relative error and KL of the logits."""
-    logits = [_step(stage, rows, vocab) for stage in (small, whole)]
-    log_p, log_q = (torch.log_softmax(values, -1) for values in reversed(logits))
-    return {
-        "rows": rows,
-        "relative_error": _error(logits[0], logits[1]),
-        "kl": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
-        "same_token": (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean().item(),
-    }
-
-
 def _linear_errors(format_: Format) -> Iterator[tuple[str, float]]:
     for n, k in SHAPES:
         stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
@@ -142,23 +128,6 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
         for rows in VALUE_ROWS:
             hidden = torch.relu(torch.randn(rows, k, device=GPU, dtype=torch.float16))
             yield f"{format_} value {n}x{k} B{rows}", _error(value(hidden).float(), hidden.float() @ meaning.T)
-
-
-@torch.inference_mode()
-def _step(stage: Stage, rows: int, vocab: int) -> Tensor:
-    """Logits [rows, V] of one token after 16 of a prompt each."""
-    generator = torch.Generator(GPU).manual_seed(rows)
-    stage.allocate_slots(rows + 2)
-    slots, length = torch.arange(2, rows + 2, device=GPU), 16
-    prompts = torch.randint(vocab, (rows * length,), device=GPU, generator=generator)
-    ends = torch.arange(rows + 1, device=GPU) * length
-    inputs = StepInputs(prompts, ends, torch.zeros_like(slots), slots, ends[1:] - 1, length)
-    stage.forward(stage.embed(prompts), None, inputs)
-    tokens = torch.randint(vocab, (rows,), device=GPU, generator=generator)
-    ones = torch.arange(rows + 1, device=GPU)
-    inputs = StepInputs(tokens, ones, slots, slots, ones[:-1], 1)
-    x, _ = stage.forward(stage.embed(tokens), None, inputs)
-    return stage.logits(x, inputs)
 
 
 def _error(y: Tensor, true: Tensor) -> float:
