@@ -1,0 +1,81 @@
+"""Share of mutants that the tests detect, of a random sample: mutmut, configured by `[tool.mutmut]` in pyproject.toml.
+
+    python -m bench.mutants --sample 500 --seed 1 --folder /tmp/mutants
+    python -m bench.mutants --sample 10 --only 'state_pool.turns.*' --tests test/state_pool
+
+Clones HEAD into `--folder`; a second run there reuses the mutants and the map from functions to tests. mutmut runs
+each mutant against the tests that reach its function in pytest's process, so code that only child processes run counts
+as `no tests`. `--only`: a pattern of mutant names. `--tests`: instead of the configured ones. The last line is JSON;
+`score`: detected over all with tests. `mutmut show NAME` in the folder prints a change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+
+from bench.tools.origin import origin
+
+ROOT = Path(__file__).resolve().parent.parent
+DETECTED = {"killed", "timeout", "segfault"}
+TESTS = re.compile(r"^(pytest_add_cli_args_test_selection) = \[.*?\]", re.MULTILINE | re.DOTALL)
+
+
+def clone(folder: Path, tests: list[str]) -> None:
+    """HEAD in the folder, unless it is there already."""
+    if (folder / ".git").exists():
+        return
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    if tests:
+        config = folder / "pyproject.toml"
+        config.write_text(TESTS.sub(rf"\1 = {json.dumps(tests)}", config.read_text()))
+
+
+def mutmut(folder: Path, *arguments: str, check: bool = True) -> str:
+    """Run mutmut in the folder; returns what it printed."""
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
+    if check and done.returncode:
+        raise SystemExit(f"mutmut {arguments[0]} ended with {done.returncode}: {done.stdout[-3000:]}")
+    return done.stdout
+
+
+def main() -> None:
+    """Sample, run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="*")
+    parser.add_argument("--tests", nargs="+", default=[])
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="rwkv-mutants-"))).resolve()
+    clone(folder, args.tests)
+    mutmut(folder, "run", "no-such-mutant", check=False)  # only makes the mutants, and maps functions to tests
+    files = sorted(folder.glob("mutants/**/*.meta"))
+    names = sorted(name for file in files for name in json.loads(file.read_text())["exit_code_by_key"])
+    names = [name for name in names if fnmatch(name, args.only)]
+    sample = random.Random(args.seed).sample(names, min(args.sample, len(names)))
+    mutmut(folder, "run", *sample)
+    found = dict(
+        line.strip().split(": ") for line in mutmut(folder, "results", "--all", "true").splitlines() if ": " in line
+    )
+    outcome = {name: found[name] for name in sorted(sample)}
+    counts = Counter(outcome.values())
+    tested = len(sample) - counts["no tests"]
+    score = round(sum(counts[one] for one in DETECTED) / tested, 3) if tested else None
+    report = {"bench": "mutants", **origin(), "seed": args.seed, "only": args.only, "mutants": len(names)}
+    report |= {"sample": len(sample), "outcomes": dict(counts), "score": score}
+    print(json.dumps(report | {"not_detected": [name for name, one in outcome.items() if one not in DETECTED]}))
+
+
+if __name__ == "__main__":
+    main()
