@@ -1,4 +1,4 @@
-"""The service: settings in, an engine process and HTTP worker processes out. What runs them is `supervisor/`."""
+"""The service: settings in, an engine process and HTTP worker processes out. What runs them is `programs/serve/`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from programs.serve.service import Supervisor, listen
+from programs.settings import Settings, SettingsError, parse_settings
+from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
-from settings import Settings, SettingsError, parse_settings
-from settings.model_file import with_model
-from supervisor.service import Supervisor, listen
 
 __all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 
@@ -29,11 +29,11 @@ def log_style(settings: Settings) -> LogStyle:
 def main(arguments: list[str]) -> int:
     """Run the service, or the command that is the first word; returns the exit code."""
     if arguments[:1] == ["batch"]:
-        from bulk import command
+        from programs.batch import command
 
         return command.main(arguments[1:])
     if arguments[:1] == ["chat"]:
-        from console import command as console
+        from programs.chat import command as console
 
         return console.main(arguments[1:])
     if arguments[:1] == ["bench"]:
@@ -49,7 +49,7 @@ def run() -> NoReturn:
     sys.exit(main(sys.argv[1:]))
 
 
-def measuring_programs(folder: Path) -> list[str]:
+def bench_programs(folder: Path) -> list[str]:
     """Names of the programs in a folder, as `python -m bench.NAME` takes them: a room's own is called as the room.
 
     What they print is JSON; processes that some of them start print none.
@@ -62,7 +62,7 @@ def measuring_programs(folder: Path) -> list[str]:
 
 def bench(arguments: list[str]) -> int:
     """Run a program of bench/ by its name, as `python -m bench.NAME` does; returns the exit code."""
-    names = measuring_programs(Path(__file__).parent / "bench")
+    names = bench_programs(Path(__file__).parent / "bench")
     if not arguments or arguments[0] not in names:
         sys.stderr.write(f"error: bench wants the name of a measuring program: {', '.join(names)}\n")
         return 2
@@ -71,10 +71,10 @@ def bench(arguments: list[str]) -> int:
         runpy.run_module(f"bench.{arguments[0]}", run_name="__main__")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        wanted = f"needs {package}: pip install -r requirements-dev.txt, or make install-dev, brings it"
+        remedy = f"needs {package}: pip install -r requirements-dev.txt, or make install-dev, brings it"
         if package == _NOT_INSTALLED:
-            wanted = "needs the tests' fakes: run it in a clone of the repository"
-        sys.stderr.write(f"error: bench {arguments[0]} {wanted}\n")
+            remedy = "needs the tests' fakes: run it in a clone of the repository"
+        sys.stderr.write(f"error: bench {arguments[0]} {remedy}\n")
         return 1
     return 0
 
@@ -89,7 +89,7 @@ def serve(arguments: list[str]) -> int:
     set_up_logging("supervisor", log_style(settings))
     try:
         listeners = listen(settings)  # before a model is made, so that the port is ours from the start
-        return Supervisor(with_model(settings), listeners=listeners).run()
+        return Supervisor(with_default_model(settings), listeners=listeners).run()
     except StartupError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -22,12 +22,12 @@ import torch
 from bench.tools.origin import commit
 from demo import files
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.pipeline import Pipeline
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 
 MOST_TURNS = 5
 FORWARDS = 25
@@ -52,19 +52,19 @@ def on_gpu(size: str, rows: int, counts: list[int], rank: int, seconds: float, d
     from bench.gpu import mixed_sampler, timed
     from bench.tools.gpu_model import VOCAB, random_stage
 
-    stage = random_stage(size, GPU, StateForm.FP16, dtype=dtype)
+    stage = random_stage(size, GPU, StateFormat.FP16, dtype=dtype)
     stage.allocate_slots(rows + 2)
     for number in range(1, max(counts) + 1):
         stage.adapters.put(number, random_pairs(len(stage.layers), stage.width, rank, number))
     sampler, _ = mixed_sampler(rows + 1)
-    graphs = DecodeGraphs(graph_stages([stage], rows, 2), rows, sampler)
-    seats, slots = list(range(rows)), list(range(2, rows + 2))
-    graphs.tokens.remember(seats, torch.randint(VOCAB, (rows,)))
+    graphs = DecodeGraphs(make_graph_stages([stage], rows, 2), rows, sampler)
+    req_slots, slots = list(range(rows)), list(range(2, rows + 2))
+    graphs.tokens.store(req_slots, torch.randint(VOCAB, (rows,)))
     found: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(MOST_TURNS):
         for count in counts:
             numbers = [1 + row % count for row in range(rows)] if count else None
-            step = lambda numbers=numbers: graphs.run(seats, slots, slots, (), numbers)  # noqa: E731
+            step = lambda numbers=numbers: graphs.run(req_slots, slots, slots, (), numbers)  # noqa: E731
             found[count].append(timed(step, seconds / MOST_TURNS))
     return {count: statistics.median(times) for count, times in found.items()}
 

@@ -85,20 +85,20 @@ def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def measure_engine(options: argparse.Namespace) -> dict[str, float]:
     """The same rows, handed to an engine at once."""
+    from programs.settings import parse_settings
+    from programs.settings.model_file import with_default_model
     from routes.config import HttpConfig
     from routes.request.bodies import DEFAULT_STOPS, PromptBody
     from routes.request.generate_requests import build_rows
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import Job, JobEvents, Priority
     from rwkv_batch.tokenizer import Tokenizer
-    from settings import parse_settings
-    from settings.model_file import with_model
 
     flags = ["--max-running", str(options.rows), "--state-db", ""]
     flags += ["--model-path", options.model_path] if options.model_path else []
     texts = [json.loads(line)["text"] for line in Path(options.input).read_text().splitlines()]
     body = PromptBody(contents=texts, max_tokens=MAX_TOKENS, temperature=0.0)
-    engine = Engine(with_model(parse_settings(flags, {})).engine)
+    engine = Engine(with_default_model(parse_settings(flags, {})).engine)
     engine.start()
     done = threading.Event()
     tokens = 0
@@ -141,8 +141,8 @@ def measure_peer(options: argparse.Namespace) -> dict[str, float]:
 
 def measure_memory(lines: int, folder: Path) -> float:
     """Largest resident size in MB of the command's loop over so many lines, without a model."""
-    import bulk.command
-    from bulk.backends.backend import Reply
+    import programs.batch.command
+    from programs.backends.backend import Reply
 
     class Instant:
         """Answers at once."""
@@ -160,11 +160,11 @@ def measure_memory(lines: int, folder: Path) -> float:
 
         async def close(self) -> None: ...
 
-    bulk.command.Service = lambda url, password: Instant()  # type: ignore[assignment,misc]
+    programs.batch.command.RemoteService = lambda url, password: Instant()  # type: ignore[assignment,misc]
     source = folder / "long.jsonl"
     write_lines(source, lines)
     command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]
-    assert bulk.command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
+    assert programs.batch.command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
     # Not getrusage: what its parent had is in the largest size of a process that was forked and became another program.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None

@@ -1,4 +1,4 @@
-"""What `cluster.choose` makes of a fleet of engines: a queueing model in simulated time, no engine, no network.
+"""What `rwkv_batch.fleet.routing` makes of a fleet of engines: a queueing model in simulated time, no engine, no network.
 
 Measured: tokens a second, the wait for the first token (median and 99th percentile), how many turns move to another
 engine. An engine works in steps whose length depends on its rows and on the prompt tokens that they read (RWKV-7 7.2B
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from cluster.choose import Wish, choose, load_of
+from rwkv_batch.fleet.routing import RoutingHints, choose, load_of
 
 STEP_ROWS = (0, 1, 8, 32, 128, 320, 960)
 STEP_MS = (0.0, 1000 / 370, 8000 / 2300, 32000 / 8000, 128000 / 25000, 320000 / 36000, 960000 / 42000)
@@ -116,8 +116,8 @@ class Fleet:
     def place(self, session: int, request: Request) -> tuple[bool, bool]:
         """Give a request to an engine; returns whether one took it, and whether its session moved."""
         holder = self.holders.get(session)
-        wish = Wish(given=[engine.requests for engine in self.engines])
-        number = choose(wish, [engine.load for engine in self.engines], holder, self._rng)
+        hints = RoutingHints(given=[engine.requests for engine in self.engines])
+        number = choose(hints, [engine.load for engine in self.engines], holder, self._rng)
         engine = self.engines[number]
         if engine.requests >= MOST_REQUESTS:
             return False, False

@@ -28,11 +28,11 @@ import torch
 from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
 from bench.tools.origin import commit
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
@@ -124,17 +124,17 @@ def mixed_sampler(rows: int) -> tuple[DeviceSampler | None, str]:
         sampler, _ = choose_sampler(("rapid",), GPU, rows, VOCAB, [])
     except (ImportError, RuntimeError) as error:
         return None, f"argmax, for want of rapid ({error})"
-    for seat in range(rows):
+    for req_slot in range(rows):
         params = SamplingParams(
-            temperature=0.6 + 0.1 * (seat % 8),
-            top_k=(0, 50, 200)[seat % 3],
-            top_p=(0.3, 0.5, 0.9, 1.0)[seat % 4],
-            presence_penalty=0.5 * (seat % 5),
-            frequency_penalty=0.1 * (seat % 3),
+            temperature=0.6 + 0.1 * (req_slot % 8),
+            top_k=(0, 50, 200)[req_slot % 3],
+            top_p=(0.3, 0.5, 0.9, 1.0)[req_slot % 4],
+            presence_penalty=0.5 * (req_slot % 5),
+            frequency_penalty=0.1 * (req_slot % 3),
             penalty_decay=0.99,
-            seed=seat,
+            seed=req_slot,
         )
-        sampler.admit(seat, params)
+        sampler.admit(req_slot, params)
     assert isinstance(sampler, DeviceSampler)
     return sampler, sampler.name
 
@@ -143,13 +143,13 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
     """One whole decode step, and the same without the draw."""
     stage.allocate_slots(batch + 2)
     sampler, name = mixed_sampler(batch + 1)
-    graphs = DecodeGraphs(graph_stages([stage], batch, 2), batch, sampler)
+    graphs = DecodeGraphs(make_graph_stages([stage], batch, 2), batch, sampler)
     graphs.sizes[-1] = batch  # so many rows, not padded ones
-    seats, slots = list(range(batch)), list(range(2, batch + 2))
-    graphs.tokens.remember(seats, torch.randint(VOCAB, (batch,)))
+    req_slots, slots = list(range(batch)), list(range(2, batch + 2))
+    graphs.tokens.store(req_slots, torch.randint(VOCAB, (batch,)))
     with watched() as power:
-        ms = timed(lambda: graphs.run(seats, slots, slots), seconds)
-    bare_ms = timed(lambda: graphs.run_logits(seats, slots, slots), seconds / 2)
+        ms = timed(lambda: graphs.run(req_slots, slots, slots), seconds)
+    bare_ms = timed(lambda: graphs.run_logits(req_slots, slots, slots), seconds / 2)
     return {
         "kind": "decode",
         "B": batch,
@@ -223,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
-    parser.add_argument("--wkv-state", type=StateForm, choices=list(StateForm), default=StateForm.FP16)
+    parser.add_argument("--wkv-state", type=StateFormat, choices=list(StateFormat), default=StateFormat.FP16)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument(

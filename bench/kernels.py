@@ -23,15 +23,15 @@ from bench.tools.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value
-from rwkv_batch.kernels.cuda.entrance import finished
+from rwkv_batch.kernels.cuda.input_projections import finish_projections
 from rwkv_batch.kernels.cuda.layer import CudaLayer
-from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, Gemm, is_grouped, multiply, multiply_transposed, skinny
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 
@@ -82,7 +82,7 @@ class Bench:
         tensors = random_weights(COPIES + 1, width, 64, ranks=ranks, dtype=torch.float16, device=GPU)
         weights = Weights(Path("random"), tensors, ModelShape(COPIES + 1, width, 64, 4 * width, *ranks), "")
         loader = LayerLoader(
-            weights, Precision(GPU, torch.float16, torch.float16, StateForm.FP32), self.ops.make_linear
+            weights, Precision(GPU, torch.float16, torch.float16, StateFormat.FP32), self.ops.make_linear
         )
         self.layers: list[CudaLayer] = [self.ops.prepare_layer(loader.layer(i + 1)) for i in range(COPIES)]
 
@@ -101,7 +101,7 @@ class Bench:
         x, delta = self.normal(tokens, width), self.normal(tokens, width)
         shift = torch.zeros(rows + 2, COPIES, 2, width, device=GPU, dtype=torch.float16)
         for name, mixes in (("shift_mix 6", 6), ("shift_mix 1", 1)):
-            entrances = [layer.time_entrance if mixes == 6 else layer.channel_entrance for layer in self.layers]
+            entrances = [layer.time_mix_prologue if mixes == 6 else layer.channel_mix_prologue for layer in self.layers]
             yield Case(
                 f"{name} {kind}",
                 tokens,
@@ -110,12 +110,12 @@ class Bench:
             )
         parts = Projections(*(self.normal(tokens, width) for _ in range(7)))
         first = self.normal(tokens, width)
-        for form in StateForm:
+        for form in StateFormat:
             sizes = (width // 64, 64, 64)
             wkv = torch.zeros(rows + 2, COPIES, *form.sizes(sizes), device=GPU, dtype=form.dtype)
             state_bytes = 2 * rows * form.num_bytes(sizes)
             yield Case(
-                f"wkv {form.shown} {kind}",
+                f"wkv {form.display_name} {kind}",
                 tokens,
                 lambda i, wkv=wkv: self.ops.time_mix(self.layers[i], parts, first, wkv[:, i], inputs),  # type: ignore[misc]
                 state_bytes + 2 * tokens * width * 9,
@@ -133,7 +133,7 @@ class Bench:
         def case(name: str, run: Callable[[CudaLayer], object], weights: float) -> Case:
             return Case(name, rows, lambda i: run(self.layers[i]), weights, weights * rows)
 
-        yield case("project", lambda layer: finished(self.ops.project(layer, mixed)), 6 * c * c + low)
+        yield case("project", lambda layer: finish_projections(self.ops.project(layer, mixed)), 6 * c * c + low)
         yield case("channel_mix", lambda layer: self.ops.channel_mix(layer, hidden[:, :c].contiguous()), 16 * c * c)
         yield case("rkv bmm", lambda layer: torch.bmm(mixed[:3], layer.rkv.transpose(1, 2)), 6 * c * c)
         yield case("low in bmm", lambda layer: torch.bmm(mixed[2:5], layer.low_in.transpose(1, 2)), low)
@@ -152,10 +152,10 @@ class Bench:
         key = "ffn key, relu_square"
         yield case("output", lambda layer: layer.output(x), 2 * c * c)
         if rows <= MAX_SKINNY_ROWS:
-            yield case("output skinny", lambda layer: skinny([Map(layer.output.weight, x, y)]), 2 * c * c)
+            yield case("output skinny", lambda layer: skinny([Gemm(layer.output.weight, x, y)]), 2 * c * c)
         if is_grouped(rows, self.layers[0].ffn_key.weight):
             yield case(
-                key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, Activation.RELU_SQUARED)]), 8 * c * c
+                key, lambda layer: multiply([Gemm(layer.ffn_key.weight, x, wide, Activation.RELU_SQUARED)]), 8 * c * c
             )
         yield case("ffn value", lambda layer: multiply_transposed(hidden, layer.value_rows), 8 * c * c)
 

@@ -33,10 +33,10 @@ import torch
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.origin import commit
 from bench.traffic import measure, numbers
+from programs.settings import parse_settings
 from rwkv_batch.engine import Engine
-from rwkv_batch.ipc.process import settle_garbage_collector
+from rwkv_batch.ipc.process import freeze_garbage_collector
 from rwkv_batch.runner.pipeline import Pipeline
-from settings import parse_settings
 
 
 @contextmanager
@@ -70,7 +70,7 @@ class HostTime:
         self._engine = engine
         self._waited = 0.0
         self.figures: dict[str, float] = {}
-        read = engine.machine.read
+        read = engine.model_runner.read
 
         def timed(step: Any) -> Any:
             began = time.perf_counter()
@@ -79,7 +79,7 @@ class HostTime:
             finally:
                 self._waited += time.perf_counter() - began
 
-        engine.machine.read = timed  # type: ignore[method-assign]
+        engine.model_runner.read = timed  # type: ignore[method-assign]
 
     def follow(self, seconds: float) -> None:
         """Any thread: for so long, while steps are under way."""
@@ -103,10 +103,10 @@ def run_on(
     host = HostTime(engine)
     counted = len(devices) if len(set(devices)) == len(devices) else named
     try:
-        layers = [stage.share for stage in engine.machine.pipeline.stages]
-        settle_garbage_collector()  # as the service does
+        layers = [stage.share for stage in engine.model_runner.pipeline.stages]
+        freeze_garbage_collector()  # as the service does
         for clients in args.clients:
-            if clients > 2 * engine.machine.limits.max_running:
+            if clients > 2 * engine.model_runner.limits.max_running:
                 continue  # most of them would wait for a place: a measurement of the queue
             with busy_shares(len(set(devices))) as shares:
                 figures = measure(engine, clients, args, lambda: host.follow(0.9 * args.seconds))

@@ -108,7 +108,7 @@ def measure(engine: Engine, requests: int, system: int, rounds: int) -> dict[str
         "ttft_ratio": round(middle(False, "ttft_p50_ms") / middle(True, "ttft_p50_ms"), 2),
         "prefilled_once": all(one["cached_tokens"] == (requests - 1) * system for one in found[True]),
         "different_texts": different,
-        "pool": engine.machine.pool.stats()["prefix_cache"],
+        "pool": engine.model_runner.pool.stats()["prefix_cache"],
     }
 
 
@@ -127,7 +127,7 @@ def main() -> None:
         engine = Engine(EngineConfig(model_path=str(model), pool=PoolConfig(state_db="")))
         engine.start()
         result = measure(engine, arguments.requests, arguments.system, arguments.rounds)
-        result |= {"device": engine.machine.device_names(), "torch": torch.__version__, "shape": shape}
+        result |= {"device": engine.model_runner.device_names(), "torch": torch.__version__, "shape": shape}
         engine.stop()
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ from bench.quality_states import Compared, Text, by_state_form, long_texts
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
@@ -187,7 +187,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8", "int8", "int4"])
     parser.add_argument("--max-tokens", type=at_least(2), default=2048, help="of the text")
     parser.add_argument("--written", type=at_least(1), default=1000, help="tokens for the agreement")
-    parser.add_argument("--wkv-states", nargs="+", type=StateForm, choices=list(StateForm), default=[])
+    parser.add_argument("--wkv-states", nargs="+", type=StateFormat, choices=list(StateFormat), default=[])
     parser.add_argument("--texts", type=at_least(1), default=2, help="read side by side with --wkv-states")
     parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
     parser.add_argument(
@@ -264,7 +264,7 @@ def compare_states(weights: Weights, args: argparse.Namespace) -> None:
     }
     names = "wkv_state", "quarter", "bits_per_byte", "kl", "logits_error", "same_token"
     print("  ".join(f"{name:>14}" for name in names), flush=True)
-    forms = [form for form in args.wkv_states if form is not StateForm.FP32]
+    forms = [form for form in args.wkv_states if form is not StateFormat.FP32]
     for row in by_state_form(weights, args.device, forms, texts, lambda line: print(line, flush=True)):
         print(_line(row, names), flush=True)
         keep(known, known["states"], row, args.out)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from demo.corpus import mixture
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.pipeline import Pipeline
@@ -82,7 +82,7 @@ class TokenReader:
         return self.pipeline.forward(StepInputs(tokens, ends, reads, self.slots, ends[:-1], 1))
 
 
-def make_reader(weights: Weights, device: str, form: StateForm, num_texts: int) -> TokenReader:
+def make_reader(weights: Weights, device: str, form: StateFormat, num_texts: int) -> TokenReader:
     """The model as it is served but for its states."""
     pipeline = Pipeline(weights, (device,), wkv_state=form.value)
     pipeline.allocate_slots(FIRST_SLOT + num_texts)
@@ -101,17 +101,17 @@ def long_texts(count: int, num_tokens: int) -> Tensor:
 
 
 def by_state_form(
-    weights: Weights, device: str, forms: list[StateForm], texts: Tensor, told: Callable[[str], None]
+    weights: Weights, device: str, forms: list[StateFormat], texts: Tensor, told: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """A row for each form and quarter, of texts [texts, T + 1]; `told` is given a line now and then."""
     byte_table, count = Tokenizer().byte_table, texts.shape[1] - 1
-    readers = {form: make_reader(weights, device, form, len(texts)) for form in (StateForm.FP32, *forms)}
+    readers = {form: make_reader(weights, device, form, len(texts)) for form in (StateFormat.FP32, *forms)}
     compared, num_bytes = {form: Compared() for form in readers}, 0
     for at in range(count):
         following = texts[:, at + 1]
         found = {form: reader.read(texts[:, at], at == 0) for form, reader in readers.items()}
         for form, logits in found.items():
-            compared[form].take(logits, found[StateForm.FP32], following.to(logits.device))
+            compared[form].take(logits, found[StateFormat.FP32], following.to(logits.device))
         num_bytes += sum(len(byte_table[token]) for token in following.tolist())
         quarter, next_quarter = at * QUARTERS // count, (at + 1) * QUARTERS // count
         if next_quarter > quarter:

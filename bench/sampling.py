@@ -94,12 +94,12 @@ def logits_sets(rows: int, device: torch.device) -> list[Tensor]:
 
 def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], object]:
     """One replay: a step over each set of logits."""
-    seats = torch.arange(rows, dtype=torch.int32, device=sets[0].device)
+    req_slots = torch.arange(rows, dtype=torch.int32, device=sets[0].device)
     out = torch.empty(rows, dtype=torch.int64, device=sets[0].device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for logits in sets:
-            sampler.sample_on_device(logits, seats, out)  # type: ignore[attr-defined]
+            sampler.sample_on_device(logits, req_slots, out)  # type: ignore[attr-defined]
     return graph.replay
 
 
@@ -107,18 +107,18 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
     """One measurement."""
     device, choice = setting.device, CASES[case]
     sampler = sampler_class(name)(rows, VOCAB, device, [])
-    for seat in range(rows):
-        sampler.admit(seat, msgspec.structs.replace(choice[seat % len(choice)], seed=seat))
-    sets, seats = logits_sets(rows, device), list(range(rows))
+    for req_slot in range(rows):
+        sampler.admit(req_slot, msgspec.structs.replace(choice[req_slot % len(choice)], seed=req_slot))
+    sets, req_slots = logits_sets(rows, device), list(range(rows))
     history = HISTORY if any(params.has_penalties for params in choice) and device.type == "cuda" else 2
     for step in range(history):
-        sampler.sample(sets[step % len(sets)].clone(), seats)
+        sampler.sample(sets[step % len(sets)].clone(), req_slots)
     if name == "rapid":
         seconds = event_seconds(graphed(sampler, sets, rows), 20) / len(sets)
     else:
         clock = event_seconds if device.type == "cuda" else host_seconds
         # They overwrite the logits; what is greedy or penalised stays so, and a copy would be timed too.
-        seconds = clock(lambda: [sampler.sample(logits, seats) for logits in sets[:2]], 5) / len(sets[:2])
+        seconds = clock(lambda: [sampler.sample(logits, req_slots) for logits in sets[:2]], 5) / len(sets[:2])
     moved = sets[0].nbytes
     floor = moved / setting.bandwidth
     return {
@@ -148,7 +148,7 @@ def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[st
 def refusal(name: str, device: torch.device) -> str | None:
     """Why a sampler cannot be measured."""
     try:
-        return sampler_class(name).why_not(device)
+        return sampler_class(name).unavailable_reason(device)
     except ImportError as error:
         return str(error)
 

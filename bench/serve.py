@@ -32,18 +32,18 @@ from typing import Any
 
 from bench.tools.http_load import Load, fetch, over_http
 from bench.tools.service import machine, service, service_cpu_s, summary
-from settings import parse_settings
+from programs.settings import parse_settings
 
 
 def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> None:
     """The same prompts through an engine in this process; sends tokens, seconds and CPU seconds."""
+    from programs.settings.model_file import with_default_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
     from rwkv_batch.tokenizer import Tokenizer
     from sampling.params import SamplingParams
-    from settings.model_file import with_model
 
-    engine = Engine(with_model(parse_settings(arguments, os.environ)).engine)
+    engine = Engine(with_default_model(parse_settings(arguments, os.environ)).engine)
     engine.start()
     encode = Tokenizer().encode
     sampling = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
@@ -63,7 +63,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
 
     def run(clients: int, rounds: int) -> tuple[int, float, float]:
         tokens = 0
-        finished = threading.Semaphore(0)
+        finish_projections = threading.Semaphore(0)
 
         def sink(events: JobEvents) -> None:
             nonlocal tokens
@@ -73,13 +73,13 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
                 if turn + 1 < rounds:
                     engine.submit(job(client, turn + 1), sink, lambda refusal: None)
                 else:
-                    finished.release()
+                    finish_projections.release()
 
         started, used = time.perf_counter(), time.process_time()
         for client in range(clients):
             engine.submit(job(client, 0), sink, lambda refusal: None)
         for _ in range(clients):
-            finished.acquire()
+            finish_projections.acquire()
         return tokens, time.perf_counter() - started, time.process_time() - used
 
     run(2, 1)

@@ -2,7 +2,7 @@
 
     python -m bench.traffic --clients 32,320 --model-path model.pth --wkv-state fp16
 
-Each request has `--prompt-tokens` random tokens and draws a number of tokens between the two of `--drawn`, so that in
+Each request has `--prompt-tokens` random tokens and samples a number of tokens between the two of `--drawn`, so that in
 every step some rows end and others are read. Printed for each number of clients: tokens/s, and the time to the first
 token (chunks of one token) at the median and the 99th of a hundred. What binds: decode steps, and with few clients the
 prompts read between them, each of which holds up every row that decodes.
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from bench.tools.origin import commit
+from programs.settings import parse_settings
+from programs.settings.model_file import with_default_model
 from rwkv_batch.calls import CancelJobs
 from rwkv_batch.engine import Engine
-from rwkv_batch.ipc.process import settle_garbage_collector
+from rwkv_batch.ipc.process import freeze_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from sampling.params import SamplingParams
-from settings import parse_settings
-from settings.model_file import with_model
 
 SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 LABEL = "bench"
@@ -82,7 +82,7 @@ class Clients:
             self._ended.acquire()
 
     def _ask(self, client: int, turn: int) -> None:
-        last = min(LAST_WORD, self._engine.machine.vocab - 1)
+        last = min(LAST_WORD, self._engine.model_runner.vocab - 1)
         prompt = [self._random.randint(min(FIRST_WORD, last), last) for _ in range(self._prompt_tokens)]
         row = GenerateRequest(
             prompt=prompt,
@@ -156,17 +156,17 @@ def main() -> None:
     args, service = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as folder:
         flags = [*service, "--state-db", str(Path(folder) / "traffic.db")]
-        engine = Engine(with_model(parse_settings(flags, os.environ)).engine)
+        engine = Engine(with_default_model(parse_settings(flags, os.environ)).engine)
         engine.start()
         try:
-            settle_garbage_collector()  # as the service does
-            device = engine.machine.device
-            machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            freeze_garbage_collector()  # as the service does
+            device = engine.model_runner.device
+            model_runner = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
             results = []
             for clients in args.clients:
                 results.append(measure(engine, clients, args))
                 print(json.dumps(results[-1]), flush=True)
-            head = {"machine": machine, "torch": torch.__version__, "commit": args.commit or commit()}
+            head = {"machine": model_runner, "torch": torch.__version__, "commit": args.commit or commit()}
             print(json.dumps({**head, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "results": results}))
         finally:
             engine.stop()

@@ -54,7 +54,7 @@ class TorchTalker:
                     answers[index].append(answer)
         return answers
 
-    def _feed(self, tokens: Tensor, active: Tensor, state: State) -> Tensor:
+    def _start_records(self, tokens: Tensor, active: Tensor, state: State) -> Tensor:
         before = (list(state.att), list(state.ffn), list(state.wkv))
         logits = self.model.step(tokens, state)
         for now, old in zip((state.att, state.ffn, state.wkv), before, strict=True):
@@ -73,7 +73,7 @@ class TorchTalker:
         while not all(done):
             tokens = [q[a] if a < len(q) else f for q, a, f in zip(queues, at, following, strict=True)]
             active = torch.tensor([not d for d in done], device=self.device)
-            chosen = self._feed(torch.tensor(tokens, device=self.device), active, state).argmax(-1).tolist()
+            chosen = self._start_records(torch.tensor(tokens, device=self.device), active, state).argmax(-1).tolist()
             for i, row in enumerate(chosen):
                 if done[i]:
                     continue

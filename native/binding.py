@@ -42,7 +42,7 @@ def bind(library: ctypes.CDLL, function: str, *argument_types: type) -> Callable
     return bound
 
 
-def raise_on(code: int, function: str) -> None:
+def check_status(code: int, function: str) -> None:
     """RuntimeError if a launcher returned a CUDA error (cudaError_t, 0 is success)."""
     if code != 0:
         raise RuntimeError(f"{function}: CUDA error {code}")

@@ -112,9 +112,9 @@ def arch_flags(library: Library) -> list[str]:
 
 
 def _require_tools(library: Library) -> None:
-    reason = machine.why_no_cpp() if library.has_cpp else None
+    reason = machine.cpp_unavailable_reason() if library.has_cpp else None
     if library.has_cuda and reason is None:
-        reason = machine.why_no_cuda(torch.device("cuda"))
+        reason = machine.cuda_unavailable_reason(torch.device("cuda"))
     if reason is not None:
         raise BuildError(f"cannot build {library.name}: {reason}")
 

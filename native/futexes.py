@@ -13,9 +13,9 @@ import os
 
 _PR_FUTEX_HASH, _SET_SLOTS, _GET_SLOTS = 78, 1, 2
 """Linux, prctl.h."""
-_SLOTS_OF_A_CPU = 4
+_SLOTS_PER_CPU = 4
 """As many as the kernel gives to as many threads as there are CPUs, which is the most that it gives."""
-_FEWEST_SLOTS = 16
+_MIN_SLOTS = 16
 
 
 def fix_futex_table() -> None:
@@ -23,7 +23,7 @@ def fix_futex_table() -> None:
 
     Without effect where there is no such table.
     """
-    slots = 1 << (max(_FEWEST_SLOTS, _SLOTS_OF_A_CPU * (os.cpu_count() or 1)) - 1).bit_length()
+    slots = 1 << (max(_MIN_SLOTS, _SLOTS_PER_CPU * (os.cpu_count() or 1)) - 1).bit_length()
     _prctl(_SET_SLOTS, slots)
 
 

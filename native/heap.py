@@ -12,7 +12,7 @@ LARGE_BYTES = 256 << 10
 ARENAS = 2
 
 
-def share_heaps() -> None:
+def limit_malloc_arenas() -> None:
     """Threads share two heaps; without effect where there is no glibc. To be called before threads are started.
 
     Left alone, glibc gives each thread a heap of its own: a process then grows for hours, until each has held the
@@ -22,7 +22,7 @@ def share_heaps() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, ARENAS)
 
 
-def keep_large_blocks_apart() -> None:
+def mmap_large_blocks() -> None:
     """Large blocks never come from heaps; without effect where there is no glibc.
 
     Left alone, glibc raises the size from which blocks are mappings to that of the largest that was freed. For

@@ -51,13 +51,13 @@ def cpu_features() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    telling = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in telling}))
+    relevant = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in relevant}))
 
 
 def free_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
     """Bytes that programs may still take: what the machine has, or less under a cgroup's limit; None: not told."""
-    available = _figures(Path(meminfo)).get("MemAvailable:")
+    available = _read_numbers(Path(meminfo)).get("MemAvailable:")
     free = [] if available is None else [available << 10]
     folder = Path(cgroup)
     free += _free_in_cgroup(folder, "memory.max", "memory.current", ("inactive_file", "active_file"))
@@ -76,11 +76,11 @@ def _free_in_cgroup(folder: Path, limit: str, used: str, cached: tuple[str, ...]
         most, now = (int((folder / name).read_text()) for name in (limit, used))
     except (OSError, ValueError):  # no such cgroup; "max"
         return []
-    figures = _figures(folder / "memory.stat")
+    figures = _read_numbers(folder / "memory.stat")
     return [max(0, most - max(0, now - sum(figures.get(name, 0) for name in cached)))]
 
 
-def _figures(file: Path) -> dict[str, int]:
+def _read_numbers(file: Path) -> dict[str, int]:
     """The numbers of a file of lines "name number ..."; none if it cannot be read."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
@@ -100,14 +100,14 @@ def gpu_archs() -> tuple[str, ...]:
     return tuple(f"sm_{major}{minor}" for major, minor in sorted(capabilities))
 
 
-def why_no_cpp() -> str | None:
+def cpp_unavailable_reason() -> str | None:
     """Why C++ cannot be built here; None if it can."""
     if cxx() is None:
         return "no C++ compiler (g++ is not on the PATH)"
     return None if ninja() else "no ninja (pip install ninja)"
 
 
-def why_no_cuda(device: torch.device) -> str | None:
+def cuda_unavailable_reason(device: torch.device) -> str | None:
     """Why CUDA sources cannot be built for and run on `device`; None if they can."""
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device}"

@@ -57,12 +57,12 @@ def torch_cuda() -> str | None:
     return found.group(1) if found else None
 
 
-def has_card() -> bool:
+def has_gpu() -> bool:
     """Whether an NVIDIA driver shows a card (Linux, or WSL's one)."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
 
 
-def why_not_installable() -> str | None:
+def not_installable_reason() -> str | None:
     """Why pip cannot give the compiler that fits the installed torch; None if it can."""
     version = torch_cuda()
     if version is None:
@@ -77,16 +77,16 @@ def why_not_installable() -> str | None:
 
 def main() -> int:
     """Install the compiler where a card and a torch for it are, but no nvcc. Never keeps the service from starting."""
-    if not has_card() or find() is not None:
+    if not has_gpu() or find() is not None:
         return 0
-    reason = why_not_installable()
+    reason = not_installable_reason()
     if reason is not None:
-        _say(f"no nvcc for the kernels of this machine's card: {reason}")
+        _print(f"no nvcc for the kernels of this machine's card: {reason}")
         return 0
-    _say(f"no nvcc on this machine: installing NVIDIA's compiler from pip, {SIZE_MB} MB, once")
+    _print(f"no nvcc on this machine: installing NVIDIA's compiler from pip, {SIZE_MB} MB, once")
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", "-r", str(REQUIREMENTS)]
     if subprocess.run(command, check=False).returncode != 0:
-        _say("that failed (above); the service starts without its kernels. Again: make install-nvcc")
+        _print("that failed (above); the service starts without its kernels. Again: make install-nvcc")
     return 0
 
 
@@ -114,7 +114,7 @@ def _make_runnable(programs: list[Path]) -> None:
                 return  # another user's files: `find` goes on to the next place
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"rwkv-batch: {text}\n")
 
 

@@ -25,26 +25,26 @@ def at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) -> T:
 
     The thread ends with it: only a privileged process could give a thread its priority back.
     """
-    with ThreadPoolExecutor(1, "low-priority", partial(stand_back, only_idle_cores)) as thread:
+    with ThreadPoolExecutor(1, "low-priority", partial(lower_thread_priority, only_idle_cores)) as thread:
         return thread.submit(work).result()
 
 
-def stand_back(only_idle_cores: bool = False) -> None:
+def lower_thread_priority(only_idle_cores: bool = False) -> None:
     """Have the calling thread, for good, stand behind all others.
 
     `only_idle_cores`: it stops while others want all of them. Else it has a tenth of the share of one of those.
     """
-    _stand_back(threading.get_native_id(), only_idle_cores)
+    _lower_priority(threading.get_native_id(), only_idle_cores)
 
 
-def stand_back_to_the_end(only_idle_cores: bool = False) -> None:
+def lower_process_priority(only_idle_cores: bool = False) -> None:
     """Have all threads of this process, which is about to end, stand behind others: the last one frees its memory."""
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
-            _stand_back(int(thread), only_idle_cores)
+            _lower_priority(int(thread), only_idle_cores)
 
 
-def _stand_back(thread: int, only_idle_cores: bool) -> None:
+def _lower_priority(thread: int, only_idle_cores: bool) -> None:
     with contextlib.suppress(OSError, AttributeError):  # where the system has none of this, work is done as ever
         if only_idle_cores:
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))

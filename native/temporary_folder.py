@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-ALL = "rwkv-"
+PREFIX = "rwkv-"
 """What all their names begin with."""
 _LOCK = "owner.lock"
 
@@ -23,9 +23,9 @@ class TemporaryFolder:
 
     def __init__(self, kind: str = "") -> None:
         """Makes one of that kind, and removes those without an owner. Raises OSError if none can be made."""
-        remove_left()
+        remove_stale()
         while True:
-            self.path = tempfile.mkdtemp(prefix=f"{ALL}{kind}-" if kind else ALL)
+            self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-" if kind else PREFIX)
             self._lock = os.open(os.path.join(self.path, _LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):  # a file system without locks: it is nobody's then, and stays
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -41,9 +41,9 @@ class TemporaryFolder:
             self._lock = -1
 
 
-def remove_left() -> None:
+def remove_stale() -> None:
     """Remove this user's folders whose owner is gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{ALL}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another's, or one that has just been removed
             if folder.lstat().st_uid == os.geteuid():
                 _remove_unowned(folder)

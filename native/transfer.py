@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from native.binding import bind, raise_on
+from native.binding import bind, check_status
 
 MAX_PITCH = 2**31 - 1
 """Most bytes between two pieces of a copy."""
@@ -46,7 +46,7 @@ def copy_pieces(target: Tensor, source: Tensor) -> None:
     stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device).cuda_stream
     places = target.data_ptr(), pitches[0], source.data_ptr(), pitches[1]
     size = source[0].numel() * source.element_size()
-    raise_on(copy_2d(*places, size, len(source), ANY_DIRECTION, stream), "cudaMemcpy2DAsync")
+    check_status(copy_2d(*places, size, len(source), ANY_DIRECTION, stream), "cudaMemcpy2DAsync")
 
 
 def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
@@ -64,7 +64,7 @@ def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
             target.copy_(source, non_blocking=True)
         return
     code = copy(target.data_ptr(), source.data_ptr(), source.nbytes, ANY_DIRECTION, stream.cuda_stream)
-    raise_on(code, "cudaMemcpyAsync")
+    check_status(code, "cudaMemcpyAsync")
 
 
 class Copier:
@@ -82,11 +82,11 @@ class Copier:
         size = count * source.element_size()
         code = self._copy(target.data_ptr(), source.data_ptr(), size, ANY_DIRECTION, self._handle)
         if code:
-            raise_on(code, "cudaMemcpyAsync")
+            check_status(code, "cudaMemcpyAsync")
 
 
 @functools.cache
-def introduce(one: torch.device, other: torch.device) -> None:
+def enable_peer_access(one: torch.device, other: torch.device) -> None:
     """Have torch let two GPUs reach each other's memory, which it does when it copies for the first time."""
     for source, target in ((one, other), (other, one)):
         torch.empty(1, device=target).copy_(torch.zeros(1, device=source))

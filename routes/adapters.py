@@ -8,16 +8,16 @@ import msgspec
 from pydantic import Field
 
 from routes.context import Context
-from routes.loaded import Kind, routes_of
 from routes.request.bodies import Body
 from routes.request.model_names import adapter_names
-from routes.response.event_stream import ask
-from routes.response.reply import Reply, json_answer
+from routes.resource_routes import ResourceType, make_routes
+from routes.response.event_stream import call_engine
+from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import AdapterEntry, AdapterList
 from routes.route import Upload
 from rwkv_batch.calls import AdapterInfo, AddAdapter, ListAdapters, RemoveAdapter
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.models_folder import as_named
+from rwkv_batch.models_folder import relative_to_folder
 
 PATH = "/v1/adapters"
 
@@ -38,29 +38,29 @@ class AdapterBody(Body):
     )
 
 
-def _shown(context: Context, info: AdapterInfo) -> dict[str, Any]:
+def _to_json(context: Context, info: AdapterInfo) -> dict[str, Any]:
     folder = context.config.models_dir
-    told = {"file": as_named(folder, info.file), "error": as_named(folder, info.error)}
-    return {**msgspec.structs.asdict(info), **told, "models": adapter_names(context.config.model_name, info.name)}
+    paths = {"file": relative_to_folder(folder, info.file), "error": relative_to_folder(folder, info.error)}
+    return {**msgspec.structs.asdict(info), **paths, "models": adapter_names(context.config.model_name, info.name)}
 
 
-async def list_adapters(context: Context, query: dict[str, str]) -> Reply:
+async def list_adapters(context: Context, query: dict[str, str]) -> HandlerResponse:
     """The adapters, in the order in which they were loaded."""
-    found = await ask(context, ListAdapters())
-    return json_answer({"object": "list", "data": [_shown(context, info) for info in found]})
+    infos = await call_engine(context, ListAdapters())
+    return json_response({"object": "list", "data": [_to_json(context, info) for info in infos]})
 
 
-async def add_adapter(context: Context, body: AdapterBody) -> Reply:
+async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     """Load an adapter beside the weights; requests may name it once this is answered."""
-    return json_answer(_shown(context, await ask(context, AddAdapter(body.name, body.file, body.scale))))
+    return json_response(_to_json(context, await call_engine(context, AddAdapter(body.name, body.file, body.scale))))
 
 
-async def remove_adapter(context: Context, upload: Upload) -> Reply:
+async def remove_adapter(context: Context, upload: Upload) -> HandlerResponse:
     """Forget an adapter. Rows that were admitted before keep it to their end; sessions wait until it is back."""
-    return json_answer(_shown(context, await ask(context, RemoveAdapter(upload.query.name))))
+    return json_response(_to_json(context, await call_engine(context, RemoveAdapter(upload.query.name))))
 
 
-KIND = Kind(
+RESOURCE = ResourceType(
     PATH,
     "adapter",
     AdapterBody,
@@ -69,4 +69,4 @@ KIND = Kind(
     ErrorKind.ADAPTER_NOT_FOUND,
     {"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
 )
-ROUTES = routes_of(KIND, list_adapters, add_adapter, remove_adapter)
+ROUTES = make_routes(RESOURCE, list_adapters, add_adapter, remove_adapter)

@@ -73,13 +73,13 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
         raise KeysError(f"{path} cannot be read: {error.strerror}; docs/access.md shows one") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise KeysError(f"{path} is not a file of keys: {str(error).splitlines()[0]}") from None
-    for number, one in enumerate(keys, 1):
-        if (one.key is None) == (one.sha256 is None):
-            raise KeysError(f"{path}: key {number} ({one.name}) must have either key or sha256")
-    twice = [name for name, count in Counter(one.name for one in keys).items() if count > 1]
-    twice += [one.name for one in keys if [other.digest for other in keys].count(one.digest) > 1]
-    if twice:
-        raise KeysError(f"{path}: {twice[0]} stands there twice; every key needs a name of its own")
+    for number, api_key in enumerate(keys, 1):
+        if (api_key.key is None) == (api_key.sha256 is None):
+            raise KeysError(f"{path}: key {number} ({api_key.name}) must have either key or sha256")
+    duplicates = [name for name, count in Counter(api_key.name for api_key in keys).items() if count > 1]
+    duplicates += [api_key.name for api_key in keys if [other.digest for other in keys].count(api_key.digest) > 1]
+    if duplicates:
+        raise KeysError(f"{path}: {duplicates[0]} stands there twice; every key needs a name of its own")
     return tuple(keys)
 
 
@@ -92,7 +92,7 @@ class KeysFile:
         self.keys: tuple[ApiKey, ...] = ()
 
     @property
-    def is_used(self) -> bool:
+    def is_configured(self) -> bool:
         """Whether there is a file."""
         return bool(self._path)
 
@@ -111,9 +111,9 @@ class KeysFile:
 class KeyRing:
     """The keys in force in an HTTP worker. Any thread may ask and replace."""
 
-    def __init__(self, is_used: bool = False) -> None:
-        """`is_used`: whether there is a file of keys."""
-        self.is_used = is_used
+    def __init__(self, is_configured: bool = False) -> None:
+        """`is_configured`: whether there is a file of keys."""
+        self.is_configured = is_configured
         self._keys: list[tuple[str, ApiKey]] = []
 
     def replace(self, keys: Iterable[ApiKey]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from routes.context import Context
-from routes.exchange import current
 from routes.request.bodies import BatchBody
 from routes.request.jobs import native_job
-from routes.response.event_stream import ask
+from routes.request_context import current_request
+from routes.response.batch_formatter import BatchFormatter, make_decoder
+from routes.response.event_stream import call_engine
 from routes.response.generate import run
-from routes.response.native_format import BatchDialect, transcript_of
-from routes.response.reply import Reply, json_answer
+from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import Route
 from rwkv_batch.calls import CancelJobs, GetStatus
@@ -41,25 +41,25 @@ class BigBatchBody(BatchBody):
         return SamplingParams(temperature=self.temperature, seed=seed, method=Method.NOISE, noise=self.noise)
 
 
-async def completions(context: Context, body: BigBatchBody) -> Reply:
+async def completions(context: Context, body: BigBatchBody) -> HandlerResponse:
     """Continue every prompt with the least work per token; server-sent events unless `stream` is false."""
     job = await native_job(context, body, LABEL)
-    return await run(context, job, BatchDialect(body), transcript_of(body, job), body.stream)
+    return await run(context, job, BatchFormatter(body), make_decoder(body, job), body.stream)
 
 
-async def completions_status(context: Context, query: dict[str, str]) -> Reply:
+async def completions_status(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Whether requests of this route run, and how many."""
-    status = await ask(context, GetStatus())
+    status = await call_engine(context, GetStatus())
     jobs = status["jobs"].get(LABEL, 0)
     rows = {name: status[name] for name in ("running_rows", "waiting_rows")}
-    return json_answer({"generating": jobs > 0, "requests": jobs, **rows})
+    return json_response({"generating": jobs > 0, "requests": jobs, **rows})
 
 
-async def clean(context: Context, query: dict[str, str]) -> Reply:
+async def clean(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Cancel every request of this route that runs or waits, with an API key those of that key; their rows end with
     "cancelled"."""
-    count = await ask(context, CancelJobs(LABEL, current().owner))
-    return json_answer({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
+    count = await call_engine(context, CancelJobs(LABEL, current_request().owner))
+    return json_response({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
 
 
 ROUTES = (
@@ -69,7 +69,7 @@ ROUTES = (
         completions,
         BigBatchBody,
         "Continue many prompts as fast as possible; only temperature and noise act.",
-        is_work=True,
+        is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
         example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},

@@ -1,4 +1,4 @@
-"""An HTTP worker's settings. Plain data, made by settings/ from flags and environment."""
+"""An HTTP worker's settings. Plain data, made by programs/settings/ from flags and environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same for one client (see client_identity); 0: seven eighths of `max_streams`."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks whose X-Forwarded-For is believed."""
-    front_key: str = ""
+    proxy_key: str = ""
     """What our own nginx proves itself with; "" = there is none."""
     engine_wait_s: float = 10.0
     """How long work waits for an engine that is loading or being restarted."""

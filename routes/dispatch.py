@@ -6,22 +6,22 @@ import logging
 from collections.abc import Awaitable
 
 from routes.context import Context
-from routes.exchange import current
 from routes.request.bodies import GenerationBody, validate
 from routes.request.decode_defaults import with_defaults
-from routes.request.gating import with_gating
-from routes.request.generate_requests import off_loop
-from routes.request.model_names import asked_state
-from routes.response.event_stream import ask
-from routes.response.reply import Answer, Reply, Stream, error_answer
+from routes.request.generate_requests import offload_if_large
+from routes.request.mixture_weights import with_mixture_weights
+from routes.request.model_names import requested_state
+from routes.request_context import current_request
+from routes.response.event_stream import call_engine
+from routes.response.http_response import HandlerResponse, HttpResponse, StreamedResponse, error_response
 from routes.route import Route
 from rwkv_batch.calls import ListStates, StateInfo
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 logger = logging.getLogger(__name__)
 
-_INTERNAL = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log says more")
-_STREAM = ErrorInfo(
+_INTERNAL_ERROR = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log says more")
+_STREAM_NOT_ALLOWED = ErrorInfo(
     kind=ErrorKind.INVALID_FIELD,
     message="stream: must be false where the answer goes into a file",
     field="stream",
@@ -29,57 +29,57 @@ _STREAM = ErrorInfo(
 )
 
 
-async def settled(route: Route, reply: Awaitable[Reply]) -> Reply:
+async def response_or_error(route: Route, reply: Awaitable[HandlerResponse]) -> HandlerResponse:
     """What the handler replies; a failure is an answer in the route's form."""
     try:
         return await reply
     except ServiceError as error:
-        current().failure = error.info.kind
-        return error_answer(error.info, route.error_form)
+        current_request().failure = error.info.kind
+        return error_response(error.info, route.error_format)
     except Exception:  # a fault of ours is a 500 in the route's form, and the worker goes on
         logger.exception("%s %s failed", route.method, route.path)
-        current().failure = _INTERNAL.kind
-        return error_answer(_INTERNAL, route.error_form)
+        current_request().failure = _INTERNAL_ERROR.kind
+        return error_response(_INTERNAL_ERROR, route.error_format)
 
 
 async def model_context(context: Context, route: Route, data: object) -> Context:
     """The context of the model that a request names. Raises ServiceError, also while it is being loaded."""
     if not isinstance(data, dict) or route.is_about_models:
         return context
-    return await context.of_model_soon(data.get("model"))
+    return await context.wait_for_model(data.get("model"))
 
 
-async def completed(context: Context, asked: object) -> object:
+async def with_defaults_applied(context: Context, parsed: object) -> object:
     """What the handler gets: with the decode parameters of its tuned state and model where it leaves them out.
 
     Raises ServiceError.
     """
-    if not isinstance(asked, GenerationBody):
-        return asked
-    name = "" if asked.states else asked_state(asked, context.config)
-    states = await ask(context, ListStates()) if name else []
+    if not isinstance(parsed, GenerationBody):
+        return parsed
+    name = "" if parsed.states else requested_state(parsed, context.config)
+    states = await call_engine(context, ListStates()) if name else []
     state = next((info for info in states if info.name == name), StateInfo(name=""))
-    if asked.mrss_gatingweight:
-        asked = with_gating(asked, state.mixture)
-    return with_defaults(asked, state.defaults, context.defaults)
+    if parsed.mrss_gatingweight:
+        parsed = with_mixture_weights(parsed, state.mixture)
+    return with_defaults(parsed, state.defaults, context.defaults)
 
 
-async def whole_answer(context: Context, route: Route, data: object, characters: int = 0) -> Answer:
+async def full_response(context: Context, route: Route, data: object, characters: int = 0) -> HttpResponse:
     """The route's answer to a body of about so many characters that came without HTTP; never a stream.
 
-    `context.whole_within_s` must be None. The task's exchange says who asks (`exchange.work_on`).
+    `context.status_wait_s` must be None. The task's request_context says who asks (`request_context.set_current_request`).
     """
-    reply = await settled(route, _handled(context, route, data, characters))
-    if isinstance(reply, Stream):
+    reply = await response_or_error(route, _run_handler(context, route, data, characters))
+    if isinstance(reply, StreamedResponse):
         reply.chunks.close()
-        return error_answer(_STREAM, route.error_form)
+        return error_response(_STREAM_NOT_ALLOWED, route.error_format)
     return reply
 
 
-async def _handled(context: Context, route: Route, data: object, characters: int) -> Reply:
+async def _run_handler(context: Context, route: Route, data: object, characters: int) -> HandlerResponse:
     assert route.body is not None
     if isinstance(data, dict) and data.get("stream") is True:
-        raise ServiceError.from_info(_STREAM)
+        raise ServiceError.from_info(_STREAM_NOT_ALLOWED)
     context = await model_context(context, route, data)
-    body = await off_loop(characters, validate, route.body, data)
-    return await route.handle(context, await completed(context, body))
+    body = await offload_if_large(characters, validate, route.body, data)
+    return await route.handle(context, await with_defaults_applied(context, body))

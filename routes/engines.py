@@ -8,18 +8,18 @@ import time
 from pydantic import Field
 
 from routes.context import Context
-from routes.models import beside
+from routes.models import loaded_models
 from routes.request.bodies import Body
 from routes.request.fields import Device
-from routes.response.reply import Reply, json_answer
+from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import EngineList
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
 
-_CONNECTED_S = 30.0
+_CONNECT_TIMEOUT_S = 30.0
 """Within which a process has connected to an engine that has become ready."""
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class AddBody(Body):
@@ -38,54 +38,58 @@ class EngineBody(Body):
     wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until that is done.")
 
 
-def _about(engine: ServedModel, lost: list[str]) -> dict[str, object]:
+def _engine_entry(engine: ServedModel, lost: list[str]) -> dict[str, object]:
     is_lost = engine.status == "ready" and engine.engine in lost
     return {
-        "id": engine.engine, "object": "engine", "created": engine.since, "model": engine.wish.name,
+        "id": engine.engine, "object": "engine", "created": engine.since, "model": engine.spec.name,
         "status": "lost" if is_lost else engine.status.value, "error": engine.error, "pid": engine.pid,
-        "node": engine.node, "devices": list(engine.wish.devices),
+        "node": engine.node, "devices": list(engine.spec.devices),
     }  # fmt: skip
 
 
-def _listed(context: Context) -> Reply:
+def _engine_list(context: Context) -> HandlerResponse:
     lost = context.engine.lost
-    return json_answer({"object": "list", "data": [_about(engine, lost) for engine in beside(context).engines]})
+    return json_response(
+        {"object": "list", "data": [_engine_entry(engine, lost) for engine in loaded_models(context).engines]}
+    )
 
 
-async def engines(context: Context, query: dict[str, str]) -> Reply:
+async def engines(context: Context, query: dict[str, str]) -> HandlerResponse:
     """The engines of the service's own model."""
-    return _listed(context)
+    return _engine_list(context)
 
 
-async def _change(context: Context, change: ModelCommand, wait_s: float) -> Reply:
+async def _change(context: Context, change: ModelCommand, wait_s: float) -> HandlerResponse:
     """Have it done, and list what there is then."""
-    await beside(context).change_engines(change, wait_s or None)
-    for _ in range(int(_CONNECTED_S / _LOOK_S) if wait_s else 0):
+    await loaded_models(context).change_engines(change, wait_s or None)
+    for _ in range(int(_CONNECT_TIMEOUT_S / _POLL_S) if wait_s else 0):
         if not _just_ready(context):
             break
-        await asyncio.sleep(_LOOK_S)
-    return _listed(context)
+        await asyncio.sleep(_POLL_S)
+    return _engine_list(context)
 
 
 def _just_ready(context: Context) -> bool:
     """Whether an engine is ready that this process has not heard of yet."""
     now, lost = time.time(), context.engine.lost
-    fresh = [one for one in beside(context).engines if one.status == "ready" and now - one.since < _CONNECTED_S]
-    return any(one.engine in lost for one in fresh)
+    newly_ready = [
+        one for one in loaded_models(context).engines if one.status == "ready" and now - one.since < _CONNECT_TIMEOUT_S
+    ]
+    return any(one.engine in lost for one in newly_ready)
 
 
-async def add(context: Context, body: AddBody) -> Reply:
+async def add(context: Context, body: AddBody) -> HandlerResponse:
     """Start one more engine of the model."""
     devices = tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices)
     return await _change(context, ModelCommand(0, add_engine=devices), body.wait_s)
 
 
-async def remove(context: Context, body: EngineBody) -> Reply:
+async def remove(context: Context, body: EngineBody) -> HandlerResponse:
     """Drain an engine and end it: its running answers end or go on with another one."""
     return await _change(context, ModelCommand(0, remove_engine=body.engine), body.wait_s)
 
 
-async def restart(context: Context, body: EngineBody) -> Reply:
+async def restart(context: Context, body: EngineBody) -> HandlerResponse:
     """Drain an engine and start it anew, or "all", one after the other, while the others serve."""
     return await _change(context, ModelCommand(0, restart_engine=body.engine), body.wait_s)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batch_store.store import Store
 from routes.config import HttpConfig
+from routes.file_store import Store
 
 NONE = "none"
 _MOST_ENTRIES = 10_000

@@ -10,13 +10,13 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import SamplingBody, Texts
-from routes.request.generate_requests import build_rows, off_loop, row_stops
+from routes.request.generate_requests import build_rows, offload_if_large, row_stops
 from routes.request.jobs import make_job
+from routes.response.batch_formatter import BatchFormatter
 from routes.response.generate import run
-from routes.response.native_format import BatchDialect
-from routes.response.reply import Reply
+from routes.response.http_response import HandlerResponse
+from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import BatchAnswer, BatchChunk
-from routes.response.transcript import Transcript
 from routes.route import Route
 
 PATH = "/FIM/v1/batch-FIM"
@@ -39,15 +39,17 @@ class FimBody(SamplingBody):
         return self
 
 
-async def batch_fim(context: Context, body: FimBody) -> Reply:
+async def batch_fim(context: Context, body: FimBody) -> HandlerResponse:
     """Fill the gap between each prefix and its suffix."""
     texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
     stops = row_stops(body, built_in=(prompts.FIM_STOP,))
     characters = sum(map(len, texts))
-    rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
+    rows = await offload_if_large(
+        characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix"
+    )
     job = make_job(rows, body, PATH)
-    dialect = BatchDialect(body, "FIM.completion")
-    return await run(context, job, dialect, Transcript(len(rows)), body.stream)
+    formatter = BatchFormatter(body, "FIM.completion")
+    return await run(context, job, formatter, OutputDecoder(len(rows)), body.stream)
 
 
 EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
@@ -58,7 +60,7 @@ ROUTES = (
         batch_fim,
         FimBody,
         "Fill in the middle.",
-        is_work=True,
+        is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
         example=EXAMPLE,

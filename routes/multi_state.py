@@ -8,11 +8,11 @@ from pydantic import Field
 
 from routes import state
 from routes.context import Context
+from routes.response.batch_formatter import BatchFormatter
 from routes.response.generate import RowResult, run
-from routes.response.native_format import BatchDialect
-from routes.response.reply import Reply, sse
+from routes.response.http_response import HandlerResponse, sse
+from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.response.response_models import BatchChunk, DialogueAnswer, DialogueMade
-from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import Finish
 
@@ -25,7 +25,7 @@ class BranchBody(state.TurnBody):
     dialogue_idx: int = Field(0, ge=0, lt=2**31, description="The dialogue to go on from; 0 is the empty root.")
 
 
-class DialogueDialect(BatchDialect):
+class DialogueFormatter(BatchFormatter):
     """The batch form, and the number of the new dialogue."""
 
     def __init__(self, body: BranchBody) -> None:
@@ -39,29 +39,29 @@ class DialogueDialect(BatchDialect):
             self._note(row.finish)
         return super().chunk(updates)
 
-    def closing(self) -> bytes:
+    def stream_end(self) -> bytes:
         """See Dialect."""
-        told = super().closing()
+        told = super().stream_end()
         if self._made is None:
             return told
         name = f"{self._session_id}:{self._made}"
         return told + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._made})
 
-    def whole(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
         for row in rows:
             self._note(row.finish)
-        return {**super().whole(rows), "session_id": self._session_id, "dialogue_idx": self._made}
+        return {**super().full_body(rows), "session_id": self._session_id, "dialogue_idx": self._made}
 
     def _note(self, finish: Finish | None) -> None:
         if finish is not None and finish.error is None:
             self._made = finish.dialogue_idx
 
 
-async def chat_completions(context: Context, body: BranchBody) -> Reply:
+async def chat_completions(context: Context, body: BranchBody) -> HandlerResponse:
     """Go on from a dialogue of a session; prompt and answer become a new dialogue, whose number is returned."""
     job = await state.turn_job(context, body, PATH, branch_from=body.dialogue_idx)
-    return await run(context, job, DialogueDialect(body), Transcript(1), body.stream)
+    return await run(context, job, DialogueFormatter(body), OutputDecoder(1), body.stream)
 
 
 ROUTES = (
@@ -71,7 +71,7 @@ ROUTES = (
         chat_completions,
         BranchBody,
         "Branch off a dialogue of a session.",
-        is_work=True,
+        is_generation=True,
         answer=DialogueAnswer,
         events=(BatchChunk, DialogueMade),
         errors=SESSION_ERRORS,

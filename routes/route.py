@@ -10,11 +10,11 @@ from pydantic import BaseModel
 
 from routes.context import Context
 from routes.request.bodies import Body, Fields
-from routes.response.reply import JSON, NATIVE_ERRORS, ErrorForm, Reply
+from routes.response.http_response import JSON, NATIVE_ERRORS, ErrorFormat, HandlerResponse
 from rwkv_batch.errors import ErrorKind
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
-Handler = Callable[[Context, Any], Awaitable[Reply]]
+Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Route:
     """Wants --admin-password where there is one, else the password; API keys do not do."""
     is_about_models: bool = False
     """A `model` in the request is what is asked about, and not whom."""
-    is_work: bool = False
+    is_generation: bool = False
     """Refused while draining and above the limit of answers under way."""
     waits_for_engine: bool = False
     """Waits for an engine that is loading or being restarted (--engine-wait-s) although it is no work."""
@@ -58,7 +58,7 @@ class Route:
     """What the events of a stream hold beside failures, where the body may ask for one."""
     is_public: bool = False
     """Wants no password."""
-    error_form: ErrorForm = NATIVE_ERRORS
+    error_format: ErrorFormat = NATIVE_ERRORS
     errors: tuple[ErrorKind, ...] = ()
     """What this route may answer beyond what its other fields imply."""
     content_type: str = JSON

@@ -17,20 +17,20 @@ import msgspec
 from pydantic import ConfigDict, Field
 
 from routes.context import Context
-from routes.models import LoadBody, beside, wish_of
+from routes.models import LoadBody, loaded_models, model_spec
 from routes.openai import chat
 from routes.request.bodies import Body, Weights, validate
 from routes.request.fields import Number
-from routes.request.model_names import base_name, plain_name, state_names
-from routes.response.event_stream import ask
-from routes.response.reply import Reply, json_answer
+from routes.request.model_names import base_name, sanitize_name, state_names
+from routes.response.event_stream import call_engine
+from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import RwkvInferDone, RwkvInferHealth
 from routes.route import Handler, Route
 from rwkv_batch.calls import AddState, CheckModel, ListStates, RemoveState, StateInfo
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
-from rwkv_batch.ipc.served_model import ModelStatus, ModelWish
-from rwkv_batch.models_folder import as_named
+from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus
+from rwkv_batch.models_folder import relative_to_folder
 
 STRATEGIES = {
     "": "", "None": "", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8",
@@ -39,14 +39,14 @@ STRATEGIES = {
 """`model_strategy` -> --dtype."""
 ADAPTER_MODES = {"lora": True, "bone": False, "disha": False}
 """`adapter_mode` -> whether `adapter_scaling` is for it."""
-_LOAD_S = 3600.0
-_AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
+_LOAD_TIMEOUT_S = 3600.0
+_ENGINE_ERRORS = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
 _ERRORS = (
     ErrorKind.NAME_TAKEN,
     ErrorKind.MODEL_NOT_FOUND,
     ErrorKind.STATE_NOT_FOUND,
     ErrorKind.OVERLOADED,
-    *_AWAY,
+    *_ENGINE_ERRORS,
 )
 _ESCAPE = re.compile(r"\\(?:([nrt0\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "\\": "\\"}
@@ -101,7 +101,7 @@ class LoadMixtureBody(GatingBody):
 
 
 @contextmanager
-def _their_names(**theirs: str) -> Iterator[None]:
+def _rename_fields(**theirs: str) -> Iterator[None]:
     """Refusals of our fields name those that the request has."""
     try:
         yield
@@ -114,16 +114,18 @@ def _their_names(**theirs: str) -> Iterator[None]:
         raise ServiceError.from_info(msgspec.structs.replace(error.info, field=name, message=message)) from None
 
 
-def _loaded_last(context: Context) -> str | None:
+def _last_loaded_model(context: Context) -> str | None:
     """The name of the model that was loaded last beside the service's own."""
     here = (ModelStatus.READY, ModelStatus.LOADING)
-    table = [one for one in (context.models.table if context.models is not None else ()) if one.status in here]
-    return max(table, key=lambda one: one.since).wish.name if table else None
+    registered = [
+        one for one in (context.models.registered if context.models is not None else ()) if one.status in here
+    ]
+    return max(registered, key=lambda one: one.since).spec.name if registered else None
 
 
-async def _current(context: Context) -> Context:
+async def _target_context(context: Context) -> Context:
     """The model that states are for; one that is being loaded is waited for. Raises ServiceError."""
-    return await context.of_model_soon(_loaded_last(context))
+    return await context.wait_for_model(_last_loaded_model(context))
 
 
 def _defaults(body: DefaultFields, stop: str | None = None) -> DecodeDefaults:
@@ -131,87 +133,89 @@ def _defaults(body: DefaultFields, stop: str | None = None) -> DecodeDefaults:
     return DecodeDefaults(temperature=body.default_temperature, top_p=body.default_top_p, stop_tokens=stops)
 
 
-def _done() -> Reply:
-    return json_answer({"status": "success"})
+def _success() -> HandlerResponse:
+    return json_response({"status": "success"})
 
 
-async def models(context: Context, query: dict[str, str]) -> Reply:
+async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
     """The model that was loaded last, or the service's own, alone and with each of its states."""
-    context = await _current(context)
+    context = await _target_context(context)
     name = context.config.model_name
-    states = [info.name for info in await ask(context, ListStates()) if not info.error]
-    return json_answer([{"object": "models", "id": one} for one in (name, *(state_names(name, s)[1] for s in states))])
+    states = [info.name for info in await call_engine(context, ListStates()) if not info.error]
+    return json_response(
+        [{"object": "models", "id": one} for one in (name, *(state_names(name, s)[1] for s in states))]
+    )
 
 
-async def healthcheck(context: Context, query: dict[str, str]) -> Reply:
+async def healthcheck(context: Context, query: dict[str, str]) -> HandlerResponse:
     """This HTTP worker is alive."""
-    return json_answer({"message": "ok", "status_code": 200})
+    return json_response({"message": "ok", "status_code": 200})
 
 
-async def load(context: Context, body: LoadModelBody) -> Reply:
+async def load(context: Context, body: LoadModelBody) -> HandlerResponse:
     """Load a model beside what is served, and answer once it is ready."""
     given = validate(
         LoadBody,
         {
             "file": body.model_filename,
-            "name": plain_name(body.model_viewname),
+            "name": sanitize_name(body.model_viewname),
             "dtype": _dtype(body),
             "adapters": _adapters(body),
             "defaults": _defaults(body, end_text(body)).given,
         },
     )
-    with _their_names(file="model_filename", name="model_viewname", adapters="adapter_filename"):
-        wish = wish_of(context, given)
-        await _make_way(context, wish)
-        model = await beside(context).load(wish, _LOAD_S)
+    with _rename_fields(file="model_filename", name="model_viewname", adapters="adapter_filename"):
+        spec = model_spec(context, given)
+        await _replace_same_name(context, spec)
+        model = await loaded_models(context).load(spec, _LOAD_TIMEOUT_S)
     if model.status is ModelStatus.FAILED:
         raise invalid("model_filename", f"could not be loaded: {model.error}", body.model_filename)
     if model.status is not ModelStatus.READY:
-        message = f"model_filename: {model.wish.name!r} is {model.status.value}; GET /v1/models/{model.wish.name} tells"
+        message = f"model_filename: {model.spec.name!r} is {model.status.value}; GET /v1/models/{model.spec.name} tells"
         raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model_filename")
-    return _done()
+    return _success()
 
 
-async def _make_way(context: Context, wish: ModelWish) -> None:
+async def _replace_same_name(context: Context, spec: ModelSpec) -> None:
     """Check the files, then unload the model that was loaded under the name, if there is one. Raises ServiceError.
 
     What nobody could check takes no model's place: loading it is refused if its name is taken.
     """
-    reader = _reader(context, wish.name)
+    reader = _checking_context(context, spec.name)
     if reader is None:
         return
     try:
-        await ask(reader, CheckModel(wish.file, wish.adapters))
+        await call_engine(reader, CheckModel(spec.file, spec.adapters))
     except ServiceError as error:
-        raise _as_asked(context.config.models_dir, wish, error.info) from None
-    others = beside(context)
-    if any(one.wish.name == wish.name and one.status is not ModelStatus.FAILED for one in others.table):
+        raise _error_with_request_fields(context.config.models_dir, spec, error.info) from None
+    others = loaded_models(context)
+    if any(one.spec.name == spec.name and one.status is not ModelStatus.FAILED for one in others.registered):
         try:
-            await others.unload(wish.name, _LOAD_S)
+            await others.unload(spec.name, _LOAD_TIMEOUT_S)
         except ServiceError as error:
             if error.info.kind is not ErrorKind.MODEL_NOT_FOUND:  # it has left by itself; the table is not told yet
                 raise
 
 
-def _as_asked(folder: str, wish: ModelWish, info: ErrorInfo) -> ServiceError:
+def _error_with_request_fields(folder: str, spec: ModelSpec, info: ErrorInfo) -> ServiceError:
     """What is wrong with a model's files, by the names that the request has for them."""
-    asked = {"file": wish.file, "adapters": ", ".join(wish.adapters)}.get(info.field or "")
-    if asked is None:
+    requested = {"file": spec.file, "adapters": ", ".join(spec.adapters)}.get(info.field or "")
+    if requested is None:
         return ServiceError.from_info(info)
-    message, given = as_named(folder, info.message), as_named(folder, asked)
+    message, given = relative_to_folder(folder, info.message), relative_to_folder(folder, requested)
     return ServiceError(info.kind, message, field=info.field, given=given)
 
 
-def _reader(context: Context, name: str) -> Context | None:
+def _checking_context(context: Context, name: str) -> Context | None:
     """A context whose engine reads the files of this machine, as that of a model loaded here will; None: none does.
 
     Engines of the service's own model are on any machines in a cluster; others that were loaded are on this one.
     """
-    others = beside(context)
+    others = loaded_models(context)
     if not any(engine.node for engine in others.engines):
         return context
-    here = {one.wish.name for one in others.table if one.status is ModelStatus.READY}
-    return context.of_model(name if name in here else min(here)) if here else None
+    here = {one.spec.name for one in others.registered if one.status is ModelStatus.READY}
+    return context.for_model(name if name in here else min(here)) if here else None
 
 
 def _dtype(body: LoadModelBody) -> str:
@@ -255,65 +259,65 @@ def _unescaped(found: re.Match[str]) -> str:
     return _ESCAPED[letter] if letter else chr(int(next(filter(None, numbers)), 16))
 
 
-async def remove(context: Context, query: dict[str, str]) -> Reply:
+async def remove(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Unload the model that was loaded last; the service's own stays."""
-    name = _loaded_last(context)
+    name = _last_loaded_model(context)
     if name is None:
         message = f"no model was loaded that could be removed; {context.config.model_name!r} is the service's own"
         raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message)
-    await beside(context).unload(name, _LOAD_S)
-    return _done()
+    await loaded_models(context).unload(name, _LOAD_TIMEOUT_S)
+    return _success()
 
 
-async def load_state(context: Context, body: LoadStateBody) -> Reply:
+async def load_state(context: Context, body: LoadStateBody) -> HandlerResponse:
     """Load a tuned state."""
-    with _their_names(file="state_filename", name="state_viewname"):
-        call = AddState(plain_name(body.state_viewname), body.state_filename, defaults=_defaults(body))
-        await ask(await _current(context), call)
-    return _done()
+    with _rename_fields(file="state_filename", name="state_viewname"):
+        call = AddState(sanitize_name(body.state_viewname), body.state_filename, defaults=_defaults(body))
+        await call_engine(await _target_context(context), call)
+    return _success()
 
 
-async def load_mixture(context: Context, body: LoadMixtureBody) -> Reply:
+async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerResponse:
     """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`; all of it, or nothing."""
-    context, name = await _current(context), plain_name(body.state_viewname)
+    context, name = await _target_context(context), sanitize_name(body.state_viewname)
     names = [f"{name}.{at}" for at in range(len(body.state_filenames))]
     members = [*names, ""] if body.contain_originalstate in (True, "True") else names
-    mixture = _weighted(members, body.state_gatingweight)
+    mixture = _pair_weights(members, body.state_gatingweight)
     added: list[str] = []
     try:
-        with _their_names(file="state_filenames", name="state_viewname", states="state_gatingweight"):
+        with _rename_fields(file="state_filenames", name="state_viewname", states="state_gatingweight"):
             for one, file in zip(names, body.state_filenames, strict=True):
-                await ask(context, AddState(one, file))
+                await call_engine(context, AddState(one, file))
                 added.append(one)
-            await ask(context, AddState(name, mixture=mixture, defaults=_defaults(body)))
+            await call_engine(context, AddState(name, mixture=mixture, defaults=_defaults(body)))
     except ServiceError:
         for one in added:
-            await ask(context, RemoveState(one))
+            await call_engine(context, RemoveState(one))
         raise
-    return _done()
+    return _success()
 
 
-async def set_gating(context: Context, body: GatingBody) -> Reply:
+async def set_gating(context: Context, body: GatingBody) -> HandlerResponse:
     """Give the members of a mixture other weights, and other defaults where they are given."""
-    context = await _current(context)
+    context = await _target_context(context)
     given, model = body.state_viewname, context.config.model_name
-    name = plain_name(given[len(model) + 1 :] if base_name(given, model) is not None else given)
-    info = next((one for one in await ask(context, ListStates()) if one.name == name and one.mixture), None)
+    name = sanitize_name(given[len(model) + 1 :] if base_name(given, model) is not None else given)
+    info = next((one for one in await call_engine(context, ListStates()) if one.name == name and one.mixture), None)
     if info is None:
         message = f"state_viewname: there is no mixture of states {name!r}; GET /v1/states lists what there is"
         raise ServiceError(ErrorKind.STATE_NOT_FOUND, message, field="state_viewname", given=given)
-    with _their_names(states="state_gatingweight"):
-        await ask(context, _reweighted(info, body))
-    return _done()
+    with _rename_fields(states="state_gatingweight"):
+        await call_engine(context, _change_weights(info, body))
+    return _success()
 
 
-def _reweighted(info: StateInfo, body: GatingBody) -> AddState:
-    mixture = _weighted([name for name, _ in info.mixture], body.state_gatingweight)
+def _change_weights(info: StateInfo, body: GatingBody) -> AddState:
+    mixture = _pair_weights([name for name, _ in info.mixture], body.state_gatingweight)
     defaults = msgspec.convert(info.defaults.given | _defaults(body).given, DecodeDefaults)
     return AddState(info.name, mixture=mixture, defaults=defaults, replace=True)
 
 
-def _weighted(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple[str, float], ...]:
+def _pair_weights(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple[str, float], ...]:
     """Raises ServiceError unless there is a weight for each."""
     if weights and len(weights) != len(names):
         message = f"must have one for each of {len(names)} states, got {len(weights)}"
@@ -321,22 +325,22 @@ def _weighted(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple[str
     return tuple(zip(names, weights or [1.0] * len(names), strict=True))
 
 
-async def remove_states(context: Context, query: dict[str, str]) -> Reply:
+async def remove_states(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Forget every tuned state and mixture of that model."""
-    context = await _current(context)
-    for info in await ask(context, ListStates()):
-        await ask(context, RemoveState(info.name))
-    return _done()
+    context = await _target_context(context)
+    for info in await call_engine(context, ListStates()):
+        await call_engine(context, RemoveState(info.name))
+    return _success()
 
 
-def _verb(
+def _admin_route(
     path: str,
     handle: Handler,
     body: type[Body] | None,
     summary: str,
     example: dict[str, Any] | None = None,
     *,
-    asks_engine: bool = True,
+    needs_engine: bool = True,
 ) -> Route:
     """A verb of administrators."""
     return Route(
@@ -350,7 +354,7 @@ def _verb(
         example=example,
         is_admin=True,
         is_about_models=True,
-        waits_for_engine=asks_engine,
+        waits_for_engine=needs_engine,
     )
 
 
@@ -361,35 +365,35 @@ ROUTES = (
     dataclasses.replace(
         chat.ROUTES[0], path="/chat/completions", summary="`/openai/v1/chat/completions`, where RWKV-Infer has it."
     ),
-    Route("GET", "/models", models, None, "RWKV-Infer's list of models.", errors=_AWAY, waits_for_engine=True),
-    _verb(
+    Route("GET", "/models", models, None, "RWKV-Infer's list of models.", errors=_ENGINE_ERRORS, waits_for_engine=True),
+    _admin_route(
         "/loadmodel",
         load,
         LoadModelBody,
         "load a model",
         {"model_filename": "models/small.pth", "model_viewname": "RWKV x070 0.4B", "model_strategy": ""},
     ),
-    _verb("/removemodel", remove, None, "unload it", asks_engine=False),
-    _verb(
+    _admin_route("/removemodel", remove, None, "unload it", needs_engine=False),
+    _admin_route(
         "/loadstatemodel",
         load_state,
         LoadStateBody,
         "load a tuned state",
         {"state_filename": "states/poet.pth", "state_viewname": "Poet", "default_temperature": "1.0"},
     ),
-    _verb(
+    _admin_route(
         "/mrss_loadstatemodel",
         load_mixture,
         LoadMixtureBody,
         "load tuned states and mix them",
         {"state_viewname": "Duo", "state_filenames": ["states/a.pth"], "contain_originalstate": "True"},
     ),
-    _verb(
+    _admin_route(
         "/mrss_set_gatingweight",
         set_gating,
         GatingBody,
         "change a mixture's weights",
         {"state_viewname": "Duo", "state_gatingweight": ["0.7", "0.3"]},
     ),
-    _verb("/removestatemodel", remove_states, None, "forget all tuned states"),
+    _admin_route("/removestatemodel", remove_states, None, "forget all tuned states"),
 )

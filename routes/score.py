@@ -11,15 +11,15 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
-from routes.request.bodies import ModelFields, Texts, UrgencyFields
-from routes.request.generate_requests import encode, encode_all, greedy_row, off_loop
+from routes.request.bodies import ModelFields, PriorityFields, Texts
+from routes.request.generate_requests import encode, encode_all, greedy_row, offload_if_large
 from routes.request.jobs import make_job
-from routes.request.model_names import asked_adapter, asked_state
-from routes.request.unserved import FixedDrawFields
-from routes.response.generate import RowResult, run_whole
-from routes.response.reply import NATIVE_ERRORS, Reply
+from routes.request.model_names import requested_adapter, requested_state
+from routes.request.unsupported_fields import FixedSamplingFields
+from routes.response.generate import RowResult, run_full
+from routes.response.http_response import NATIVE_ERRORS, HandlerResponse
+from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import Scores
-from routes.response.transcript import Transcript
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
@@ -29,11 +29,11 @@ MAX_SCORED_TOKENS = 1_000_000
 """Of all candidates of a request: their log-probabilities are held until the answer is whole."""
 MAX_ROW_TOKENS = 16_000_000
 """Of all rows of a request, each with its content: they are held until the last of them has run."""
-LOWEST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as in OpenAI's answers."""
 
 
-class ScoreBody(FixedDrawFields, UrgencyFields, ModelFields):
+class ScoreBody(FixedSamplingFields, PriorityFields, ModelFields):
     """Prompts, and what may follow each of them."""
 
     contents: Texts = Field(min_length=1, description="The prompts. Each is read once.")
@@ -47,20 +47,20 @@ class ScoreBody(FixedDrawFields, UrgencyFields, ModelFields):
     use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
 
     @property
-    def lists(self) -> list[list[str]]:
+    def candidate_lists(self) -> list[list[str]]:
         """The candidates of each prompt."""
-        lists = [one for one in self.candidates if not isinstance(one, str)]
-        return lists or [self.candidates] * len(self.contents)  # type: ignore[list-item]  # all are texts
+        candidate_lists = [one for one in self.candidates if not isinstance(one, str)]
+        return candidate_lists or [self.candidates] * len(self.contents)  # type: ignore[list-item]  # all are texts
 
     @model_validator(mode="after")
-    def _a_list_for_each(self) -> Self:
-        if len(self.lists) != len(self.contents):
+    def _check_lists(self) -> Self:
+        if len(self.candidate_lists) != len(self.contents):
             raise PydanticCustomError(
                 "candidates",
                 "candidates must be texts, or as many lists as contents: got {lists} for {contents}",
-                {"lists": len(self.lists), "contents": len(self.contents), "field": "candidates"},
+                {"lists": len(self.candidate_lists), "contents": len(self.contents), "field": "candidates"},
             )
-        if not all(self.lists):
+        if not all(self.candidate_lists):
             raise PydanticCustomError(
                 "candidates", "candidates must have a text for every prompt", {"field": "candidates"}
             )
@@ -69,29 +69,29 @@ class ScoreBody(FixedDrawFields, UrgencyFields, ModelFields):
 
 def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
     """A request for each prompt, with a row for each of its candidates. Raises ServiceError."""
-    known: dict[str, list[int]] = {}
+    token_ids: dict[str, list[int]] = {}
     rows: list[GenerateRequest] = []
-    begun = asked_state(body, context.config), asked_adapter(body, context.config)
-    scored = held = 0
+    origin = requested_state(body, context.config), requested_adapter(body, context.config)
+    scored = row_tokens = 0
     named = ((f"contents[{at}]", content) for at, content in enumerate(body.contents))
     prompts = encode_all(context.tokenizer, named, context.config, body.pad_zero)
-    for at, (prompt, texts) in enumerate(zip(prompts, body.lists, strict=True)):
+    for at, (prompt, texts) in enumerate(zip(prompts, body.candidate_lists, strict=True)):
         for number, text in enumerate(texts):
-            if text not in known:
-                known[text] = encode(context.tokenizer, text, _field(body, at, number), context.config)
-            _check_length(context, body, prompt, known[text], (at, number))
-            scored, held = scored + len(known[text]), held + len(prompt) + len(known[text])
-        _check_sizes(scored, held)
-        rows.append(_row(prompt, [known[text] for text in texts], begun, body.use_prefix_cache))
+            if text not in token_ids:
+                token_ids[text] = encode(context.tokenizer, text, _field(body, at, number), context.config)
+            _check_length(context, body, prompt, token_ids[text], (at, number))
+            scored, row_tokens = scored + len(token_ids[text]), row_tokens + len(prompt) + len(token_ids[text])
+        _check_sizes(scored, row_tokens)
+        rows.append(_row(prompt, [token_ids[text] for text in texts], origin, body.use_prefix_cache))
     return rows
 
 
 def _row(
-    prompt: list[int], candidates: list[list[int]], begun: tuple[str, str], use_prefix_cache: bool
+    prompt: list[int], candidates: list[list[int]], origin: tuple[str, str], use_prefix_cache: bool
 ) -> GenerateRequest:
-    """Reads the prompt once and every candidate behind it, draws nothing. `begun`: names of a state and an adapter."""
+    """Reads the prompt once and every candidate behind it, draws nothing. `origin`: names of a state and an adapter."""
     return msgspec.structs.replace(
-        greedy_row(prompt, 0, (), *begun),
+        greedy_row(prompt, 0, (), *origin),
         candidates=candidates,
         prompt_logprobs=PromptLogprobs(start=len(prompt), top=1),
         use_prefix_cache=use_prefix_cache,
@@ -105,38 +105,38 @@ def _field(body: ScoreBody, content: int, number: int) -> str:
 
 
 def _check_length(
-    context: Context, body: ScoreBody, prompt: list[int], candidate: list[int], place: tuple[int, int]
+    context: Context, body: ScoreBody, prompt: list[int], candidate: list[int], position: tuple[int, int]
 ) -> None:
     limit, length = context.config.max_prompt_tokens, len(prompt) + len(candidate)
     if length > limit:
-        behind = f"has {length} tokens behind contents[{place[0]}], the limit is {limit} (--max-prompt-tokens)"
-        raise invalid(_field(body, *place), behind, length)
+        message = f"has {length} tokens behind contents[{position[0]}], the limit is {limit} (--max-prompt-tokens)"
+        raise invalid(_field(body, *position), message, length)
 
 
-def _check_sizes(scored: int, held: int) -> None:
+def _check_sizes(scored: int, row_tokens: int) -> None:
     for tokens, limit, what in (
         (scored, MAX_SCORED_TOKENS, "tokens in all"),
-        (held, MAX_ROW_TOKENS, "tokens in all, counted with the prompt of each"),
+        (row_tokens, MAX_ROW_TOKENS, "tokens in all, counted with the prompt of each"),
     ):
         if tokens > limit:
             raise invalid("candidates", f"have more than {limit} {what}; send fewer of them in a request", tokens)
 
 
-class ScoreSheet:
+class ScoreFormatter:
     """The answer to one request."""
 
     def __init__(self, body: ScoreBody, rows: list[GenerateRequest]) -> None:
         self._body = body
         self._rows = rows
 
-    def whole(self, results: list[RowResult]) -> dict[str, Any]:
+    def full_body(self, results: list[RowResult]) -> dict[str, Any]:
         """The body of the answer. Raises ServiceError if any row did not end."""
         for result in results:
-            _check_ended(result)
-        left, scores = iter(results), []
+            _check_finished(result)
+        remaining, scores = iter(results), []
         for index, row in enumerate(self._rows):
-            told = [self._candidate(number, next(left)) for number in range(row.num_rows)]
-            scores.append({"index": index, "candidates": told})
+            entry = [self._candidate(number, next(remaining)) for number in range(row.num_rows)]
+            scores.append({"index": index, "candidates": entry})
         prompt = sum(row.num_prompt_tokens for row in self._rows)
         return {
             "id": f"score-{uuid.uuid4().hex}",
@@ -162,14 +162,14 @@ class ScoreSheet:
         return count
 
     def _candidate(self, number: int, result: RowResult) -> dict[str, Any]:
-        values = [max(token.logprob, LOWEST_LOGPROB) for token in result.prompt_logprobs]
-        told: dict[str, Any] = {
+        values = [max(token.logprob, MIN_LOGPROB) for token in result.prompt_logprobs]
+        entry: dict[str, Any] = {
             "index": number,
             "logprob": sum(values),
             "tokens": len(values),
             "is_greedy": all(map(_is_likeliest, result.prompt_logprobs)),
         }
-        return told | ({"token_logprobs": values} if self._body.logprobs else {})
+        return entry | ({"token_logprobs": values} if self._body.logprobs else {})
 
 
 def _is_likeliest(token: TokenLogprob) -> bool:
@@ -177,7 +177,7 @@ def _is_likeliest(token: TokenLogprob) -> bool:
     return token.logprob >= token.top[0][1]
 
 
-def _check_ended(result: RowResult) -> None:
+def _check_finished(result: RowResult) -> None:
     """Raises ServiceError for a row that was not read to its end."""
     finish = result.finish
     if finish is not None and finish.error is not None:
@@ -186,15 +186,17 @@ def _check_ended(result: RowResult) -> None:
         raise ServiceError(ErrorKind.TIMEOUT, "not every candidate was read in time; send fewer at once")
 
 
-async def score(context: Context, body: ScoreBody) -> Reply:
+async def score(context: Context, body: ScoreBody) -> HandlerResponse:
     """The log-probability of each candidate behind its prompt."""
-    limit, count = context.config.max_contents, sum(map(len, body.lists))
+    limit, count = context.config.max_contents, sum(map(len, body.candidate_lists))
     if count > limit:
         raise invalid("candidates", f"make {count} rows, the limit is {limit} (--max-contents)", count)
-    characters = sum(map(len, body.contents)) + sum(len(text) for texts in body.lists for text in texts)
-    rows = await off_loop(characters, _rows, context, body)
+    characters = sum(map(len, body.contents)) + sum(len(text) for texts in body.candidate_lists for text in texts)
+    rows = await offload_if_large(characters, _rows, context, body)
     job = make_job(rows, body, PATH)
-    return await run_whole(context, job, Transcript(job.num_rows), ScoreSheet(body, rows).whole, NATIVE_ERRORS)
+    return await run_full(
+        context, job, OutputDecoder(job.num_rows), ScoreFormatter(body, rows).full_body, NATIVE_ERRORS
+    )
 
 
 EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}
@@ -205,7 +207,7 @@ ROUTES = (
         score,
         ScoreBody,
         "How likely each candidate is behind each prompt, which is read once.",
-        is_work=True,
+        is_generation=True,
         answer=Scores,
         errors=(ErrorKind.TIMEOUT,),
         example=EXAMPLE,

@@ -7,11 +7,11 @@ import io
 from pydantic import ConfigDict, Field
 
 from routes.context import Context
-from routes.exchange import current
 from routes.request.fields import Fields, SessionId
-from routes.response.event_stream import ask
+from routes.request_context import current_request
+from routes.response.event_stream import call_engine
 from routes.response.file_chunks import FileChunks
-from routes.response.reply import FILE, Answer, Reply, Stream, json_answer
+from routes.response.http_response import FILE, HandlerResponse, HttpResponse, StreamedResponse, json_response
 from routes.response.response_models import Imported
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.calls import ExportSession, ImportSession
@@ -33,32 +33,32 @@ class ImportQuery(Fields):
     session_id: SessionId = Field(description="A name that no session has yet.")
 
 
-async def export_session(context: Context, upload: Upload) -> Reply:
+async def export_session(context: Context, upload: Upload) -> HandlerResponse:
     """The session as it was after its last durable turn: a safetensors file. HEAD makes none."""
     query: ExportQuery = upload.query
-    wants_file = current().method != "HEAD"
-    leave = context.session_files.enter(current().client)
+    include_file = current_request().method != "HEAD"
+    release = context.session_files.acquire(current_request().client)
     try:
-        content = await ask(context, ExportSession(query.session_id, query.dialogue_idx, wants_file))
+        content = await call_engine(context, ExportSession(query.session_id, query.dialogue_idx, include_file))
     except BaseException:
-        leave()
+        release()
         raise
     headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
-    if not wants_file:
-        leave()
-        return Answer(b"", content_type=FILE, headers=headers)
-    return Stream(FileChunks(io.BytesIO(content), leave), FILE, headers)
+    if not include_file:
+        release()
+        return HttpResponse(b"", content_type=FILE, headers=headers)
+    return StreamedResponse(FileChunks(io.BytesIO(content), release), FILE, headers)
 
 
-async def import_session(context: Context, upload: Upload) -> Reply:
+async def import_session(context: Context, upload: Upload) -> HandlerResponse:
     """Make a session of a file that `/state/export` of a service with the same model has written."""
     query: ImportQuery = upload.query
-    leave = context.session_files.enter(current().client)
+    release = context.session_files.acquire(current_request().client)
     try:
-        num_tokens = await ask(context, ImportSession(query.session_id, upload.content))
+        num_tokens = await call_engine(context, ImportSession(query.session_id, upload.content))
     finally:
-        leave()
-    return json_answer({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
+        release()
+    return json_response({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
 
 
 _ERRORS = (*SESSION_ERRORS, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)

@@ -10,15 +10,15 @@ from pydantic import Field
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, SessionId
-from routes.request.generate_requests import build_rows, off_loop, row_stops
+from routes.request.generate_requests import build_rows, offload_if_large, row_stops
 from routes.request.jobs import make_job
 from routes.request.session_turn import as_turn
-from routes.response.event_stream import ask
+from routes.response.batch_formatter import BatchFormatter
+from routes.response.event_stream import call_engine
 from routes.response.generate import run
-from routes.response.native_format import BatchDialect
-from routes.response.reply import Reply, json_answer
+from routes.response.http_response import HandlerResponse, json_response
+from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import BatchAnswer, BatchChunk, Deleted, SessionList
-from routes.response.transcript import Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.calls import DeleteSessions, ListSessions
 from rwkv_batch.errors import ErrorKind
@@ -62,33 +62,35 @@ class DeleteBody(Body):
 async def turn_job(context: Context, body: TurnBody, label: str, branch_from: int | None = None) -> Job:
     """The job of one turn. Raises ServiceError."""
     prompt, stops = body.contents[0], row_stops(body, DEFAULT_STOPS)
-    rows = await off_loop(len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents")
+    rows = await offload_if_large(
+        len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents"
+    )
     rows = await as_turn(
         context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait
     )
     return make_job(rows, body, label)
 
 
-async def chat_completions(context: Context, body: TurnBody) -> Reply:
+async def chat_completions(context: Context, body: TurnBody) -> HandlerResponse:
     """Continue a session by one prompt. Prompt and answer become part of it, durably once the answer has ended."""
     job = await turn_job(context, body, PATH)
-    return await run(context, job, BatchDialect(body), Transcript(1), body.stream)
+    return await run(context, job, BatchFormatter(body), OutputDecoder(1), body.stream)
 
 
-async def status(context: Context, body: StatusBody) -> Reply:
+async def status(context: Context, body: StatusBody) -> HandlerResponse:
     """The sessions that are kept, newest first, and where their states lie."""
-    found = await ask(context, ListSessions(body.limit, body.offset))
-    shown = {
-        "total_sessions": found.total,
-        "l1_cache_count": found.in_slots,
-        "l2_cache_count": found.in_host_memory,
-        "database_count": found.on_disk,
-        "sessions": [_listed(entry) for entry in found.sessions],
+    page = await call_engine(context, ListSessions(body.limit, body.offset))
+    counts = {
+        "total_sessions": page.total,
+        "l1_cache_count": page.in_slots,
+        "l2_cache_count": page.in_host_memory,
+        "database_count": page.on_disk,
+        "sessions": [_session_entry(entry) for entry in page.sessions],
     }
-    return json_answer({"status": "success", **shown})
+    return json_response({"status": "success", **counts})
 
 
-def _listed(entry: SessionEntry) -> dict[str, object]:
+def _session_entry(entry: SessionEntry) -> dict[str, object]:
     return {
         "session_id": entry.session_id,
         "cache_level": CACHE_LEVELS[entry.tier],
@@ -97,17 +99,17 @@ def _listed(entry: SessionEntry) -> dict[str, object]:
     }
 
 
-async def delete(context: Context, body: DeleteBody) -> Reply:
+async def delete(context: Context, body: DeleteBody) -> HandlerResponse:
     """Delete a session from every tier, also while it runs: its turn then ends with an error."""
     name = body.session_id
-    count = await ask(context, DeleteSessions(name, body.delete_prefix))
+    count = await call_engine(context, DeleteSessions(name, body.delete_prefix))
     if not count:
         message = f"Session {name} not found"
-        return json_answer({"status": "not_found", "message": message, "error": message}, 404)
+        return json_response({"status": "not_found", "message": message, "error": message}, 404)
     message = f"Session {name} deleted successfully"
     if body.delete_prefix:
         message = f"Sessions that begin with {name} deleted successfully"
-    return json_answer({"status": "success", "message": message, "deleted": count})
+    return json_response({"status": "success", "message": message, "deleted": count})
 
 
 EXAMPLE = {
@@ -124,7 +126,7 @@ ROUTES = (
         chat_completions,
         TurnBody,
         "Continue a session whose state is kept.",
-        is_work=True,
+        is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
         errors=SESSION_ERRORS,

@@ -8,31 +8,31 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cluster.journey import AWAY
 from routes import big_batch
 from routes.context import Context
-from routes.models import about
+from routes.models import model_entry
 from routes.openai.conversation import prompt_of
-from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
+from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
-from routes.request.generate_requests import off_loop
-from routes.response.event_stream import ask
-from routes.response.reply import Answer, Reply, json_answer
+from routes.request.generate_requests import offload_if_large
+from routes.response.event_stream import call_engine
+from routes.response.http_response import HandlerResponse, HttpResponse, json_response
 from routes.response.response_models import Health, Status, TokenCount
 from routes.route import Route
 from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.tokenizer import Tokenizer
 
-OPENAPI = "openapi"
+OPENAPI_KEY = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
-FORM = ("dtype", "wkv_state", "kernels", "devices")
+_SERVING_FIELDS = ("dtype", "wkv_state", "kernels", "devices")
 """Of a model's status, what it is served with."""
-FORM_S = 2.0
+_STATUS_TIMEOUT_S = 2.0
 """How long another model's engine may take to say so: one that hangs is not waited for."""
-OLD_METRIC = """\
+_LEGACY_METRIC = """\
 # HELP rwkv_big_batch_jobs The older name of rwkv_jobs{{label="big_batch"}}.
 # TYPE rwkv_big_batch_jobs gauge
 rwkv_big_batch_jobs {}
@@ -57,70 +57,72 @@ class CountBody(Body):
         return prompt_of(
             self.messages,
             prompts.think_mode(self.enable_think),
-            chat_toolbox(self.tools, self.tool_choice, several=True),
+            chat_tool_set(self.tools, self.tool_choice, parallel_calls=True),
         )
 
     @model_validator(mode="after")
     def _has_tools(self) -> Self:
-        chat_toolbox(self.tools, self.tool_choice, several=True)
+        chat_tool_set(self.tools, self.tool_choice, parallel_calls=True)
         if self.tools and not self.messages:
             raise PydanticCustomError("tools", "tools are listed for messages", {"field": "tools"})
         return self
 
 
-async def healthz(context: Context, query: dict[str, str]) -> Reply:
+async def healthz(context: Context, query: dict[str, str]) -> HandlerResponse:
     """This HTTP worker is alive."""
-    return json_answer({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
-async def readyz(context: Context, query: dict[str, str]) -> Reply:
+async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
     """An engine and every HTTP worker take new work; 503 otherwise. Engines that do not are named."""
-    why_not = None
-    if context.gate.draining:
-        why_not = "draining"
+    unavailable_reason = None
+    if context.limiter.draining:
+        unavailable_reason = "draining"
     elif not context.engine.is_connected:
-        why_not = "the engine is not running (loading the model, or being restarted)"
-    elif not context.readiness.all_serve:
-        why_not = "not every HTTP worker takes work yet (starting, or being replaced)"
-    if why_not is not None:
-        return json_answer({"status": why_not, "error": why_not}, 503)
+        unavailable_reason = "the engine is not running (loading the model, or being restarted)"
+    elif not context.readiness.all_workers_ready:
+        unavailable_reason = "not every HTTP worker takes work yet (starting, or being replaced)"
+    if unavailable_reason is not None:
+        return json_response({"status": unavailable_reason, "error": unavailable_reason}, 503)
     lost = context.engine.lost
-    return json_answer({"status": "degraded", "lost": lost} if lost else {"status": "ready"})
+    return json_response({"status": "degraded", "lost": lost} if lost else {"status": "ready"})
 
 
-async def status(context: Context, query: dict[str, str]) -> Reply:
+async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Model, devices, samplers, rows, pool and processes; the models loaded beside it."""
-    found = await ask(context, GetStatus())
-    jobs = found["jobs"].get(big_batch.LABEL, 0)
-    others = [] if context.models is None else context.models.table
-    models = await asyncio.gather(*(_with_form(context, model) for model in others))
-    return json_answer(found | {"big_batch_jobs": jobs, "models": models})
+    status_fields = await call_engine(context, GetStatus())
+    jobs = status_fields["jobs"].get(big_batch.LABEL, 0)
+    others = [] if context.models is None else context.models.registered
+    models = await asyncio.gather(*(_model_status(context, model) for model in others))
+    return json_response(status_fields | {"big_batch_jobs": jobs, "models": models})
 
 
-async def _with_form(context: Context, model: ServedModel) -> dict[str, object]:
+async def _model_status(context: Context, model: ServedModel) -> dict[str, object]:
     """A model that was loaded while serving, and how it is served, as far as its engine can be asked."""
-    served = context.models.context_of(model) if context.models is not None else None
+    served = context.models.ready_context(model) if context.models is not None else None
     if served is None or not served.engine.is_connected:
-        return about(model)
+        return model_entry(model)
     try:
-        found = await asyncio.wait_for(ask(served, GetStatus()), FORM_S)
+        status_fields = await asyncio.wait_for(call_engine(served, GetStatus()), _STATUS_TIMEOUT_S)
     except TimeoutError:
-        return about(model)
+        return model_entry(model)
     except ServiceError as error:  # it has been lost meanwhile, or leaves
-        if error.info.kind not in AWAY:
+        if error.info.kind not in ENGINE_GONE:
             raise
-        return about(model)
-    return about(model) | {name: found[name] for name in FORM if name in found}
+        return model_entry(model)
+    return model_entry(model) | {name: status_fields[name] for name in _SERVING_FIELDS if name in status_fields}
 
 
-async def metrics(context: Context, query: dict[str, str]) -> Reply:
+async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Figures of all processes in Prometheus' text form."""
-    text = await ask(context, GetMetrics())
-    jobs = await ask(context, CountJobs(big_batch.LABEL))
-    return Answer((text + OLD_METRIC.format(jobs)).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await call_engine(context, GetMetrics())
+    jobs = await call_engine(context, CountJobs(big_batch.LABEL))
+    return HttpResponse(
+        (text + _LEGACY_METRIC.format(jobs)).encode(), content_type="text/plain; version=0.0.4; charset=utf-8"
+    )
 
 
-async def count_tokens(context: Context, body: CountBody) -> Reply:
+async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
     """Tokens of a text, of raw prompts, or of a conversation with its prompt form and its tools."""
     if body.messages:
         texts = [body.prompt]
@@ -132,21 +134,21 @@ async def count_tokens(context: Context, body: CountBody) -> Reply:
         raise ServiceError(
             ErrorKind.INVALID_FIELD, "one of text, contents and messages must be given", field="text", given=None
         )
-    counts = await off_loop(sum(map(len, texts)), _counts, context.tokenizer, texts)
-    return json_answer({"tokens": sum(counts)})
+    counts = await offload_if_large(sum(map(len, texts)), _counts, context.tokenizer, texts)
+    return json_response({"tokens": sum(counts)})
 
 
 def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     return [len(tokenizer.encode(text)) for text in texts]
 
 
-async def openapi(context: Context, query: dict[str, str]) -> Reply:
+async def openapi(context: Context, query: dict[str, str]) -> HandlerResponse:
     """This interface as an OpenAPI document."""
-    document: dict[str, Any] = context.shared[OPENAPI]
-    return json_answer(document)
+    document: dict[str, Any] = context.shared[OPENAPI_KEY]
+    return json_response(document)
 
 
-LOST = (ErrorKind.ENGINE_LOST,)
+_ENGINE_ERRORS = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Alive.", answer=Health, is_public=True),
     Route(
@@ -157,7 +159,7 @@ ROUTES = (
         "Ready to take work; 503 otherwise.",
         answer=Health,
         is_public=True,
-        errors=LOST,
+        errors=_ENGINE_ERRORS,
     ),
     Route(
         "GET",
@@ -167,12 +169,20 @@ ROUTES = (
         "The same as /readyz, under the name that vLLM, SGLang and llama.cpp give it.",
         answer=Health,
         is_public=True,
-        errors=LOST,
+        errors=_ENGINE_ERRORS,
     ),
     Route(
-        "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=LOST
+        "GET",
+        "/status",
+        status,
+        None,
+        "Model, devices, samplers, rows, pool, processes.",
+        answer=Status,
+        errors=_ENGINE_ERRORS,
     ),
-    Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=LOST),
+    Route(
+        "GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=_ENGINE_ERRORS
+    ),
     Route(
         "POST",
         "/v1/tokens/count",

@@ -12,8 +12,8 @@ from pydantic import Field
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body
-from routes.request.generate_requests import off_loop
-from routes.response.reply import NATIVE_ERRORS, Reply, json_answer
+from routes.request.generate_requests import offload_if_large
+from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Detokenized, Tokenized, TokenizerInfo
 from routes.route import Route
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE
@@ -37,24 +37,24 @@ class DetokenizeBody(Body):
     )
 
 
-async def tokenize(context: Context, body: TokenizeBody) -> Reply:
+async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
     """Token ids of a text."""
     if body.prompt == END_NAME:
         ids = [END_OF_TEXT]
     else:
-        ids = await off_loop(len(body.prompt), context.tokenizer.encode, body.prompt)
-    return json_answer({"tokens": ids, "count": len(ids), "max_model_len": context.config.max_prompt_tokens})
+        ids = await offload_if_large(len(body.prompt), context.tokenizer.encode, body.prompt)
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": context.config.max_prompt_tokens})
 
 
-async def detokenize(context: Context, body: DetokenizeBody) -> Reply:
+async def detokenize(context: Context, body: DetokenizeBody) -> HandlerResponse:
     """The text of token ids; what is no UTF-8 is shown as U+FFFD."""
-    return json_answer({"prompt": context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")})
+    return json_response({"prompt": context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")})
 
 
-async def tokenizer_info(context: Context, query: dict[str, str]) -> Reply:
+async def tokenizer_info(context: Context, query: dict[str, str]) -> HandlerResponse:
     """What a client has to know of the tokenizer."""
     info = {"tokenizer_class": "RWKVWorldTokenizer", "vocab_size": VOCAB_SIZE}
-    return json_answer({**info, "bos_token": END_NAME, "eos_token": END_NAME})
+    return json_response({**info, "bos_token": END_NAME, "eos_token": END_NAME})
 
 
 def _routes(place: str) -> tuple[Route, ...]:
@@ -68,7 +68,7 @@ def _routes(place: str) -> tuple[Route, ...]:
             TokenizeBody,
             "Token ids of a text.",
             answer=Tokenized,
-            error_form=form,
+            error_format=form,
             example={"prompt": "Hello world!"},
         ),
         Route(
@@ -78,7 +78,7 @@ def _routes(place: str) -> tuple[Route, ...]:
             DetokenizeBody,
             "The text of token ids.",
             answer=Detokenized,
-            error_form=form,
+            error_format=form,
             example={"tokens": [33155, 40213, 34]},
         ),
         Route(
@@ -88,7 +88,7 @@ def _routes(place: str) -> tuple[Route, ...]:
             None,
             "About the tokenizer.",
             answer=TokenizerInfo,
-            error_form=form,
+            error_format=form,
         ),
     )
 

@@ -8,12 +8,12 @@ import msgspec
 from pydantic import Field
 
 from routes.context import Context
-from routes.loaded import Kind, routes_of
 from routes.request.bodies import Body, MixedState
 from routes.request.decode_defaults import Defaults, as_defaults
 from routes.request.model_names import state_names
-from routes.response.event_stream import ask
-from routes.response.reply import Reply, json_answer
+from routes.resource_routes import ResourceType, make_routes
+from routes.response.event_stream import call_engine
+from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import TunedStateEntry, TunedStateList
 from routes.route import Upload
 from rwkv_batch.calls import AddState, ListStates, RemoveState, StateInfo
@@ -43,32 +43,32 @@ class StateBody(Body):
     )
 
 
-def _shown(context: Context, info: StateInfo) -> dict[str, Any]:
-    shown = {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
-    shown["defaults"] = info.defaults.given
-    return shown | {"mixture": [{"name": name, "weight": weight} for name, weight in info.mixture]}
+def _to_json(context: Context, info: StateInfo) -> dict[str, Any]:
+    entry = {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
+    entry["defaults"] = info.defaults.given
+    return entry | {"mixture": [{"name": name, "weight": weight} for name, weight in info.mixture]}
 
 
-async def list_states(context: Context, query: dict[str, str]) -> Reply:
+async def list_states(context: Context, query: dict[str, str]) -> HandlerResponse:
     """The tuned states, in the order in which they were loaded."""
-    found = await ask(context, ListStates())
-    return json_answer({"object": "list", "data": [_shown(context, info) for info in found]})
+    infos = await call_engine(context, ListStates())
+    return json_response({"object": "list", "data": [_to_json(context, info) for info in infos]})
 
 
-async def add_state(context: Context, body: StateBody) -> Reply:
+async def add_state(context: Context, body: StateBody) -> HandlerResponse:
     """Load a tuned state; requests may name it once this is answered."""
     mixture = tuple((member.name, member.weight) for member in body.states)
     defaults = as_defaults(body.defaults, context.config)
     call = AddState(body.name, body.file, body.content, mixture, body.orientation, defaults)
-    return json_answer(_shown(context, await ask(context, call)))
+    return json_response(_to_json(context, await call_engine(context, call)))
 
 
-async def remove_state(context: Context, upload: Upload) -> Reply:
+async def remove_state(context: Context, upload: Upload) -> HandlerResponse:
     """Forget a tuned state. Rows that were admitted before still begin from it, and its sessions go on."""
-    return json_answer(_shown(context, await ask(context, RemoveState(upload.query.name))))
+    return json_response(_to_json(context, await call_engine(context, RemoveState(upload.query.name))))
 
 
-KIND = Kind(
+RESOURCE = ResourceType(
     PATH,
     "tuned state",
     StateBody,
@@ -78,4 +78,4 @@ KIND = Kind(
     {"name": "pirate", "file": "states/pirate.pth"},
     takes_form=True,
 )
-ROUTES = routes_of(KIND, list_states, add_state, remove_state)
+ROUTES = make_routes(RESOURCE, list_states, add_state, remove_state)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from routes.context import Context
 from routes.request.bodies import PromptBody
 from routes.request.jobs import native_job
-from routes.response.native_format import answer
-from routes.response.reply import Reply
+from routes.response.batch_formatter import answer
+from routes.response.http_response import HandlerResponse
 from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.route import SESSION_ERRORS, Route
 
 PATH = "/v1/chat/completions"
 
 
-async def chat_completions(context: Context, body: PromptBody) -> Reply:
+async def chat_completions(context: Context, body: PromptBody) -> HandlerResponse:
     """Continue every prompt; answers come in the order of the prompts, or as they grow with `stream`.
 
     OpenAI's clients may ask with `messages` here too; functions, `n` answers, log-probabilities and thoughts apart from
@@ -35,7 +35,7 @@ ROUTES = (
         chat_completions,
         PromptBody,
         "Continue many prompts, or one conversation; drawn by the first of --samplers that runs.",
-        is_work=True,
+        is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
         errors=SESSION_ERRORS,

@@ -8,8 +8,8 @@ from routes import v1
 from routes.context import Context
 from routes.request.bodies import PromptBody
 from routes.request.jobs import native_job
-from routes.response.native_format import answer
-from routes.response.reply import Reply
+from routes.response.batch_formatter import answer
+from routes.response.http_response import HandlerResponse
 from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.route import SESSION_ERRORS, Route
 
@@ -22,7 +22,7 @@ class PaddedBody(PromptBody):
     pad_zero: bool = Field(True, description="Put token 0 before the prompt.")
 
 
-async def chat_completions(context: Context, body: PaddedBody) -> Reply:
+async def chat_completions(context: Context, body: PaddedBody) -> HandlerResponse:
     """As /v1/chat/completions; the same parameters and the same distribution."""
     return await answer(context, body, await native_job(context, body, PATH, sampler="flashinfer"))
 
@@ -34,7 +34,7 @@ ROUTES = (
         chat_completions,
         PaddedBody,
         "Continue many prompts, or one conversation; drawn by FlashInfer if it runs and --samplers has it.",
-        is_work=True,
+        is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
         errors=SESSION_ERRORS,

@@ -1,4 +1,4 @@
-"""`GET /` and `GET /web/…`: the page in web/, static files that are read once at start. Public: they hold no data."""
+"""`GET /` and `GET /web/…`: static files in routes/web/, read once at start. Public: they hold no data."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import Fields, shown
-from routes.response.reply import Answer, Reply
+from routes.request.bodies import Fields, error_value
+from routes.response.http_response import HandlerResponse, HttpResponse
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError
 
-FILES = "web_files"
+FILES_KEY = "web_files"
 """Key of the page's files in `Context.shared`."""
-FOLDER = Path(__file__).resolve().parents[1] / "web"
+FOLDER = Path(__file__).with_name("web")
 INDEX = "index.html"
 HTML = "text/html; charset=utf-8"
 _CONTENT_TYPES = {
@@ -66,7 +66,7 @@ def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
     return found
 
 
-def _answer(file: WebFile) -> Answer:
+def _answer(file: WebFile) -> HttpResponse:
     headers = {
         "Cache-Control": "no-cache",  # ask again each time: an ETag that still holds is answered by 304 and no body
         "ETag": file.etag,
@@ -75,7 +75,7 @@ def _answer(file: WebFile) -> Answer:
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
     }
-    return Answer(file.content, content_type=file.content_type, headers=headers)
+    return HttpResponse(file.content, content_type=file.content_type, headers=headers)
 
 
 class FileQuery(Fields):
@@ -84,17 +84,17 @@ class FileQuery(Fields):
     file: str = Field(min_length=1, description="A file of the page.")
 
 
-async def index(context: Context, query: dict[str, str]) -> Reply:
+async def index(context: Context, query: dict[str, str]) -> HandlerResponse:
     """The web page: chat, batch, translation, dashboard. It asks for the password itself."""
-    return _answer(context.shared[FILES][INDEX])
+    return _answer(context.shared[FILES_KEY][INDEX])
 
 
-async def web_file(context: Context, upload: Upload) -> Reply:
+async def web_file(context: Context, upload: Upload) -> HandlerResponse:
     """A script or a style of the web page."""
-    files: dict[str, WebFile] = context.shared[FILES]
+    files: dict[str, WebFile] = context.shared[FILES_KEY]
     name = upload.query.file
     if name not in files:
-        raise ServiceError(ErrorKind.NOT_FOUND, f"file: the page has no file {shown(name)!r}; it begins at /")
+        raise ServiceError(ErrorKind.NOT_FOUND, f"file: the page has no file {error_value(name)!r}; it begins at /")
     return _answer(files[name])
 
 

@@ -10,8 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from library import LLM, AsyncLLM, CompletionOutput, LLMError, Piece, RequestOutput, SamplingParams, Score, State
-    from library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
+    from programs.library import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        LLMError,
+        Piece,
+        RequestOutput,
+        SamplingParams,
+        Score,
+        State,
+    )
+    from programs.library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
 
 __version__ = "0.1.0"
 
@@ -29,10 +39,12 @@ __all__ = [
     "Score",
     "State",
 ]
-_OF_PIPELINE = frozenset({"PIPELINE", "PIPELINE_ARGS", "RWKV"})
+_PIPELINE_NAMES = frozenset({"PIPELINE", "PIPELINE_ARGS", "RWKV"})
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("library.pipeline" if name in _OF_PIPELINE else "library"), name)
+    return getattr(
+        importlib.import_module("programs.library.pipeline" if name in _PIPELINE_NAMES else "programs.library"), name
+    )

@@ -18,11 +18,11 @@ from state_pool.session_page import SessionPage
 Answer = TypeVar("Answer")
 Reply = Callable[[Answer | ServiceError], None]
 """Receives a call's answer, or why there is none, on a thread of the engine's own; returns at once, does not raise."""
-Figures = dict[str, Any]
+Stats = dict[str, Any]
 """Names and numbers, nested; which ones there are depends on the model and the devices."""
 
 
-def attempt(reply: Reply[Any], as_error: Callable[[Exception], ServiceError], work: Callable[[], None]) -> None:
+def reply_on_error(reply: Reply[Any], as_error: Callable[[Exception], ServiceError], work: Callable[[], None]) -> None:
     """Do what answers when it is done; if it fails, that is the answer, and the thread goes on."""
     try:
         work()
@@ -40,7 +40,7 @@ class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
         return answer
 
 
-class GetStatus(EngineCall[Figures], tag="status", frozen=True, array_like=True):
+class GetStatus(EngineCall[Stats], tag="status", frozen=True, array_like=True):
     """Figures of model, devices, rows, pool and processes; "jobs" counts those that run or wait by their label."""
 
 
@@ -68,7 +68,7 @@ class ExportSession(EngineCall[bytes], tag="session_export", frozen=True, array_
     session_id: str
     dialogue: int | None = None
     """None: the plain session."""
-    wants_file: bool = True
+    include_file: bool = True
     """Whether the file is made; if not, the answer is empty, or why there would be none."""
 
 
@@ -199,10 +199,10 @@ class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True
     label: str
 
 
-class EnterClient(EngineCall[bool], tag="enter_client", frozen=True, array_like=True):
+class AcquireQuota(EngineCall[bool], tag="enter_client", frozen=True, array_like=True):
     """Hold a job, which another engine runs, to its client's limits; fails as `submit` does if it may not come in.
 
-    What it uses is told by `wire.Spent`. Answered by the engine's process.
+    What it uses is told by `wire.UsageReport`. Answered by the engine's process.
     """
 
     usage: Usage
@@ -224,5 +224,5 @@ AnyCall = (
     | CheckModel
     | CancelJobs
     | CountJobs
-    | EnterClient
+    | AcquireQuota
 )

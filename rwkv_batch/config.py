@@ -1,4 +1,4 @@
-"""The engine's settings. Plain data, made by settings/ from flags and environment."""
+"""The engine's settings. Plain data, made by programs/settings/ from flags and environment."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     wkv_state: str = "auto"
     """"fp32" | "fp16" | "int8": storage of the WKV state; arithmetic is fp32 in each. auto: fp16 on CUDA, fp32
     on a CPU."""
-    preferred: tuple[str, ...] = ()
+    auto_fallback_fields: tuple[str, ...] = ()
     """Of "wkv_state" and "kernels", those that nobody asked for by name: they are those of the service's own model, and
     a model or a device that cannot have them is served as with "auto"."""
     max_running: int = 0
@@ -89,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of this engine among those that serve the model on this machine; of "auto", it chooses the GPU."""
     replicas: int = 1
     """How many these are: they share the machine."""
-    gives_way: bool = False
+    loads_at_low_priority: bool = False
     """Loading takes few of the cores while others want them: another model is being served."""
     only_idle_cores: bool = False
     """Then it takes none that others want: the compute threads of the engines that serve leave some free."""

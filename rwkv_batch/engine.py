@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.constrained_turns import StepCosts
-from rwkv_batch.core.failures import named
-from rwkv_batch.core.grammars import GrammarDesk, Grammars
+from rwkv_batch.core.error_mapping import describe_error
+from rwkv_batch.core.grammar_compile_queue import GrammarCompileQueue, Grammars
 from rwkv_batch.core.job_table import JobTable
-from rwkv_batch.core.let_in import Between, LetIn
+from rwkv_batch.core.mask_time import StepCosts
+from rwkv_batch.core.prefill_interleaver import BetweenPieces, PrefillInterleaver
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
@@ -31,10 +31,10 @@ from rwkv_batch.inbox import Inbox
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, Load
 from rwkv_batch.runner.adapter_library import AdapterLibrary
-from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
+from rwkv_batch.runner.step_sampling import InFlightStep
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
@@ -51,13 +51,13 @@ class Step(NamedTuple):
     """A step on its way: what of it was launched apart, in order."""
 
     number: int
-    parts: list[Launched]
+    parts: list[InFlightStep]
 
     @property
-    def holds_first_token(self) -> bool:
+    def samples_first_token(self) -> bool:
         """Whether an interactive row draws its first token in it, as far as the host knows."""
         rows = (row for part in self.parts for row in part.rows)
-        return any(row.draws and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
+        return any(row.samples and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
 
 class Engine:
@@ -69,18 +69,20 @@ class Engine:
         self._inbox = Inbox(self._wake.set)
         self._stopping = False
         self._draining = False
-        self._rounds = 0
-        self._dead: ErrorInfo | None = None
+        self._loop_count = 0
+        self._fatal_error: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
         """why it could not be loaded"""
-        self.speed = Throughput()
+        self.throughput = Throughput()
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
-        self._let_in: LetIn[Step] = LetIn(self._inbox.do_arrivals, self._first_tokens, self._launch, self._conclude)
-        self._files = SessionTransfer(self._inbox.put, self._refusal)
-        self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
+        self._interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
+            self._inbox.run_arrivals, self._schedule_interactive_prefill, self._launch, self._process_outputs
+        )
+        self._session_transfer = SessionTransfer(self._inbox.put, self._refusal)
+        self._grammar_queue = GrammarCompileQueue(self._make_grammar_compiler, self._refusal)
         self._user_files = UserFiles(
             StateLibrary(config, self._inbox.put, self._refusal),
             AdapterLibrary(config, self._inbox.put, self._refusal),
@@ -116,21 +118,21 @@ class Engine:
         return self._thread.is_alive()
 
     @property
-    def rounds(self) -> int | None:
+    def loop_count(self) -> int | None:
         """See `server.ManagedEngine`."""
-        is_serving = self._loaded.is_set() and not self._stopping and not self.machine.is_making_ready
-        return self._rounds if is_serving else None
+        is_serving = self._loaded.is_set() and not self._stopping and not self.model_runner.is_compiling_or_capturing
+        return self._loop_count if is_serving else None
 
     @property
     def load(self) -> Load:
         """See `server.ManagedEngine`."""
-        places = self.scheduler.places
-        rows = self.scheduler.running_rows + places.waiting_rows + places.paused_rows
+        admission = self.scheduler.admission
+        rows = self.scheduler.running_rows + admission.waiting_rows + admission.paused_rows
         return Load(rows, self.scheduler.queued_tokens)
 
-    def when_delivered(self, act: Callable[[], None]) -> None:
+    def on_delivered(self, callback: Callable[[], None]) -> None:
         """See `server.ManagedEngine`."""
-        self.jobs.when_delivered = act
+        self.jobs.on_delivered = callback
 
     # EngineProtocol ----------------------------------------------------------------------------------------------
 
@@ -146,13 +148,13 @@ class Engine:
                 admitted(self._refusal())
 
         if any(row.constraint is not None for row in job.rows):
-            self._desk.prepare(job, admitted, put)
+            self._grammar_queue.prepare(job, admitted, put)
         else:
             put({})
 
     def cancel(self, job_id: str) -> None:
         """See `EngineProtocol.cancel`."""
-        self._desk.cancel(job_id)
+        self._grammar_queue.cancel(job_id)
         self._inbox.put(lambda: self.jobs.cancel(job_id))
 
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
@@ -161,35 +163,35 @@ class Engine:
             reply(self._refusal())
 
     def _refusal(self) -> ServiceError:
-        return ServiceError.from_info(self._dead) if self._dead else _draining_error()
+        return ServiceError.from_info(self._fatal_error) if self._fatal_error else _draining_error()
 
     def _admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
-        if self._draining or self._dead is not None:
+        if self._draining or self._fatal_error is not None:
             raise self._refusal()
-        self.jobs.admit(self._user_files.states.resolved(job), sink, arrived, grammars)
+        self.jobs.admit(self._user_files.states.resolve_mixtures(job), sink, arrived, grammars)
 
     def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        if self._dead is not None:
+        if self._fatal_error is not None:
             reply(self._refusal())
             return
         self._calls.answer(call, reply)
 
     @cached_property
     def _calls(self) -> EngineCalls:
-        return EngineCalls(self.status, self.machine.pool, self.jobs, self._files, self._user_files)
+        return EngineCalls(self.status, self.model_runner.pool, self.jobs, self._session_transfer, self._user_files)
 
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data. Engine thread."""
         return {
             "running_rows": self.scheduler.running_rows,
-            "waiting_rows": self.scheduler.places.waiting_rows,
-            "paused_rows": self.scheduler.places.paused_rows,
+            "waiting_rows": self.scheduler.admission.waiting_rows,
+            "paused_rows": self.scheduler.admission.paused_rows,
             "jobs": self.jobs.count_by_label(),
             "draining": self._draining,
             "queued_prompt_tokens": self.scheduler.queued_tokens,
-            "prompt_backlog_s": round(self.speed.time_to_read(self.scheduler.queued_tokens), 3),
-            **self.speed.figures(),
-            **self.machine.status(),
+            "prompt_backlog_s": round(self.throughput.prefill_time_s(self.scheduler.queued_tokens), 3),
+            **self.throughput.stats(),
+            **self.model_runner.status(),
         }
 
     # The thread ----------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Engine:
             self._load()
         except BaseException as error:  # noqa: BLE001 - SystemExit too: whoever waits in `start` has to know
             self._failure = error
-            self._dead = _lost(f"the engine could not be started: {named(error)}")
+            self._fatal_error = _engine_lost_error(f"the engine could not be started: {describe_error(error)}")
             self._inbox.close()
             return
         finally:
@@ -208,45 +210,47 @@ class Engine:
 
     def _load(self) -> None:
         # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
-        self.machine = ModelRunner(self.config, self._wake.set)
-        self._user_files.adapters.open(self.machine.pool.adapters, self.machine.pipeline)
-        self._user_files.states.open(self.machine.pool, self.machine.arena, self.machine.weights.shape)
-        self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
-        self.scheduler = Scheduler(self.machine.limits, self.keeper, self.machine.has_pieces)
-        self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
+        self.model_runner = ModelRunner(self.config, self._wake.set)
+        self._user_files.adapters.open(self.model_runner.pool.adapters, self.model_runner.pipeline)
+        self._user_files.states.open(self.model_runner.pool, self.model_runner.arena, self.model_runner.weights.shape)
+        self.state_manager = StateManager(
+            self.model_runner.pool, self.model_runner.tokenizer, self.model_runner.overlaps
+        )
+        self.scheduler = Scheduler(self.model_runner.limits, self.state_manager, self.model_runner.has_pieces)
+        self.jobs = JobTable(self.scheduler, self.state_manager, self.model_runner.tokenizer, self.model_runner.vocab)
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
+        from sampling.grammar.compile_sandbox import CompileSandbox
         from sampling.grammar.compiler import GrammarCompiler
         from sampling.grammar.masks import mask_threads
-        from sampling.grammar.trial import Trials
 
-        table, vocab = self.machine.tokenizer.byte_table, self.machine.vocab
-        encode, threads = self.machine.tokenizer.encode_bytes, mask_threads(self.machine.device)
-        return GrammarCompiler(table, encode, vocab, Trials(table, vocab), threads)
+        table, vocab = self.model_runner.tokenizer.byte_table, self.model_runner.vocab
+        encode, threads = self.model_runner.tokenizer.encode_bytes, mask_threads(self.model_runner.device)
+        return GrammarCompiler(table, encode, vocab, CompileSandbox(table, vocab), threads)
 
     def _serve(self) -> None:
         try:
             while not self._stopping:
-                self._rounds += 1
-                self._inbox.do_all()
+                self._loop_count += 1
+                self._inbox.run_all()
                 if not self.step():
-                    self._wake.wait(POLL_S if self.machine.pool.pending else IDLE_POLL_S)
+                    self._wake.wait(POLL_S if self.model_runner.pool.pending else IDLE_POLL_S)
                     self._wake.clear()
             self._inbox.close()
-            self._inbox.do_all()
-            self.jobs.fail_all(_CUT_OFF)
-            self._files.close()
-            self._desk.close()
+            self._inbox.run_all()
+            self.jobs.fail_all(_SHUTDOWN_ERROR)
+            self._session_transfer.close()
+            self._grammar_queue.close()
             self._user_files.close()
-            self.machine.pool.close()
+            self.model_runner.pool.close()
             self.jobs.deliver()
-            self.jobs.abandon_all(_CUT_OFF)
+            self.jobs.abandon_all(_SHUTDOWN_ERROR)
         except Exception as error:  # whatever it was, all who wait are told and the process is replaced
             logger.critical("the engine's thread died", exc_info=True)
-            self._dead = _lost(f"the engine has died ({named(error)}); it is restarted")
+            self._fatal_error = _engine_lost_error(f"the engine has died ({describe_error(error)}); it is restarted")
             self._inbox.close()
-            self.jobs.abandon_all(self._dead)
-            self._inbox.do_all()
+            self.jobs.abandon_all(self._fatal_error)
+            self._inbox.run_all()
 
     def step(self) -> bool:
         """Schedule and launch a step, then conclude the oldest one if as many are in flight as may be.
@@ -255,52 +259,56 @@ class Engine:
         has read the last one's tokens; with several devices one more than there are groups of rows keeps all at work.
         Returns whether there was work.
         """
-        self.machine.pool.poll()
+        self.model_runner.pool.poll()
         now = time.monotonic()
         self.jobs.expire(now)
         rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step, now)
         if rows:
-            self._in_flight.append(self._launch(rows, self._let_in.begin(rows) if self.machine.has_pieces else None))
-            self._let_in.end()
-        may_wait = len(self._in_flight) < self.machine.steps_in_flight and not self._awaits_masks()
-        concludes = bool(self._in_flight) and not (rows and may_wait)
-        while concludes:
-            self._conclude(self._in_flight.popleft(), self._look)
-            self._draw_constrained()
-            if not (self._in_flight and self._is_awaited(self._in_flight[-1])):
+            self._in_flight.append(
+                self._launch(rows, self._interleaver.begin(rows) if self.model_runner.has_pieces else None)
+            )
+            self._interleaver.finish()
+        may_wait = len(self._in_flight) < self.model_runner.steps_in_flight and not self._awaits_masks()
+        has_outputs = bool(self._in_flight) and not (rows and may_wait)
+        while has_outputs:
+            self._process_outputs(self._in_flight.popleft(), self._interleave_now)
+            self._sample_constrained()
+            if not (self._in_flight and self._has_awaited_first_token(self._in_flight[-1])):
                 break
-        self._let_in.end()
+        self._interleaver.finish()
         if not self._in_flight:
-            self._let_in.rest()
+            self._interleaver.reset()
         self.jobs.deliver()  # of rows that ended without a step
-        return bool(rows) or concludes
+        return bool(rows) or has_outputs
 
-    def _launch(self, rows: list[ScheduledRow], between: Between | None = None) -> Step:
+    def _launch(self, rows: list[ScheduledRow], between_pieces: BetweenPieces | None = None) -> Step:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine.
 
-        `between`: what to call between pieces of it. While interactive requests come, prompts of batch rows have pieces
+        `between_pieces`: what to call between pieces of it. While interactive requests come, prompts of batch rows have pieces
         too.
         """
-        launched: list[Launched] = []
+        launched: list[InFlightStep] = []
         number, self._next_step = self._next_step, self._next_step + 1
         oldest = self._in_flight[0].parts if self._in_flight else ()
         may_have_ended = False
-        in_pieces = between is not None and self.scheduler.is_beside_interactive
-        for planned in self.machine.parts(rows, mixes=not in_pieces):
+        in_pieces = between_pieces is not None and self.scheduler.has_recent_interactive
+        for planned in self.model_runner.parts(rows, mixes=not in_pieces):
             # The rows of a job that has failed just now have ended.
             part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:
                 continue
-            if between is not None:
-                self._look(launched)
+            if between_pieces is not None:
+                self._interleave_now(launched)
             try:
-                has_pieces = part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
-                step = self.machine.launch(part, oldest, between if has_pieces else None)
+                has_pieces = part[-1].uses_device_token or (
+                    in_pieces and any(row.sequence.job.is_batch for row in part)
+                )
+                step = self.model_runner.launch(part, oldest, between_pieces if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
-                if self.scheduler.limits.masks_take_turns:
+                if self.scheduler.limits.masks_block_step:
                     self._count_costs(step)
             except Exception as error:  # a device raises anything; the part's jobs end, or the engine
-                if between is not None and self._let_in.has_failed:
+                if between_pieces is not None and self._interleaver.has_failed:
                     raise
                 self._fail_step(part, error)
                 may_have_ended = True
@@ -308,88 +316,95 @@ class Engine:
             self.jobs.launched(part, number)
             launched.append(step)
             may_have_ended |= step.awaits_masks
-            self._draw_constrained_of(step)
+            self._sample_constrained_part(step)
         return Step(number, launched)
 
-    def _count_costs(self, step: Launched) -> None:
+    def _count_costs(self, step: InFlightStep) -> None:
         """What a part of a step took, as far as it is launched."""
-        tokens, free = sum(row.num_tokens for row in step.rows), len(step.drawing) - len(step.undrawn_rows)
-        costs = StepCosts(tokens, len(step.drawing), free, step.launched - step.started, step.layers_s, step.draw_s)
-        self.scheduler.turns.count(costs)
+        tokens, unconstrained = (
+            sum(row.num_tokens for row in step.rows),
+            len(step.sampling_rows) - len(step.deferred_rows),
+        )
+        costs = StepCosts(
+            tokens, len(step.sampling_rows), unconstrained, step.launched - step.started, step.layers_s, step.sample_s
+        )
+        self.scheduler.mask_time.count(costs)
 
-    def _first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
-        return self.scheduler.first_tokens(under_way)
+    def _schedule_interactive_prefill(self, running_jobs: Collection[RunningJob]) -> list[ScheduledRow]:
+        return self.scheduler.schedule_interactive_prefill(running_jobs)
 
-    def _look(self, launched: Sequence[Launched] = ()) -> None:
+    def _interleave_now(self, launched: Sequence[InFlightStep] = ()) -> None:
         """Let prompts in that have come, unless logits of a step in flight, or of these parts of the next, wait for
         masks: a prompt's lie in the same memory."""
         in_flight = (part for step in self._in_flight for part in step.parts)
         if not any(part.awaits_masks for part in (*in_flight, *launched)):
-            self._let_in.look()
+            self._interleaver.interleave_now()
 
-    def _is_awaited(self, step: Step) -> bool:
+    def _has_awaited_first_token(self, step: Step) -> bool:
         """Whether a first token of it would else be read when the next step, in pieces of batch work, is done."""
-        return self.machine.has_pieces and self.scheduler.places.batch.num_running > 0 and step.holds_first_token
+        return (
+            self.model_runner.has_pieces and self.scheduler.admission.batch.num_running > 0 and step.samples_first_token
+        )
 
     def _awaits_masks(self) -> bool:
         """Whether rows of the latest step draw only when the host has read the step before."""
         return any(part.awaits_masks for part in self._in_flight[-1].parts) if self._in_flight else False
 
-    def _draw_constrained(self) -> None:
+    def _sample_constrained(self) -> None:
         """Draw what waited for tokens that the host knows by now."""
         for step in self._in_flight:
             for part in step.parts:
-                self._draw_constrained_of(part)
+                self._sample_constrained_part(part)
 
-    def _draw_constrained_of(self, part: Launched) -> None:
+    def _sample_constrained_part(self, part: InFlightStep) -> None:
         if not part.awaits_masks:
             return
-        held = part.undrawn_rows
+        deferred_rows = part.deferred_rows
         try:
-            failures = self.machine.draw_constrained(part)
+            failures = self.model_runner.sample_constrained(part)
         except Exception as error:  # noqa: BLE001 - likewise; rows without a constraint have drawn and go on
-            self._fail_step(held, error)
+            self._fail_step(deferred_rows, error)
             return
-        self.scheduler.turns.charge_draws([row.sequence for row in held], part.held_s)
+        self.scheduler.mask_time.charge_masks([row.sequence for row in deferred_rows], part.constrained_sample_s)
         for sequence, failure in failures:
             self.jobs.fail_grammar(sequence, failure)
 
-    def _conclude(self, concluded: Step, look: Callable[[], None] = lambda: None) -> None:
-        """Read what a step has drawn, act on it and tell of it, each part as soon as it is there. `look`: called before
+    def _process_outputs(self, finished_step: Step, interleave_now: Callable[[], None] = lambda: None) -> None:
+        """Read what a step has drawn, act on it and tell of it, each part as soon as it is there. `interleave_now`: called before
         it is told."""
-        self.jobs.tell_turns()
-        for step in concluded.parts:
+        self.jobs.send_turn_starts()
+        for step in finished_step.parts:
             try:
-                drawn, scores = self.machine.read(step), self.machine.read_scores(step)
+                sampled, scores = self.model_runner.read(step), self.model_runner.read_scores(step)
             except Exception as error:  # noqa: BLE001 - likewise
                 self._fail_step(step.rows, error)
                 continue
-            self.speed.count(step.rows, len(drawn), step.started, step.launched)
-            self.jobs.take_scores(scores)
-            before = self.jobs.certain_tokens
-            self.jobs.commit(step.rows, drawn, concluded.number)
-            if self.jobs.certain_tokens > before:
-                self.speed.count_certain(self.jobs.certain_tokens - before)
-            self._draw_constrained()  # before anybody is told: the device waits for it
-            look()
+            self.throughput.count(step.rows, len(sampled), step.started, step.launched)
+            self.jobs.add_prompt_logprobs(scores)
+            before = self.jobs.jump_forward_tokens
+            self.jobs.commit(step.rows, sampled, finished_step.number)
+            if self.jobs.jump_forward_tokens > before:
+                self.throughput.count_jump_forward(self.jobs.jump_forward_tokens - before)
+            self._sample_constrained()  # before anybody is told: the device waits for it
+            interleave_now()
             self.jobs.deliver()
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)
-        if self.machine.is_lost():
+        if self.model_runner.is_device_lost():
             raise error
-        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {named(error)}")
-        if self.machine.is_out_of_memory(error):
-            info = _no_memory()
-        for job in dict.fromkeys(row.sequence.job for row in rows if self.jobs.goes_on_from(row.sequence)):
+        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {describe_error(error)}")
+        if self.model_runner.is_out_of_memory(error):
+            info = _out_of_memory_error()
+        for job in dict.fromkeys(row.sequence.job for row in rows if self.jobs.affects_live_job(row.sequence)):
             self.jobs.fail(job, info)
 
 
-def _lost(message: str) -> ErrorInfo:
+def _engine_lost_error(message: str) -> ErrorInfo:
     return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 
 
-def _no_memory() -> ErrorInfo:
+def _out_of_memory_error() -> ErrorInfo:
     return ErrorInfo(
         kind=ErrorKind.OVERLOADED,
         message="the device has too little memory for this step; try again in a moment, or send fewer rows at once",
@@ -397,7 +412,7 @@ def _no_memory() -> ErrorInfo:
     )
 
 
-_CUT_OFF = ErrorInfo(
+_SHUTDOWN_ERROR = ErrorInfo(
     kind=ErrorKind.DRAINING,
     message="the service was shut down before this answer was complete (--drain-timeout-s); send the request again",
     retry_after_s=5,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rwkv_batch import calls
-from rwkv_batch.core.failures import as_service_error, named
+from rwkv_batch.core.error_mapping import as_service_error, describe_error
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -116,7 +116,7 @@ class EngineCalls:
                 logger.error("deleting a session failed", exc_info=error)
             return as_service_error(error, given=session_id)
 
-        calls.attempt(reply, failed, lambda: self._pool.delete_counted(session_id, delete_prefix, done))
+        calls.reply_on_error(reply, failed, lambda: self._pool.delete_counted(session_id, delete_prefix, done))
 
 
 def answer(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
@@ -127,5 +127,5 @@ def answer(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
         value = error
     except Exception as error:  # a fault in one command is its caller's answer, not the engine's end
         logger.exception("a command of the engine failed")
-        value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {named(error)}")
+        value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {describe_error(error)}")
     reply(value)

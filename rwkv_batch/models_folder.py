@@ -21,20 +21,20 @@ def within(folder: str, file: str) -> Path | None:
     return path if path != root and path.is_relative_to(root) else None
 
 
-def path_within(folder: str, file: str, field: str, otherwise: str = "") -> Path:
-    """The path in --models-dir of what a request's field names; `otherwise`: what a client may do without that folder.
+def path_within(folder: str, file: str, field: str, alternative: str = "") -> Path:
+    """The path in --models-dir of what a request's field names; `alternative`: what a client may do without that folder.
 
     Raises ServiceError where no folder is open, or the path leads out of it.
     """
     if not folder:
-        raise invalid(field, f"no folder is open to requests; start with --models-dir{otherwise}", file)
+        raise invalid(field, f"no folder is open to requests; start with --models-dir{alternative}", file)
     path = within(folder, file)
     if path is None:
         raise invalid(field, "must be the path of a file within --models-dir", file)
     return path
 
 
-def as_named(folder: str, text: str) -> str:
+def relative_to_folder(folder: str, text: str) -> str:
     """A text with files of that folder as requests name them: where the folder is, is nobody's business."""
     return text.replace(f"{Path(folder).resolve()}/", "") if folder else text
 

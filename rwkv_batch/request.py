@@ -77,7 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that may follow the prompt, each in a row of its own, instead of `n`; they share its prefill."""
     prompt_logprobs: PromptLogprobs | None = None
     """Of the prompt and of what `candidates` add to it."""
-    tells_logits: bool = False
+    return_logits: bool = False
     """Whether the `TokenLogprob` of each token drawn, where `sampling.top_logprobs` asks for any, has the logits."""
     session: SessionTurn | None = None
     resumed: Resumed | None = None
@@ -168,7 +168,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority = Priority.AUTO
     attempt: int = 0
     """How often it was handed to an engine before: its client's limits were held then."""
-    tells_ids: bool = False
+    return_token_ids: bool = False
     """Whether deltas name the tokens drawn, so that rows can go on elsewhere."""
     limits: ClientLimits | None = None
     """Of a client that is known by name; held over all HTTP workers by the engine process."""
@@ -215,7 +215,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top: list[tuple[bytes, float]]
     logits: bytes = b""
-    """Of the whole vocabulary, [V] fp32, as the model gave them: see `GenerateRequest.tells_logits`."""
+    """Of the whole vocabulary, [V] fp32, as the model gave them: see `GenerateRequest.return_logits`."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,9 +249,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the next tokens of the prompt (`GenerateRequest.prompt_logprobs`); before any text, and of a prompt that
     several rows share with the first of them."""
     token_ids: list[int] = []
-    """The `num_tokens` tokens, where `Job.tells_ids`."""
+    """The `num_tokens` tokens, where `Job.return_token_ids`."""
     session_tokens: int | None = None
-    """Those of a session before its turn, told when the turn begins, where `Job.tells_ids`."""
+    """Those of a session before its turn, told when the turn begins, where `Job.return_token_ids`."""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):

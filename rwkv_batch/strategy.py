@@ -17,9 +17,9 @@ DTYPES = {
     },
 }
 """A strategy's type -> --dtype."""
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """Of a device, as --pp-layers has it."""
-BY_DEVICE = {"cuda": "fp16", "cpu": "fp32"}
+DEFAULT_DTYPES = {"cuda": "fp16", "cpu": "fp32"}
 """What --dtype auto is on each kind of device."""
 
 
@@ -75,8 +75,8 @@ def _parse_part(part: str) -> _Part:
     if found["dtype"] not in DTYPES:
         raise StrategyError(f"{part!r} names the type {found['dtype']!r}; there are {', '.join(DTYPES)}")
     streams = found["plus"] is not None
-    if found["count"] and (len(found["count"]) > 4 or int(found["count"]) > MOST_LAYERS):
-        raise StrategyError(f"{part[:80]!r} gives {found['device']} more than {MOST_LAYERS} layers; give fewer")
+    if found["count"] and (len(found["count"]) > 4 or int(found["count"]) > MAX_LAYERS):
+        raise StrategyError(f"{part[:80]!r} gives {found['device']} more than {MAX_LAYERS} layers; give fewer")
     count = int(found["count"]) if found["count"] else None
     if count == 0 and not streams:
         raise StrategyError(f"{part!r} gives {found['device']} no layers; leave the part out")
@@ -87,7 +87,7 @@ def _common_dtype(text: str, parts: list[_Part]) -> str:
     dtypes = {part.dtype for part in parts}
     if len(dtypes) == 1:
         return dtypes.pop()
-    if all(part.dtype == BY_DEVICE[part.device.partition(":")[0]] for part in parts):
+    if all(part.dtype == DEFAULT_DTYPES[part.device.partition(":")[0]] for part in parts):
         return "auto"
     raise StrategyError(
         f"{text!r} mixes types: all parts take one, or fp16 on cuda with fp32 on cpu; see --dtype and --pp-layers"

@@ -19,7 +19,7 @@ END_OF_TEXT = 0
 VOCAB_SIZE = 65536
 _LINE = re.compile(rb"""(\d+) (?:'([^'\\]*)'|"([^"\\]*)"|(.*)) (\d+)$""", re.MULTILINE)
 """Of the vocabulary's file: an id, a text in quotes (or, one in eighty, another literal of Python's), its bytes."""
-_making = threading.Lock()
+_encoder_lock = threading.Lock()
 
 
 def _vocab_file() -> Path:
@@ -28,12 +28,12 @@ def _vocab_file() -> Path:
 
 def _encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
     """One for all of a process, whichever of its threads are the first to ask: it takes 230 MB."""
-    with _making:
-        return _made_encoder()
+    with _encoder_lock:
+        return _load_encoder()
 
 
 @functools.cache
-def _made_encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
+def _load_encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
     return pyrwkv_tokenizer.RWKVTokenizer()
 
 
@@ -43,8 +43,8 @@ def _byte_table() -> list[bytes]:
     data = _vocab_file().read_bytes()
     table = [b""] * VOCAB_SIZE
     lines = _LINE.findall(data)
-    if len(lines) != (there := len(data.splitlines())):
-        raise ValueError(f"the vocabulary has {there} lines, of which {len(lines)} are of a token each")
+    if len(lines) != (num_lines := len(data.splitlines())):
+        raise ValueError(f"the vocabulary has {num_lines} lines, of which {len(lines)} are of a token each")
     for number, text, other_text, literal, size in lines:
         token = text or other_text
         if literal:  # Python's parser takes six times as long for all of them
@@ -67,7 +67,7 @@ def _id_by_bytes() -> dict[bytes, int]:
 
 
 @functools.cache
-def _lengths_by_start() -> dict[bytes, tuple[int, ...]]:
+def _lengths_by_prefix() -> dict[bytes, tuple[int, ...]]:
     """For each two bytes that tokens begin with the lengths of these tokens, the longest first, and 1."""
     lengths: dict[bytes, set[int]] = {}
     for token in _id_by_bytes():
@@ -79,7 +79,7 @@ def _lengths_by_start() -> dict[bytes, tuple[int, ...]]:
 def make_byte_tables() -> None:
     """Make what tokenizers of a process share for tokens and bytes, which takes a tenth of a second and 20 MB."""
     _penalty_exempt_ids()
-    _lengths_by_start()
+    _lengths_by_prefix()
 
 
 def make_tables() -> None:
@@ -101,7 +101,7 @@ class Tokenizer:
 
         For the few bytes that an engine encodes: without the tables of `encode`, which is faster for whole texts.
         """
-        ids, lengths = _id_by_bytes(), _lengths_by_start()
+        ids, lengths = _id_by_bytes(), _lengths_by_prefix()
         table, found, at = _byte_table(), [], 0
         while at < len(data):
             for length in lengths.get(data[at : at + 2], (1,)):
@@ -119,7 +119,7 @@ class Tokenizer:
         return _id_by_bytes()
 
     @functools.cached_property
-    def longest_token(self) -> int:
+    def max_token_bytes(self) -> int:
         """Bytes of the longest token."""
         return max(map(len, self.id_by_bytes))
 

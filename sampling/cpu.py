@@ -12,10 +12,10 @@ from torch import Tensor
 from native import binding, build, machine
 from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams
-from sampling.sampler import Sampled
-from sampling.seats import check_bias, inverse_temperature, is_greedy, uses_penalties
+from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
+from sampling.sampler import SamplerOutput
 
-GREEDY, CUT, OPEN, NOISE = range(4)
+GREEDY, TRUNCATED, UNTRUNCATED, NOISE = range(4)
 
 LIBRARY = build.Library(
     "sampler-cpu",
@@ -49,7 +49,7 @@ def kind_of(params: SamplingParams, vocab: int) -> int:
         return GREEDY
     if params.method is Method.NOISE:
         return NOISE
-    return CUT if 0 < params.top_k < vocab or params.top_p < 1 else OPEN
+    return TRUNCATED if 0 < params.top_k < vocab or params.top_p < 1 else UNTRUNCATED
 
 
 def packed(params: SamplingParams, vocab: int) -> Parameters:
@@ -75,13 +75,13 @@ class CpuSampler:
     name = "cpu"
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Serves CPUs where a C++ compiler is."""
-        return machine.why_no_cpp() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
+        return machine.cpp_unavailable_reason() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        """See Sampler. Raises RuntimeError with the reason of `why_not`."""
-        reason = self.why_not(device)
+        """See Sampler. Raises RuntimeError with the reason of `unavailable_reason`."""
+        reason = self.unavailable_reason(device)
         if reason is not None:
             raise RuntimeError(reason)
         self._params = [SamplingParams(temperature=0.0)] * max_rows
@@ -95,41 +95,41 @@ class CpuSampler:
         self._handle = ctypes.c_void_p(create(max_rows, vocab, penalty_exempt.data_ptr()))
         weakref.finalize(self, self._library.sampler_free, self._handle)
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
+    def admit(self, req_slot: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
-        if not 0 <= seat < len(self._params):
-            raise IndexError(f"seat {seat} of {len(self._params)}")
+        if not 0 <= req_slot < len(self._params):
+            raise IndexError(f"seat {req_slot} of {len(self._params)}")
         check_bias(params, self._vocab)
-        self._params[seat] = params
+        self._params[req_slot] = params
         size = len(params.logit_bias)
         tokens = (ctypes.c_int32 * size)(*params.logit_bias)
         values = (ctypes.c_float * size)(*params.logit_bias.values())
         parameters = packed(params, self._vocab)
-        self._library.sampler_admit(self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
+        self._library.sampler_admit(self._handle, ctypes.c_int64(req_slot), ctypes.byref(parameters), tokens, values)
 
-    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+    def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw. Raises IndexError for a seat that does not exist."""
-        if seats and not 0 <= min(seats) <= max(seats) < len(self._params):
-            raise IndexError(f"seats {seats} of {len(self._params)}")
-        for seat, run in zip(seats, runs, strict=True):
+        if req_slots and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
+            raise IndexError(f"seats {req_slots} of {len(self._params)}")
+        for req_slot, run in zip(req_slots, runs, strict=True):
             tokens, size = (ctypes.c_int32 * len(run))(*run), ctypes.c_int64(len(run))
-            self._library.sampler_follow(self._handle, ctypes.c_int64(seat), tokens, size)
+            self._library.sampler_follow(self._handle, ctypes.c_int64(req_slot), tokens, size)
 
-    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
 
         masks: see Sampler. Raises IndexError for a seat that does not exist.
         """
-        rows = len(seats)
+        rows = len(req_slots)
         logits = logits.float().contiguous()
         address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
-        if rows and not 0 <= min(seats) <= max(seats) < len(self._params):
-            raise IndexError(f"seats {seats} of {len(self._params)}")
+        if rows and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
+            raise IndexError(f"seats {req_slots} of {len(self._params)}")
         words = None if masks is None else self._words(rows, masks)
-        params = [self._params[seat] for seat in seats]
+        params = [self._params[req_slot] for req_slot in req_slots]
         asked = [row for row, p in enumerate(params) if p.top_logprobs is not None]
         if asked and words is not None:
-            self._forbid(address, rows, words)
+            self._apply_masks(address, rows, words)
         before = raw_logprobs(logits, asked)
         tokens = torch.empty(rows, dtype=torch.int64)
         self._library.sampler_sample(
@@ -137,20 +137,20 @@ class CpuSampler:
             ctypes.c_void_p(address),
             ctypes.c_void_p(words),
             ctypes.c_int64(rows),
-            (ctypes.c_int64 * rows)(*seats),
+            (ctypes.c_int64 * rows)(*req_slots),
             ctypes.c_void_p(tokens.data_ptr()),
             ctypes.c_int32(torch.get_num_threads()),
         )
         if before is None:
-            return Sampled(tokens)
+            return SamplerOutput(tokens)
         most = max(params[row].top_logprobs or 0 for row in asked)
-        return Sampled(tokens, before.of(tokens, min(most, self._vocab)))
+        return SamplerOutput(tokens, before.gather(tokens, min(most, self._vocab)))
 
     def _words(self, rows: int, masks: Tensor) -> int:
         """Address of masks [rows, V/32] int32."""
         return binding.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
 
-    def _forbid(self, logits: int, rows: int, words: int) -> None:
+    def _apply_masks(self, logits: int, rows: int, words: int) -> None:
         """Set logits at that address to -inf where the bits of the masks at `words` are 0."""
         self._library.sampler_forbid(
             ctypes.c_void_p(logits),

@@ -22,14 +22,14 @@ from sampling.logprobs import raw_logprobs
 from sampling.naive import Plan, make_plan
 from sampling.params import Method, SamplingParams
 from sampling.rapid import RapidSampler
-from sampling.sampler import Sampled
-from sampling.seats import MAX_LOGIT, SeatTable, inverse_temperature, is_greedy
+from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_greedy
+from sampling.sampler import SamplerOutput
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Limits:
+class TruncationLimits:
     """What cuts the rows of a step; one entry per row, on the device."""
 
     scale: Tensor
@@ -46,24 +46,24 @@ class FlashInferSampler:
     name = "flashinfer"
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Serves where `rapid` does and the package is installed."""
         if device.type != "cuda":
             return f"needs a CUDA device, this is {device}"
         if importlib.util.find_spec("flashinfer") is None:
             return "the package flashinfer-python is not installed"
-        return RapidSampler.why_not(device)
+        return RapidSampler.unavailable_reason(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        """See Sampler. Raises RuntimeError with the reason of `why_not`."""
-        reason = self.why_not(device)
+        """See Sampler. Raises RuntimeError with the reason of `unavailable_reason`."""
+        reason = self.unavailable_reason(device)
         if reason is not None:
             raise RuntimeError(reason)
         self._filters: ModuleType = importlib.import_module("flashinfer.sampling")
         self._build_filters(vocab, device)
-        self.table = SeatTable(max_rows, vocab, device, penalty_exempt_ids)
-        self._drawer = RapidSampler(max_rows, vocab, device, penalty_exempt_ids=[])
-        self._steady: tuple[tuple[int, list[int]], Plan, Limits] | None = None
+        self.table = ReqSlotTable(max_rows, vocab, device, penalty_exempt_ids)
+        self._gumbel_sampler = RapidSampler(max_rows, vocab, device, penalty_exempt_ids=[])
+        self._cached_plan: tuple[tuple[int, list[int]], Plan, TruncationLimits] | None = None
 
     def _build_filters(self, vocab: int, device: torch.device) -> None:
         """FlashInfer compiles each kernel at its first call: now, rather than while rows wait for a step."""
@@ -74,69 +74,69 @@ class FlashInferSampler:
         self._filters.top_p_renorm_probs(even, torch.ones(1, device=device))
         log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
+    def admit(self, req_slot: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias."""
-        self.table.admit(seat, params)
+        self.table.admit(req_slot, params)
         noisy = params.method is Method.NOISE and not is_greedy(params)
         method = Method.NOISE if noisy else Method.STANDARD
-        self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed))
+        self._gumbel_sampler.admit(req_slot, SamplingParams(method=method, noise=params.noise, seed=params.seed))
 
-    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+    def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw."""
-        self.table.follow(seats, runs)
-        self._drawer.follow(seats, runs)
+        self.table.append_tokens(req_slots, runs)
+        self._gumbel_sampler.append_tokens(req_slots, runs)
 
-    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it. masks: see Sampler."""
         logits = logits.float().contiguous()
         if masks is not None:
-            self._drawer.forbid(logits, masks)
-        plan, limits = self._plan_of(seats)
+            self._gumbel_sampler.apply_masks(logits, masks)
+        plan, limits = self._plan_of(req_slots)
         before = raw_logprobs(logits, plan.logprob_rows)
         if plan.biased is not None:
             self.table.add_bias(logits, *plan.biased)
         if plan.penalised is not None:
             rows, at, alphas, listed = plan.penalised
-            self.table.subtract_penalties(logits, rows, at, self.table.widest(listed), alphas)
+            self.table.subtract_penalties(logits, rows, at, self.table.max_num_seen(listed), alphas)
         infinity = float("inf")
         logits.nan_to_num_(nan=-infinity, posinf=MAX_LOGIT, neginf=-infinity).clamp_(max=MAX_LOGIT)
-        scaled = self._cut(logits.mul_(limits.scale.unsqueeze(1)), limits)
-        tokens = torch.empty(len(seats), dtype=torch.int64, device=logits.device)
-        self._drawer.sample_on_device(scaled, plan.seats.int(), tokens)
+        scaled = self._truncate(logits.mul_(limits.scale.unsqueeze(1)), limits)
+        tokens = torch.empty(len(req_slots), dtype=torch.int64, device=logits.device)
+        self._gumbel_sampler.sample_on_device(scaled, plan.req_slots.int(), tokens)
         if plan.penalised is not None:
             self.table.count(listed, at, tokens[rows], alphas)
-        return Sampled(tokens, before.of(tokens, plan.num_logprobs) if before is not None else None)
+        return SamplerOutput(tokens, before.gather(tokens, plan.num_logprobs) if before is not None else None)
 
-    def _plan_of(self, seats: list[int]) -> tuple[Plan, Limits]:
-        asked = (self.table.version, list(seats))
-        if self._steady is None or self._steady[0] != asked:
-            self._steady = (asked, make_plan(self.table, seats), make_limits(self.table, seats))
-        return self._steady[1:]
+    def _plan_of(self, req_slots: list[int]) -> tuple[Plan, TruncationLimits]:
+        asked = (self.table.version, list(req_slots))
+        if self._cached_plan is None or self._cached_plan[0] != asked:
+            self._cached_plan = (asked, make_plan(self.table, req_slots), make_truncation_limits(self.table, req_slots))
+        return self._cached_plan[1:]
 
-    def _cut(self, scaled: Tensor, limits: Limits) -> Tensor:
+    def _truncate(self, scaled: Tensor, limits: TruncationLimits) -> Tensor:
         """Scaled logits [R, V] with -inf for what is cut."""
         probs = torch.softmax(scaled, dim=1)
         kept = self._filters.top_k_renorm_probs(probs, limits.top_k) > 0
         kept &= self._filters.top_p_renorm_probs(probs, limits.top_p) > 0
-        return scaled.masked_fill_(~cut_ties(scaled, probs, kept, limits), -float("inf"))
+        return scaled.masked_fill_(~truncate_ties(scaled, probs, kept, limits), -float("inf"))
 
 
-def make_limits(table: SeatTable, seats: list[int]) -> Limits:
+def make_truncation_limits(table: ReqSlotTable, req_slots: list[int]) -> TruncationLimits:
     """The limits of these seats, as tensors."""
-    params = [table.params[seat] for seat in seats]
+    params = [table.params[req_slot] for req_slot in req_slots]
     cut = [p.method is Method.STANDARD and not is_greedy(p) for p in params]
     ranks = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
     top_k = [1 if is_greedy(p) else k if c else table.vocab for p, k, c in zip(params, ranks, cut, strict=True)]
     top_p = [min(p.top_p, 1.0) if c else 1.0 for p, c in zip(params, cut, strict=True)]
     scale = [1.0 if is_greedy(p) else inverse_temperature(p) for p in params]
-    return Limits(
+    return TruncationLimits(
         scale=on_device(scale, torch.float32, table.device),
         top_k=on_device(top_k, torch.int32, table.device),
         top_p=on_device(top_p, torch.float32, table.device),
     )
 
 
-def cut_ties(scaled: Tensor, probs: Tensor, kept: Tensor, limits: Limits) -> Tensor:
+def truncate_ties(scaled: Tensor, probs: Tensor, kept: Tensor, limits: TruncationLimits) -> Tensor:
     """Of the kept tokens that share the smallest kept value, only the first by id within the limits: [R, V] bool.
 
     The j-th of them (from 0) stays if `above + j < top_k` and `mass above + j * its mass < top_p`.

@@ -20,7 +20,7 @@ class RawLogprobs:
     values: Tensor
     """[q, V] fp32, -inf instead of NaN"""
 
-    def of(self, tokens: Tensor, count: int) -> Logprobs:
+    def gather(self, tokens: Tensor, count: int) -> Logprobs:
         """The drawn tokens' [R] and the `count` largest; rows that did not ask hold zeros."""
         ids = tokens.new_zeros(len(tokens), count)
         top = self.values.new_zeros(len(tokens), count)

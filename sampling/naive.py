@@ -30,16 +30,16 @@ from native.transfer import on_device
 from sampling import philox
 from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams
-from sampling.sampler import Sampled
-from sampling.seats import MAX_LOGIT, SeatTable, inverse_temperature, is_greedy, uses_penalties
+from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_greedy, uses_penalties
+from sampling.sampler import SamplerOutput
 
-MAX_HEAD = 1024
+MAX_CANDIDATES = 1024
 """Most candidates picked by a partial selection; rows that need more are sorted whole."""
 ROWS_AT_ONCE = 4
 """Rows per pass over whole vocabularies: keeps temporaries in the cache."""
 
 
-TENSORS = ("rows", "seats", "seeds", "scale", "top_k", "top_p", "noise")
+TENSORS = ("rows", "req_slots", "seeds", "scale", "top_k", "top_p", "noise")
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Group:
 
     rows: Tensor
     """int64"""
-    seats: Tensor
+    req_slots: Tensor
     """int64"""
     seeds: Tensor
     """int64"""
@@ -60,12 +60,12 @@ class Group:
     """fp64, inf where off"""
     noise: Tensor
     """fp32"""
-    head: int = 0
+    num_candidates: int = 0
     """How many candidates to pick first"""
 
     def __getitem__(self, part: slice | Tensor) -> Group:
         picked = {name: getattr(self, name)[part] for name in TENSORS}
-        return Group(head=self.head, **picked)
+        return Group(num_candidates=self.num_candidates, **picked)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -75,7 +75,7 @@ class Group:
 class Plan:
     """How a list of seats is dealt with; the same step after step while nobody comes or goes."""
 
-    seats: Tensor
+    req_slots: Tensor
     groups: dict[str, Group] = field(default_factory=dict)
     """By kind: cut_small, cut_large (top_k or top_p act), open (neither), noise; greedy rows are in none"""
     biased: tuple[Tensor, Tensor, Tensor] | None = None
@@ -86,7 +86,7 @@ class Plan:
     num_logprobs: int = 0
 
 
-def forbid(logits: Tensor, masks: Tensor) -> None:
+def apply_masks(logits: Tensor, masks: Tensor) -> None:
     """Set logits [R, V] to -inf in place where the bits of masks [R, V/32] int32 are 0."""
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     for row, words in zip(logits, masks, strict=True):
@@ -100,45 +100,47 @@ class NaiveSampler:
     name = "naive"
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Serves everywhere."""
         return None
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        self.table = SeatTable(max_rows, vocab, device, penalty_exempt_ids)
+        self.table = ReqSlotTable(max_rows, vocab, device, penalty_exempt_ids)
         self._scratch = Scratch(vocab, device)
         self._plan: Plan | None = None
         self._plan_for: tuple[int, list[int]] = (-1, [])
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
+    def admit(self, req_slot: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias."""
-        self.table.admit(seat, params)
+        self.table.admit(req_slot, params)
 
-    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+    def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw."""
-        self.table.follow(seats, runs)
+        self.table.append_tokens(req_slots, runs)
 
-    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
 
         masks: see Sampler. Raises ValueError for logits of another shape.
         """
-        if logits.shape != (len(seats), self.table.vocab):
-            raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.table.vocab} tokens")
+        if logits.shape != (len(req_slots), self.table.vocab):
+            raise ValueError(
+                f"logits {tuple(logits.shape)} do not fit {len(req_slots)} seats of {self.table.vocab} tokens"
+            )
         logits = logits.float().contiguous()
         if masks is not None:
-            forbid(logits, masks)
-        plan = self._plan_of(seats)
+            apply_masks(logits, masks)
+        plan = self._plan_of(req_slots)
         before = raw_logprobs(logits, plan.logprob_rows)
         self._adjust(logits, plan)
-        tokens = self._draw(logits, plan)
-        self._conclude(plan, tokens)
-        return Sampled(tokens, before.of(tokens, plan.num_logprobs) if before is not None else None)
+        tokens = self._sample(logits, plan)
+        self._update_state(plan, tokens)
+        return SamplerOutput(tokens, before.gather(tokens, plan.num_logprobs) if before is not None else None)
 
-    def _plan_of(self, seats: list[int]) -> Plan:
-        asked = (self.table.version, list(seats))
+    def _plan_of(self, req_slots: list[int]) -> Plan:
+        asked = (self.table.version, list(req_slots))
         if self._plan is None or asked != self._plan_for:
-            self._plan, self._plan_for = make_plan(self.table, seats), asked
+            self._plan, self._plan_for = make_plan(self.table, req_slots), asked
         return self._plan
 
     def _adjust(self, logits: Tensor, plan: Plan) -> None:
@@ -146,57 +148,58 @@ class NaiveSampler:
         if plan.biased is not None:
             self.table.add_bias(logits, *plan.biased)
         if plan.penalised is not None:
-            rows, seats, alphas, listed = plan.penalised
-            self.table.subtract_penalties(logits, rows, seats, self.table.widest(listed), alphas)
-        odd = (~(logits.amax(dim=1) <= MAX_LOGIT)).nonzero().flatten()
-        if len(odd):
+            rows, req_slots, alphas, listed = plan.penalised
+            self.table.subtract_penalties(logits, rows, req_slots, self.table.max_num_seen(listed), alphas)
+        non_finite = (~(logits.amax(dim=1) <= MAX_LOGIT)).nonzero().flatten()
+        if len(non_finite):
             infinity = float("inf")
-            logits[odd] = (
-                logits[odd].nan_to_num_(nan=-infinity, posinf=MAX_LOGIT, neginf=-infinity).clamp_(max=MAX_LOGIT)
+            logits[non_finite] = (
+                logits[non_finite].nan_to_num_(nan=-infinity, posinf=MAX_LOGIT, neginf=-infinity).clamp_(max=MAX_LOGIT)
             )
 
-    def _draw(self, logits: Tensor, plan: Plan) -> Tensor:
+    def _sample(self, logits: Tensor, plan: Plan) -> Tensor:
         """The tokens [R] int64 of adjusted logits: the largest logit, then what the groups draw instead."""
         largest, tokens = logits.max(dim=1)
         for kind, group in plan.groups.items():
-            steps = self.table.steps[group.seats]
+            steps = self.table.steps[group.req_slots]
             if kind == "open":
-                drawn = draw_open(logits, group, steps)
+                sampled = sample_full(logits, group, steps)
             elif kind == "noise":
-                drawn = draw_noise(logits, group, steps)
+                sampled = sample_with_noise(logits, group, steps)
             else:
-                drawn = draw_cut(logits, largest, group, steps, self._scratch)
-            tokens[group.rows] = drawn
+                sampled = sample_truncated(logits, largest, group, steps, self._scratch)
+            tokens[group.rows] = sampled
         return tokens.masked_fill_(largest == -float("inf"), 0)
 
-    def _conclude(self, plan: Plan, tokens: Tensor) -> None:
+    def _update_state(self, plan: Plan, tokens: Tensor) -> None:
         if plan.penalised is not None:
-            rows, seats, alphas, listed = plan.penalised
-            self.table.count(listed, seats, tokens[rows], alphas)
-        self.table.advance(plan.seats)
+            rows, req_slots, alphas, listed = plan.penalised
+            self.table.count(listed, req_slots, tokens[rows], alphas)
+        self.table.advance(plan.req_slots)
 
 
-def make_plan(table: SeatTable, seats: list[int]) -> Plan:
+def make_plan(table: ReqSlotTable, req_slots: list[int]) -> Plan:
     """Sort the rows of a step by what they need."""
     kinds: dict[str, list[int]] = {}
-    for row, seat in enumerate(seats):
-        kind = _kind(table.params[seat], table.vocab)
+    for row, req_slot in enumerate(req_slots):
+        kind = _kind(table.params[req_slot], table.vocab)
         if kind is not None:
             kinds.setdefault(kind, []).append(row)
-    plan = Plan(_ids(table, seats), {kind: _group(table, seats, rows) for kind, rows in kinds.items()})
-    params = [table.params[seat] for seat in seats]
+    plan = Plan(_ids(table, req_slots), {kind: _group(table, req_slots, rows) for kind, rows in kinds.items()})
+    params = [table.params[req_slot] for req_slot in req_slots]
     biased = [row for row, p in enumerate(params) if p.logit_bias]
     if biased:
         sizes = [len(params[row].logit_bias) for row in biased]
-        plan.biased = (_ids(table, biased), _ids(table, [seats[row] for row in biased]), _ids(table, sizes))
-    punished = [row for row, p in enumerate(params) if uses_penalties(p)]
-    if punished:
+        plan.biased = (_ids(table, biased), _ids(table, [req_slots[row] for row in biased]), _ids(table, sizes))
+    penalised_rows = [row for row, p in enumerate(params) if uses_penalties(p)]
+    if penalised_rows:
         alphas = [
-            [params[row].presence_penalty, params[row].frequency_penalty, params[row].penalty_decay] for row in punished
+            [params[row].presence_penalty, params[row].frequency_penalty, params[row].penalty_decay]
+            for row in penalised_rows
         ]
-        listed = [seats[row] for row in punished]
+        listed = [req_slots[row] for row in penalised_rows]
         plan.penalised = (
-            _ids(table, punished),
+            _ids(table, penalised_rows),
             _ids(table, listed),
             on_device(alphas, torch.float32, table.device),
             listed,
@@ -212,33 +215,33 @@ def _kind(params: SamplingParams, vocab: int) -> str | None:
         return None
     if params.method is Method.NOISE:
         return "noise"
-    if 0 < params.top_k <= MAX_HEAD and params.top_k < vocab:
+    if 0 < params.top_k <= MAX_CANDIDATES and params.top_k < vocab:
         return "cut_small"
     return "cut_large" if 0 < params.top_k < vocab or params.top_p < 1 else "open"
 
 
-def _ids(table: SeatTable, values: list[int]) -> Tensor:
+def _ids(table: ReqSlotTable, values: list[int]) -> Tensor:
     return on_device(values, torch.int64, table.device)
 
 
-def _group(table: SeatTable, seats: list[int], rows: list[int]) -> Group:
-    listed = [seats[row] for row in rows]
-    params = [table.params[seat] for seat in listed]
+def _group(table: ReqSlotTable, req_slots: list[int], rows: list[int]) -> Group:
+    listed = [req_slots[row] for row in rows]
+    params = [table.params[req_slot] for req_slot in listed]
     top_k = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
     top_p = [p.top_p if p.top_p < 1 else float("inf") for p in params]
     return Group(
         rows=_ids(table, rows),
-        seats=_ids(table, listed),
+        req_slots=_ids(table, listed),
         seeds=table.seeds(listed),
         scale=on_device([inverse_temperature(p) for p in params], torch.float32, table.device),
         top_k=_ids(table, top_k),
         top_p=on_device(top_p, torch.float64, table.device),
         noise=on_device([p.noise for p in params], torch.float32, table.device),
-        head=min(max(top_k), MAX_HEAD) + 1,
+        num_candidates=min(max(top_k), MAX_CANDIDATES) + 1,
     )
 
 
-def _portions(entries: Tensor) -> Iterator[Tensor]:
+def _chunks(entries: Tensor) -> Iterator[Tensor]:
     """The entries, ROWS_AT_ONCE at a time; none for an empty tensor."""
     return (entries[start : start + ROWS_AT_ONCE] for start in range(0, len(entries), ROWS_AT_ONCE))
 
@@ -259,7 +262,7 @@ class Scratch:
         return double.copy_(single).sum(dim=1)
 
 
-def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scratch: Scratch) -> Tensor:
+def sample_truncated(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scratch: Scratch) -> Tensor:
     """Draw for rows with top_k or top_p: from the largest few where they decide, else by sorting the row whole.
 
     logits [R, V] fp32, largest [R] fp32: each row's maximum; group: r of these rows; steps [r] int64. Returns
@@ -268,24 +271,24 @@ def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scrat
     rows, vocab = group.rows, logits.shape[1]
     total = torch.zeros(len(group), dtype=torch.float64, device=logits.device)
     with_top_p = (group.top_p < 1).nonzero().flatten()
-    for part in _portions(with_top_p):
+    for part in _chunks(with_top_p):
         total[part] = scratch.total_mass(logits, largest, group[part])
-    values, ids = ranked_head(logits if len(group) == len(logits) else logits[rows], min(group.head, vocab))
-    kept = kept_of_ranked(values, largest[rows], group, total)
+    values, ids = ranked_top(logits if len(group) == len(logits) else logits[rows], min(group.num_candidates, vocab))
+    kept = truncation_mask(values, largest[rows], group, total)
     # The head decides if the last kept value lies above the last value of the head: then no equal one is missing.
     last = values.gather(1, kept.sum(dim=1, keepdim=True) - 1)
     undecided = ((last <= values[:, -1:]) & (last > -float("inf"))).flatten()
-    drawn = best_of(values, ids, kept, group, steps)
+    sampled = gumbel_argmax(values, ids, kept, group, steps)
     if values.shape[1] < vocab:
-        for part in _portions(undecided.nonzero().flatten()):
+        for part in _chunks(undecided.nonzero().flatten()):
             some = group[part]
             values, ids = torch.sort(logits[some.rows], dim=1, descending=True, stable=True)
-            kept = kept_of_ranked(values, largest[some.rows], some, total[part])
-            drawn[part] = best_of(values, ids, kept, some, steps[part])
-    return drawn
+            kept = truncation_mask(values, largest[some.rows], some, total[part])
+            sampled[part] = gumbel_argmax(values, ids, kept, some, steps[part])
+    return sampled
 
 
-def ranked_head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def ranked_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row of logits [r, V] and their ids, ranked: by value, equal ones by id.
 
     Returns values [r, count] fp32 and ids [r, count] int64. Of values equal to the last one returned, others may
@@ -297,7 +300,7 @@ def ranked_head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-def kept_of_ranked(values: Tensor, largest: Tensor, group: Group, total: Tensor) -> Tensor:
+def truncation_mask(values: Tensor, largest: Tensor, group: Group, total: Tensor) -> Tensor:
     """Which of the ranked values [r, n] are among the top_k and within the top_p: [r, n] bool, a prefix, not empty."""
     scale = group.scale.unsqueeze(1)
     mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_().double()
@@ -308,7 +311,7 @@ def kept_of_ranked(values: Tensor, largest: Tensor, group: Group, total: Tensor)
     return kept
 
 
-def best_of(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tensor) -> Tensor:
+def gumbel_argmax(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tensor) -> Tensor:
     """The kept candidate with the largest s + gumbel, the lowest id among equal ones: [r] int64."""
     width = int(kept.sum(dim=1).max())
     values, ids, kept = values[:, :width], ids[:, :width], kept[:, :width]
@@ -318,23 +321,23 @@ def best_of(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tens
     return ids.masked_fill(score != best, torch.iinfo(torch.int64).max).amin(dim=1)
 
 
-def draw_open(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
+def sample_full(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
     """Gumbel-max over the whole vocabulary: logits [R, V] fp32, steps [r] int64 -> token ids [r] int64."""
-    drawn = torch.empty_like(group.rows)
-    for part in _portions(torch.arange(len(group), device=logits.device)):
+    sampled = torch.empty_like(group.rows)
+    for part in _chunks(torch.arange(len(group), device=logits.device)):
         some = group[part]
         words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], philox.DOMAIN_GUMBEL)
         score = (logits[some.rows] * some.scale.unsqueeze(1)).add_(philox.to_gumbel(words))
-        drawn[part] = score.max(dim=1).indices
-    return drawn
+        sampled[part] = score.max(dim=1).indices
+    return sampled
 
 
-def draw_noise(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
+def sample_with_noise(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
     """argmax(logits / T + U(0, noise)): logits [R, V] fp32, steps [r] int64 -> token ids [r] int64."""
-    drawn = torch.empty_like(group.rows)
-    for part in _portions(torch.arange(len(group), device=logits.device)):
+    sampled = torch.empty_like(group.rows)
+    for part in _chunks(torch.arange(len(group), device=logits.device)):
         some = group[part]
         words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], philox.DOMAIN_NOISE)
         jitter = philox.to_uniform(words).mul_(some.noise.unsqueeze(1))
-        drawn[part] = (logits[some.rows] * some.scale.unsqueeze(1)).add_(jitter).max(dim=1).indices
-    return drawn
+        sampled[part] = (logits[some.rows] * some.scale.unsqueeze(1)).add_(jitter).max(dim=1).indices
+    return sampled

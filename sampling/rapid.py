@@ -20,8 +20,8 @@ from native.uploads import Uploads
 from sampling.cpu import kind_of
 from sampling.logprobs import raw_logprobs
 from sampling.params import SamplingParams
-from sampling.sampler import Sampled
-from sampling.seats import check_bias, inverse_temperature, uses_penalties
+from sampling.req_slots import check_bias, inverse_temperature, uses_penalties
+from sampling.sampler import SamplerOutput
 
 LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
 MAX_ENTRIES = 8192
@@ -70,7 +70,7 @@ class Launch(ctypes.Structure):
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
-        ("seats", ctypes.c_void_p),
+        ("req_slots", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("entries", ctypes.c_void_p),
@@ -94,13 +94,13 @@ class RapidSampler:
     name = "rapid"
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Serves CUDA devices where nvcc is."""
-        return machine.why_no_cuda(device)
+        return machine.cuda_unavailable_reason(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        """See Sampler. Raises RuntimeError with the reason of `why_not`."""
-        reason = self.why_not(device)
+        """See Sampler. Raises RuntimeError with the reason of `unavailable_reason`."""
+        reason = self.unavailable_reason(device)
         if reason is None and vocab > MAX_VOCAB:
             reason = f"vocabulary of {vocab} is over the limit of {MAX_VOCAB}"
         if reason is not None:
@@ -118,8 +118,8 @@ class RapidSampler:
         self._best = torch.zeros(max_rows, MAX_PARTS, dtype=torch.int64, device=self.device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         properties = torch.cuda.get_device_properties(self.device)
-        self._processors, self._early = properties.multi_processor_count, int(properties.major >= 9)
-        self._seats: tuple[list[int], Tensor] | None = None
+        self._num_sms, self._early = properties.multi_processor_count, int(properties.major >= 9)
+        self._req_slots: tuple[list[int], Tensor] | None = None
         self._uploads = Uploads(self.device)
         self._prepare_library()
 
@@ -127,25 +127,25 @@ class RapidSampler:
         library = build.load(LIBRARY)
         prepare = binding.bind(library, "rapid_prepare", ctypes.c_int32)
         with torch.cuda.device(self.device):
-            binding.raise_on(prepare(self.vocab), "rapid_prepare")
+            binding.check_status(prepare(self.vocab), "rapid_prepare")
         types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
         self._launch = binding.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
-        self._forbid = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
-        self._follow = binding.bind(library, "rapid_follow", ctypes.POINTER(Launch), pointer, pointer, pointer)
+        self._apply_masks = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
+        self._append_tokens = binding.bind(library, "rapid_follow", ctypes.POINTER(Launch), pointer, pointer, pointer)
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
+    def admit(self, req_slot: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
-        if not 0 <= seat < self.max_rows:
-            raise IndexError(f"seat {seat} of {self.max_rows}")
+        if not 0 <= req_slot < self.max_rows:
+            raise IndexError(f"seat {req_slot} of {self.max_rows}")
         check_bias(params, self.vocab)
         if len(params.logit_bias) > self.capacity:
             raise ValueError(f"logit_bias: {len(params.logit_bias)} tokens, at most {self.capacity}")
-        self._params[seat] = params
+        self._params[req_slot] = params
         entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
         if entries:
-            self._uploads.send(self._entries[seat, : len(entries)], (Entry * len(entries))(*entries))
-        self._uploads.send(self._table[seat], self._packed(params))
+            self._uploads.send(self._entries[req_slot, : len(entries)], (Entry * len(entries))(*entries))
+        self._uploads.send(self._table[req_slot], self._packed(params))
 
     def _packed(self, params: SamplingParams) -> Seat:
         return Seat(
@@ -162,29 +162,29 @@ class RapidSampler:
             num_entries=len(params.logit_bias),
         )
 
-    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+    def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw, in one launch. IndexError for a seat that is not there."""
-        if not seats:
+        if not req_slots:
             return
-        if not 0 <= min(seats) <= max(seats) < self.max_rows:
-            raise IndexError(f"seats {seats} of {self.max_rows}")
-        numbers = [*seats, *accumulate(map(len, runs), initial=0), *chain.from_iterable(runs)]
+        if not 0 <= min(req_slots) <= max(req_slots) < self.max_rows:
+            raise IndexError(f"seats {req_slots} of {self.max_rows}")
+        numbers = [*req_slots, *accumulate(map(len, runs), initial=0), *chain.from_iterable(runs)]
         packed = on_device(numbers, torch.int32, self.device)
         launch = Launch(
-            seats=packed.data_ptr(),
+            req_slots=packed.data_ptr(),
             table=self._table.data_ptr(),
             entries=self._entries.data_ptr(),
             penalty_exempt=self._penalty_exempt.data_ptr(),
-            rows=len(seats),
+            rows=len(req_slots),
             capacity=self.capacity,
         )
-        begins = packed.data_ptr() + 4 * len(seats)
+        begins = packed.data_ptr() + 4 * len(req_slots)
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
-            code = self._follow(ctypes.byref(launch), begins, begins + 4 * (len(seats) + 1), stream)
-        binding.raise_on(code, "rapid_follow")
+            code = self._append_tokens(ctypes.byref(launch), begins, begins + 4 * (len(req_slots) + 1), stream)
+        binding.check_status(code, "rapid_follow")
 
-    def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+    def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Draw a token for each row and count it, in one launch that a graph may capture.
 
         logits: [R, V] fp32, contiguous, only read; seats: [R] int32, distinct but for padding rows, which
@@ -193,7 +193,7 @@ class RapidSampler:
         rows = logits.shape[0]
         launch = Launch(
             logits=binding.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device),
-            seats=binding.pointer(seats, "seats", torch.int32, (rows,), self.device),
+            req_slots=binding.pointer(req_slots, "req_slots", torch.int32, (rows,), self.device),
             tokens=binding.pointer(out, "out", torch.int64, (rows,), self.device),
             table=self._table.data_ptr(),
             entries=self._entries.data_ptr(),
@@ -210,10 +210,10 @@ class RapidSampler:
             return
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
-            code = self._launch(ctypes.byref(launch), self._processors, self._early, stream)
-        binding.raise_on(code, "rapid_sample")
+            code = self._launch(ctypes.byref(launch), self._num_sms, self._early, stream)
+        binding.check_status(code, "rapid_sample")
 
-    def forbid(self, logits: Tensor, masks: Tensor) -> None:
+    def apply_masks(self, logits: Tensor, masks: Tensor) -> None:
         """Set logits [R, V] fp32 to -inf in place where the bits of masks [R, V/32] int32 are 0."""
         rows = logits.shape[0]
         words = (rows, -(-self.vocab // 32))
@@ -221,25 +221,25 @@ class RapidSampler:
         bits = binding.pointer(masks, "masks", torch.int32, words, self.device)
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
-            binding.raise_on(self._forbid(at, bits, rows, self.vocab, stream), "rapid_forbid")
+            binding.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_forbid")
 
-    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Draw one token for each row of logits [R, V], then count it. Does not wait for the device.
 
         masks: see Sampler; logits are overwritten with them if fp32. Raises ValueError for logits of another shape.
         """
-        if logits.shape != (len(seats), self.vocab):
-            raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.vocab} tokens")
+        if logits.shape != (len(req_slots), self.vocab):
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(req_slots)} seats of {self.vocab} tokens")
         logits = logits.float().contiguous()
         if masks is not None:
-            self.forbid(logits, masks)
-        if self._seats is None or self._seats[0] != seats:
-            self._seats = (list(seats), on_device(seats, torch.int32, self.device))
-        tokens = torch.empty(len(seats), dtype=torch.int64, device=self.device)
-        self.sample_on_device(logits, self._seats[1], tokens)
-        asked = [row for row, seat in enumerate(seats) if self._params[seat].top_logprobs is not None]
+            self.apply_masks(logits, masks)
+        if self._req_slots is None or self._req_slots[0] != req_slots:
+            self._req_slots = (list(req_slots), on_device(req_slots, torch.int32, self.device))
+        tokens = torch.empty(len(req_slots), dtype=torch.int64, device=self.device)
+        self.sample_on_device(logits, self._req_slots[1], tokens)
+        asked = [row for row, req_slot in enumerate(req_slots) if self._params[req_slot].top_logprobs is not None]
         before = raw_logprobs(logits, asked)
         if before is None:
-            return Sampled(tokens)
-        most = max(self._params[seats[row]].top_logprobs or 0 for row in asked)
-        return Sampled(tokens, before.of(tokens, min(most, self.vocab)))
+            return SamplerOutput(tokens)
+        most = max(self._params[req_slots[row]].top_logprobs or 0 for row in asked)
+        return SamplerOutput(tokens, before.gather(tokens, min(most, self.vocab)))

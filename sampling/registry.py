@@ -20,9 +20,9 @@ SAMPLERS = {
 }
 """Name -> module and class, in the default order of preference; `EngineConfig.samplers` lists the same names."""
 
-LAST_RESORTS = ("cpu", "naive")
+FALLBACKS = ("cpu", "naive")
 """Need nothing but torch and a compiler, or torch alone: one of them serves where no other can."""
-COMPILED_AT_FIRST_USE = ("flashinfer",)
+COMPILED_ON_FIRST_USE = ("flashinfer",)
 """Their first use on a machine takes a minute, so that an engine makes them before it serves."""
 
 
@@ -38,7 +38,7 @@ def sampler_class(name: str) -> type[Sampler]:
 def order(preferred: Sequence[str], asked: str = "") -> tuple[str, ...]:
     """The names to try, `preferred` before the last resorts; the one asked for goes first if it is preferred at all."""
     first = (asked,) if asked in preferred else ()
-    return tuple(dict.fromkeys((*first, *preferred, *LAST_RESORTS)))
+    return tuple(dict.fromkeys((*first, *preferred, *FALLBACKS)))
 
 
 def choose_sampler(
@@ -64,7 +64,7 @@ def choose_sampler(
             return same, refusals
         try:
             found = sampler_class(name)
-            reason = found.why_not(device)
+            reason = found.unavailable_reason(device)
             if reason is None:
                 return found(max_rows, vocab, device, penalty_exempt_ids), refusals
         except Exception as error:  # a compiler, a driver, another version: any failure is a refusal with its reason

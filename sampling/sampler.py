@@ -25,7 +25,7 @@ class Logprobs:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SamplerOutput:
     """The drawn tokens, still on the sampler's device."""
 
     token_ids: Tensor
@@ -41,7 +41,7 @@ class Sampler(Protocol):
     name: str
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Why this sampler cannot serve this device; None if it can."""
         ...
 
@@ -49,18 +49,18 @@ class Sampler(Protocol):
         """`penalty_exempt_ids`: tokens that never add to the penalty count (digits, spaces, tabs)."""
         ...
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
+    def admit(self, req_slot: int, params: SamplingParams) -> None:
         """A new row takes this seat: write its parameters, forget the last row's tokens, step = 0."""
         ...
 
-    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+    def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """The rows of these seats have gone on by the tokens of a run each without a draw: count them as if drawn.
 
         Seats are distinct, runs are not empty. Does not wait for the device.
         """
         ...
 
-    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Draw one token for each row of logits [R, V] fp32 (may be overwritten), then count it.
 
         Row i of `logits` belongs to seats[i]; seats are distinct. masks [R, V/32] int32: bit j % 32 of word j / 32 is

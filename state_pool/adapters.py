@@ -10,21 +10,21 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from state_pool.errors import AdapterNotFound, NameTaken, OtherAdapter, PoolFull
+from state_pool.errors import AdapterMismatch, AdapterNotFound, NameTaken, PoolFull
 from state_pool.tuned_state import NO_BASE, Origin
 
 
 @dataclass(slots=True, eq=False)
-class HeldAdapter:
+class LoadedAdapter:
     """An adapter that is loaded."""
 
     origin: Origin
     """its name and the digest of its numbers"""
-    place: int
+    slot_index: int
     """from 1: where devices have it; free for another when it has gone"""
     number: int
     """among all that rows begin from; never used again for another in this process"""
-    holders: int = 0
+    ref_count: int = 0
     """rows and turns that were admitted with it and have not ended"""
     removed: bool = False
     bases: dict[int, int] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Adapters:
         """`new_number`: see `TunedStates.new_number`."""
         self._limit = limit
         self._new_number = new_number
-        self._by_name: dict[str, HeldAdapter] = {}
-        self._leaving: list[HeldAdapter] = []
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._removed_in_use: list[LoadedAdapter] = []
         """removed, with rows that have them"""
         self._free = list(range(1, limit + 1))
-        self.num_held = 0
+        self.num_refs = 0
         """rows and turns that have one, those that were removed among them"""
-        self.when_gone: Callable[[int], None] = lambda place: None
+        self.on_unused: Callable[[int], None] = lambda slot_index: None
         """called with a place when no row has the adapter there any more"""
 
     def __len__(self) -> int:
@@ -60,16 +60,16 @@ class Adapters:
         if name in self._by_name:
             raise NameTaken("an adapter", name)
         if not self._free:
-            leaving = f", {len(self._leaving)} of them removed and still in use" if self._leaving else ""
+            leaving = f", {len(self._removed_in_use)} of them removed and still in use" if self._removed_in_use else ""
             raise PoolFull(
-                f"{len(self._by_name) + len(self._leaving)} adapters are loaded{leaving}, the limit is {self._limit} "
+                f"{len(self._by_name) + len(self._removed_in_use)} adapters are loaded{leaving}, the limit is {self._limit} "
                 "(--max-adapters); delete some"
             )
 
-    def add(self, origin: Origin) -> HeldAdapter:
+    def add(self, origin: Origin) -> LoadedAdapter:
         """Take an adapter in. Raises NameTaken or PoolFull."""
         self.check_new(origin.name)
-        adapter = self._by_name[origin.name] = HeldAdapter(origin, heapq.heappop(self._free), self._new_number())
+        adapter = self._by_name[origin.name] = LoadedAdapter(origin, heapq.heappop(self._free), self._new_number())
         return adapter
 
     def remove(self, name: str) -> None:
@@ -77,10 +77,10 @@ class Adapters:
         adapter = self.get(name)
         del self._by_name[name]
         adapter.removed = True
-        self._leaving.append(adapter)
-        self._leave(adapter)
+        self._removed_in_use.append(adapter)
+        self._free_slot_if_unused(adapter)
 
-    def get(self, name: str) -> HeldAdapter:
+    def get(self, name: str) -> LoadedAdapter:
         """The adapter of that name. Raises AdapterNotFound, with the names that there are."""
         found = self._by_name.get(name)
         if found is None:
@@ -88,21 +88,21 @@ class Adapters:
             raise AdapterNotFound(f"no adapter {name!r} is loaded (loaded: {names}); see GET /v1/adapters", name)
         return found
 
-    def hold(self, name: str) -> HeldAdapter:
-        """The adapter of that name for a row; `let_go` of it when that has ended. Raises AdapterNotFound."""
-        return self.hold_again(self.get(name))
+    def acquire(self, name: str) -> LoadedAdapter:
+        """The adapter of that name for a row; `drop_ref` of it when that has ended. Raises AdapterNotFound."""
+        return self.add_ref(self.get(name))
 
-    def hold_again(self, adapter: HeldAdapter) -> HeldAdapter:
+    def add_ref(self, adapter: LoadedAdapter) -> LoadedAdapter:
         """The same for one more row."""
-        adapter.holders += 1
-        self.num_held += 1
+        adapter.ref_count += 1
+        self.num_refs += 1
         return adapter
 
-    def hold_for(self, session: str, origin: Origin) -> HeldAdapter:
+    def acquire_for_session(self, session: str, origin: Origin) -> LoadedAdapter:
         """The adapter that a session was begun with, under whatever name. Raises AdapterNotFound if there is none."""
-        return self.hold_again(self.of_digest(origin.digest, f"session {session!r}", origin.name))
+        return self.add_ref(self.find_by_digest(origin.digest, f"session {session!r}", origin.name))
 
-    def of_digest(self, digest: str, whose: str, name: str = "") -> HeldAdapter:
+    def find_by_digest(self, digest: str, whose: str, name: str = "") -> LoadedAdapter:
         """The adapter of these numbers. Raises AdapterNotFound in the words of what was read under it."""
         found = next((one for one in self._by_name.values() if one.origin.digest == digest), None)
         if found is None:
@@ -112,13 +112,13 @@ class Adapters:
             )
         return found
 
-    def let_go(self, adapter: HeldAdapter) -> None:
+    def drop_ref(self, adapter: LoadedAdapter) -> None:
         """A row that had it has ended."""
-        adapter.holders -= 1
-        self.num_held -= 1
-        self._leave(adapter)
+        adapter.ref_count -= 1
+        self.num_refs -= 1
+        self._free_slot_if_unused(adapter)
 
-    def base(self, state: int, adapter: HeldAdapter | None) -> int:
+    def base(self, state: int, adapter: LoadedAdapter | None) -> int:
         """Number of what a row begins from: a tuned state's (or NO_BASE), read under an adapter or none."""
         if adapter is None:
             return state
@@ -128,19 +128,19 @@ class Adapters:
             adapter.bases[state] = self._new_number()
         return adapter.bases[state]
 
-    def _leave(self, adapter: HeldAdapter) -> None:
-        if adapter.removed and not adapter.holders:
-            self._leaving.remove(adapter)
-            heapq.heappush(self._free, adapter.place)
-            self.when_gone(adapter.place)
+    def _free_slot_if_unused(self, adapter: LoadedAdapter) -> None:
+        if adapter.removed and not adapter.ref_count:
+            self._removed_in_use.remove(adapter)
+            heapq.heappush(self._free, adapter.slot_index)
+            self.on_unused(adapter.slot_index)
 
 
-def other_adapter(session: str, begun: Origin | None, asked: HeldAdapter | None) -> OtherAdapter | None:
+def adapter_mismatch(session: str, begun: Origin | None, asked: LoadedAdapter | None) -> AdapterMismatch | None:
     """What to tell who names an adapter that an existing session was not begun with."""
     if asked is None or (begun is not None and begun.digest == asked.origin.digest):
         return None
     what = "without an adapter" if begun is None else f"with the adapter {begun.name!r} (digest {begun.digest})"
-    return OtherAdapter(
+    return AdapterMismatch(
         f"session {session!r} was begun {what}, not with {asked.name!r}; leave `adapter` out to continue it, "
         "or begin another session",
         asked.name,

@@ -16,7 +16,7 @@ DUMMY_SLOT = 1
 FIRST_FREE_SLOT = 2
 
 
-class Noise(ValueError):  # noqa: N818 - names what the numbers are
+class InvalidStateValues(ValueError):  # noqa: N818 - names what the numbers are
     """A state has numbers that no model leaves: NaN, infinite, or scales of codes below zero."""
 
 

@@ -42,10 +42,10 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 def checksum(data: bytes | memoryview, *numbers: int) -> bytes:
     """16 bytes over the data and the numbers that say where it belongs."""
-    return checksum_of((data,), *numbers)
+    return checksum_pieces((data,), *numbers)
 
 
-def checksum_of(pieces: Sequence[bytes | memoryview], *numbers: int) -> bytes:
+def checksum_pieces(pieces: Sequence[bytes | memoryview], *numbers: int) -> bytes:
     """The same, of data that is in pieces."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
@@ -54,7 +54,7 @@ def checksum_of(pieces: Sequence[bytes | memoryview], *numbers: int) -> bytes:
     return digest.digest()
 
 
-def piece_checksum(data: bytes | memoryview, at: int) -> int:
+def chunk_checksum(data: bytes | memoryview, at: int) -> int:
     """CRC-32 over a piece of a state and its row number: megabytes at memory speed, for damage and not for malice."""
     return zlib.crc32(data, zlib.crc32(struct.pack("<q", at)))
 
@@ -69,7 +69,7 @@ def part_sizes(layout: Layout) -> dict[str, int]:
     return {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}
 
 
-def chunks_of(parts: dict[str, memoryview], order: Sequence[str]) -> Iterator[memoryview]:
+def split_chunks(parts: dict[str, memoryview], order: Sequence[str]) -> Iterator[memoryview]:
     """The state's bytes, part after part, in pieces of at most CHUNK_BYTES; no piece spans two parts."""
     for name in order:
         whole = parts[name].cast("B")
@@ -78,7 +78,7 @@ def chunks_of(parts: dict[str, memoryview], order: Sequence[str]) -> Iterator[me
 
 
 def join_parts(chunks: Sequence[bytes], sizes: dict[str, int]) -> dict[str, bytes]:
-    """The inverse of `chunks_of`; raises ValueError if the bytes do not add up."""
+    """The inverse of `split_chunks`; raises ValueError if the bytes do not add up."""
     parts: dict[str, bytes] = {}
     at = 0
     for name, size in sizes.items():

@@ -66,9 +66,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.state_db.startswith(SCHEMES)
 
     @property
-    def database_shown(self) -> str:
+    def database_display_name(self) -> str:
         """What the database is called in messages, nothing secret; "": there is none. Raises ValueError."""
-        return parse_server_address(self.state_db).shown if self.on_server else self.state_db
+        return parse_server_address(self.state_db).display_name if self.on_server else self.state_db
 
     @property
     def files_stem(self) -> str:

@@ -19,10 +19,10 @@ _ADDRESS = re.compile(
 class ServerAddress:
     """A server's database, and the schema in it."""
 
-    given: str
+    dsn: str
     """What the driver is given, with what is secret in it."""
     schema: str
-    shown: str
+    display_name: str
     """What it is called in messages: without user, password and options."""
 
 
@@ -35,8 +35,8 @@ def parse_server_address(address: str) -> ServerAddress:
             "write / @ # ? : and % in a name or password as %2F %40 %23 %3F %3A and %25"
         )
     schema = found["schema"] or ""
-    shown = found["scheme"] + found["place"] + (f"#{schema}" if schema else "")
-    return ServerAddress(address.partition("#")[0], schema, shown)
+    display_name = found["scheme"] + found["place"] + (f"#{schema}" if schema else "")
+    return ServerAddress(address.partition("#")[0], schema, display_name)
 
 
 def _are_ports(place: str) -> bool:

@@ -26,11 +26,11 @@ class DialogueNotFound(SessionNotFound):
         super().__init__(f"session {session_id!r} has no dialogue {dialogue}; 0 is its empty root", dialogue)
 
 
-class UnfitName(PoolError):  # noqa: N818 - names what happened, as the message does
+class InvalidSessionId(PoolError):  # noqa: N818 - names what happened, as the message does
     """No database can hold a session's id."""
 
 
-class OtherOrigin(PoolError):  # noqa: N818 - names what happened, as the message does
+class OriginMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session began from another tuned state than the request names."""
 
 
@@ -38,7 +38,7 @@ class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the mess
     """No tuned state of that name is loaded."""
 
 
-class OtherAdapter(PoolError):  # noqa: N818 - names what happened, as the message does
+class AdapterMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session was begun with another adapter than the request names."""
 
 
@@ -57,7 +57,7 @@ class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the me
     """The session exists and must not be fed to this model: other model, damaged rows, unreadable disk."""
 
 
-class SessionUnread(SessionUnusable):
+class SessionReadFailed(SessionUnusable):
     """The session could not be read this time: a server that is away, a disk's error, no memory; try again."""
 
 
@@ -89,11 +89,11 @@ class PoolLost(PoolError):  # noqa: N818 - names what happened, as the message d
     """A thread of the pool has died: nothing is durable any more, and the process must end."""
 
 
-class DatabaseUnreadable(PoolError):  # noqa: N818 - names what happened, as the message does
+class DatabaseReadFailed(PoolError):  # noqa: N818 - names what happened, as the message does
     """The open database failed a question."""
 
 
-class DatabaseSlow(PoolError):  # noqa: N818 - names what happened, as the message does
+class DatabaseTimeout(PoolError):  # noqa: N818 - names what happened, as the message does
     """The open database did not answer a question in time."""
 
 

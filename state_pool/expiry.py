@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-_STEP_S = 60.0
+_MIN_CLOCK_JUMP_S = 60.0
 """A clock that is ahead of the time that has passed by so much, or by the TTL if that is less, was set."""
 _DAY_S = 86400.0
 
@@ -26,7 +26,7 @@ class Gap(NamedTuple):
     end: float
 
 
-class Uses(NamedTuple):
+class UsageTimes(NamedTuple):
     """When the sessions of a database were used last."""
 
     last: float | None = None
@@ -38,46 +38,46 @@ class Uses(NamedTuple):
 class Expiry:
     """The TTL, counted in time that sessions could be used in. Engine thread."""
 
-    def __init__(self, ttl: float, uses: Uses) -> None:
-        """`ttl` in seconds, 0: nothing expires. `uses`: of the sessions that were found at the start."""
+    def __init__(self, ttl: float, usage_times: UsageTimes) -> None:
+        """`ttl` in seconds, 0: nothing expires. `usage_times`: of the sessions that were found at the start."""
         self._ttl = ttl
-        self._wall, self._running = time.time(), time.monotonic()
-        self._gaps = list(uses.gaps)
+        self._unix_s, self._monotonic_s = time.time(), time.monotonic()
+        self._gaps = list(usage_times.gaps)
         """In the order in which they were found: each ends behind those before it, unless the clock was set back."""
-        if ttl > 0 and uses.last is not None and self._wall - uses.last > ttl:
-            self._gaps.append(Gap(uses.last, self._wall))
+        if ttl > 0 and usage_times.last is not None and self._unix_s - usage_times.last > ttl:
+            self._gaps.append(Gap(usage_times.last, self._unix_s))
             logger.warning(
                 "no session was used in the %.1f days before this start, by this machine's clock: more than "
                 "--session-ttl, so that all would expire at once. That time is not counted; if the clock is ahead, "
                 "set it right",
-                (self._wall - uses.last) / _DAY_S,
+                (self._unix_s - usage_times.last) / _DAY_S,
             )
 
-    def before(self) -> float | None:
+    def cutoff(self) -> float | None:
         """Sessions used last before this (Unix time, s) have expired; None: none has. To be asked all the time."""
         if self._ttl <= 0:
             return None
-        now = self._look()
-        left, before = self._ttl, now
+        now = self._read_clock()
+        left, cutoff = self._ttl, now
         for gap in reversed(self._gaps):
-            if gap.begin >= before:
+            if gap.begin >= cutoff:
                 continue
-            counted = max(0.0, before - gap.end)
+            counted = max(0.0, cutoff - gap.end)
             if counted >= left:
                 break
-            left, before = left - counted, gap.begin
-        return before - left
+            left, cutoff = left - counted, gap.begin
+        return cutoff - left
 
-    def _look(self) -> float:
+    def _read_clock(self) -> float:
         """The clock; notes by how much it was set ahead since the last look."""
-        wall, running = time.time(), time.monotonic()
-        ahead = (wall - self._wall) - (running - self._running)
-        if ahead > min(_STEP_S, self._ttl):
-            self._gaps.append(Gap(wall - ahead, wall))
+        unix_s, monotonic_s = time.time(), time.monotonic()
+        ahead = (unix_s - self._unix_s) - (monotonic_s - self._monotonic_s)
+        if ahead > min(_MIN_CLOCK_JUMP_S, self._ttl):
+            self._gaps.append(Gap(unix_s - ahead, unix_s))
             logger.error(
                 "this machine's clock was set ahead by %.0f s, or the machine stood still for so long: sessions do not "
                 "age by that; if the clock is wrong, set it right before the next start",
                 ahead,
             )
-        self._wall, self._running = wall, running
-        return wall
+        self._unix_s, self._monotonic_s = unix_s, monotonic_s
+        return unix_s

@@ -23,12 +23,12 @@ def integrity_faults(
     for session in index:
         tiers_of_it = [session.slot is not None, session.host is not None]
         if tiers_of_it != [session in index.l1, session in index.l2] or all(tiers_of_it):
-            faults.append(f"{session.key.shown!r} has slot {session.slot} and is on the wrong list")
+            faults.append(f"{session.key.display_name!r} has slot {session.slot} and is on the wrong list")
         if rows is None and (session.busy or session.moving or session.loading):
-            faults.append(f"{session.key.shown!r} is busy: {session.readers} readers, moving {session.moving}")
+            faults.append(f"{session.key.display_name!r} is busy: {session.readers} readers, moving {session.moving}")
     for session in [*index.l1, *index.l2]:
         if index.get(session.key) is not session:
-            faults.append(f"{session.key.shown!r} is on a tier's list and was removed")
+            faults.append(f"{session.key.display_name!r} is on a tier's list and was removed")
     if [s for s in index if s.unusable is not None] != [s for s in index if s in index.unusable]:
         faults.append(f"{len(index.unusable)} sessions are counted as unusable")
     if sum(session.exists for session in index) != index.num_existing:
@@ -47,5 +47,5 @@ def _slot_faults(index: SessionIndex, tiers: Tiers, others: list[int], rows: Ite
     owners.update(tiers.pins)
     owners.update(tiers.copying)
     owners.update(rows)
-    held = tiers.slots.held()
-    return [] if dict(owners) == held else [f"slots held: {held}, owned: {dict(owners)}"]
+    ref_counts = tiers.slots.ref_counts()
+    return [] if dict(owners) == ref_counts else [f"slots held: {ref_counts}, owned: {dict(owners)}"]

@@ -17,7 +17,7 @@ from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
-from state_pool.expiry import Expiry, Uses
+from state_pool.expiry import Expiry, UsageTimes
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
@@ -25,14 +25,14 @@ from state_pool.sessions import Lease, OnDurable, Session, SessionIndex, checked
 from state_pool.status import pool_stats
 from state_pool.tuned_state import NO_BASE, Origin
 from state_pool.turns.import_export import ImportExport, OnExported
-from state_pool.turns.shared_cleaning import SharedCleaning
+from state_pool.turns.shared_cleanup import SharedCleanup
 from state_pool.turns.turns import Turns
 
 OnDeleted = Callable[[int | Exception], None]
 
 _HOUSEKEEPING_S = 0.25
 _RETRY_S = 1.0
-_EXPIRE_AT_ONCE = 256
+_MAX_EXPIRED_PER_RUN = 256
 
 
 class StatePool:
@@ -48,28 +48,28 @@ class StatePool:
         self._index = SessionIndex()
         self._store = Store(config, arena, self._deliver) if config.state_db else None
         if self._store is not None:
-            self._store.fill(self._index)
+            self._store.load_sessions(self._index)
         self._tiers = Tiers(arena, config, self._index, self._store)
         self._prefix = PrefixCache(self._tiers, config)
         self.tuned = TunedStates(self._tiers, config)
         self.adapters = Adapters(config.max_adapters, self.tuned.new_number)
-        self._tiers.others = [self._prefix, self.tuned]
+        self._tiers.evictables = [self._prefix, self.tuned]
         self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver, self.tuned, self.adapters)
         self._import_export = ImportExport(
             self._index,
             self._tiers,
             self._store,
             self._deliver,
-            self._turns.advance,
+            self._turns.start_next_turn,
             self._turns.delete_rows,
             self.tuned,
             self.adapters,
         )
         self._listing = SessionListing(self._index, self._store, self._deliver, lambda: self._turns.unlogged)
-        self._expiry = Expiry(config.session_ttl, self._store.uses if self._store is not None else Uses())
-        self._cleaning: SharedCleaning | None = None
+        self._expiry = Expiry(config.session_ttl, self._store.usage_times if self._store is not None else UsageTimes())
+        self._cleanup: SharedCleanup | None = None
         if self._store is not None and self._store.shared:
-            self._cleaning = SharedCleaning(config, self._index, arena, self._store, self._expiry)
+            self._cleanup = SharedCleanup(config, self._index, arena, self._store, self._expiry)
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -87,16 +87,16 @@ class StatePool:
 
     def allocate(self) -> int | None:
         """A slot for a row to write to. None: none is free yet; room is being made, ask again at a later step."""
-        return self._tiers.take()
+        return self._tiers.allocate()
 
     def free(self, slot: int) -> None:
         """Give back a slot from `allocate` that was neither checked in nor taken by the prefix cache."""
-        self._tiers.slots.drop(slot)
+        self._tiers.slots.drop_ref(slot)
 
     # -- turns -----------------------------------------------------------------------------------------
 
     @property
-    def keeps_log(self) -> bool:
+    def has_token_log(self) -> bool:
         """Whether a turn is kept by its tokens, so that its state may be thrown away."""
         return self._store is not None and self.config.durability != "turn"
 
@@ -202,17 +202,17 @@ class StatePool:
         """A prompt has arrived. Optional: prompts that wait at the same time then share a prefill from the first on."""
         self._prefix.observe(tokens, base)
 
-    def awaits_prefix(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
+    def should_wait_for_prefix(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
         """Whether another row is computing a longer prefix of `tokens` than is cached: starting later is cheaper."""
-        return self._prefix.awaits(tokens, base)
+        return self._prefix.should_wait(tokens, base)
 
     def prefix_cache_points(self, tokens: Sequence[int], observed: bool = False, base: int = NO_BASE) -> list[int]:
         """Positions where the prefill should pause, because the state there is worth `offer_prefix`; at most one.
 
         `observed`: the prompt was announced by `observe_prompt`. Rows that share the border wait for it if
-        they ask `awaits_prefix`, so a row that ends before must say so by `abandon_cache_point`.
+        they ask `should_wait_for_prefix`, so a row that ends cutoff must say so by `abandon_cache_point`.
         """
-        return self._prefix.borders(tokens, observed, base)
+        return self._prefix.cache_points(tokens, observed, base)
 
     def abandon_cache_point(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """The state after `tokens`, announced by `prefix_cache_points`, will not be offered after all."""
@@ -252,8 +252,8 @@ class StatePool:
         self._tiers.finish_copies()
         self._turns.begin_saves()
         if self._turns.acquisition is not None:
-            self._turns.acquisition.serve()
-        self._turns.supply.serve()
+            self._turns.acquisition.poll()
+        self._turns.lease_queue.poll()
         now = time.monotonic()
         self._listing.expire(now)
         if now >= self._next_housekeeping:
@@ -272,9 +272,9 @@ class StatePool:
         """Sizes, queues, counters, degradations."""
         return {
             **pool_stats(self.config, self._index, self._tiers, self._prefix, self._store),
-            "waiting_leases": len(self._turns.supply),
+            "waiting_leases": len(self._turns.lease_queue),
             "tuned_states": {"loaded": len(self.tuned), "in_slots": len(self.tuned.slots)},
-            "adapters": {"loaded": len(self.adapters), "rows": self.adapters.num_held},
+            "adapters": {"loaded": len(self.adapters), "rows": self.adapters.num_refs},
         }
 
     def check_integrity(self, rows: Iterable[int] | None = None) -> list[str]:
@@ -302,53 +302,53 @@ class StatePool:
             self._turns.retry_deletes()
             if self._store is not None:
                 self._store.sweep_objects()
-            if self._cleaning is None:
-                self._turns.remove(self._expired() or self._crowded_out())
+            if self._cleanup is None:
+                self._turns.remove(self._expired() or self._over_limit_sessions())
             else:
-                self._cleaning.run()
-        self._checkpoint_some()
+                self._cleanup.run()
+        self._checkpoint_due_sessions()
 
-    def _checkpoint_some(self) -> None:
+    def _checkpoint_due_sessions(self) -> None:
         """Begin to store states: those whose log must not grow or that rest, then those that may have to leave."""
         checkpoints = self._tiers.checkpoints
         idle_since = time.time() - self.config.checkpoint_idle_s
-        crowded = self._tiers.host_is_crowded
+        nearly_full = self._tiers.host_nearly_full
         dirty = [session for session in [*self._index.l2, *self._index.l1] if session.dirty]
         for session in dirty:
             if checkpoints.is_due(session) or session.updated < idle_since:
                 checkpoints.begin(session)
         for session in dirty:
-            if crowded and session.host is not None and not checkpoints.busy:
+            if nearly_full and session.host is not None and not checkpoints.busy:
                 checkpoints.begin(session)
 
     def _expired(self) -> list[Session]:
         """Sessions past their time, the longest unused first."""
         expired: list[Session] = []
-        before = self._expiry.before()
+        cutoff = self._expiry.cutoff()
         for session in self._index:
-            if before is None or session.updated >= before or len(expired) >= _EXPIRE_AT_ONCE:
+            if cutoff is None or session.updated >= cutoff or len(expired) >= _MAX_EXPIRED_PER_RUN:
                 break
             if not session.busy:
                 expired.append(session)
         return expired
 
-    def _crowded_out(self) -> list[Session]:
+    def _over_limit_sessions(self) -> list[Session]:
         """The oldest sessions, as many as bring the database under its limit."""
         store = self._store
-        if store is None or not store.over_limit or store.shrinking or self.config.state_db_full != "evict":
+        if store is None or not store.over_limit or store.has_pending_deletes or self.config.state_db_full != "evict":
             return []
-        count = min(_EXPIRE_AT_ONCE, 1 + store.excess_bytes // max(1, self._tiers.arena.state_bytes))
-        crowded: list[Session] = []
+        count = min(_MAX_EXPIRED_PER_RUN, 1 + store.excess_bytes // max(1, self._tiers.arena.state_bytes))
+        nearly_full: list[Session] = []
         for session in self._index:
-            if len(crowded) >= count:
+            if len(nearly_full) >= count:
                 break
             if session.exists and not session.busy:
-                crowded.append(session)
-        return crowded
+                nearly_full.append(session)
+        return nearly_full
 
     def _flush(self, store: Store) -> None:
         """Store what is newer in memory than on disk, as fast as the writer takes it."""
-        give_up: float | None = None
+        deadline: float | None = None
         while True:
             self._tiers.wait_copies()
             self._deliver.run()
@@ -356,14 +356,14 @@ class StatePool:
             self._turns.begin_saves()
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:
-                self._tiers.checkpoints.begin(session, at_once=True)
+                self._tiers.checkpoints.begin(session, ignore_retry_delay=True)
             outstanding = waiting or store.pending or self._tiers.busy or self._turns.unsaved
             if not outstanding or store.failure is not None:
                 return
             if store.degraded is None:
-                give_up = None
-            elif give_up is None:
-                give_up = time.monotonic() + _RETRY_S
-            elif time.monotonic() > give_up:
+                deadline = None
+            elif deadline is None:
+                deadline = time.monotonic() + _RETRY_S
+            elif time.monotonic() > deadline:
                 return  # the disk takes nothing: the log, as far as it was committed, is what stays
             time.sleep(0.001)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from state_pool.codec import ITEM_BYTES, Layout
 
-SAME_FORM = "start with the same state dtype (--wkv-state) and devices"
+SAME_LAYOUT_HINT = "start with the same state dtype (--wkv-state) and devices"
 """What to do where a state is of other layers, or of layers in other forms."""
 
 
@@ -24,14 +24,14 @@ class _Piece(NamedTuple):
 
     part: str
     at: int
-    form: tuple[str, tuple[int, ...]]
+    spec: tuple[str, tuple[int, ...]]
     """type and shape"""
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.form[1]) * ITEM_BYTES[self.form[0]]
+        return math.prod(self.spec[1]) * ITEM_BYTES[self.spec[0]]
 
-    def of(self, parts: Mapping[str, bytes | memoryview]) -> memoryview:
+    def read_from(self, parts: Mapping[str, bytes | memoryview]) -> memoryview:
         """Its bytes."""
         return memoryview(parts[self.part]).cast("B")[self.at * self.num_bytes : (self.at + 1) * self.num_bytes]
 
@@ -52,7 +52,7 @@ class _StageParts(NamedTuple):
     first: int
     last: int
     """one past"""
-    begins_within: bool
+    starts_mid_layer: bool
 
 
 def has_same_layers(stored: Layout, own: Layout) -> bool:
@@ -62,20 +62,22 @@ def has_same_layers(stored: Layout, own: Layout) -> bool:
     wanted = _layer_states(own)
     if not wanted or any(shape and shape[0] > len(wanted) for _, shape in stored.values()):
         return False
-    return _forms(_layer_states(stored)) == _forms(wanted)
+    return _layer_specs(_layer_states(stored)) == _layer_specs(wanted)
 
 
-def cut_anew(parts: Mapping[str, bytes | memoryview], stored: Layout, own: Layout) -> Mapping[str, bytes | memoryview]:
+def reshard_state(
+    parts: Mapping[str, bytes | memoryview], stored: Layout, own: Layout
+) -> Mapping[str, bytes | memoryview]:
     """A state's parts as `own` has them, from parts as `stored` has them, where `has_same_layers` says so."""
     if stored == own:
         return parts
     layers = _layer_states(stored)
     found: dict[str, bytes | memoryview] = {}
     for stage in _stages(own) or []:
-        mine = layers[stage.first : stage.last]
-        found[stage.wkv] = b"".join(layer.wkv.of(parts) for layer in mine[stage.begins_within :])
-        shifts = itertools.chain.from_iterable((layer.time_shift, layer.channel_shift) for layer in mine)
-        found[stage.shift] = b"".join(shift.of(parts) for shift in shifts)
+        stage_layers = layers[stage.first : stage.last]
+        found[stage.wkv] = b"".join(layer.wkv.read_from(parts) for layer in stage_layers[stage.starts_mid_layer :])
+        shifts = itertools.chain.from_iterable((layer.time_shift, layer.channel_shift) for layer in stage_layers)
+        found[stage.shift] = b"".join(shift.read_from(parts) for shift in shifts)
     return found
 
 
@@ -105,13 +107,13 @@ def _layer_states(layout: Layout) -> list[_LayerState]:
             time_shift, channel_shift = (
                 _Piece(stage.shift, 2 * i + which, (shift_type, shift[2:])) for which in range(2)
             )
-            if i == 0 and stage.begins_within:
+            if i == 0 and stage.starts_mid_layer:
                 layers[-1] = layers[-1]._replace(channel_shift=channel_shift)
             else:
-                state = _Piece(stage.wkv, i - stage.begins_within, (wkv_type, wkv[1:]))
+                state = _Piece(stage.wkv, i - stage.starts_mid_layer, (wkv_type, wkv[1:]))
                 layers.append(_LayerState(state, time_shift, channel_shift))
     return layers
 
 
-def _forms(layers: list[_LayerState]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    return [[piece.form for piece in layer] for layer in layers]
+def _layer_specs(layers: list[_LayerState]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    return [[piece.spec for piece in layer] for layer in layers]

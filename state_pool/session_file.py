@@ -3,7 +3,7 @@
 The file holds the state's parts by name, and in its metadata the model's fingerprint, how many tokens the
 session stands for, and the token ids that follow the state. It opens with every safetensors reader.
 
-Whatever a file holds comes from outside: its numbers are bounded here, and nothing but `NotASession` is raised.
+Whatever a file holds comes from outside: its numbers are bounded here, and nothing but `InvalidSessionFile` is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError, SessionTooLarge
-from state_pool.resharding import SAME_FORM, has_same_layers
+from state_pool.resharding import SAME_LAYOUT_HINT, has_same_layers
 
 FORMAT = "rwkv-session-2"
 """Written. "rwkv-session-1" is read too: its checksum covers the replay and the parts' names and bytes only."""
@@ -61,7 +61,7 @@ class _Part(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[_Size, _Size]
 
 
-class _About(msgspec.Struct):
+class _Metadata(msgspec.Struct):
     """The metadata: text by name, as safetensors has it."""
 
     format: str
@@ -72,7 +72,7 @@ class _About(msgspec.Struct):
     checksum: str
 
 
-class NotASession(PoolError):  # noqa: N818 - names what the file is
+class InvalidSessionFile(PoolError):  # noqa: N818 - names what the file is
     """The bytes are not a session file, or not one of this model."""
 
 
@@ -117,17 +117,17 @@ class SessionFile:
     def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:
         """Raises NotASession unless it belongs to this model and this arrangement of its state."""
         if self.fingerprint != fingerprint:
-            raise NotASession(
-                f"the session belongs to another model (fingerprint {_short(self.fingerprint)}, "
+            raise InvalidSessionFile(
+                f"the session belongs to another model (fingerprint {_truncated_repr(self.fingerprint)}, "
                 f"this one is {fingerprint})"
             )
         if self.parts and not has_same_layers(self.layout, layout):
-            raise NotASession(
-                f"the session's state is laid out as {_short(self.layout)}, this server keeps {layout}: {SAME_FORM}"
+            raise InvalidSessionFile(
+                f"the session's state is laid out as {_truncated_repr(self.layout)}, this server keeps {layout}: {SAME_LAYOUT_HINT}"
             )
         if max(self.replay, default=0) >= vocab:
             at, token = next((at, token) for at, token in enumerate(self.replay) if token >= vocab)
-            raise NotASession(
+            raise InvalidSessionFile(
                 f"token id {token} at position {at} of its replay is outside the model's vocabulary of {vocab}"
             )
 
@@ -139,10 +139,10 @@ def decode(data: bytes) -> SessionFile:
     """
     try:
         return _decode(data)
-    except NotASession:
+    except InvalidSessionFile:
         raise
     except (ValueError, struct.error, RecursionError) as error:
-        raise NotASession(f"this is not a session file: {_cut(str(error))}") from None
+        raise InvalidSessionFile(f"this is not a session file: {_truncate(str(error))}") from None
 
 
 def _decode(data: bytes) -> SessionFile:
@@ -152,17 +152,19 @@ def _decode(data: bytes) -> SessionFile:
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise ValueError(f"its header claims {length} bytes of {len(data)}, at most {MAX_HEADER_BYTES}")
     header = _parse_header(data[8 : 8 + length])
-    about = msgspec.convert(header.pop("__metadata__", None), _About)
-    checksum = _CHECKSUMS.get(about.format)
-    if checksum is None or about.layout_version != str(LAYOUT_VERSION):
+    metadata = msgspec.convert(header.pop("__metadata__", None), _Metadata)
+    checksum = _CHECKSUMS.get(metadata.format)
+    if checksum is None or metadata.layout_version != str(LAYOUT_VERSION):
         known = f"{' or '.join(_CHECKSUMS)} of layout {LAYOUT_VERSION}"
-        raise ValueError(f"its format is {_short(about.format)} of layout {_short(about.layout_version)}, not {known}")
+        raise ValueError(
+            f"its format is {_truncated_repr(metadata.format)} of layout {_truncated_repr(metadata.layout_version)}, not {known}"
+        )
     layout, parts = _parts(msgspec.convert(header, dict[str, _Part]), memoryview(data)[8 + length :])
-    replay = msgspec.json.decode(about.replay, type=list[_TokenId])
+    replay = msgspec.json.decode(metadata.replay, type=list[_TokenId])
     if not parts and not replay:
         raise ValueError("it holds neither a state nor tokens")
-    file = SessionFile(about.fingerprint, _num_tokens(about.num_tokens, replay, parts), replay, layout, parts)
-    if about.checksum != checksum(file):
+    file = SessionFile(metadata.fingerprint, _num_tokens(metadata.num_tokens, replay, parts), replay, layout, parts)
+    if metadata.checksum != checksum(file):
         raise ValueError("its checksum does not fit its content: it was damaged on the way")
     for name, part in parts.items():
         _check_finite(name, _NAMES[layout[name][0]], part)
@@ -174,21 +176,23 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     for sign, most in ((b'"', 20), (b"{", 1), (b"[", 2)):
         if text.count(sign) > most * (MAX_PARTS + 8):
             raise ValueError(f"its header has more entries than the {MAX_PARTS} parts that a state may have")
-    header: Any = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_number, parse_float=_refuse_number)
+    header: Any = json.loads(
+        text, object_pairs_hook=_reject_duplicates, parse_constant=_refuse_number, parse_float=_refuse_number
+    )
     return msgspec.convert(header, dict[str, Any])
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"its header has {_short(name)} twice")
+            raise ValueError(f"its header has {_truncated_repr(name)} twice")
         found[name] = value
     return found
 
 
 def _refuse_number(text: str) -> Any:
-    raise ValueError(f"its header has the number {_short(text)} where whole numbers are wanted")
+    raise ValueError(f"its header has the number {_truncated_repr(text)} where whole numbers are wanted")
 
 
 def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str, bytes]]:
@@ -200,7 +204,7 @@ def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str
         begin, end = part.data_offsets
         if begin != at or end - begin != math.prod(part.shape) * ITEM_BYTES[_DTYPES[part.dtype]]:
             raise ValueError(
-                f"part {_short(name)} has bytes {begin} to {end} for shape {part.shape} of {part.dtype}; "
+                f"part {_truncated_repr(name)} has bytes {begin} to {end} for shape {part.shape} of {part.dtype}; "
                 f"the parts before it end at {at}"
             )
         layout[name] = (_DTYPES[part.dtype], tuple(part.shape))
@@ -214,7 +218,7 @@ def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str
 def _num_tokens(text: str, replay: list[int], parts: Mapping[str, bytes]) -> int:
     """What the session stands for: the replay at least, and nothing else when there is no state."""
     if not (text.isascii() and text.isdigit()) or len(text) > len(str(MAX_TOKENS)) or int(text) > MAX_TOKENS:
-        raise ValueError(f"num_tokens is {_short(text)}, not a whole number of at most {MAX_TOKENS}")
+        raise ValueError(f"num_tokens is {_truncated_repr(text)}, not a whole number of at most {MAX_TOKENS}")
     num_tokens = int(text)
     if num_tokens < len(replay) or (not parts and num_tokens != len(replay)):
         raise ValueError(f"num_tokens is {num_tokens}, with {len(replay)} tokens to replay after {len(parts)} parts")
@@ -228,16 +232,16 @@ def _check_finite(name: str, dtype: str, data: bytes) -> None:
     mask = _EXPONENT[dtype]
     wrong = (np.frombuffer(data, f"<u{ITEM_BYTES[_DTYPES[dtype]]}") & mask) == mask
     if wrong.any():
-        raise NotASession(
-            f"part {_short(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the "
+        raise InvalidSessionFile(
+            f"part {_truncated_repr(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the "
             f"first at {wrong.argmax()}: whatever goes on from it is noise; export the session from where it works"
         )
 
 
 def _checksum(file: SessionFile) -> str:
     """Of everything that the session is made of and everything that decides where it may be used."""
-    about = [FORMAT, LAYOUT_VERSION, file.fingerprint, file.num_tokens, file.replay]
-    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=16)
+    metadata = [FORMAT, LAYOUT_VERSION, file.fingerprint, file.num_tokens, file.replay]
+    digest = hashlib.blake2b(json.dumps(metadata).encode(), digest_size=16)
     for name in sorted(file.parts):
         digest.update(json.dumps([name, *file.layout[name]]).encode())
         digest.update(file.parts[name])
@@ -256,10 +260,10 @@ def _checksum_1(file: SessionFile) -> str:
 _CHECKSUMS: dict[str, Callable[[SessionFile], str]] = {"rwkv-session-1": _checksum_1, FORMAT: _checksum}
 
 
-def _short(value: object) -> str:
+def _truncated_repr(value: object) -> str:
     """A value from the file, short enough to be told."""
-    return _cut(repr(value))
+    return _truncate(repr(value))
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "…"

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import islice
 
 from state_pool.disk.operations import ListQuery
-from state_pool.disk.reader import Listed, Unlooked
+from state_pool.disk.reader import ListResult, LookupFailed
 from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import DatabaseSlow, PoolFull
+from state_pool.errors import DatabaseTimeout, PoolFull
 from state_pool.session_page import SessionEntry, SessionPage
 from state_pool.sessions import Session, SessionIndex
 
-AT_ONCE = 16
+MAX_PENDING_LISTS = 16
 """Lists that the reader has been asked for and has not answered."""
 TIMEOUT_S = 5.0
 """How long the reader may take; behind it may be a disk that hangs."""
@@ -30,12 +30,12 @@ class _Request:
 
     on_listed: OnListed
     deadline: float
-    told: bool = False
+    is_answered: bool = False
 
-    def tell(self, outcome: SessionPage | Exception) -> None:
+    def answer(self, outcome: SessionPage | Exception) -> None:
         """The first outcome only."""
-        if not self.told:
-            self.told = True
+        if not self.is_answered:
+            self.is_answered = True
             self.on_listed(outcome)
 
 
@@ -53,7 +53,7 @@ class SessionListing:
     @property
     def pending(self) -> bool:
         """Whether somebody still waits for a page."""
-        return any(not request.told for request in self._requests)
+        return any(not request.is_answered for request in self._requests)
 
     def request(self, limit: int, offset: int, on_listed: OnListed) -> None:
         """See `StatePool.list_sessions`. Raises PoolFull."""
@@ -62,8 +62,8 @@ class SessionListing:
             entries = [_entry_of(session) for session in islice(existing, offset, offset + limit)]
             self._deliver(lambda: on_listed(self._page(entries)))
             return
-        if len(self._requests) >= AT_ONCE:
-            raise PoolFull(f"{AT_ONCE} lists of sessions are being read already; try again in a moment")
+        if len(self._requests) >= MAX_PENDING_LISTS:
+            raise PoolFull(f"{MAX_PENDING_LISTS} lists of sessions are being read already; try again in a moment")
         request = _Request(on_listed, time.monotonic() + TIMEOUT_S)
         self._requests[request] = None
         tiers = {session.row: session.tier for session in self._in_memory()}
@@ -74,16 +74,16 @@ class SessionListing:
         """Tell those who have waited too long. Their place stays taken until the reader comes to them."""
         for request in self._requests:
             if now > request.deadline:
-                request.tell(
-                    DatabaseSlow(
+                request.answer(
+                    DatabaseTimeout(
                         f"the session database has not listed its sessions within {TIMEOUT_S:g} s; "
                         "its disk is slow or busy: try again later"
                     )
                 )
 
-    def _listed(self, request: _Request, outcome: Listed | Unlooked) -> None:
+    def _listed(self, request: _Request, outcome: ListResult | LookupFailed) -> None:
         del self._requests[request]
-        request.tell(outcome if isinstance(outcome, Exception) else self._page(*outcome))
+        request.answer(outcome if isinstance(outcome, Exception) else self._page(*outcome))
 
     def _page(self, entries: list[SessionEntry], counted: int | None = None) -> SessionPage:
         """`counted`: sessions in the database, where other engines have some too; L1 and L2 are this engine's."""
@@ -108,4 +108,4 @@ class SessionListing:
 
 
 def _entry_of(session: Session) -> SessionEntry:
-    return SessionEntry(session.key.shown, session.tier, session.updated)
+    return SessionEntry(session.key.display_name, session.tier, session.updated)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from state_pool.adapters import HeldAdapter
+from state_pool.adapters import LoadedAdapter
 from state_pool.arena import ZERO_SLOT, HostState
-from state_pool.errors import UnfitName
+from state_pool.errors import InvalidSessionId
 from state_pool.session_page import Tier
 from state_pool.tuned_state import Origin, TunedState
 
@@ -30,7 +30,7 @@ class SessionKey(NamedTuple):
     dialogue: int = LINEAR
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The name in lists: "s" for the plain session, "s:2" for dialogue 2. Never parsed."""
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
 
@@ -52,9 +52,9 @@ def checked_key(session_id: str) -> SessionKey:
     try:
         session_id.encode()
     except UnicodeEncodeError:
-        raise UnfitName(f"session id {session_id!r} is not valid Unicode text") from None
+        raise InvalidSessionId(f"session id {session_id!r} is not valid Unicode text") from None
     if "\0" in session_id:  # PostgreSQL's text has none
-        raise UnfitName(f"session id {session_id!r} has the character U+0000; leave it out", session_id)
+        raise InvalidSessionId(f"session id {session_id!r} has the character U+0000; leave it out", session_id)
     return SessionKey(session_id)
 
 
@@ -170,7 +170,7 @@ class Lease:
     """What a new session begins from; an existing one must have begun from it."""
     mixture: Origin | None = None
     """The same of a mixture, whose members the engine holds."""
-    adapter: HeldAdapter | None = None
+    adapter: LoadedAdapter | None = None
     """What its row runs under: as asked for; from READY on the session's own."""
     exists: bool = False
     """Whether there is a history; False: the row begins from `read_slot` all the same."""
@@ -189,9 +189,9 @@ class Lease:
     """Whether the lease holds `read_slot`."""
     wait: bool = True
     """Whether to wait for another engine's turn of the session."""
-    reserved: int | None = None
+    reserved_dialogue: int | None = None
     """Number of the new dialogue, where the database gives it before the turn."""
-    reads: bool = False
+    is_reader: bool = False
     """Whether the lease counts among the source's readers, from wanting its state to the end of the turn."""
 
     @property
@@ -221,10 +221,10 @@ class PendingTurn:
 class DialogueNumbers:
     """The largest dialogue number that a session has had, where none is left that shows it.
 
-    Bounded: beyond `MOST` sessions the oldest are forgotten, and no session's next number is smaller than theirs.
+    Bounded: beyond `MAX_SESSIONS` sessions the oldest are forgotten, and no session's next number is smaller than theirs.
     """
 
-    MOST = 100_000
+    MAX_SESSIONS = 100_000
 
     def __init__(self) -> None:
         self._largest: OrderedDict[str, int] = OrderedDict()
@@ -237,7 +237,7 @@ class DialogueNumbers:
     def retire(self, session_id: str, number: int) -> None:
         """Remember a number that was given."""
         self._largest[session_id] = max(self._largest.pop(session_id, ROOT), number)
-        while len(self._largest) > self.MOST:
+        while len(self._largest) > self.MAX_SESSIONS:
             self._floor = max(self._floor, self._largest.popitem(last=False)[1])
 
 
@@ -253,7 +253,7 @@ class SessionIndex:
         self.l2: OrderedDict[Session, None] = OrderedDict()
         """Sessions in host memory, least recently used first."""
         self.unusable: dict[Session, None] = {}
-        """Sessions that must not be fed; see `refuse`."""
+        """Sessions that must not be fed; see `mark_unusable`."""
         self.num_existing = 0
         self._numbers = DialogueNumbers()
 
@@ -280,12 +280,12 @@ class SessionIndex:
         if session.unusable is not None:
             self.unusable[session] = None
 
-    def refuse(self, session: Session, reason: str) -> None:
+    def mark_unusable(self, session: Session, reason: str) -> None:
         """From now on the session is not fed; whoever asks for it is told why."""
         session.unusable = reason
         self.unusable[session] = None
 
-    def accept(self, session: Session) -> None:
+    def mark_usable(self, session: Session) -> None:
         """The session may be fed again: what was wrong with it is gone."""
         session.unusable = None
         self.unusable.pop(session, None)
@@ -330,22 +330,22 @@ class SessionIndex:
     def matching(self, session_id: str, prefix: bool) -> list[Session]:
         """Sessions a delete means: by id with all dialogues, else by shown name, or all that begin so."""
         if prefix:
-            return self._beginning(session_id)
+            return self._with_prefix(session_id)
         exact = list(self._dialogues.get(session_id, {}).values())
         linear = self._by_key.get(SessionKey(session_id))
         if linear is not None:
             exact.append(linear)
-        return exact or self._shown_as(session_id)
+        return exact or self._by_display_name(session_id)
 
-    def _beginning(self, prefix: str) -> list[Session]:
+    def _with_prefix(self, prefix: str) -> list[Session]:
         """Sessions whose shown names begin so; costs what it finds, however many others there are."""
         keys = takewhile(lambda key: key.session_id.startswith(prefix), self._names.irange((prefix,)))
         dialogues = self._dialogues.get(prefix.rpartition(":")[0], {}).values() if ":" in prefix else ()
-        return [self._by_key[key] for key in keys] + [s for s in dialogues if s.key.shown.startswith(prefix)]
+        return [self._by_key[key] for key in keys] + [s for s in dialogues if s.key.display_name.startswith(prefix)]
 
-    def _shown_as(self, name: str) -> list[Session]:
+    def _by_display_name(self, name: str) -> list[Session]:
         """The dialogue that lists show under this name."""
         session_id, _, number = name.rpartition(":")
         dialogue = int(number) if number.isdecimal() and len(number) < 20 else ROOT
         session = self._dialogues.get(session_id, {}).get(dialogue)
-        return [session] if session is not None and session.key.shown == name else []
+        return [session] if session is not None and session.key.display_name == name else []

@@ -34,7 +34,7 @@ def pool_stats(
             **_fields(prefix.counters),
         },
         "counters": _fields(tiers.counters),
-        "quarantined": [{"session_id": s.key.shown, "reason": s.unusable} for s in islice(index.unusable, 20)],
+        "quarantined": [{"session_id": s.key.display_name, "reason": s.unusable} for s in islice(index.unusable, 20)],
         "quarantined_count": len(index.unusable),
         "degraded": None if store is None else store.degraded,
     }

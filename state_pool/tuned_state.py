@@ -36,34 +36,37 @@ def is_mixture(origin: Origin | None) -> bool:
     return origin is not None and origin.digest.startswith(_MIXTURE)
 
 
-_JOINT = "+"
+_SEPARATOR = "+"
 """Between a state's and an adapter's name or digest as they are stored; in none of these."""
 
 
-def stored_origin(state: Origin | None, adapter: Origin | None) -> tuple[str, str] | tuple[None, None]:
+def format_origin(state: Origin | None, adapter: Origin | None) -> tuple[str, str] | tuple[None, None]:
     """What a session began from, and the adapter it was begun with, as one name and one digest."""
     if adapter is None:
         return (None, None) if state is None else (state.name, state.digest)
     name, digest = ("", "") if state is None else state
-    return f"{name}{_JOINT}{adapter.name}", f"{digest}{_JOINT}{adapter.digest}"
+    return f"{name}{_SEPARATOR}{adapter.name}", f"{digest}{_SEPARATOR}{adapter.digest}"
 
 
-def origins(name: str | None, digest: str | None) -> tuple[Origin | None, Origin | None]:
+def parse_origin(name: str | None, digest: str | None) -> tuple[Origin | None, Origin | None]:
     """The same read back: (tuned state, adapter)."""
     if name is None or digest is None:
         return None, None
-    (state, joint, adapter), (of_state, _, of_adapter) = name.partition(_JOINT), digest.partition(_JOINT)
-    return (Origin(state, of_state) if of_state else None), (Origin(adapter, of_adapter) if joint else None)
+    (state, join_fingerprint, adapter), (of_state, _, of_adapter) = (
+        name.partition(_SEPARATOR),
+        digest.partition(_SEPARATOR),
+    )
+    return (Origin(state, of_state) if of_state else None), (Origin(adapter, of_adapter) if join_fingerprint else None)
 
 
-def joint(fingerprint: str, adapter: Origin | None) -> str:
+def join_fingerprint(fingerprint: str, adapter: Origin | None) -> str:
     """The model's fingerprint as a state that was read under an adapter has it."""
-    return fingerprint if adapter is None else f"{fingerprint}{_JOINT}{adapter.digest}"
+    return fingerprint if adapter is None else f"{fingerprint}{_SEPARATOR}{adapter.digest}"
 
 
-def parted(fingerprint: str) -> tuple[str, str]:
+def split_fingerprint(fingerprint: str) -> tuple[str, str]:
     """The same read back: the model's fingerprint, and the adapter's digest or ""."""
-    model, _, digest = fingerprint.partition(_JOINT)
+    model, _, digest = fingerprint.partition(_SEPARATOR)
     return model, digest
 
 

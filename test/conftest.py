@@ -26,9 +26,9 @@ from hypothesis import HealthCheck, settings
 from test import longest_files
 from test.serving import Service
 
-ROOM_MB = 500
+MEMORY_GROWTH_MB = 500
 """By which memory may grow until what has ended is looked for."""
-_memory = {"most": ROOM_MB}
+_memory = {"most": MEMORY_GROWTH_MB}
 ANSWER_S = 60.0
 """How long a request waits that says nothing of it: httpx's five seconds are soon over on a busy machine."""
 for _part in ("connect", "read", "write", "pool"):
@@ -117,7 +117,7 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the fake engine, shared like `service`."""
-    from test.bulk.runs import fake_service
+    from test.programs.batch.runs import fake_service
 
     running = fake_service(tmp_path_factory.mktemp("fake"))
     try:
@@ -128,11 +128,13 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first (`make test` deals them in this order)."""
-    if missing := longest_files.missing():
-        raise pytest.UsageError(f"test/longest_files.py names what is not there: {', '.join(missing)}")
-    if apart := longest_files.apart(items):
-        raise pytest.UsageError(f"SHARING in test/longest_files.py is to name those that share: {', '.join(apart)}")
-    items.sort(key=lambda item: longest_files.turn(item.path))
+    if missing_files := longest_files.missing_files():
+        raise pytest.UsageError(f"test/longest_files.py names what is not there: {', '.join(missing_files)}")
+    if unlisted_files := longest_files.unlisted_files(items):
+        raise pytest.UsageError(
+            f"SHARING in test/longest_files.py is to name those that share: {', '.join(unlisted_files)}"
+        )
+    items.sort(key=lambda item: longest_files.sort_key(item.path))
 
 
 @pytest.hookimpl(trylast=True)
@@ -162,14 +164,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _memory_goes_back() -> Iterator[None]:
+def _release_memory() -> Iterator[None]:
     """Engines hold themselves by their callbacks, 0.3 GB each: those that have ended go before there are many."""
     yield
     if _resident_mb() > _memory["most"]:
         gc.collect()
         with contextlib.suppress(AttributeError):
             LIBC.malloc_trim(0)
-        _memory["most"] = _resident_mb() + ROOM_MB
+        _memory["most"] = _resident_mb() + MEMORY_GROWTH_MB
 
 
 def _resident_mb() -> int:

@@ -6,8 +6,8 @@ import os
 import sys
 
 from app import Supervisor, log_style
+from programs.settings import parse_settings
 from rwkv_batch.ipc.process import set_up_logging
-from settings import parse_settings
 
 if __name__ == "__main__":
     settings = parse_settings(sys.argv[1:], os.environ)

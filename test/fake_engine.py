@@ -39,7 +39,7 @@ from rwkv_batch.tokenizer import Tokenizer
 from state_pool.session_page import SessionPage
 
 STEP_S = 0.01
-SAID_BYTES = 7
+SAY_CHUNK_BYTES = 7
 FLOOD = b"0123456789abcdef" * 4096
 LARGE_FILE = 32 << 20
 """Bytes of every session's file: more than sockets between two programs hold."""
@@ -53,7 +53,7 @@ def _check(call: CheckModel) -> str | ServiceError:
     return ServiceError(ErrorKind.INVALID_FIELD, f"file: {call.file} is not a model", field="file")
 
 
-def _said(prompt: bytes) -> bytes:
+def _user_text(prompt: bytes) -> bytes:
     """The prompt, or of a chat's the last words of the user."""
     return prompt.rpartition(b"User: ")[2].partition(b"\n\nAssistant:")[0]
 
@@ -61,7 +61,7 @@ def _said(prompt: bytes) -> bytes:
 class _Running:
     def __init__(self, job: Job, sink: Sink, tokenizer: Tokenizer, model: str) -> None:
         self.job, self.sink = job, sink
-        texts = [_said(tokenizer.decode_bytes(row.prompt)) for row in job.rows]
+        texts = [_user_text(tokenizer.decode_bytes(row.prompt)) for row in job.rows]
         self.texts = [b"%s " % model.encode() if text == b"who" else text for text in texts]
         self.steps = 0
         self.cancelled = False
@@ -78,7 +78,7 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._draining = False
-        self._rounds = 0
+        self._loop_count = 0
         self._stopping = False
         self._delivered: Callable[[], None] = lambda: None
 
@@ -87,8 +87,8 @@ class FakeEngine:
         return self._thread.is_alive()
 
     @property
-    def rounds(self) -> int | None:
-        return self._rounds
+    def loop_count(self) -> int | None:
+        return self._loop_count
 
     @property
     def load(self) -> Load:
@@ -121,8 +121,8 @@ class FakeEngine:
         self._stopping = True
         self._thread.join(10)  # what it was about to tell is told; one that hangs is left behind
 
-    def when_delivered(self, act: Callable[[], None]) -> None:
-        self._delivered = act
+    def on_delivered(self, callback: Callable[[], None]) -> None:
+        self._delivered = callback
 
     def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
         with self._lock:  # a job that is admitted is among those that `drain` waits for
@@ -172,7 +172,7 @@ class FakeEngine:
     def _run(self) -> None:
         while not self._stopping:
             started = time.monotonic()
-            self._rounds += 1
+            self._loop_count += 1
             for running in list(self._jobs.values()):
                 self._step(running)
             self._delivered()
@@ -201,23 +201,23 @@ class FakeEngine:
 
     def _delta(self, running: _Running, row: int, request: GenerateRequest) -> Delta:
         if running.texts[row].startswith(b"say "):
-            return self._saying(running, row, request)
+            return self._say_delta(running, row, request)
         tokens = max(1, request.chunk_size)
-        drawn = running.steps * tokens
+        sampled = running.steps * tokens
         text = FLOOD if running.texts[row].startswith(b"flood") else running.texts[row]
         reason = FinishReason.CANCELLED if running.cancelled else FinishReason.LENGTH
-        over = running.cancelled or drawn >= request.max_tokens
-        finish = Finish(reason=reason, prompt_tokens=len(request.prompt), completion_tokens=drawn) if over else None
+        over = running.cancelled or sampled >= request.max_tokens
+        finish = Finish(reason=reason, prompt_tokens=len(request.prompt), completion_tokens=sampled) if over else None
         return Delta(row, text, tokens, finish)
 
     @staticmethod
-    def _saying(running: _Running, row: int, request: GenerateRequest) -> Delta:
+    def _say_delta(running: _Running, row: int, request: GenerateRequest) -> Delta:
         said = running.texts[row].removeprefix(b"say ")
-        at = (running.steps - 1) * SAID_BYTES
-        is_over = at + SAID_BYTES >= len(said)
+        at = (running.steps - 1) * SAY_CHUNK_BYTES
+        is_over = at + SAY_CHUNK_BYTES >= len(said)
         counts = {"prompt_tokens": len(request.prompt), "completion_tokens": running.steps}
         finish = Finish(reason=FinishReason.STOP, **counts) if is_over else None
-        return Delta(row, said[at : at + SAID_BYTES], 1, finish)
+        return Delta(row, said[at : at + SAY_CHUNK_BYTES], 1, finish)
 
     def _send(self, running: _Running, deltas: list[Delta], error: ErrorInfo | None = None) -> None:
         done = error is not None or all(delta.finish is not None for delta in deltas)

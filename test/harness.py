@@ -30,7 +30,7 @@ CALLS = {one.__struct_config__.tag: one for one in get_args(AnyCall)}
 
 
 @dataclass
-class Running:
+class RunningJob:
     """A job under way: its news by row, its end."""
 
     job: Job
@@ -60,7 +60,7 @@ class Running:
             assert not self.done.is_set(), "a job ended twice"
             self.done.set()
 
-    def wait(self) -> Running:
+    def wait(self) -> RunningJob:
         assert self.done.wait(WAIT_S), "the job did not end"
         return self
 
@@ -70,7 +70,7 @@ class Running:
         return [self.texts[row] for row in range(self.job.num_rows)]
 
 
-def ask(prompt: str | list[int], **fields: Any) -> GenerateRequest:
+def make_request(prompt: str | list[int], **fields: Any) -> GenerateRequest:
     """A row; greedy, 16 tokens, unless told."""
     ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     return GenerateRequest(**{"prompt": ids, "max_tokens": 16, "sampling": GREEDY, **fields})
@@ -80,28 +80,28 @@ def turn(session_id: str, prompt: str, **fields: Any) -> GenerateRequest:
     """A row that continues a session with the same prompt whether it exists or not."""
     session = {k: fields.pop(k) for k in ("branch_from", "wait") if k in fields}
     ids = TOKENIZER.encode(prompt)
-    return ask(ids, session=SessionTurn(session_id=session_id, resume_prompt=ids, **session), **fields)
+    return make_request(ids, session=SessionTurn(session_id=session_id, resume_prompt=ids, **session), **fields)
 
 
-def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
+def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> RunningJob:
     """Hand a job over without waiting for it."""
-    running = Running(Job(job_id=f"job{next(_ids)}", rows=list(rows), **fields))
+    running = RunningJob(Job(job_id=f"job{next(_ids)}", rows=list(rows), **fields))
     engine.submit(running.job, running.sink, running.admitted)
     return running
 
 
 @contextmanager
-def standing_still(engine: Engine) -> Iterator[None]:
+def paused_engine(engine: Engine) -> Iterator[None]:
     """What is submitted within comes to the engine at once, in order, when it goes on."""
-    goes_on = threading.Event()
-    engine._inbox.put(lambda: goes_on.wait(WAIT_S) and None)
+    resumed = threading.Event()
+    engine._inbox.put(lambda: resumed.wait(WAIT_S) and None)
     try:
         yield
     finally:
-        goes_on.set()
+        resumed.set()
 
 
-def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
+def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> RunningJob:
     """Run a job to its end; a refusal is raised."""
     running = submit(engine, *rows, **fields).wait()
     if running.refusal is not None:
@@ -119,7 +119,7 @@ def call(engine: Engine, verb: str, **arguments: Any) -> Any:
     return answer[0]
 
 
-def settles(engine: Engine, check: Callable[[], bool]) -> bool:
+def eventually_holds(engine: Engine, check: Callable[[], bool]) -> bool:
     """Whether the check holds on the engine's thread, once it has done what the last answers leave to be done."""
     held: list[bool] = []
     deadline = time.monotonic() + WAIT_S
@@ -139,7 +139,7 @@ def settles(engine: Engine, check: Callable[[], bool]) -> bool:
 
 def free_slots(engine: Engine) -> int:
     """Slots that nobody holds once no row has work left: a turn's end may be told before its last token is read."""
-    assert settles(engine, lambda: not engine.load.rows)
+    assert eventually_holds(engine, lambda: not engine.load.rows)
     return int(call(engine, "status")["free_slots"])
 
 

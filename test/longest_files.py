@@ -14,16 +14,16 @@ HERE = Path(__file__).resolve().parent
 LONGEST = (
     "model/test_cuda_compile.py",
     "routes/test_routes_openapi.py",
-    "bulk/test_batch_resume.py",
+    "programs/batch/test_batch_resume.py",
     "routes/test_http_lifecycle.py",
-    "web/test_chat.py",
+    "routes/web/test_chat.py",
     "engine/test_prompt_scoring.py",
-    "cluster/test_actors.py",
+    "fleet/test_actors.py",
     "routes/test_constraints.py",
-    "supervisor/test_http_workers.py",
+    "programs/serve/test_http_workers.py",
     "routes/test_http_faults.py",
     "engine/test_engine_parts.py",
-    "cluster/test_replicas.py",
+    "fleet/test_replicas.py",
     "state_pool/test_pool_shared.py",
     "state_pool/test_pool_killed.py",
     "simulation/test_simulation.py",
@@ -32,7 +32,7 @@ LONGEST = (
     "engine/test_constraints.py",
     "engine/test_engine_sessions.py",
     "state_pool/test_pool_crash.py",
-    "supervisor/test_model_engines.py",
+    "programs/serve/test_model_engines.py",
     "state_pool/test_pool_service.py",
     "model/test_older_versions.py",
     "deploy/test_wheel.py",
@@ -40,7 +40,7 @@ LONGEST = (
     "routes/test_text_paths.py",
     "state_pool/test_pool_model.py",
     "engine/test_layer_stream.py",
-    "library/test_library_page.py",
+    "programs/library/test_library_page.py",
     "deploy/test_cluster_proxy.py",
     "engine/test_certain_text.py",
     "engine/test_served_adapters.py",
@@ -52,8 +52,8 @@ LONGEST = (
     "engine/test_tuned_states.py",
     "model/test_cpu_kernels.py",
     "routes/test_raw_socket.py",
-    "library/test_pipeline.py",
-    "cluster/test_resumed_rows.py",
+    "programs/library/test_pipeline.py",
+    "fleet/test_resumed_rows.py",
     "engine/test_giving_way.py",
     "model/test_wide_fp8_emulated.py",
     "model/test_sparse_emulated.py",
@@ -67,9 +67,9 @@ LONGEST = (
 SHARING = {
     "service": (
         "routes/test_routes_openapi.py",
-        "bulk/test_examples.py",
+        "programs/batch/test_examples.py",
         "deploy/test_files.py",
-        "library/test_llm.py",
+        "programs/library/test_llm.py",
         "routes/test_agents.py",
         "routes/test_body_limits.py",
         "routes/test_completion_scoring.py",
@@ -85,23 +85,23 @@ SHARING = {
         "routes/test_routes_sessions.py",
         "routes/test_score.py",
         "routes/test_tool_constraints.py",
-        "bulk/test_batch_page.py",
-        "bulk/test_openai_batches.py",
+        "programs/batch/test_batch_page.py",
+        "programs/batch/test_openai_batches.py",
     ),
     "fake": (
-        "bulk/test_batch_resume.py",
-        "bulk/test_batch_files.py",
-        "bulk/test_hostile_inputs.py",
-        "console/test_console.py",
+        "programs/batch/test_batch_resume.py",
+        "programs/batch/test_batch_files.py",
+        "programs/batch/test_hostile_inputs.py",
+        "programs/chat/test_console.py",
     ),
     "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),
     "demo": (
-        "web/test_chat.py",
-        "web/test_accessibility.py",
-        "web/test_batch.py",
-        "web/test_dashboard.py",
-        "web/test_page.py",
-        "web/test_translate.py",
+        "routes/web/test_chat.py",
+        "routes/web/test_accessibility.py",
+        "routes/web/test_batch.py",
+        "routes/web/test_dashboard.py",
+        "routes/web/test_page.py",
+        "routes/web/test_translate.py",
     ),
 }
 """Fixture of a service -> files whose tests ask for it: one worker has them all, and it is started once.
@@ -111,7 +111,7 @@ Another start of it takes seconds of processor time, and each that idles a fifti
 GROUPS = {name: fixture for fixture, names in SHARING.items() for name in names}
 
 
-class InGroups(LoadFileScheduling):
+class GroupScheduling(LoadFileScheduling):
     """`--dist loadfile`, but files that share a service go to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -120,7 +120,7 @@ class InGroups(LoadFileScheduling):
 
 def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """What deals tests to pytest's workers; None: what xdist has for its `--dist`."""
-    return InGroups(config, log) if config.getvalue("dist") == "loadfile" else None
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def group(file: str) -> str:
@@ -128,23 +128,23 @@ def group(file: str) -> str:
     return GROUPS.get(file.removeprefix("test/"), file)
 
 
-def turn(path: Path) -> tuple[int, str, int]:
+def sort_key(path: Path) -> tuple[int, str, int]:
     """When a file's tests are dealt: the smaller, the sooner. Files of a group follow each other."""
     name = path.relative_to(HERE).as_posix()
     shared = GROUPS.get(name, "")
-    return min(map(_place, SHARING[shared])) if shared else _place(name), shared, _place(name)
+    return min(map(_position, SHARING[shared])) if shared else _position(name), shared, _position(name)
 
 
-def _place(name: str) -> int:
+def _position(name: str) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
-def missing() -> list[str]:
+def missing_files() -> list[str]:
     """Those named above that are not there."""
     return [name for name in (*LONGEST, *GROUPS) if not (HERE / name).exists()]
 
 
-def apart(items: Iterable[pytest.Item]) -> list[str]:
+def unlisted_files(items: Iterable[pytest.Item]) -> list[str]:
     """Files whose tests ask for a shared service and that no group names."""
     asking = {item.path.relative_to(HERE).as_posix() for item in items if shared(item) is not None}
     return sorted(asking - GROUPS.keys())

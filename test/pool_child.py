@@ -42,7 +42,7 @@ class Worker:
     """Runs until killed."""
 
     def __init__(self, folder: Path, durability: str, seed: int) -> None:
-        self.draw = random.Random(seed)
+        self.rng = random.Random(seed)
         self.journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.driver = Driver(FakeArena(num_slots=12, delay=1), crash_config(folder, durability))
         self.pool = self.driver.pool
@@ -50,7 +50,7 @@ class Worker:
         self.dialogues: dict[str, list[int]] = {}
         self.acks = 0
 
-    def note(self, *entry: Any) -> None:
+    def write_journal(self, *entry: Any) -> None:
         """One line, in one write: a kill leaves it whole or absent."""
         os.write(self.journal, (json.dumps(entry) + "\n").encode())
 
@@ -64,15 +64,15 @@ class Worker:
                 if entry[0].poll() is not LeaseState.WAITING:
                     self.open.remove(entry)
                     self.finish(*entry)
-            if self.draw.random() < 0.01:
-                self.delete(f"s{self.draw.randrange(SESSIONS)}")
+            if self.rng.random() < 0.01:
+                self.delete(f"s{self.rng.randrange(SESSIONS)}")
 
     def begin(self) -> None:
         """Check out a session, or a fork of a dialogue that was acknowledged."""
-        name = f"s{self.draw.randrange(SESSIONS)}"
+        name = f"s{self.rng.randrange(SESSIONS)}"
         parent = None
-        if self.draw.random() < 0.3:
-            parent = self.draw.choice([0, *self.dialogues.get(name, [])])
+        if self.rng.random() < 0.3:
+            parent = self.rng.choice([0, *self.dialogues.get(name, [])])
         self.open.append((self.pool.checkout(name, parent), name, parent))
 
     def finish(self, lease: Lease, name: str, parent: int | None) -> None:
@@ -80,15 +80,15 @@ class Worker:
         if lease.state is LeaseState.FAILED:
             self.pool.release(lease)
             return
-        tokens = [self.draw.randrange(65536) for _ in range(self.draw.randrange(1, 16))]
+        tokens = [self.rng.randrange(65536) for _ in range(self.rng.randrange(1, 16))]
         slot = self.driver.compute(lease, tokens)
-        self.note("try", name, parent, tokens)
+        self.write_journal("try", name, parent, tokens)
 
         def durable(error: Exception | None) -> None:
             if error is None:
                 self.acks += 1
                 dialogue = LINEAR if lease.dialogue_idx is None else lease.dialogue_idx
-                self.note("ack", name, dialogue, parent, tokens)
+                self.write_journal("ack", name, dialogue, parent, tokens)
                 if parent is not None:
                     self.dialogues.setdefault(name, []).append(dialogue)
 
@@ -98,14 +98,14 @@ class Worker:
     def delete(self, name: str) -> None:
         """A delete, waited for."""
         self.driver.settle()
-        self.note("deleting", name)
+        self.write_journal("deleting", name)
         self.driver.delete(name)
-        self.note("deleted", name)
+        self.write_journal("deleted", name)
         self.dialogues.pop(name, None)
 
 
 if __name__ == "__main__":
     worker = Worker(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    worker.note("started")
+    worker.write_journal("started")
     worker.run(turns=400)
     worker.pool.close()

@@ -35,15 +35,15 @@ class FakeCopy:
     """A copy that is done after so many looks; it reads or writes at the last moment allowed."""
 
     host: FakeHost
-    looks: int = 0
+    polls_left: int = 0
     finish: Callable[[], None] | None = None
 
     def is_done(self) -> bool:
         """Whether it is, after one more look."""
-        self.looks -= 1
-        if self.looks < 0:
+        self.polls_left -= 1
+        if self.polls_left < 0:
             self.wait()
-        return self.looks < 0
+        return self.polls_left < 0
 
     def wait(self) -> None:
         """Do it now."""
@@ -118,7 +118,7 @@ def fold(state: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return state
 
 
-def state_of(tokens: Sequence[int], words: int = STATE_WORDS) -> np.ndarray:
+def expected_state(tokens: Sequence[int], words: int = STATE_WORDS) -> np.ndarray:
     """The state after a whole history, computed afresh."""
     return fold(np.zeros(words, dtype=np.uint32), tokens)
 
@@ -156,7 +156,7 @@ class Driver(PoolDriver):
         self.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
         return slot
 
-    def give_back(self, lease: Lease, tokens: list[int], slot: int) -> Outcome:
+    def finish_turn(self, lease: Lease, tokens: list[int], slot: int) -> Outcome:
         """Record a turn that was computed into a slot, and give its lease back; the turn is not acknowledged yet."""
         outcome = Outcome()
         self.pool.record(lease, tokens, outcome)
@@ -166,7 +166,7 @@ class Driver(PoolDriver):
     def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
         """A whole turn, acknowledged; raises what it failed with."""
         lease = self.ready(self.pool.checkout(session_id, branch_from))
-        outcome = self.give_back(lease, tokens, self.compute(lease, tokens))
+        outcome = self.finish_turn(lease, tokens, self.compute(lease, tokens))
         self.until(lambda: outcome.known)
         if outcome.calls[0] is not None:
             raise outcome.calls[0]
@@ -195,13 +195,13 @@ def config_in(folder: Path, **changes: object) -> PoolConfig:
     return PoolConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
-def store_of(driver: Driver) -> Store:
+def get_store(driver: Driver) -> Store:
     """The pool's third tier."""
     assert driver.pool._store is not None
     return driver.pool._store
 
 
-def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
+def get_session(driver: Driver, name: str, dialogue: int = -1) -> Session:
     """What the pool knows of a session in memory."""
     found = driver.pool._index.get(SessionKey(name, dialogue))
     assert found is not None
@@ -209,15 +209,15 @@ def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
 
 
 @contextmanager
-def writer_waiting(driver: Driver) -> Iterator[None]:
+def idle_writer(driver: Driver) -> Iterator[None]:
     """The writer's thread waits for work and gets none meanwhile: nobody else uses its connection."""
-    changed = store_of(driver).writer._changed
+    changed = get_store(driver).writer._changed
     while True:
         with changed:
             if changed._waiters:  # type: ignore[attr-defined]
                 yield
                 return
-        time.sleep(driver.look_again_s)
+        time.sleep(driver.poll_interval_s)
 
 
 def end(*drivers: Driver) -> None:

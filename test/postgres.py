@@ -15,7 +15,7 @@ BINARIES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=T
 _USER = "postgres"
 
 
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Why there can be no server here."""
     if not (BINARIES / "initdb").is_file():
         return "PostgreSQL is not installed"

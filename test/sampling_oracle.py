@@ -37,13 +37,13 @@ def uniforms(seed: int, step: int, vocab: int, domain: int) -> Floats:
 
 
 @dataclass
-class Draw:
+class OracleSample:
     """What one row may draw at one step."""
 
     token: int
     kept: npt.NDArray[np.bool_]
     """[V]"""
-    doubtful: bool
+    is_ambiguous: bool
     """Rounding may decide between two tokens, or whether a token is kept."""
 
 
@@ -67,25 +67,25 @@ class OracleRow:
         changed[np.isnan(changed)] = -np.inf
         return np.minimum(changed, 1e30)
 
-    def draw(self, logits: npt.NDArray[np.float32]) -> Draw:
+    def sample(self, logits: npt.NDArray[np.float32]) -> OracleSample:
         """What the definition draws from logits [V]."""
         changed, p = self.adjusted(logits), self.params
         order = np.lexsort((np.arange(len(changed)), -changed))
         if changed[order[0]] == -np.inf:
-            return Draw(0, np.arange(len(changed)) == 0, False)
+            return OracleSample(0, np.arange(len(changed)) == 0, False)
         if p.temperature == 0 or p.is_greedy or (p.method is Method.NOISE and p.noise == 0):
             close = bool(np.partition(changed, -2)[-2] > changed[order[0]] - 1e-6)
-            return Draw(int(order[0]), np.arange(len(changed)) == order[0], close and bool(self.counts))
+            return OracleSample(int(order[0]), np.arange(len(changed)) == order[0], close and bool(self.counts))
         scaled = changed / p.temperature
         if p.method is Method.NOISE:
-            kept, doubtful = np.ones(len(changed), dtype=bool), False
+            kept, is_ambiguous = np.ones(len(changed), dtype=bool), False
             score = scaled + p.noise * uniforms(p.seed, self.step, len(changed), 1)
         else:
-            kept, doubtful = kept_tokens(scaled, order, p)
+            kept, is_ambiguous = kept_tokens(scaled, order, p)
             score = scaled - np.log(-np.log1p(-uniforms(p.seed, self.step, len(changed), 0)))
         score[~kept] = -np.inf
         second, best = np.partition(score, -2)[-2:]
-        return Draw(int(score.argmax()), kept, doubtful or bool(best - second < 1e-5 * max(1.0, abs(best))))
+        return OracleSample(int(score.argmax()), kept, is_ambiguous or bool(best - second < 1e-5 * max(1.0, abs(best))))
 
     def count(self, token: int) -> None:
         """Account for a drawn token."""

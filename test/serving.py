@@ -20,15 +20,15 @@ import httpx
 from native import cache_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 120.0
-PATIENCE_S = 120.0
+START_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 120.0
 """For one answer, and for an end."""
 NO_TLS = False
 """Reading the certificates takes httpx 60 ms a request."""
-BUSY = 4.0
+BUSY_FACTOR = 4.0
 """How many times as long a busy machine may take as what a test says."""
 _ports = random.SystemRandom()
-_given: set[int] = set()
+_used_ports: set[int] = set()
 
 
 def free_port() -> int:
@@ -42,14 +42,14 @@ def free_port() -> int:
         port = _ports.choice(others)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
+            if port not in _used_ports:
+                _used_ports.add(port)
                 return port
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """The first true value of `condition`; fails after BUSY times `timeout_s`, which is for a machine at rest."""
-    deadline = time.monotonic() + BUSY * timeout_s
+    """The first true value of `condition`; fails after BUSY_FACTOR times `timeout_s`, which is for a machine at rest."""
+    deadline = time.monotonic() + BUSY_FACTOR * timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
             if value := condition():
@@ -117,16 +117,16 @@ class Service:
 
     def wait_ready(self) -> Service:
         """Until every HTTP worker says so; each connection meets one of them by chance."""
-        self.wait(lambda: all(self.get("/readyz").status_code == 200 for _ in range(12)), START_S)
+        self.wait(lambda: all(self.get("/readyz").status_code == 200 for _ in range(12)), START_TIMEOUT_S)
         return self
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET with a generous timeout."""
-        return httpx.get(self.url + path, timeout=PATIENCE_S, headers=self.headers, verify=NO_TLS, **options)
+        return httpx.get(self.url + path, timeout=REQUEST_TIMEOUT_S, headers=self.headers, verify=NO_TLS, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST a JSON body."""
-        options.setdefault("timeout", PATIENCE_S)
+        options.setdefault("timeout", REQUEST_TIMEOUT_S)
         headers = {**self.headers, **options.pop("headers", {})}
         if body is not None:
             options["content"] = json.dumps(body)
@@ -134,12 +134,14 @@ class Service:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Any method, with the headers that are given alone."""
-        return httpx.request(method, self.url + path, timeout=PATIENCE_S, verify=NO_TLS, **options)
+        return httpx.request(method, self.url + path, timeout=REQUEST_TIMEOUT_S, verify=NO_TLS, **options)
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
         """An open stream."""
-        with httpx.stream("POST", self.url + path, json=body, timeout=PATIENCE_S, headers=self.headers) as response:
+        with httpx.stream(
+            "POST", self.url + path, json=body, timeout=REQUEST_TIMEOUT_S, headers=self.headers
+        ) as response:
             yield response
 
     def status(self) -> dict[str, Any]:
@@ -158,12 +160,12 @@ class Service:
     def processes(self) -> dict[str, Any]:
         """What the status says of them. A worker that was lost may be listed beside the one in its place: not here."""
 
-        def told() -> dict[str, Any] | None:
+        def list_processes() -> dict[str, Any] | None:
             processes: dict[str, Any] = self.status()["processes"]
             names = [worker["name"] for worker in processes["http_workers"]]
             return processes if len(set(names)) == len(names) else None
 
-        return told() or cast(dict[str, Any], wait_for(told, 30.0, "each worker is listed once"))
+        return list_processes() or cast(dict[str, Any], wait_for(list_processes, 30.0, "each worker is listed once"))
 
     def wait_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """Until no row runs or waits; returns that status."""
@@ -177,9 +179,9 @@ class Service:
 
     def connect(self) -> socket.socket:
         """A bare TCP connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=REQUEST_TIMEOUT_S)
 
-    def terminate(self, timeout_s: float = PATIENCE_S) -> int:
+    def terminate(self, timeout_s: float = REQUEST_TIMEOUT_S) -> int:
         """SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
@@ -194,14 +196,14 @@ class Service:
 def children(pid: int) -> dict[int, bytes]:
     """Children of a process that live, with their commands."""
     found = {}
-    for number in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+    for decimal in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         with contextlib.suppress(OSError):  # it has just ended
-            if process_runs(number):
-                found[number] = Path(f"/proc/{number}/cmdline").read_bytes()
+            if is_process_alive(decimal):
+                found[decimal] = Path(f"/proc/{decimal}/cmdline").read_bytes()
     return found
 
 
-def process_runs(pid: int) -> bool:
+def is_process_alive(pid: int) -> bool:
     """Whether there is such a process, and it has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"

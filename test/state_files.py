@@ -14,7 +14,7 @@ def random_state(seed: int, layers: int = 3, width: int = 128, scale: float = 0.
     return torch.randn(layers, width // 64, 64, 64, generator=generator) * scale
 
 
-def named(wkv: Tensor) -> dict[str, Tensor]:
+def state_tensors(wkv: Tensor) -> dict[str, Tensor]:
     """The tensors of a state file."""
     return {f"blocks.{i}.att.time_state": layer.clone() for i, layer in enumerate(wkv)}
 
@@ -22,9 +22,9 @@ def named(wkv: Tensor) -> dict[str, Tensor]:
 def write_state(path: Path, wkv: Tensor, metadata: dict[str, str] | None = None) -> Path:
     """By the file's name: as RWKV-PEFT writes it (.pth), else safetensors, whose matrices are not turned here."""
     if path.suffix == ".pth":
-        torch.save(named(wkv), path)
+        torch.save(state_tensors(wkv), path)
     else:
         from safetensors.torch import save_file
 
-        save_file({name: layer.contiguous() for name, layer in named(wkv).items()}, path, metadata=metadata)
+        save_file({name: layer.contiguous() for name, layer in state_tensors(wkv).items()}, path, metadata=metadata)
     return path

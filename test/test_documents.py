@@ -80,6 +80,6 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def test_the_architecture_names_every_folder() -> None:
     text = text_of("docs/architecture.md")
-    packages = ("routes", "rwkv_batch", "state_pool", "bulk")
+    packages = ("routes", "rwkv_batch", "state_pool", "programs")
     folders = {path.parent.name for package in packages for path in (ROOT / package).glob("*/__init__.py")}
     assert not sorted(folder for folder in folders if f"  {folder}/" not in text)

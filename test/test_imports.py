@@ -18,20 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "native": 0,
     "sampling": 1,
-    "batch_store": 1,
     "state_pool": 1,
     "rwkv_batch": 2,
-    "cluster": 3,
-    "routes": 4,
-    "settings": 5,
-    "bulk": 6,
-    "supervisor": 7,
-    "console": 7,
-    "library": 7,
-    "app": 8,
+    "routes": 3,
+    "programs": 4,
+    "app": 5,
 }
 OWN = [*FLOORS, "demo", "bench", "test"]
-UPWARDS = {("settings.model_file", "demo"), ("rwkv_batch", "library")}
+UPWARDS = {("programs.settings.model_file", "demo"), ("rwkv_batch", "programs")}
 """The two that rise: without a model's file the demo's is served; `from rwkv_batch import LLM` means the library's."""
 
 ROOMS = {
@@ -53,6 +47,8 @@ ROOMS = {
     "rwkv_batch.engine_calls": "rwkv_batch rwkv_batch.core rwkv_batch.runner",
     "rwkv_batch.engine": "rwkv_batch rwkv_batch.core rwkv_batch.runner rwkv_batch.engine_calls",
     "rwkv_batch.ipc": "rwkv_batch",
+    "rwkv_batch.fleet": "rwkv_batch rwkv_batch.ipc rwkv_batch.fleet.actors",
+    "rwkv_batch.fleet.actors": "rwkv_batch rwkv_batch.ipc rwkv_batch.fleet",
     # The pool. Files beside the rooms are what its tiers share.
     "state_pool": "",
     "state_pool.disk": "state_pool",
@@ -66,55 +62,55 @@ ROOMS = {
     "state_pool.salvage": "state_pool.disk",
     # HTTP. Files beside the rooms are endpoints, as those in openai are.
     "routes.config": "",
-    "routes.wakeups": "",
+    "routes.reader_wakeups": "",
     "routes.readiness": "",
     "routes.api_keys": "",
-    "routes.exchange": "",
-    "routes.files_folder": "routes.config",
-    "routes.model_clients": "routes routes.context routes.readiness",
-    "routes.context": "routes.api_keys routes.config routes.wakeups routes.readiness",
-    "routes.request": "routes.config routes.context",
-    "routes.response": "routes.config routes.context routes.exchange routes.wakeups routes.request",
+    "routes.request_context": "",
+    "routes.file_records": "",
+    "routes.file_store": "routes.file_records",
+    "routes.files_folder": "routes.config routes.file_store routes.file_records",
+    "routes.model_connections": "routes routes.context routes.readiness",
+    "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.readiness "
+    "routes.file_store routes.file_records",
+    "routes.request": "routes.config routes.context routes.file_store routes.file_records",
+    "routes.response": "routes.config routes.context routes.request_context routes.reader_wakeups routes.request "
+    "routes.file_store routes.file_records",
     "routes.route": "routes.context routes.request routes.response",
-    "routes.dispatch": "routes.context routes.exchange routes.request routes.response routes.route",
-    "routes": "routes.context routes.exchange routes.request routes.response routes.route routes.openai",
-    "routes.openai": "routes routes.context routes.exchange routes.request routes.response routes.route",
+    "routes.dispatch": "routes.context routes.request_context routes.request routes.response routes.route",
+    "routes": "routes.context routes.request_context routes.request routes.response routes.route routes.openai "
+    "routes.file_store routes.file_records",
+    "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
+    "routes.file_store routes.file_records",
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
-    # Flags and variables: the table, and what reads it.
-    "settings.values": "",
-    "settings.config": "",
-    "settings.flags": "settings.values settings.config",
-    "settings.command_line": "settings.values settings.config settings.flags",
-    "settings.model_file": "settings.config",
-    "settings.page": "settings.flags",
-    "settings": "settings.values settings.config settings.flags settings.command_line settings.page",
-    # Files in, files out. What is beside the rooms makes a run of them.
-    "bulk.records": "",
-    "bulk.inputs": "bulk.records",
-    "bulk.formats": "bulk.inputs bulk.records",
-    "bulk.backends": "bulk.records",
-    "bulk": "bulk.records bulk.inputs bulk.formats bulk.backends",
-    "bulk.batches": "bulk bulk.records bulk.inputs bulk.formats bulk.backends",
-    "routes.serving": "routes routes.model_clients routes.api_keys routes.config routes.context routes.exchange "
+    # What a user runs or imports. Files beside the rooms are their words.
+    "programs": "",
+    "programs.settings": "",
+    "programs.backends": "programs programs.settings",
+    "programs.batch.inputs": "programs",
+    "programs.batch.formats": "programs programs.batch.inputs",
+    "programs.batch": "programs programs.backends programs.settings programs.batch.inputs programs.batch.formats",
+    "programs.chat": "programs programs.backends programs.batch programs.settings",
+    "programs.library": "programs programs.backends programs.settings",
+    "programs.serve": "programs programs.settings programs.serve.batches",
+    "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
+    "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context routes.request_context "
     "routes.readiness routes.request routes.response routes.route routes.dispatch routes.files_folder routes.openai "
-    "routes.docs routes.table",
+    "routes.docs routes.table "
+    "routes.file_store routes.file_records",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 
 UNKNOWN = {
-    "routes": {"torch", "sqlite3"},
+    "routes": {"torch"},
     "rwkv_batch": {"robyn", "json", "sqlite3"},
     "rwkv_batch.core": {"torch"},
     "rwkv_batch.ipc": {"torch"},
+    "rwkv_batch.fleet": {"torch"},
     "sampling": {"robyn", "sqlite3"},
     "state_pool": {"robyn", "torch"},
-    "bulk": {"torch", "robyn"},
-    "cluster": {"torch", "robyn", "sqlite3"},
-    "console": {"torch", "robyn", "sqlite3"},
-    "library": {"torch", "robyn", "sqlite3"},
-    "supervisor": {"torch", "robyn", "sqlite3"},
+    "programs": {"torch", "robyn"},
     "app": {"sqlite3"},
 }
 """Package or room -> what no file of it imports, not even inside a function."""
@@ -207,7 +203,7 @@ def test_what_measuring_programs_share_knows_none_of_them() -> None:
 
 
 def test_sqlite_is_known_in_few_places() -> None:
-    places = {"state_pool.disk", "bulk.sidecar", "batch_store"}
+    places = {"state_pool.disk", "programs.batch.sidecar", "routes.file_store"}
     for package in FLOORS:
         for name, file in modules(package):
             known = "sqlite3" in {target.partition(".")[0] for target in imported(file)}
@@ -218,7 +214,7 @@ def test_ray_is_known_in_one_place() -> None:
     for package in FLOORS:
         for name, file in modules(package):
             known = "ray" in {target.partition(".")[0] for target in imported(file)}
-            assert not known or name.startswith("cluster.actors."), f"{name} imports ray"
+            assert not known or name.startswith("rwkv_batch.fleet.actors."), f"{name} imports ray"
 
 
 def test_no_dialect_names_a_backend() -> None:
@@ -258,9 +254,9 @@ def test_no_circles() -> None:
 @pytest.mark.parametrize(
     ("imports", "absent"),
     [
-        ("routes.serving.worker, routes.serving.http", ("torch", "demo", "bulk", "llguidance")),
+        ("routes.serving.worker, routes.serving.http", ("torch", "demo", "programs", "llguidance")),
         ("app", ("torch", "robyn", "numpy", "pydantic")),
-        ("rwkv_batch, rwkv_batch.request", ("library", "app", "pydantic", "torch")),
+        ("rwkv_batch, rwkv_batch.request", ("programs", "app", "pydantic", "torch")),
         (
             "rwkv_batch.core.job_table, rwkv_batch.core.session_transfer, rwkv_batch.ipc.server",
             ("torch", "robyn", "llguidance"),

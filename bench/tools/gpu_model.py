@@ -15,7 +15,7 @@ from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.ops import Mixed
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
@@ -33,7 +33,7 @@ QUIET = 1.4
 
 
 def random_stage(
-    size: str, device: torch.device, wkv_state: StateForm, as_released: bool = True, dtype: str = "fp16"
+    size: str, device: torch.device, wkv_state: StateFormat, as_released: bool = True, dtype: str = "fp16"
 ) -> Stage:
     """All layers on one device, no slots yet; as_released: numbers that bf16 holds, as released files do.
 

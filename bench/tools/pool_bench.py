@@ -80,8 +80,8 @@ class HostArena:
 class Bench(PoolDriver):
     """Drives one pool over real sizes."""
 
-    patience_s = 3600.0
-    look_again_s = 0.0001
+    timeout_s = 3600.0
+    poll_interval_s = 0.0001
 
     def __init__(self, folder: Path, slots: int, **settings: Any) -> None:
         super().__init__(HostArena(slots), PoolConfig(state_db=str(folder / "bench.db"), **settings))

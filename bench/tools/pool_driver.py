@@ -16,8 +16,8 @@ from state_pool.sessions import Lease, LeaseState
 class PoolDriver:
     """Polls a pool until what is waited for is there, and sleeps until the pool wakes it."""
 
-    patience_s = 60.0
-    look_again_s = 0.0005
+    timeout_s = 60.0
+    poll_interval_s = 0.0005
     """Where the pool does not wake it: one that spins keeps the pool's threads from their work."""
 
     def __init__(self, arena: Arena, config: PoolConfig) -> None:
@@ -26,11 +26,11 @@ class PoolDriver:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Poll until it holds."""
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the pool did not get there"
             self.pool.poll()
-            self._woken.wait(self.look_again_s)
+            self._woken.wait(self.poll_interval_s)
             self._woken.clear()
 
     def ready(self, lease: Lease) -> Lease:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
-from routes.response.reply import FILE, JSON, NATIVE_ERRORS, SSE
+from routes.response.http_response import FILE, JSON, NATIVE_ERRORS, SSE
 from routes.response.response_models import Error, OpenAIError
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
@@ -37,10 +37,10 @@ _ERRORS = {
 FORM = "x-form"
 """Key of an operation's example of a form, which OpenAPI has no place for where the body is JSON as well."""
 _FILE = {"type": "string", "format": "binary"}
-_UNMODELLED = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
+_SCHEMAS_WITHOUT_MODEL = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
 """Good answers without a model, by content type; others are text."""
-_OF_BODIES = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
-_OF_WORK = (
+_BODY_ERRORS = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
+_GENERATION_ERRORS = (
     ErrorKind.STATE_NOT_FOUND,
     ErrorKind.ADAPTER_NOT_FOUND,
     ErrorKind.OVERLOADED,
@@ -83,10 +83,10 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    failure = Error if route.error_form is NATIVE_ERRORS else OpenAIError
-    responses: dict[str, Any] = {"200": {"description": "Success.", "content": _good(route, failure)}}
+    error_model = Error if route.error_format is NATIVE_ERRORS else OpenAIError
+    responses: dict[str, Any] = {"200": {"description": "Success.", "content": _success_content(route, error_model)}}
     for status, text in _errors(route).items():
-        responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(failure)}}}
+        responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(error_model)}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "description": inspect.getdoc(route.handle) or "",
@@ -114,13 +114,13 @@ def _one_of(*models: type[BaseModel]) -> dict[str, Any]:
     return references[0] if len(references) == 1 else {"anyOf": references}
 
 
-def _good(route: Route, failure: type[BaseModel]) -> dict[str, Any]:
+def _success_content(route: Route, error_model: type[BaseModel]) -> dict[str, Any]:
     """The content of a status 200; work that takes long has begun with it, and may yet fail."""
     if route.answer is None:
-        return {route.content_type: {"schema": _UNMODELLED.get(route.content_type, {"type": "string"})}}
-    good = {route.content_type: {"schema": _one_of(route.answer, *((failure,) if route.is_work else ()))}}
+        return {route.content_type: {"schema": _SCHEMAS_WITHOUT_MODEL.get(route.content_type, {"type": "string"})}}
+    good = {route.content_type: {"schema": _one_of(route.answer, *((error_model,) if route.is_generation else ()))}}
     if route.events:
-        value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, failure)}
+        value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, error_model)}
         event = {
             "type": "object",
             "description": "One event of a stream, the last of which is [DONE].",
@@ -139,23 +139,23 @@ def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list
             "name": name,
             "in": "path" if f"{{{name}}}" in path else "query",
             "required": name in schema.get("required", []),
-            "description": one.get("description", ""),
-            "schema": one,
+            "description": field_schema.get("description", ""),
+            "schema": field_schema,
             **({"example": example[name]} if name in example else {}),
         }
-        for name, one in schema["properties"].items()
+        for name, field_schema in schema["properties"].items()
     ]
 
 
 def _errors(route: Route) -> dict[str, str]:
     """Status -> what it means, in ascending order."""
     kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED,))]
-    kinds += _OF_BODIES if route.body is not None else ()
+    kinds += _BODY_ERRORS if route.body is not None else ()
     kinds += (ErrorKind.INVALID_FIELD,) if route.query is not None else ()
     kinds += (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE) if route.uploads else ()
-    kinds += _OF_WORK if route.is_work else ()
+    kinds += _GENERATION_ERRORS if route.is_generation else ()
     texts: dict[str, str] = {}
-    statuses = route.error_form.statuses
+    statuses = route.error_format.statuses
     for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: statuses[kind]):
         status = str(statuses[kind])
         texts[status] = " ".join(filter(None, (texts.get(status), _ERRORS[kind])))

@@ -78,7 +78,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerSchema:
     """What an answer or a part of it is made of."""
 
     name: str
@@ -100,45 +100,45 @@ def sections(document: dict[str, Any]) -> list[Section]:
 def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> Section:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     schema = schemas[body["schema"]["$ref"].removeprefix(_SCHEMAS)] if body else {}
-    wanted = schema.get("required", [])
-    fields = [_field(name, one, name in wanted) for name, one in schema.get("properties", {}).items()]
-    asked = operation.get("parameters", [])
-    fields += [_field(one["name"], one["schema"], one["required"]) for one in asked]
+    required = schema.get("required", [])
+    fields = [_field(name, one, name in required) for name, one in schema.get("properties", {}).items()]
+    parameters = operation.get("parameters", [])
+    fields += [_field(one["name"], one["schema"], one["required"]) for one in parameters]
     errors = [(status, one["description"]) for status, one in operation["responses"].items() if status != "200"]
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
-    in_path = {one["name"]: one["example"] for one in asked if one["in"] == "path"}
+    in_path = {one["name"]: one["example"] for one in parameters if one["in"] == "path"}
     command = curl(method, path.format(**in_path), body.get("example"))
     if FORM in operation:
         parts = (shlex.quote(f"{name}={value}") for name, value in operation[FORM].items())
         command = " -F ".join([f"curl {SERVER}{path}", *parts])
     good = operation["responses"]["200"]["content"]
-    if asked and not in_path:
-        query = urlencode({one["name"]: one["example"] for one in asked if "example" in one})
-        whither = " -o session.safetensors" if "application/json" not in good else ""
-        file = whither if method == "GET" else " --data-binary @session.safetensors"
+    if parameters and not in_path:
+        query = urlencode({one["name"]: one["example"] for one in parameters if "example" in one})
+        output_option = " -o session.safetensors" if "application/json" not in good else ""
+        file = output_option if method == "GET" else " --data-binary @session.safetensors"
         command = f"curl{file} '{SERVER}{path}{'?' if query else ''}{query}'"
     answers = [f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items()]
     return Section(f"{method} {path}", text, fields, answers, errors, command)
 
 
-def shapes(document: dict[str, Any]) -> list[Shape]:
+def answer_schemas(document: dict[str, Any]) -> list[AnswerSchema]:
     """Everything that answers are made of, in the order of the routes, the parts after the whole."""
     schemas = document["components"]["schemas"]
-    found: dict[str, Shape] = {}
+    found: dict[str, AnswerSchema] = {}
 
     def enter(node: Any) -> None:
         for name in _names(node):
             if name not in found:
-                found[name] = _shape(name, schemas[name])
+                found[name] = _answer_schema(name, schemas[name])
                 enter(schemas[name])
 
     enter([one["responses"] for operations in document["paths"].values() for one in operations.values()])
     return list(found.values())
 
 
-def _shape(name: str, schema: dict[str, Any]) -> Shape:
+def _answer_schema(name: str, schema: dict[str, Any]) -> AnswerSchema:
     if "enum" in schema:
-        return Shape(name, f"{schema['description']} One of {', '.join(_types(schema))}.", [])
+        return AnswerSchema(name, f"{schema['description']} One of {', '.join(_types(schema))}.", [])
     fields = []
     for field, one in schema["properties"].items():
         types = list(dict.fromkeys(_types(one)))
@@ -147,7 +147,7 @@ def _shape(name: str, schema: dict[str, Any]) -> Shape:
         elif any(branch.get("type") == "null" for branch in one.get("anyOf", [one])):
             types.append("null")
         fields.append((field, " or ".join(types), one.get("description", "")))
-    return Shape(name, schema["description"], fields)
+    return AnswerSchema(name, schema["description"], fields)
 
 
 def _names(node: Any) -> Iterator[str]:
@@ -169,8 +169,8 @@ def curl(method: str, path: str, example: dict[str, Any] | None) -> str:
     return f"curl{flag} {SERVER}{path} -H 'Content-Type: application/json' -d {body}"
 
 
-def _field(name: str, schema: dict[str, Any], is_wanted: bool) -> FieldLine:
-    default = "required" if is_wanted else json.dumps(schema.get("default"), ensure_ascii=False)
+def _field(name: str, schema: dict[str, Any], is_required: bool) -> FieldLine:
+    default = "required" if is_required else json.dumps(schema.get("default"), ensure_ascii=False)
     limits = ", ".join(dict.fromkeys(_limits(schema)))
     return FieldLine(name, " or ".join(dict.fromkeys(_types(schema))), default, limits, schema.get("description", ""))
 
@@ -213,11 +213,11 @@ def markdown(document: dict[str, Any]) -> str:
         if section.errors:
             parts.append("Errors: " + " ".join(f"**{status}** {text}" for status, text in section.errors) + "\n")
     parts.append(f"## {ANSWERS}\n\n{ABOUT_ANSWERS}\n")
-    for shape in shapes(document):
-        parts.append(f"### {shape.name}\n\n{shape.text}\n")
-        if shape.fields:
+    for answer_schema in answer_schemas(document):
+        parts.append(f"### {answer_schema.name}\n\n{answer_schema.text}\n")
+        if answer_schema.fields:
             rows = ["| field | type | meaning |", "|---|---|---|"]
-            rows += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in shape.fields]
+            rows += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in answer_schema.fields]
             parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -234,7 +234,7 @@ summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
 def page(document: dict[str, Any]) -> str:
     """The reference as a web page that needs nothing else, no network and no script."""
     body = "".join(map(_html_section, sections(document)))
-    body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_shape, shapes(document)))}"
+    body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_answer_schema, answer_schemas(document)))}"
     head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{_STYLE}</style>'
     introduction = f'<p>{html.escape(INTRODUCTION)}</p><p><a href="/openapi.json">openapi.json</a></p>'
     return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'
@@ -254,8 +254,12 @@ def _html_section(section: Section) -> str:
     )
 
 
-def _html_shape(shape: Shape) -> str:
+def _html_answer_schema(answer_schema: AnswerSchema) -> str:
     escape = html.escape
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shape.fields)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in answer_schema.fields
+    )
     table = f"<table><tr><th>field<th>type<th>meaning</tr>{rows}</table>" if rows else ""
-    return f"<details><summary>{escape(shape.name)}</summary><p>{escape(shape.text)}</p>{table}</details>"
+    return (
+        f"<details><summary>{escape(answer_schema.name)}</summary><p>{escape(answer_schema.text)}</p>{table}</details>"
+    )

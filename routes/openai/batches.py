@@ -1,6 +1,6 @@
 """`/openai/v1/batches`: lines of a file that are answered in their own time, as OpenAI's SDKs speak it.
 
-Routes only keep and show what is wanted; `bulk/batches/` does it, in a process of its own.
+Routes only keep and show what is wanted; `programs/serve/batches/` does it, in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, Field
 
-from batch_store.records import Batch, Status
 from routes.context import Context
-from routes.exchange import current
+from routes.file_records import Batch, Status
 from routes.openai.errors import OPENAI_ERRORS
-from routes.openai.files import UNREAD, ListQuery, asked, new_id, no_such, page_of, store_of
+from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, list_page, new_id, not_found
 from routes.request.bodies import Body, Fields
-from routes.request.fields import Shape
-from routes.response.reply import Reply, json_answer
+from routes.request.fields import Pattern
+from routes.request_context import current_request
+from routes.response.http_response import HandlerResponse, json_response
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/batches"
-_UNREAD = "the batch cannot be read"
+_READ_FAILED = "the batch cannot be read"
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -41,7 +41,7 @@ ENDPOINTS = (
 """What a batch's lines may ask."""
 _CANCEL = "/cancel"
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})([hd])")
-_LONGEST_S = 7 * 86400
+_MAX_WINDOW_S = 7 * 86400
 _HOUR_S = 3600
 _Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -66,7 +66,7 @@ class BatchQuery(Fields):
 class CancelQuery(Fields):
     """Which batch is to end."""
 
-    batch_id: Annotated[str, Shape(f"^.+{_CANCEL}$", f"a batch's id, and {_CANCEL}")] = Field(
+    batch_id: Annotated[str, Pattern(f"^.+{_CANCEL}$", f"a batch's id, and {_CANCEL}")] = Field(
         min_length=1, max_length=80, description="Its id, and `/cancel`."
     )
 
@@ -114,7 +114,7 @@ class BatchList(BaseModel):
     has_more: bool
 
 
-def shown(batch: Batch) -> dict[str, Any]:
+def batch_object(batch: Batch) -> dict[str, Any]:
     """A batch as its owner sees it."""
     times = {
         f"{status.value}_at": batch.times.get(status.value) for status in Status if status is not Status.VALIDATING
@@ -141,24 +141,24 @@ def _window_s(text: str) -> int:
     """Seconds of a completion window. Raises ServiceError."""
     found = _WINDOW.fullmatch(text)
     seconds = 0 if found is None else int(found[1]) * (_HOUR_S if found[2] == "h" else 24 * _HOUR_S)
-    if not 0 < seconds <= _LONGEST_S:
+    if not 0 < seconds <= _MAX_WINDOW_S:
         raise invalid("completion_window", f"must be hours or days up to 7d, like 24h, got {text!r}", text)
     return seconds
 
 
-async def create_batch(context: Context, body: BatchesBody) -> Reply:
+async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
     """Have the lines of a file answered; their rows give way to interactive ones."""
-    store, exchange = store_of(context), current()
+    store, request_context = get_store(context), current_request()
     if body.endpoint not in ENDPOINTS:
         raise invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint!r}", body.endpoint)
     window_s, created = _window_s(body.completion_window), int(time.time())
-    if await asked(store.file, UNREAD, exchange.owner, body.input_file_id) is None:
+    if await call_store(store.file, READ_FAILED, request_context.owner, body.input_file_id) is None:
         raise invalid("input_file_id", f"no such file: {body.input_file_id!r}", body.input_file_id)
     batch = Batch(
         id=new_id("batch_"),
-        owner=exchange.owner,
-        client=exchange.client,
-        limits=None if exchange.limits is None else msgspec.to_builtins(exchange.limits),
+        owner=request_context.owner,
+        client=request_context.client,
+        limits=None if request_context.limits is None else msgspec.to_builtins(request_context.limits),
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
@@ -166,47 +166,49 @@ async def create_batch(context: Context, body: BatchesBody) -> Reply:
         expires_at=created + window_s,
         metadata=body.metadata,
     )
-    await asked(store.add_batch, "the batch cannot be taken", batch)
-    return json_answer(shown(batch))
+    await call_store(store.add_batch, "the batch cannot be taken", batch)
+    return json_response(batch_object(batch))
 
 
-async def list_batches(context: Context, upload: Upload) -> Reply:
+async def list_batches(context: Context, upload: Upload) -> HandlerResponse:
     """The batches that this key may see, the newest first."""
     query: ListQuery = upload.query
-    page = query.after, query.limit + 1
-    found = await asked(store_of(context).batches, "the batches cannot be listed", current().owner, *page)
-    return json_answer(page_of([shown(batch) for batch in found], query.limit))
+    page_query = query.after, query.limit + 1
+    found = await call_store(
+        get_store(context).batches, "the batches cannot be listed", current_request().owner, *page_query
+    )
+    return json_response(list_page([batch_object(batch) for batch in found], query.limit))
 
 
-async def get_batch(context: Context, upload: Upload) -> Reply:
+async def get_batch(context: Context, upload: Upload) -> HandlerResponse:
     """Where a batch stands."""
     name: str = upload.query.batch_id
-    batch = await asked(store_of(context).batch, _UNREAD, current().owner, name)
+    batch = await call_store(get_store(context).batch, _READ_FAILED, current_request().owner, name)
     if batch is None:
-        raise no_such("batch", name)
-    return json_answer(shown(batch))
+        raise not_found("batch", name)
+    return json_response(batch_object(batch))
 
 
-async def cancel_batch(context: Context, upload: Upload) -> Reply:
+async def cancel_batch(context: Context, upload: Upload) -> HandlerResponse:
     """End a batch; what has been answered by then is kept."""
     name: str = upload.query.batch_id.removesuffix(_CANCEL)
-    store = store_of(context)
-    if await asked(store.batch, _UNREAD, current().owner, name) is None:
-        raise no_such("batch", name)
+    store = get_store(context)
+    if await call_store(store.batch, _READ_FAILED, current_request().owner, name) is None:
+        raise not_found("batch", name)
 
     def cancelled(batch: Batch) -> Batch:
         if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
             return batch
-        return batch.becomes(Status.CANCELLING, int(time.time()))
+        return batch.with_status(Status.CANCELLING, int(time.time()))
 
-    batch = await asked(store.change, "the batch cannot be cancelled", name, cancelled)
+    batch = await call_store(store.update, "the batch cannot be cancelled", name, cancelled)
     if batch.status in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.FINALIZING):
         message = f"the batch {name} is {batch.status} and cannot be cancelled"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="batch_id", given=name)
-    return json_answer(shown(batch))
+    return json_response(batch_object(batch))
 
 
-_ONE = f"{PATH}/{{batch_id}}"
+_BATCH_PATH = f"{PATH}/{{batch_id}}"
 ROUTES = (
     Route(
         "POST",
@@ -215,7 +217,7 @@ ROUTES = (
         BatchesBody,
         "Have the lines of a file answered.",
         answer=BatchObject,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
         example={"input_file_id": "file-019eae3d7d1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
     ),
@@ -227,30 +229,30 @@ ROUTES = (
         "List batches.",
         query=ListQuery,
         answer=BatchList,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
     ),
     Route(
         "GET",
-        _ONE,
+        _BATCH_PATH,
         get_batch,
         None,
         "A batch.",
         query=BatchQuery,
         answer=BatchObject,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example={"batch_id": "batch_019eae3d7d1a"},
     ),
     Route(
         "POST",
-        _ONE,
+        _BATCH_PATH,
         cancel_batch,
         None,
         "With `/cancel` behind its id: end a batch.",
         query=CancelQuery,
         answer=BatchObject,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example={"batch_id": "batch_019eae3d7d1a/cancel"},
     ),

@@ -10,33 +10,33 @@ import msgspec
 
 from routes import models
 from routes.context import Context
-from routes.openai.answer_models import CompletionAnswer, CompletionChunk
 from routes.openai.errors import OPENAI_ERRORS
-from routes.openai.request import CompletionBody
-from routes.openai.response import (
-    OpenAIDialect,
+from routes.openai.formatter import (
+    OpenAIFormatter,
     check_logprobs,
     fingerprint,
+    finish_fields,
     openai_job,
     openai_rows,
-    row_end,
-    told_end,
+    row_finish,
 )
-from routes.openai.token_arrays import TokenArrays
+from routes.openai.logprob_arrays import LogprobArrays
+from routes.openai.request import CompletionBody
+from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
 from routes.request.generate_requests import encode, row_stops
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
-from routes.response.reply import Reply
+from routes.response.http_response import HandlerResponse
+from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.response.response_models import ModelList
-from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import PromptLogprobs, TokenLogprob
 
 PATH = "/openai/v1/completions"
 
 
-class CompletionDialect(OpenAIDialect):
+class CompletionFormatter(OpenAIFormatter):
     """`text_completion`, whole and in chunks."""
 
     id_prefix = "cmpl-"
@@ -44,18 +44,18 @@ class CompletionDialect(OpenAIDialect):
 
     def __init__(self, body: CompletionBody, fingerprint: str, num_rows: int) -> None:
         super().__init__(body, fingerprint, num_rows)
-        self._tells_logprobs = body.logprobs is not None
-        self._shown = body.n
-        self._logprobs = [TokenArrays() for _ in range(num_rows)]
+        self._returns_logprobs = body.logprobs is not None
+        self._num_returned = body.n
+        self._logprobs = [LogprobArrays() for _ in range(num_rows)]
 
-    def begin_with(self, prompts: Sequence[bytes]) -> None:
+    def set_first_tokens(self, prompts: Sequence[bytes]) -> None:
         """The first token of each prompt, where those are scored: it has no log-probability."""
-        self._logprobs = [TokenArrays(prompts[row // self._n]) for row in range(len(self._logprobs))]
+        self._logprobs = [LogprobArrays(prompts[row // self._n]) for row in range(len(self._logprobs))]
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         """See Dialect. A prompt's log-probabilities come with the first of its rows, and are of all."""
-        rest = range(1, self._n)
-        shared = [RowUpdate(one.row + i, prompt_logprobs=one.prompt_logprobs) for one in updates for i in rest]
+        other_rows = range(1, self._n)
+        shared = [RowUpdate(one.row + i, prompt_logprobs=one.prompt_logprobs) for one in updates for i in other_rows]
         return super().chunk([*[one for one in shared if one.prompt_logprobs], *updates])
 
     def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
@@ -67,71 +67,73 @@ class CompletionDialect(OpenAIDialect):
 
     def end(self, row: int, reason: str) -> dict[str, Any]:
         """See OpenAIDialect."""
-        return {"index": row, "text": "", "logprobs": None, **told_end(reason)}
+        return {"index": row, "text": "", "logprobs": None, **finish_fields(reason)}
 
-    def whole(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
         choices: list[dict[str, Any]] = []
         for first in range(0, len(rows), self._n):
-            scores = rows[first].prompt_logprobs
-            for row in _likeliest(rows, range(first, first + self._n), self._shown):
-                tokens = [*scores, *rows[row].logprobs]
-                end = told_end(*row_end(rows[row]))
+            scored_tokens = rows[first].prompt_logprobs
+            for row in _best_rows(rows, range(first, first + self._n), self._num_returned):
+                tokens = [*scored_tokens, *rows[row].logprobs]
+                end = finish_fields(*row_finish(rows[row]))
                 choices.append(self._choice(len(choices), row, rows[row].text, tokens, end))
         return self.answer(choices, rows)
 
     def _choice(
         self, index: int, row: int, text: str, tokens: Sequence[TokenLogprob], end: dict[str, Any]
     ) -> dict[str, Any]:
-        logprobs = self._logprobs[row].take(tokens) if self._tells_logprobs else None
+        logprobs = self._logprobs[row].take(tokens) if self._returns_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, **end}
 
 
-def _likeliest(rows: Sequence[RowResult], drawn: range, count: int) -> list[int]:
+def _best_rows(rows: Sequence[RowResult], candidates: range, count: int) -> list[int]:
     """The `count` of the drawn rows whose tokens have the largest mean log-probability, the best first."""
-    if count == len(drawn):
-        return list(drawn)
+    if count == len(candidates):
+        return list(candidates)
 
     def mean(row: int) -> float:
         values = [token.logprob for token in rows[row].logprobs]
         return sum(values) / len(values) if values else -math.inf
 
-    return sorted(drawn, key=mean, reverse=True)[:count]
+    return sorted(candidates, key=mean, reverse=True)[:count]
 
 
-async def completions(context: Context, body: CompletionBody) -> Reply:
+async def completions(context: Context, body: CompletionBody) -> HandlerResponse:
     """Continue raw prompts, each `n` times from one prefill; with `suffix`, fill in what stands between."""
     texts: list[str | list[int]] = list(body.prompts)
     if body.suffix is not None:
-        texts = [_with_gap(context, text, body.suffix) for text in texts]
+        texts = [_fim_prompt(context, text, body.suffix) for text in texts]
     stops = row_stops(body, built_in=() if body.suffix is None else (prompts.FIM_STOP,))
     rows = await openai_rows(context, body, texts, stops, "prompt")
     if body.scores_prompts:
-        check_logprobs(body, len(rows) * body.drawn_per_prompt, sum(len(row.prompt) * row.n for row in rows))
+        check_logprobs(body, len(rows) * body.samples_per_prompt, sum(len(row.prompt) * row.n for row in rows))
         wanted = PromptLogprobs(top=body.logprobs or 0)
         rows = [msgspec.structs.replace(row, prompt_logprobs=wanted) for row in rows]
     if body.session_id is not None:
         rows = await as_turn(context, rows, texts[0], body.session_id, texts[0], "prompt", wait=body.wait)
     job = openai_job(body, rows, PATH)
-    dialect = CompletionDialect(body, await fingerprint(context, body), job.num_rows)
+    formatter = CompletionFormatter(body, await fingerprint(context, body), job.num_rows)
     if body.scores_prompts:
-        dialect.begin_with([context.tokenizer.byte_table[row.prompt[0]] for row in rows])
-    return await run(context, job, dialect, Transcript(job.num_rows, echoed=_echoed(context, body)), body.stream)
+        formatter.set_first_tokens([context.tokenizer.byte_table[row.prompt[0]] for row in rows])
+    return await run(
+        context, job, formatter, OutputDecoder(job.num_rows, echoed=_echoed_prompts(context, body)), body.stream
+    )
 
 
-def _with_gap(context: Context, prompt: str | list[int], suffix: str) -> str | list[int]:
+def _fim_prompt(context: Context, prompt: str | list[int], suffix: str) -> str | list[int]:
     """The form of a prompt that goes on towards `suffix`. Raises ServiceError."""
     if isinstance(prompt, str):
         return prompts.fill_in_the_middle(prompt, suffix)
     return encode(context.tokenizer, prompts.fill_in_the_middle("", suffix), "suffix", context.config) + prompt
 
 
-def _echoed(context: Context, body: CompletionBody) -> list[bytes]:
+def _echoed_prompts(context: Context, body: CompletionBody) -> list[bytes]:
     """What each answer repeats."""
     if not body.echo:
         return []
     given = (one.encode() if isinstance(one, str) else context.tokenizer.decode_bytes(one) for one in body.prompts)
-    return [prompt for prompt in given for _ in range(body.drawn_per_prompt)]
+    return [prompt for prompt in given for _ in range(body.samples_per_prompt)]
 
 
 EXAMPLE = {"model": "rwkv7", "prompt": "Once upon a time", "max_tokens": 32}
@@ -144,10 +146,10 @@ def _route(path: str) -> Route:
         completions,
         CompletionBody,
         "Continue raw prompts, as OpenAI's SDKs speak it.",
-        is_work=True,
+        is_generation=True,
         answer=CompletionAnswer,
         events=(CompletionChunk,),
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example=EXAMPLE,
     )
@@ -163,7 +165,7 @@ ROUTES = (
         None,
         "The models served.",
         answer=ModelList,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
     ),
     models.model_route("/openai/v1/models/{model}"),
 )

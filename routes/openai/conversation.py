@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from routes.context import Context
+from routes.openai.formatter import openai_rows
 from routes.openai.request import ConversationBody
-from routes.openai.response import openai_rows
 from routes.request import prompts
 from routes.request.bodies import Message, Template
 from routes.request.session_turn import as_turn
-from routes.request.toolbox import FENCE, Toolbox, begins_with_call
+from routes.request.tool_set import FENCE, ToolSet, begins_with_call
 from rwkv_batch.request import GenerateRequest
 
 
@@ -20,25 +20,25 @@ async def conversation_rows(context: Context, body: ConversationBody, field: str
     An existing session reads only what follows the last answer; its state holds the rest, tools among it.
     """
     messages = body.conversation
-    whole = prompt_of(messages, body.think, body.toolbox, template=body.template, continues=body.continues)
-    rows = await openai_rows(context, body, [whole], body.stops, field)
+    prompt = prompt_of(messages, body.think, body.tool_set, template=body.template, continues=body.continues)
+    rows = await openai_rows(context, body, [prompt], body.stops, field)
     if body.session_id is None:
         return rows
-    opening = FENCE if body.form.is_call else None
+    opening = FENCE if body.form.opens_with_call else None
     new = prompts.chat(prompts.new_messages(messages), body.think, template=body.template, opening=opening)
-    return await as_turn(context, rows, whole, body.session_id, new, field, wait=body.wait)
+    return await as_turn(context, rows, prompt, body.session_id, new, field, wait=body.wait)
 
 
 def prompt_of(
     messages: Sequence[Message],
     think: prompts.Think,
-    toolbox: Toolbox | None,
+    tool_set: ToolSet | None,
     *,
     template: Template | None = None,
     continues: bool = False,
 ) -> str:
     """The prompt of a whole conversation, whose answer may call what is in the toolbox."""
-    listing = "" if toolbox is None else toolbox.listing
-    begins_call = begins_with_call(toolbox, thinks=think is not prompts.Think.OFF, continues=continues)
+    listing = "" if tool_set is None else tool_set.listing
+    begins_call = begins_with_call(tool_set, thinks=think is not prompts.Think.OFF, continues=continues)
     opening = FENCE if begins_call else None
     return prompts.chat(messages, think, template=template, continues=continues, listing=listing, opening=opening)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body
-from routes.response.reply import Reply
+from routes.response.http_response import HandlerResponse
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 PATH = "/openai/v1/embeddings"
 
 
-async def embeddings(context: Context, body: Body) -> Reply:
+async def embeddings(context: Context, body: Body) -> HandlerResponse:
     """Not served: the model was trained to continue text, and nothing in it was trained to compare texts."""
     raise ServiceError(
         ErrorKind.NOT_FOUND,
@@ -28,7 +28,7 @@ ROUTES = (
         embeddings,
         Body,
         "Not served; refused by name.",
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.NOT_FOUND,),
         example={"model": "rwkv7", "input": "Hello!"},
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from routes.exchange import current
+from routes.request_context import current_request
+from routes.response.http_response import ErrorFormat
 from routes.response.http_status import HTTP_STATUS
-from routes.response.reply import ErrorForm
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 PREFIX = "/openai/"
@@ -24,7 +24,7 @@ def _openai_error(info: ErrorInfo) -> dict[str, Any]:
     kind = "server_error" if status >= _SERVER_ERROR else _TYPES.get(status, "invalid_request_error")
     code = _CODES.get(info.kind, info.kind.value)
     error: dict[str, Any] = {"message": info.message, "type": kind, "param": info.field, "code": code}
-    return {"error": error | ({"request_id": current().request_id} if current().request_id else {})}
+    return {"error": error | ({"request_id": current_request().request_id} if current_request().request_id else {})}
 
 
-OPENAI_ERRORS = ErrorForm(_openai_error, OPENAI_STATUS)
+OPENAI_ERRORS = ErrorFormat(_openai_error, OPENAI_STATUS)

@@ -10,27 +10,27 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batch_store.records import Purpose, StoredFile
-from batch_store.store import Store, StoreFullError
 from routes.context import Context
-from routes.exchange import current
+from routes.file_records import Purpose, StoredFile
+from routes.file_store import Store, StoreFullError
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
-from routes.request.fields import Shape
+from routes.request.fields import Pattern
+from routes.request_context import current_request
 from routes.response.file_chunks import FileChunks
-from routes.response.reply import FILE, Answer, Reply, Stream, json_answer
+from routes.response.http_response import FILE, HandlerResponse, HttpResponse, StreamedResponse, json_response
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/files"
-UNREAD = "the file cannot be read"
+READ_FAILED = "the file cannot be read"
 TTL_S = 30 * 86400
 """What a file is kept for unless its upload says otherwise."""
 _CONTENT = "/content"
 _RETRY_S = 10.0
 _Asked = ParamSpec("_Asked")
 _Found = TypeVar("_Found")
-_Seconds = Annotated[str, Shape(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
+_Seconds = Annotated[str, Pattern(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
 
 
 class FileBody(Body):
@@ -97,7 +97,7 @@ class DeletedFile(BaseModel):
     deleted: bool
 
 
-def store_of(context: Context) -> Store:
+def get_store(context: Context) -> Store:
     """The store. Raises ServiceError where the service has none."""
     if context.files is None:
         raise ServiceError(
@@ -107,17 +107,19 @@ def store_of(context: Context) -> Store:
     return context.files
 
 
-async def asked(question: Callable[_Asked, _Found], what: str, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Found:
-    """What the store says, asked on a thread. `what` is not possible where it cannot: the refusal tells why.
+async def call_store(
+    function: Callable[_Asked, _Found], failure_message: str, *args: _Asked.args, **kwargs: _Asked.kwargs
+) -> _Found:
+    """What the store says, asked on a thread. `failure_message` is not possible where it cannot: the refusal tells why.
 
     Raises ServiceError where the store has no room, or its disk is full or cannot be used.
     """
     try:
-        return await asyncio.to_thread(question, *args, **kwargs)
+        return await asyncio.to_thread(function, *args, **kwargs)
     except StoreFullError as error:
-        raise ServiceError(ErrorKind.OVERLOADED, f"{what}: {error}") from None
+        raise ServiceError(ErrorKind.OVERLOADED, f"{failure_message}: {error}") from None
     except OSError as error:
-        message = f"{what}: {error}; if the disk of --files-dir is full, make room there, then try again"
+        message = f"{failure_message}: {error}; if the disk of --files-dir is full, make room there, then try again"
         raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=_RETRY_S) from None
 
 
@@ -126,7 +128,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{time.time_ns() // 1_000_000:011x}{secrets.token_hex(10)}"
 
 
-def shown(file: StoredFile) -> dict[str, Any]:
+def file_object(file: StoredFile) -> dict[str, Any]:
     """A file as its owner sees it."""
     return {
         "id": file.id,
@@ -140,27 +142,27 @@ def shown(file: StoredFile) -> dict[str, Any]:
     }
 
 
-def page_of(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     """A list's page, made of one entry more than it may have if there are more."""
-    shown_entries = entries[:limit]
-    ends = [entry["id"] for entry in (shown_entries[:1] + shown_entries[-1:])]
+    page_entries = entries[:limit]
+    ends = [entry["id"] for entry in (page_entries[:1] + page_entries[-1:])]
     return {
         "object": "list",
-        "data": shown_entries,
+        "data": page_entries,
         "first_id": ends[0] if ends else None,
         "last_id": ends[-1] if ends else None,
         "has_more": len(entries) > limit,
     }
 
 
-def no_such(kind: str, name: str) -> ServiceError:
+def not_found(kind: str, name: str) -> ServiceError:
     """That there is no such file or batch, or none of this key's."""
     return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
 
 
-async def upload_file(context: Context, body: FileBody) -> Reply:
+async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
     """Keep a file for a batch: JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`."""
-    store = store_of(context)
+    store = get_store(context)
     if body.purpose != Purpose.BATCH:
         raise invalid("purpose", f"must be 'batch', got {body.purpose!r}", body.purpose)
     if not body.content:
@@ -168,59 +170,61 @@ async def upload_file(context: Context, body: FileBody) -> Reply:
     created = int(time.time())
     file = StoredFile(
         id=new_id("file-"),
-        owner=current().owner,
+        owner=current_request().owner,
         bytes=len(body.content),
         created_at=created,
         filename=body.filename or "upload.jsonl",
         purpose=Purpose.BATCH,
         expires_at=created + (int(body.expires_after) if body.expires_after else TTL_S),
     )
-    await asked(store.add_file, "the file cannot be kept", file, body.content)
-    return json_answer(shown(file))
+    await call_store(store.add_file, "the file cannot be kept", file, body.content)
+    return json_response(file_object(file))
 
 
-async def list_files(context: Context, upload: Upload) -> Reply:
+async def list_files(context: Context, upload: Upload) -> HandlerResponse:
     """The files that this key may see."""
     query: FilesQuery = upload.query
     newest_first = query.order == "desc"
-    files = store_of(context).files
-    page = query.purpose, query.after, query.limit + 1, newest_first
-    found = await asked(files, "the files cannot be listed", current().owner, *page)
-    return json_answer(page_of([shown(file) for file in found], query.limit))
+    files = get_store(context).files
+    page_query = query.purpose, query.after, query.limit + 1, newest_first
+    found = await call_store(files, "the files cannot be listed", current_request().owner, *page_query)
+    return json_response(list_page([file_object(file) for file in found], query.limit))
 
 
-async def get_file(context: Context, upload: Upload) -> Reply:
+async def get_file(context: Context, upload: Upload) -> HandlerResponse:
     """What is known of a file, or its content."""
     name: str = upload.query.file_id
-    store, file_id = store_of(context), name.removesuffix(_CONTENT)
-    file = await asked(store.file, UNREAD, current().owner, file_id)
+    store, file_id = get_store(context), name.removesuffix(_CONTENT)
+    file = await call_store(store.file, READ_FAILED, current_request().owner, file_id)
     if file is None:
-        raise no_such("file", file_id)
+        raise not_found("file", file_id)
     if not name.endswith(_CONTENT):
-        return json_answer(shown(file))
-    if current().method == "HEAD":
-        return Answer(b"", content_type=FILE)
+        return json_response(file_object(file))
+    if current_request().method == "HEAD":
+        return HttpResponse(b"", content_type=FILE)
     try:
         content = await asyncio.to_thread(store.content(file.id).open, "rb")
     except FileNotFoundError:
-        raise no_such("file", file_id) from None
+        raise not_found("file", file_id) from None
     try:
-        leave = context.stored_files.enter(current().client)
+        release = context.stored_files.acquire(current_request().client)
     except ServiceError:
         content.close()
         raise
-    return Stream(FileChunks(content, leave), FILE)
+    return StreamedResponse(FileChunks(content, release), FILE)
 
 
-async def delete_file(context: Context, upload: Upload) -> Reply:
+async def delete_file(context: Context, upload: Upload) -> HandlerResponse:
     """Forget a file. A batch that has begun to read it goes on."""
     name: str = upload.query.file_id
-    if not await asked(store_of(context).delete_file, "the file cannot be deleted", current().owner, name):
-        raise no_such("file", name)
-    return json_answer({"id": name, "object": "file", "deleted": True})
+    if not await call_store(
+        get_store(context).delete_file, "the file cannot be deleted", current_request().owner, name
+    ):
+        raise not_found("file", name)
+    return json_response({"id": name, "object": "file", "deleted": True})
 
 
-_ONE = f"{PATH}/{{file_id}}"
+_FILE_PATH = f"{PATH}/{{file_id}}"
 _EXAMPLE = {"file_id": "file-019eae3d7d1a"}
 ROUTES = (
     Route(
@@ -230,7 +234,7 @@ ROUTES = (
         FileBody,
         "Upload a file for a batch.",
         answer=FileObject,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
         takes_form=True,
         form={"purpose": "batch", "file": "@lines.jsonl"},
@@ -243,30 +247,30 @@ ROUTES = (
         "List files.",
         query=FilesQuery,
         answer=FileList,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
     ),
     Route(
         "GET",
-        _ONE,
+        _FILE_PATH,
         get_file,
         None,
         "A file, or with `/content` behind its id its content.",
         query=FileQuery,
         answer=FileObject,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example=_EXAMPLE,
     ),
     Route(
         "DELETE",
-        _ONE,
+        _FILE_PATH,
         delete_file,
         None,
         "Delete a file.",
         query=FileQuery,
         answer=DeletedFile,
-        error_form=OPENAI_ERRORS,
+        error_format=OPENAI_ERRORS,
         errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example=_EXAMPLE,
     ),

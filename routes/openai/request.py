@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.openai.response_format import ResponseFormat
-from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
+from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import (
     Message,
@@ -21,13 +21,13 @@ from routes.request.bodies import (
     TemplateFields,
     Texts,
 )
-from routes.request.call_grammar import call_constraint
-from routes.request.constraints import CLOSED_THOUGHT, at_most_one
-from routes.request.fields import Fields, Shape
+from routes.request.call_grammar import tool_call_constraint
+from routes.request.constraints import THINK_END, at_most_one
+from routes.request.fields import Fields, Pattern
 from routes.request.generate_requests import row_stops
-from routes.request.toolbox import Toolbox, begins_with_call
-from routes.request.unserved import OpenAIOnlyFields
-from routes.response.answer_parts import AnswerForm
+from routes.request.tool_set import ToolSet, begins_with_call
+from routes.request.unsupported_fields import UnsupportedOpenAIFields
+from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.grammar.constraint import Constraint
 from sampling.params import SamplingParams
@@ -36,28 +36,30 @@ MAX_N = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 _FORMAT = "Text (the default), a JSON object, or JSON that is valid under a schema."
-_BAN = -100.0
+_BAN_BIAS = -100.0
 """OpenAI: a bias of -100 bans a token."""
 
 
-def _few(value: Any) -> Any:
+def _check_num_biases(value: Any) -> Any:
     """pydantic judges the length of an object after all its entries, and keeps the mistakes of each."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_BIASES})
     return value
 
 
-def _is_token(value: str) -> str:
+def _check_token_id(value: str) -> str:
     if int(value) >= VOCAB_SIZE:
         raise PydanticCustomError("token_id", "must be a token id of at most {highest}", {"highest": VOCAB_SIZE - 1})
     return value
 
 
-TokenKey = Annotated[str, Shape(r"^[0-9]{1,5}$", "a token id of at most five digits"), AfterValidator(_is_token)]
+TokenKey = Annotated[
+    str, Pattern(r"^[0-9]{1,5}$", "a token id of at most five digits"), AfterValidator(_check_token_id)
+]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)]
 
 
-class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
+class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
     """What both OpenAI routes understand."""
 
     seed: int | None = Field(
@@ -65,24 +67,26 @@ class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
     )
     n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt; they share its prefill.")
     logit_bias: Annotated[
-        dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_few)
+        dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_BIASES),
+        BeforeValidator(_check_num_biases),
     ] = Field({}, description="Token id -> what is added to its logit; -100 bans it.")
     user: str = Field("", max_length=1024, description="Accepted; nothing depends on it.")
 
     @property
-    def drawn_per_prompt(self) -> int:
+    def samples_per_prompt(self) -> int:
         """Answers that are drawn for each prompt."""
         return self.n
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many rivals' log-probabilities are wanted with each token's own; None: not even that."""
         return None
 
     def sampling(self, seed: int) -> SamplingParams:
         """See SamplingBody."""
-        bias = {int(token): -math.inf if value <= _BAN else value for token, value in self.logit_bias.items()}
-        return msgspec.structs.replace(super().sampling(seed), logit_bias=bias, top_logprobs=self.asked_logprobs)
+        bias = {int(token): -math.inf if value <= _BAN_BIAS else value for token, value in self.logit_bias.items()}
+        return msgspec.structs.replace(super().sampling(seed), logit_bias=bias, top_logprobs=self.num_logprobs)
 
 
 class TemplateArguments(Fields):
@@ -105,12 +109,12 @@ class ConversationBody(OpenAIBody, TemplateFields):
         raise NotImplementedError
 
     @property
-    def toolbox(self) -> Toolbox | None:
+    def tool_set(self) -> ToolSet | None:
         """What the answer may call."""
         raise NotImplementedError
 
     @property
-    def formed(self) -> Constraint | None:
+    def format_constraint(self) -> Constraint | None:
         """What an answer without calls is held to, behind its thought."""
         raise NotImplementedError
 
@@ -130,50 +134,52 @@ class ConversationBody(OpenAIBody, TemplateFields):
         return self.think is not prompts.Think.OFF
 
     @property
-    def form(self) -> AnswerForm:
+    def form(self) -> AnswerFormat:
         """How the prompt ends, and what the answer may have."""
-        toolbox = self.toolbox
-        return AnswerForm(
+        tool_set = self.tool_set
+        return AnswerFormat(
             thinks=self.thinks,
             continues=self.continues,
-            names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
-            is_call=begins_with_call(toolbox, thinks=self.thinks, continues=self.continues),
-            must_call=toolbox is not None and toolbox.must_call,
-            is_exact=toolbox is None and not self.thinks and self.constraint is not None,
-            is_either=self.formed is not None,
+            names=() if tool_set is None else tuple(function.name for function in tool_set.allowed_functions),
+            opens_with_call=begins_with_call(tool_set, thinks=self.thinks, continues=self.continues),
+            must_call=tool_set is not None and tool_set.must_call,
+            is_constrained=tool_set is None and not self.thinks and self.constraint is not None,
+            is_calls_or_text=self.format_constraint is not None,
         )
 
     @property
     def constraint(self) -> Constraint | None:
         """See ConstraintFields."""
-        toolbox = self.toolbox
-        if toolbox is None:
-            return self.formed or super().constraint
-        return call_constraint(toolbox, is_open=self.form.is_call, thinks=self.thinks, answer=self.formed)
+        tool_set = self.tool_set
+        if tool_set is None:
+            return self.format_constraint or super().constraint
+        return tool_call_constraint(
+            tool_set, is_open=self.form.opens_with_call, thinks=self.thinks, answer=self.format_constraint
+        )
 
     @property
     def stops(self) -> list[int | str]:
         """What ends the answer; where it may call, text and calls may have blank lines between them."""
-        if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
+        if self.tool_set is not None and "stop_tokens" not in self.model_fields_set:
             return [*prompts.answer_stops(self.think, True, self.template), *self.stop_texts]
         return row_stops(self, prompts.answer_stops(self.think, False, self.template))
 
     def sampling(self, seed: int) -> SamplingParams:
         """See SamplingBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
-        plain = super().sampling(seed)
-        if self.toolbox is None:
-            return plain
+        base_params = super().sampling(seed)
+        if self.tool_set is None:
+            return base_params
         given = self.model_fields_set
-        presence = plain.presence_penalty if given & {"alpha_presence", "presence_penalty"} else 0.0
-        frequency = plain.frequency_penalty if given & {"alpha_frequency", "frequency_penalty"} else 0.0
-        return msgspec.structs.replace(plain, presence_penalty=presence, frequency_penalty=frequency)
+        presence = base_params.presence_penalty if given & {"alpha_presence", "presence_penalty"} else 0.0
+        frequency = base_params.frequency_penalty if given & {"alpha_frequency", "frequency_penalty"} else 0.0
+        return msgspec.structs.replace(base_params, presence_penalty=presence, frequency_penalty=frequency)
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        toolbox = self.toolbox
-        if (own := super().constraint) is not None:
-            others = {"response_format": self.formed, "tools": toolbox}
-            at_most_one([own.form, *(name for name, other in others.items() if other is not None)])
+    def _check_one_format(self) -> Self:
+        tool_set = self.tool_set
+        if (field_constraint := super().constraint) is not None:
+            others = {"response_format": self.format_constraint, "tools": tool_set}
+            at_most_one([field_constraint.form, *(name for name, other in others.items() if other is not None)])
         return self
 
 
@@ -230,24 +236,24 @@ class ChatBody(ConversationBody):
         return prompts.think_mode(bool(told) if is_told else self.enable_think)
 
     @property
-    def toolbox(self) -> Toolbox | None:
+    def tool_set(self) -> ToolSet | None:
         """What the answer may call."""
-        return chat_toolbox(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return chat_tool_set(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
-    def formed(self) -> Constraint | None:
+    def format_constraint(self) -> Constraint | None:
         """See ConversationBody."""
         if self.response_format is None:
             return None
-        return self.response_format.constraint(CLOSED_THOUGHT if self.thinks else "")
+        return self.response_format.constraint(THINK_END if self.thinks else "")
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """See OpenAIBody."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_fields(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
         if self.continue_final_message and not self._ends_with_text_of_assistant:
@@ -284,14 +290,14 @@ class CompletionBody(OpenAIBody):
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
     @property
-    def formed(self) -> Constraint | None:
+    def format_constraint(self) -> Constraint | None:
         """What `response_format` holds every answer to."""
         return None if self.response_format is None else self.response_format.constraint()
 
     @property
     def constraint(self) -> Constraint | None:
         """See ConstraintFields."""
-        return self.formed or super().constraint
+        return self.format_constraint or super().constraint
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -302,14 +308,14 @@ class CompletionBody(OpenAIBody):
         return [ids] if ids else self.prompt  # type: ignore[return-value]  # a list of integers is one prompt
 
     @property
-    def drawn_per_prompt(self) -> int:
+    def samples_per_prompt(self) -> int:
         """See OpenAIBody."""
         return self.best_of or self.n
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """See OpenAIBody; the best are chosen by their log-probabilities."""
-        return 0 if self.logprobs is None and self.drawn_per_prompt > self.n else self.logprobs
+        return 0 if self.logprobs is None and self.samples_per_prompt > self.n else self.logprobs
 
     @property
     def scores_prompts(self) -> bool:
@@ -317,18 +323,18 @@ class CompletionBody(OpenAIBody):
         return self.echo and self.logprobs is not None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if (own := super().constraint) is not None and self.formed is not None:
-            at_most_one([own.form, "response_format"])
+    def _check_fields(self) -> Self:
+        if (field_constraint := super().constraint) is not None and self.format_constraint is not None:
+            at_most_one([field_constraint.form, "response_format"])
         if not self.prompt:
             raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
         for other, reason in (("session_id", "a session's text is not scored"), ("suffix", "its prompt has a form")):
             if self.scores_prompts and getattr(self, other) is not None:
                 message = f"echo with logprobs cannot be combined with {other}: {reason}"
                 raise PydanticCustomError("echo", message, {"field": "echo"})
-        if self.drawn_per_prompt < self.n:
+        if self.samples_per_prompt < self.n:
             raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
-        if self.stream and self.drawn_per_prompt > self.n:
+        if self.stream and self.samples_per_prompt > self.n:
             message = "best_of above n cannot be streamed: the best are known at the end"
             raise PydanticCustomError("best_of", message, {"field": "best_of"})
         return self

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
-from routes.request.fields import Fields, Shape
+from routes.request.fields import Fields, Pattern
 from sampling.grammar.constraint import Constraint, Form
 
 
 class JsonSchemaFormat(Fields):
     """A schema and its name."""
 
-    name: Annotated[str, Shape(r"^[a-zA-Z0-9_-]{1,64}$", "1..64 letters, digits, '_' and '-'")] = Field(
+    name: Annotated[str, Pattern(r"^[a-zA-Z0-9_-]{1,64}$", "1..64 letters, digits, '_' and '-'")] = Field(
         description="Accepted; nothing depends on it."
     )
     description: str = Field("", description="Accepted; nothing depends on it: say in the messages what is wanted.")

@@ -10,13 +10,13 @@ from pydantic_core import PydanticCustomError
 
 from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
-from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, toolbox
+from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, tool_set
 from routes.request import prompts
 from routes.request.bodies import Message
-from routes.request.constraints import CLOSED_THOUGHT
+from routes.request.constraints import THINK_END
 from routes.request.fields import Fields
-from routes.request.toolbox import Toolbox
-from routes.request.unserved import UNHEARD_LENGTH, Unserved
+from routes.request.tool_set import ToolSet
+from routes.request.unsupported_fields import UNSUPPORTED_VERBOSITY, Unsupported
 from sampling.grammar.constraint import Constraint
 
 MAX_METADATA = 16
@@ -64,7 +64,7 @@ class ReasoningItem(Fields):
     type: Literal["reasoning"]
 
 
-def _kind(item: Any) -> str | None:
+def _item_type(item: Any) -> str | None:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return "message" if kind is None else kind if isinstance(kind, str) else None
 
@@ -75,20 +75,20 @@ InputItem = Annotated[
     | Annotated[ResultItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
-        _kind,
+        _item_type,
         custom_error_type="item",
         custom_error_message="must be of type message, function_call, function_call_output or reasoning",
     ),
 ]
 
 
-class Kind(Fields):
+class TypedFields(Fields):
     """What a tool is."""
 
     type: Literal["function"]
 
 
-class ResponsesTool(FunctionFields, Kind):
+class ResponsesTool(FunctionFields, TypedFields):
     """A function that may be called."""
 
 
@@ -127,7 +127,7 @@ class TextOptions(Fields):
     """`text` of a response."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
-    verbosity: Annotated[Any, UNHEARD_LENGTH] = Field(None, description="Refused, but for medium.")
+    verbosity: Annotated[Any, UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, but for medium.")
 
 
 class Reasoning(Fields):
@@ -163,22 +163,22 @@ class ResponsesBody(ConversationBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] = Field({}, description="Repeated.")
     store: bool = Field(False, description="Accepted; nothing is stored, and the answer says so.")
-    previous_response_id: Unserved = Field(
+    previous_response_id: Unsupported = Field(
         None, description="Refused: responses are not kept. Send the conversation's items, or use session_id."
     )
-    conversation_: Unserved = Field(None, alias="conversation", description="Refused; use session_id.")
-    background: Unserved = Field(None, description="Not supported; refused.")
-    prompt: Unserved = Field(None, description="Not supported; refused.")
+    conversation_: Unsupported = Field(None, alias="conversation", description="Refused; use session_id.")
+    background: Unsupported = Field(None, description="Not supported; refused.")
+    prompt: Unsupported = Field(None, description="Not supported; refused.")
 
     @property
     def conversation(self) -> list[Message]:
         """See ConversationBody."""
-        said: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         if self.instructions:
-            said.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         for item in self._items:
-            _enter(said, item)
-        return [Message.model_validate(message) for message in said]
+            _append_item(messages, item)
+        return [Message.model_validate(message) for message in messages]
 
     @property
     def _items(self) -> list[MessageItem | CallItem | ResultItem | ReasoningItem]:
@@ -191,24 +191,28 @@ class ResponsesBody(ConversationBody):
         return prompts.think_mode(self.enable_think) if given is None else prompts.EFFORTS[given]
 
     @property
-    def toolbox(self) -> Toolbox | None:
+    def tool_set(self) -> ToolSet | None:
         """See ConversationBody."""
         functions = [tool.function(f"tools[{at}].parameters") for at, tool in enumerate(self.tools)]
-        choice, several = self.tool_choice, self.parallel_tool_calls
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, NamedFunction):
-            return toolbox(functions, "required", [choice.name], several)
+            return tool_set(functions, "required", [choice.name], parallel)
         if isinstance(choice, AllowedFunctions):
-            return toolbox(functions, choice.mode, [tool.name for tool in choice.tools], several)
-        return toolbox(functions, choice, None, several)
+            return tool_set(functions, choice.mode, [tool.name for tool in choice.tools], parallel)
+        return tool_set(functions, choice, None, parallel)
 
     @property
-    def formed(self) -> Constraint | None:
+    def format_constraint(self) -> Constraint | None:
         """See ConversationBody."""
-        formed = self.text.format.chat_format.constraint(CLOSED_THOUGHT if self.thinks else "")
-        return None if formed is None else msgspec.structs.replace(formed, field="text.format.schema")
+        format_constraint = self.text.format.chat_format.constraint(THINK_END if self.thinks else "")
+        return (
+            None
+            if format_constraint is None
+            else msgspec.structs.replace(format_constraint, field="text.format.schema")
+        )
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """See OpenAIBody."""
         return (self.top_logprobs or 0) if LOGPROBS in self.include else None
 
@@ -218,7 +222,7 @@ class ResponsesBody(ConversationBody):
             raise PydanticCustomError(
                 "logprobs", "top_logprobs needs {name} in include", {"name": LOGPROBS, "field": "top_logprobs"}
             )
-        if LOGPROBS in self.include and (self.thinks or self.toolbox is not None):
+        if LOGPROBS in self.include and (self.thinks or self.tool_set is not None):
             raise PydanticCustomError(
                 "logprobs",
                 "log-probabilities cannot be told beside thoughts or tools: they are not of the text alone",
@@ -229,19 +233,19 @@ class ResponsesBody(ConversationBody):
         return self
 
 
-def _enter(said: list[dict[str, Any]], item: MessageItem | CallItem | ResultItem | ReasoningItem) -> None:
+def _append_item(messages: list[dict[str, Any]], item: MessageItem | CallItem | ResultItem | ReasoningItem) -> None:
     """Put an item behind what was said; calls belong to the assistant's message before them."""
     match item:
         case MessageItem():
-            said.append({"role": item.role, "content": _plain(item.content)})
+            messages.append({"role": item.role, "content": _item_text(item.content)})
         case ResultItem():
-            said.append({"role": "tool", "tool_call_id": item.call_id, "content": _plain(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _item_text(item.output)})
         case CallItem():
-            if not said or said[-1]["role"] != "assistant":
-                said.append({"role": "assistant", "content": None})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-            said[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _plain(content: str | list[TextItemPart]) -> str:
+def _item_text(content: str | list[TextItemPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -10,11 +10,11 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Fields
-from routes.request.fields import Shape
-from routes.request.toolbox import Function, Toolbox
+from routes.request.fields import Pattern
+from routes.request.tool_set import Function, ToolSet
 
 MAX_TOOLS = 128
-Name = Annotated[str, Shape(r"^[a-zA-Z0-9_.-]{1,64}$", "1..64 letters, digits, '_', '.' and '-'")]
+Name = Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,64}$", "1..64 letters, digits, '_', '.' and '-'")]
 Mode = Literal["none", "auto", "required"]
 
 
@@ -69,39 +69,39 @@ ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True
 ChatToolChoice = Mode | NamedTool | AllowedChoice
 
 
-def chat_toolbox(tools: list[ChatTool], choice: ChatToolChoice | None, several: bool) -> Toolbox | None:
+def chat_tool_set(tools: list[ChatTool], choice: ChatToolChoice | None, parallel_calls: bool) -> ToolSet | None:
     """What an answer may call; None: nothing. Raises PydanticCustomError where the choice does not fit the tools."""
     functions = [tool.function.function(f"tools[{at}].function.parameters") for at, tool in enumerate(tools)]
     if isinstance(choice, NamedTool):
-        return toolbox(functions, "required", [choice.function.name], several)
+        return tool_set(functions, "required", [choice.function.name], parallel_calls)
     if isinstance(choice, AllowedChoice):
         allowed = choice.allowed_tools
-        return toolbox(functions, allowed.mode, [tool.function.name for tool in allowed.tools], several)
-    return toolbox(functions, choice, None, several)
+        return tool_set(functions, allowed.mode, [tool.function.name for tool in allowed.tools], parallel_calls)
+    return tool_set(functions, choice, None, parallel_calls)
 
 
-def toolbox(
-    functions: Sequence[Function], mode: Mode | None, only: Sequence[str] | None, several: bool
-) -> Toolbox | None:
-    """The same of plain values; `only`: the names chosen, None for all."""
+def tool_set(
+    functions: Sequence[Function], mode: Mode | None, allowed_names: Sequence[str] | None, parallel_calls: bool
+) -> ToolSet | None:
+    """The same of plain values; `allowed_names`: the names chosen, None for all."""
     names = [function.name for function in functions]
     for at, function in enumerate(functions):
         if function.name in names[:at]:
-            raise _refusal(f"has two functions of the name {function.name}", "tools")
+            raise _tool_error(f"has two functions of the name {function.name}", "tools")
         if function.parameters.get("type", "object") != "object":
-            raise _refusal(
+            raise _tool_error(
                 f'must be "object", got {json.dumps(function.parameters["type"])[:80]}', f"{function.field}.type"
             )
-    for name in only or ():
+    for name in allowed_names or ():
         if name not in names:
-            raise _refusal(f"names {name!r}, which is not among the tools", "tool_choice")
+            raise _tool_error(f"names {name!r}, which is not among the tools", "tool_choice")
     if not functions and mode == "required":
-        raise _refusal("is required, but there are no tools", "tool_choice")
+        raise _tool_error("is required, but there are no tools", "tool_choice")
     if not functions or mode == "none":
         return None
-    chosen = tuple(function for function in functions if only is None or function.name in only)
-    return Toolbox(tuple(functions), chosen, must_call=mode == "required", several=several)
+    chosen = tuple(function for function in functions if allowed_names is None or function.name in allowed_names)
+    return ToolSet(tuple(functions), chosen, must_call=mode == "required", parallel_calls=parallel_calls)
 
 
-def _refusal(why: str, field: str) -> PydanticCustomError:
-    return PydanticCustomError("tools", "{field} {why}", {"field": field, "why": why})
+def _tool_error(reason: str, field: str) -> PydanticCustomError:
+    return PydanticCustomError("tools", "{field} {why}", {"field": field, "why": reason})

@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from routes.request.constraints import ConstraintFields
-from routes.request.fields import Fields, Number, SessionId, Shape
-from routes.request.shown import shown, shown_name, worded
-from routes.request.unserved import ConversationOnlyFields, FixedDrawFields, Unserved
+from routes.request.error_value import describe_value, error_field_name, error_value
+from routes.request.fields import Fields, Number, Pattern, SessionId
+from routes.request.unsupported_fields import ChatOnlyFields, FixedSamplingFields, Unsupported
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -29,9 +29,9 @@ StopTokens = Annotated[list[StopToken], Field(max_length=64, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 """Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
-_WORDING = re.compile(r"^(Input|List|String|Dictionary|Value) should")
-_PYTHONS = re.compile(r"a valid dictionary( or instance of \w+)?")
-_BESIDE = re.compile(r" after validation, not .*")
+_PYDANTIC_PREFIX = re.compile(r"^(Input|List|String|Dictionary|Value) should")
+_PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
+_PYDANTIC_SUFFIX = re.compile(r" after validation, not .*")
 
 
 class Body(Fields):
@@ -83,9 +83,9 @@ class Message(BaseModel):
     tool_call_id: str | None = Field(
         None, max_length=256, description="Of a tool: the call that this is the result of; results follow their calls."
     )
-    function_call: Unserved = Field(None, description="Not supported; refused.")
-    audio: Unserved = Field(None, description="Not supported; refused.")
-    refusal: Unserved = Field(None, description="Not supported; refused.")
+    function_call: Unsupported = Field(None, description="Not supported; refused.")
+    audio: Unsupported = Field(None, description="Not supported; refused.")
+    refusal: Unsupported = Field(None, description="Not supported; refused.")
 
     @property
     def text(self) -> str:
@@ -98,7 +98,7 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 
 
-class UrgencyFields(Body):
+class PriorityFields(Body):
     """How soon an answer is wanted."""
 
     timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")
@@ -109,7 +109,7 @@ class UrgencyFields(Body):
     )
 
     @property
-    def urgency(self) -> Priority:
+    def requested_priority(self) -> Priority:
         """`priority` as the engine reads it."""
         return Priority.AUTO if self.priority is None else Priority(self.priority)
 
@@ -166,7 +166,7 @@ class MixtureFields(ModelFields):
     )
 
     @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    def _check_one_mixture(self) -> Self:
         if self.states and self.state:
             raise PydanticCustomError("states", "state and states cannot be given together", {"field": "states"})
         if self.states and self.mrss_gatingweight:
@@ -184,7 +184,7 @@ class StreamOptions(Fields):
     include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
 
 
-class GenerationBody(ConstraintFields, ConversationOnlyFields, UrgencyFields, MixtureFields):
+class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, MixtureFields):
     """Fields of every route that generates, however it draws."""
 
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
@@ -216,12 +216,12 @@ class GenerationBody(ConstraintFields, ConversationOnlyFields, UrgencyFields, Mi
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _apply_max_completion_tokens(self) -> Self:
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         return self
@@ -249,13 +249,15 @@ class SamplingBody(GenerationBody):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            presence_penalty=self.alpha_presence if presence is None or self._says("alpha_presence") else presence,
-            frequency_penalty=self.alpha_frequency if frequency is None or self._says("alpha_frequency") else frequency,
+            presence_penalty=self.alpha_presence if presence is None or self._is_given("alpha_presence") else presence,
+            frequency_penalty=self.alpha_frequency
+            if frequency is None or self._is_given("alpha_frequency")
+            else frequency,
             penalty_decay=self.alpha_decay,
             seed=seed,
         )
 
-    def _says(self, name: str) -> bool:
+    def _is_given(self, name: str) -> bool:
         return name in self.model_fields_set
 
 
@@ -269,7 +271,7 @@ class SessionFields(Body):
 Label = Annotated[
     str,
     Field(max_length=64),
-    Shape(r"^[^\s:](?:[^\n:]*[^\s:])?$", "a label of one line without ':' and without white space at its ends"),
+    Pattern(r"^[^\s:](?:[^\n:]*[^\s:])?$", "a label of one line without ':' and without white space at its ends"),
 ]
 """Who speaks, before the colon."""
 
@@ -292,7 +294,7 @@ class TemplateFields(Body):
     )
 
 
-class PromptForms(TemplateFields):
+class PromptFields(TemplateFields):
     """What the native batch routes continue: raw prompts, a conversation, or text to fill in."""
 
     contents: Texts = Field([], description="Raw prompts, one row each.")
@@ -319,7 +321,7 @@ class PromptForms(TemplateFields):
         return [self.suffix] if isinstance(self.suffix, str) else self.suffix
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _check_one_prompt_form(self) -> Self:
         forms = [bool(self.contents), bool(self.messages), bool(self.prefixes or self.suffixes)]
         if sum(forms) != 1:
             raise PydanticCustomError(
@@ -334,7 +336,7 @@ class PromptForms(TemplateFields):
         return self
 
 
-class BatchBody(PromptForms, GenerationBody):
+class BatchBody(PromptFields, GenerationBody):
     """Prompts to continue, however they are drawn."""
 
 
@@ -360,7 +362,7 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 """The label of a text in the prompt: by name if the code is known, else as it is."""
 
 
-class TranslateBody(FixedDrawFields, UrgencyFields, StateFields):
+class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
     """immersive-translate's custom API."""
 
     source_lang: Language = Field(
@@ -387,32 +389,35 @@ def validate(model: type[Fields], data: Any) -> Any:
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        first = _most_telling(data, error.errors(include_url=False, include_input=False))
-    location, given = _place(data, first)
+        first = _most_specific_error(data, error.errors(include_url=False, include_input=False))
+    location, given = _locate(data, first)
     if location:
-        wording = _BESIDE.sub("", _WORDING.sub("must", first["msg"])).replace("Field required", "must be given")
-        wording = _PYTHONS.sub("a JSON object", wording)
-        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {worded(given)}")
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
-    field = first.get("ctx", {}).get("field") or _first_form(data)
-    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=shown(data.get(field)))
+        wording = _PYDANTIC_SUFFIX.sub("", _PYDANTIC_PREFIX.sub("must", first["msg"])).replace(
+            "Field required", "must be given"
+        )
+        wording = _PYTHON_TYPES.sub("a JSON object", wording)
+        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {describe_value(given)}")
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=error_value(given))
+    field = first.get("ctx", {}).get("field") or _blamed_field(data)
+    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=error_value(data.get(field)))
 
 
-def _most_telling(data: dict[str, Any], errors: list[Any]) -> Any:
+def _most_specific_error(data: dict[str, Any], errors: list[Any]) -> Any:
     """The first field's mistake; of the branches of a union that failed, the one that went deepest, if it can be one
     whose type fits."""
-    same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    candidates = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     return max(
-        same, key=lambda error: (sum(map(_place(data, error)[0].count, ".[")), not error["type"].endswith("_type"))
+        candidates,
+        key=lambda error: (sum(map(_locate(data, error)[0].count, ".[")), not error["type"].endswith("_type")),
     )
 
 
-def _first_form(data: dict[str, Any]) -> str:
+def _blamed_field(data: dict[str, Any]) -> str:
     """The field that a mistake in the whole body is put down to."""
     return next((name for name in ("contents", "messages", "prefix") if data.get(name) is not None), "contents")
 
 
-def _place(data: Any, error: Any) -> tuple[str, Any]:
+def _locate(data: Any, error: Any) -> tuple[str, Any]:
     """The field as a client writes it, and its value. pydantic's tags of union members are left out."""
     location, given = "", data
     path = error["loc"]
@@ -421,7 +426,7 @@ def _place(data: Any, error: Any) -> tuple[str, Any]:
         if isinstance(given, list) and isinstance(step, int) and step < len(given):
             location, given = f"{location}[{step}]", given[step]
         elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
-            location, given = f"{location}.{shown_name(step)}".lstrip("."), given.get(step)
+            location, given = f"{location}.{error_field_name(step)}".lstrip("."), given.get(step)
             if path[at + 1 :] == ("[key]",):  # it is the name that is wrong, and not what stands under it
                 given = step
     return location, given

@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from routes.request.constraints import CLOSED_THOUGHT
-from routes.request.toolbox import FENCE, FENCE_END, TAG, TAG_END, Function, Toolbox
+from routes.request.constraints import THINK_END
+from routes.request.tool_set import (
+    FENCE,
+    FENCE_END,
+    TAG,
+    TAG_END,
+    Function,
+    ToolSet,
+)
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
 
-MOST_CALLS = 16
+MAX_CALLS = 16
 """Of one answer."""
-_COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
+_COMBINATORS = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 _OPEN_ENDED = ("patternProperties", "unevaluatedProperties", "propertyNames")
 
 
-def call_constraint(toolbox: Toolbox, *, is_open: bool, thinks: bool, answer: Constraint | None = None) -> Constraint:
+def tool_call_constraint(
+    tool_set: ToolSet, *, is_open: bool, thinks: bool, answer: Constraint | None = None
+) -> Constraint:
     """What the text behind the prompt is held to.
 
     is_open: the prompt ended with FENCE. thinks: a thought comes first. answer: the JSON of an answer without calls.
@@ -23,18 +32,18 @@ def call_constraint(toolbox: Toolbox, *, is_open: bool, thinks: bool, answer: Co
     rules = [
         SchemaRule(
             name=f"arguments{at}",
-            source=json.dumps(_of_arguments(function.parameters), ensure_ascii=False),
+            source=json.dumps(_arguments_schema(function.parameters), ensure_ascii=False),
             field=function.field,
             strict=function.strict,
         )
-        for at, function in enumerate(toolbox.callable)
+        for at, function in enumerate(tool_set.allowed_functions)
     ]
     lines = [
-        f"start: {'thought ' if thinks else ''}{_answers(toolbox.must_call, is_open, answer)}",
-        *_marked("fenced", FENCE, FENCE_END, toolbox.several),
-        *_marked("tagged", TAG, TAG_END, toolbox.several),
-        f"call: {' | '.join(map(_call, range(len(rules)), toolbox.callable))}",
-        f"thought[suffix={_quoted(CLOSED_THOUGHT)}]: /(?s:.*)/",
+        f"start: {'thought ' if thinks else ''}{_answer_rule(tool_set.must_call, is_open, answer)}",
+        *_call_rule("fenced", FENCE, FENCE_END, tool_set.parallel_calls),
+        *_call_rule("tagged", TAG, TAG_END, tool_set.parallel_calls),
+        f"call: {' | '.join(map(_call_body_rule, range(len(rules)), tool_set.allowed_functions))}",
+        f"thought[suffix={_quoted(THINK_END)}]: /(?s:.*)/",
         f"to_fence[suffix={_quoted(FENCE)}]: /(?s:.*)/",
         f"to_tag[suffix={_quoted(TAG)}]: /(?s:.*)/",
         f"FREE: /(?s:.*)/ & ~/(?s:.*)({FENCE}|{TAG})(?s:.*)/",
@@ -45,7 +54,7 @@ def call_constraint(toolbox: Toolbox, *, is_open: bool, thinks: bool, answer: Co
     return Constraint(form=Form.LARK, source="\n".join(lines) + "\n", rules=tuple(rules), field="tools")
 
 
-def _answers(must_call: bool, is_open: bool, answer: Constraint | None) -> str:
+def _answer_rule(must_call: bool, is_open: bool, answer: Constraint | None) -> str:
     if is_open:
         return "fenced"
     if must_call:
@@ -55,26 +64,26 @@ def _answers(must_call: bool, is_open: bool, answer: Constraint | None) -> str:
     return "(FREE | to_fence fenced | to_tag tagged)"
 
 
-def _marked(name: str, opening: str, closing: str, several: bool) -> list[str]:
+def _call_rule(name: str, opening: str, closing: str, parallel_calls: bool) -> list[str]:
     """A call behind its opening, and more of them; then the round may end, as it does in the texts of the training."""
     one = f'"\\n" call {_quoted(chr(10) + closing)}'
-    more = f' ({_quoted(chr(10) + opening)} {one}){{0,{MOST_CALLS - 1}}} ("\\n\\n")?' if several else ""
+    more = f' ({_quoted(chr(10) + opening)} {one}){{0,{MAX_CALLS - 1}}} ("\\n\\n")?' if parallel_calls else ""
     return [f"{name}: {one}{more}"]
 
 
-def _call(at: int, function: Function) -> str:
+def _call_body_rule(at: int, function: Function) -> str:
     head = f'{{"name": {_quoted(function.name)}, "arguments": '
     return f'{_quoted(head)} arguments{at} "}}"'
 
 
-def _of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+def _arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of an object that has what the function takes, and nothing else unless the schema speaks of it."""
-    if any(key in schema for key in _COMBINED):
+    if any(key in schema for key in _COMBINATORS):
         return schema
-    made = {"type": "object", "properties": {}, **schema}
-    if "additionalProperties" not in made and not any(key in made for key in _OPEN_ENDED):
-        made["additionalProperties"] = False
-    return made
+    closed = {"type": "object", "properties": {}, **schema}
+    if "additionalProperties" not in closed and not any(key in closed for key in _OPEN_ENDED):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _quoted(text: str) -> str:

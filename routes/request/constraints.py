@@ -12,7 +12,7 @@ from routes.request.fields import Fields
 from rwkv_batch.errors import ErrorKind, ServiceError
 from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, Constraint, Form
 
-CLOSED_THOUGHT = "</think>"
+THINK_END = "</think>"
 """Where a model that thinks first begins its answer."""
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARACTERS)]
 
@@ -41,7 +41,7 @@ class ConstraintFields(Fields):
     @property
     def constraint(self) -> Constraint | None:
         """What the rows are held to. Raises ServiceError for a schema that cannot be written down."""
-        after = CLOSED_THOUGHT if self.thinks else ""
+        after = THINK_END if self.thinks else ""
         if self.grammar is not None:
             return Constraint(form=Form.LARK, source=self.grammar, field="grammar", after=after)
         if self.regex is not None:

@@ -13,7 +13,7 @@ from routes.request.bodies import Fields, GenerationBody, StopTokens, Template
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import invalid
 
-_OTHER_NAMES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
+_ALIASES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
 """Under which dialects give the same."""
 
 
@@ -51,12 +51,12 @@ def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefa
     return msgspec.convert(fields.model_dump(exclude_none=True), DecodeDefaults)
 
 
-def with_defaults(body: GenerationBody, defaults: DecodeDefaults, of_model: DecodeDefaults) -> GenerationBody:
+def with_defaults(body: GenerationBody, defaults: DecodeDefaults, model_defaults: DecodeDefaults) -> GenerationBody:
     """The body as if it had said what it leaves out; what a state brings goes before what its model brings."""
     filled = {
         name: value
-        for name, value in (of_model.given | defaults.given).items()
-        if name in type(body).model_fields and not {name, _OTHER_NAMES.get(name, name)} & body.model_fields_set
+        for name, value in (model_defaults.given | defaults.given).items()
+        if name in type(body).model_fields and not {name, _ALIASES.get(name, name)} & body.model_fields_set
     }
     if "stop_tokens" in filled and body.constraint is not None:  # which says itself how the text ends
         del filled["stop_tokens"]

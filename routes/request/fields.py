@@ -18,11 +18,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-_NUMBER_CHARACTERS = 32
+_MAX_NUMBER_LENGTH = 32
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, str) and len(value) <= _NUMBER_CHARACTERS:
+    if isinstance(value, str) and len(value) <= _MAX_NUMBER_LENGTH:
         with contextlib.suppress(ValueError):  # what is no number is refused as in any other field of numbers
             return float(value)
     return value
@@ -39,41 +39,41 @@ class OneOf:
     names: tuple[str, ...]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {**handler(schema), "enum": ["", *self.names]}
 
-    def _checked(self, text: str) -> str:
+    def _check(self, text: str) -> str:
         if text and text not in self.names:
             raise PydanticCustomError("one_of", "must be one of {names}", {"names": ", ".join(self.names)})
         return text
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a text: that it fits an expression; `told` says in words what a client is refused for."""
+class Pattern:
+    """Of a text: that it fits an expression; `description` says in words what a client is refused for."""
 
     pattern: str
-    told: str
+    description: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {**handler(schema), "pattern": self.pattern}
 
-    def _checked(self, text: str) -> str:
+    def _check(self, text: str) -> str:
         if not re.fullmatch(self.pattern, text):
-            raise PydanticCustomError("shape", "must be {told}", {"told": self.told})
+            raise PydanticCustomError("shape", "must be {told}", {"description": self.description})
         return text
 
 
 Device = Annotated[
-    str, Shape(r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$", "a device like cuda:0, a GPU's number, cpu or auto")
+    str, Pattern(r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$", "a device like cuda:0, a GPU's number, cpu or auto")
 ]
 """As --pp-devices names one."""
-NO_NUL = Shape(r"^[^\x00]*$", "a name without the character U+0000")
+NO_NUL = Pattern(r"^[^\x00]*$", "a name without the character U+0000")
 """Of what names a session: PostgreSQL's text cannot have it."""
 SessionId = Annotated[str, Field(min_length=1, max_length=256), NO_NUL]
 

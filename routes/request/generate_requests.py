@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from routes.config import HttpConfig
 from routes.request.bodies import GenerationBody
-from routes.request.model_names import asked_adapter, asked_state
+from routes.request.model_names import requested_adapter, requested_state
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
@@ -20,14 +20,14 @@ Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 200_000
 _SEEDS = 2**64
-_USUAL_CHARACTERS = 4
+_CHARACTERS_PER_TOKEN = 4
 """Of a token, at most: a text that may be in order is counted once."""
 _SLICE_CHARACTERS = 65_536
-_SURELY = 2
+_ESTIMATE_MARGIN = 2
 """Cuts move tokens' borders: a text is refused by such a count only where it is far beyond the limit."""
 
 
-async def off_loop(
+async def offload_if_large(
     characters: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
     """Run `function` here if it is quick (by the length of its text), else on a thread, so that the loop goes on."""
@@ -44,16 +44,16 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
 
 
 def row_stops(
-    body: GenerationBody, usual: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
+    body: GenerationBody, default_stops: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
 ) -> list[int | str]:
-    """`stop_tokens` if the request has them, else the usual ones; `stop`; and what its prompt's form has in any case.
+    """`stop_tokens` if the request has them, else the default_stops ones; `stop`; and what its prompt's form has in any case.
 
     Of a constrained text only those that the request names: the constraint says how it ends.
     """
-    named = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
+    prompts_by_field = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
     if body.constraint is not None:
-        return [*(named or []), *body.stop_texts]
-    return [*(usual if named is None else named), *body.stop_texts, *built_in]
+        return [*(prompts_by_field or []), *body.stop_texts]
+    return [*(default_stops if prompts_by_field is None else prompts_by_field), *body.stop_texts, *built_in]
 
 
 def encode(
@@ -61,9 +61,9 @@ def encode(
 ) -> list[int]:
     """Token ids of one prompt, if it isn't given as such. Raises ServiceError if there are none or too many."""
     limit = config.max_prompt_tokens
-    if isinstance(prompt, str) and len(prompt) > _USUAL_CHARACTERS * limit:
-        count = _roughly_counted(tokenizer, prompt, _SURELY * limit)
-        if count > _SURELY * limit:
+    if isinstance(prompt, str) and len(prompt) > _CHARACTERS_PER_TOKEN * limit:
+        count = _estimate_tokens(tokenizer, prompt, _ESTIMATE_MARGIN * limit)
+        if count > _ESTIMATE_MARGIN * limit:
             raise invalid(field, f"has more than {count} tokens, the limit is {limit} (--max-prompt-tokens)", count)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if pad_zero:
@@ -92,12 +92,12 @@ def encode_all(
         yield ids
 
 
-def _roughly_counted(tokenizer: Tokenizer, text: str, enough: int) -> int:
-    """About how many tokens a long text has, counted slice by slice until there are `enough`; none is kept."""
+def _estimate_tokens(tokenizer: Tokenizer, text: str, stop_at: int) -> int:
+    """About how many tokens a long text has, counted slice by slice until there are `stop_at`; none is kept."""
     count = 0
     for at in range(0, len(text), _SLICE_CHARACTERS):
         count += len(tokenizer.encode(text[at : at + _SLICE_CHARACTERS]))
-        if count > enough:
+        if count > stop_at:
             break
     return count
 
@@ -142,12 +142,12 @@ def build_rows(
         )
     seed = secrets.randbits(64) if body.seed is None else body.seed
     mixture = [(member.name, member.weight) for member in body.states]
-    state = "" if mixture else asked_state(body, config)
-    adapter = asked_adapter(body, config)
+    state = "" if mixture else requested_state(body, config)
+    adapter = requested_adapter(body, config)
     pad_zero = body.pad_zero and (not (state or mixture) or "pad_zero" in body.model_fields_set)
     constraint = body.constraint
     stop_ids, stop_strings = split_stops(stops)
-    named = ((f"{field}[{index}]", prompt) for index, prompt in enumerate(prompts))
+    prompts_by_field = ((f"{field}[{index}]", prompt) for index, prompt in enumerate(prompts))
     return [
         GenerateRequest(
             prompt=ids,
@@ -164,5 +164,5 @@ def build_rows(
             mixture=mixture,
             constraint=constraint,
         )
-        for index, ids in enumerate(encode_all(tokenizer, named, config, pad_zero))
+        for index, ids in enumerate(encode_all(tokenizer, prompts_by_field, config, pad_zero))
     ]

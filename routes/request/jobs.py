@@ -6,13 +6,13 @@ import uuid
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import DEFAULT_STOPS, BatchBody, PromptBody, UrgencyFields
-from routes.request.generate_requests import build_rows, off_loop, row_stops
+from routes.request.bodies import DEFAULT_STOPS, BatchBody, PriorityFields, PromptBody
+from routes.request.generate_requests import build_rows, offload_if_large, row_stops
 from routes.request.session_turn import as_turn
 from rwkv_batch.request import GenerateRequest, Job
 
 
-def make_job(rows: list[GenerateRequest], body: UrgencyFields, label: str, sampler: str = "") -> Job:
+def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, sampler: str = "") -> Job:
     """A job of these rows, as urgent as the body says, under an id that no other HTTP worker makes; see Job."""
     return Job(
         job_id=uuid.uuid4().hex,
@@ -20,15 +20,15 @@ def make_job(rows: list[GenerateRequest], body: UrgencyFields, label: str, sampl
         sampler=sampler,
         timeout_s=body.timeout_s,
         label=label,
-        priority=body.urgency,
+        priority=body.requested_priority,
     )
 
 
 async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
     """The job of a native batch body, in its session if it has one. Raises ServiceError."""
-    texts, stops, field = prompt_forms(body)
+    texts, stops, field = prompts_and_stops(body)
     characters = sum(map(len, texts))
-    rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
+    rows = await offload_if_large(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
     if isinstance(body, PromptBody) and body.session_id is not None:
         resume = texts[0]
         if body.messages:
@@ -38,12 +38,12 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
     return make_job(rows, body, label, sampler)
 
 
-def prompt_forms(body: BatchBody) -> tuple[list[str], list[int | str], str]:
+def prompts_and_stops(body: BatchBody) -> tuple[list[str], list[int | str], str]:
     """Prompts, stops, and the field they came from."""
     if body.messages:
         think = prompts.think_mode(body.enable_think)
-        own = prompts.answer_stops(think, may_call=False, template=body.template)
-        return [prompts.chat(body.messages, think, template=body.template)], row_stops(body, own), "messages"
+        default_stops = prompts.answer_stops(think, may_call=False, template=body.template)
+        return [prompts.chat(body.messages, think, template=body.template)], row_stops(body, default_stops), "messages"
     if body.contents:
         return body.contents, row_stops(body, DEFAULT_STOPS), "contents"
     pairs = zip(body.prefixes, body.suffixes, strict=True)

@@ -8,7 +8,7 @@ import re
 
 import pydantic_core
 
-from routes.request.shown import shown, shown_name
+from routes.request.error_value import error_field_name, error_value
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 MAX_VALUES = 2_000_000
@@ -34,7 +34,7 @@ def parse_json(body: bytes) -> object:
     if found is not None:
         field, given = found
         message = f"{field}: must be text with a UTF-8 form, but has a lone surrogate ({reason})"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=shown(given))
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=error_value(given))
     raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
 
 
@@ -72,7 +72,7 @@ def _field_with_surrogate(body: bytes) -> tuple[str, object] | None:
         return None
     if not isinstance(data, dict):
         return None if _has_utf8(data) else ("body", data)
-    return next(((shown_name(name), value) for name, value in data.items() if not _has_utf8([name, value])), None)
+    return next(((error_field_name(name), value) for name, value in data.items() if not _has_utf8([name, value])), None)
 
 
 def _has_utf8(value: object) -> bool:

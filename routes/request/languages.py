@@ -35,7 +35,7 @@ NAMES = {
     "ug": "Uyghur", "uk": "Ukrainian", "ur": "Urdu", "uz": "Uzbek", "vi": "Vietnamese", "wo": "Wolof",
     "xh": "Xhosa", "yi": "Yiddish", "yo": "Yoruba", "yue": "Cantonese", "zh": "Chinese", "zu": "Zulu",
 }  # fmt: skip
-_SAME = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
+_ALIASES = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
 _TRADITIONAL = ("hant", "tw", "hk", "mo")
 _SAMPLE_CHARACTERS = 4000
 _DETECTED = (
@@ -68,7 +68,7 @@ _LETTERS_OF_A_WORD = 3
 """Latin letters that weigh as one of another script, where a text has both."""
 _ENGLISH_ADVANTAGE = 6.0
 """Added to a log-likelihood. Of words that several languages have, most are English."""
-_MOST_OF_PAGE = 8.0
+_MAX_PAGE_ADVANTAGE = 8.0
 """So much likelier a text has to be in its own language than in that of the others, to be taken for it. Lower, labels
 are taken for languages that share the word; higher, short texts that are of another language are lost."""
 
@@ -76,7 +76,7 @@ are taken for languages that share the word; higher, short texts that are of ano
 def name_of(code: str) -> str:
     """The English name by which a prompt calls a language; an unknown code passes through."""
     base, _, rest = code.replace("_", "-").partition("-")
-    base = _SAME.get(base.lower(), base.lower())
+    base = _ALIASES.get(base.lower(), base.lower())
     if base == "zh" and any(part in _TRADITIONAL for part in rest.lower().split("-")):
         return "Traditional Chinese"
     return NAMES.get(base, code)
@@ -94,10 +94,10 @@ def detect(texts: Sequence[str]) -> list[str]:
         groups[_candidates(sample)].append(index)
     found = [""] * len(samples)
     for candidates, indices in groups.items():
-        for index, code in zip(indices, _chosen([samples[index] for index in indices], candidates), strict=True):
+        for index, code in zip(indices, _classify([samples[index] for index in indices], candidates), strict=True):
             found[index] = "ja" if _KANA.search(samples[index]) else code
     chinese = [index for index, code in enumerate(found) if code == "zh"]
-    for index, code in zip(chinese, _written([samples[index] for index in chinese]), strict=True):
+    for index, code in zip(chinese, _chinese_variants([samples[index] for index in chinese]), strict=True):
         found[index] = code
     return found
 
@@ -111,17 +111,17 @@ def _candidates(sample: str) -> tuple[str, ...]:
     return max(weights, key=weights.__getitem__, default=())
 
 
-def _chosen(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
+def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
     """Which of the candidates each sample is written in, the others being likely to be of the same."""
     if len(candidates) < 2:
         return ["".join(candidates)] * len(samples)
-    own = [_log_likelihoods(sample, candidates) for sample in samples]
-    page = {code: math.fsum(scores[code] for scores in own) for code in candidates}
-    if "en" in page:
-        page["en"] += _ENGLISH_ADVANTAGE
-    highest = max(page.values())
-    shared = {code: max(-_MOST_OF_PAGE, score - highest) for code, score in page.items()}
-    return [max(candidates, key=lambda code: scores[code] + shared[code]) for scores in own]
+    own_scores = [_log_likelihoods(sample, candidates) for sample in samples]
+    page_scores = {code: math.fsum(scores[code] for scores in own_scores) for code in candidates}
+    if "en" in page_scores:
+        page_scores["en"] += _ENGLISH_ADVANTAGE
+    highest = max(page_scores.values())
+    shared = {code: max(-_MAX_PAGE_ADVANTAGE, score - highest) for code, score in page_scores.items()}
+    return [max(candidates, key=lambda code: scores[code] + shared[code]) for scores in own_scores]
 
 
 def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:
@@ -129,11 +129,13 @@ def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, floa
     return {code: max(float(scores[code]), _NO_EVIDENCE) for code in candidates}
 
 
-def _written(samples: list[str]) -> list[str]:
+def _chinese_variants(samples: list[str]) -> list[str]:
     """zh-TW for texts with more traditional than simplified forms; where neither is seen, as the others."""
-    own = [_letters_only_in(text, "big5", "gb2312") - _letters_only_in(text, "gb2312", "big5") for text in samples]
-    page = sum(own)
-    return ["zh-TW" if (mine or page) > 0 else "zh-CN" for mine in own]
+    own_scores = [
+        _letters_only_in(text, "big5", "gb2312") - _letters_only_in(text, "gb2312", "big5") for text in samples
+    ]
+    page_scores = sum(own_scores)
+    return ["zh-TW" if (mine or page_scores) > 0 else "zh-CN" for mine in own_scores]
 
 
 @functools.cache

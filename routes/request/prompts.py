@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from itertools import dropwhile, groupby
 
 from routes.request.bodies import DEFAULT_STOPS, Message, Template
-from routes.request.toolbox import call_text
+from routes.request.tool_set import call_text
 
 FIM_STOP = "✿"
 END_OF_TEXT, BLANK_LINE = 0, 261
 """Token ids."""
-ROUND_BREAK = "\n\n"
-THINKING = "<think"
+TURN_SEPARATOR = "\n\n"
+THINK_START = "<think"
 _NEWLINES = re.compile(r"\n{2,}")
-STANDARD = Template.model_validate({"opening": "<think>\n</think>"})
+DEFAULT_TEMPLATE = Template.model_validate({"opening": "<think>\n</think>"})
 """What the weights were trained on."""
-_INSTRUCTORS = ("system", "developer")
-_TOOLS = ("tool", "function")
+_SYSTEM_ROLES = ("system", "developer")
+_TOOL_ROLES = ("tool", "function")
 
 
 class Think(enum.StrEnum):
@@ -34,7 +34,7 @@ class Think(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkForm:
+class ThinkFormat:
     """What a mode puts into the prompt, and what ends its answer."""
 
     hint: str
@@ -43,11 +43,11 @@ class ThinkForm:
     """at the beginning of the answer"""
 
 
-THINK_FORMS = {
-    Think.ON: ThinkForm("", THINKING),
-    Think.SHORT: ThinkForm(" (think a bit)", THINKING),
-    Think.MEDIUM: ThinkForm(" (think)", THINKING),
-    Think.LONG: ThinkForm(" (think a lot)", THINKING),
+THINK_FORMATS = {
+    Think.ON: ThinkFormat("", THINK_START),
+    Think.SHORT: ThinkFormat(" (think a bit)", THINK_START),
+    Think.MEDIUM: ThinkFormat(" (think)", THINK_START),
+    Think.LONG: ThinkFormat(" (think a lot)", THINK_START),
 }
 EFFORTS = {
     "none": Think.OFF,
@@ -65,14 +65,14 @@ def answer_stops(think: Think, may_call: bool, template: Template | None = None)
     if think is Think.OFF and not may_call:
         return DEFAULT_STOPS if template is None else (END_OF_TEXT, BLANK_LINE)
     # A thought has blank lines and may speak of the User: only a new label ends an answer that holds one.
-    words = STANDARD if template is None else template
-    return (END_OF_TEXT, *(f"{ROUND_BREAK}{label}:" for label in (words.user, words.system, words.assistant)))
+    labels = DEFAULT_TEMPLATE if template is None else template
+    return (END_OF_TEXT, *(f"{TURN_SEPARATOR}{label}:" for label in (labels.user, labels.system, labels.assistant)))
 
 
-def _label(role: str, words: Template) -> str:
-    if role in _INSTRUCTORS:
-        return words.system
-    return words.assistant if role == "assistant" else words.user
+def _label(role: str, labels: Template) -> str:
+    if role in _SYSTEM_ROLES:
+        return labels.system
+    return labels.assistant if role == "assistant" else labels.user
 
 
 def think_mode(enable_think: bool) -> Think:
@@ -80,12 +80,12 @@ def think_mode(enable_think: bool) -> Think:
     return Think.ON if enable_think else Think.OFF
 
 
-def one_turn(text: str) -> str:
+def format_turn(text: str) -> str:
     """Text of a turn: rounds are separated by blank lines, so runs of newlines collapse to one."""
-    return _one_break(text).strip("\n")
+    return _collapse_newlines(text).strip("\n")
 
 
-def _one_break(text: str) -> str:
+def _collapse_newlines(text: str) -> str:
     return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -104,38 +104,39 @@ def chat(
     listing: what the instructions at the beginning end with. opening: what the answer begins with instead.
     template: other words than the model was trained on.
     """
-    words = STANDARD if template is None else template
-    form = THINK_FORMS.get(think, ThinkForm("", words.opening))
-    messages = _results_in_order(messages)
+    labels = DEFAULT_TEMPLATE if template is None else template
+    think_format = THINK_FORMATS.get(think, ThinkFormat("", labels.opening))
+    messages = _sort_tool_results(messages)
     last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
-        f"{_label(message.role, words)}: {_content(message)}".rstrip(" ") + (form.hint if at == last_user else "")
+        f"{_label(message.role, labels)}: {_content(message)}".rstrip(" ")
+        + (think_format.hint if at == last_user else "")
         for at, message in enumerate(messages)
     ]
-    if listing and messages and messages[0].role in _INSTRUCTORS:
+    if listing and messages and messages[0].role in _SYSTEM_ROLES:
         rounds[0] += ("\n" if messages[0].text.strip() else " ") + listing
     elif listing:
-        rounds.insert(0, f"{words.system}: {listing}")
-    begun = form.opening if opening is None else opening
+        rounds.insert(0, f"{labels.system}: {listing}")
+    answer_prefix = think_format.opening if opening is None else opening
     if continues:
-        begun = _one_break(messages[-1].text).lstrip()
-    last = f"{words.assistant}: {begun}" if begun else f"{words.assistant}:"
-    return ROUND_BREAK.join([*(rounds[:-1] if continues else rounds), last])
+        answer_prefix = _collapse_newlines(messages[-1].text).lstrip()
+    last = f"{labels.assistant}: {answer_prefix}" if answer_prefix else f"{labels.assistant}:"
+    return TURN_SEPARATOR.join([*(rounds[:-1] if continues else rounds), last])
 
 
 def _content(message: Message) -> str:
-    text = one_turn(message.text)
-    if message.role in _TOOLS:
+    text = format_turn(message.text)
+    if message.role in _TOOL_ROLES:
         return f"Function output:\n{text}"
-    calls = (one_turn(call_text(call.function.name, call.function.arguments)) for call in message.tool_calls or ())
+    calls = (format_turn(call_text(call.function.name, call.function.arguments)) for call in message.tool_calls or ())
     return "\n".join(filter(None, (text, *calls)))
 
 
-def _results_in_order(messages: Sequence[Message]) -> list[Message]:
+def _sort_tool_results(messages: Sequence[Message]) -> list[Message]:
     """The results of several calls in the order of the calls: nothing else says which is which."""
     ordered: list[Message] = []
     calls: list[str] = []
-    for is_result, group in groupby(messages, lambda message: message.role in _TOOLS):
+    for is_result, group in groupby(messages, lambda message: message.role in _TOOL_ROLES):
         turns = list(group)
         if is_result:
             turns.sort(key=lambda one: calls.index(one.tool_call_id) if one.tool_call_id in calls else len(calls))
@@ -153,12 +154,12 @@ def new_messages(messages: Sequence[Message]) -> list[Message]:
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     if answers:
         return list(messages[answers[-1] + 1 :])
-    return list(dropwhile(lambda message: message.role in _INSTRUCTORS, messages)) or list(messages)
+    return list(dropwhile(lambda message: message.role in _SYSTEM_ROLES, messages)) or list(messages)
 
 
-def resumed(prompt: str) -> str:
+def continuation_prompt(prompt: str) -> str:
     """A prompt as an existing session reads it: after the blank line that ended the round before."""
-    return prompt if prompt.startswith(ROUND_BREAK) else ROUND_BREAK + prompt
+    return prompt if prompt.startswith(TURN_SEPARATOR) else TURN_SEPARATOR + prompt
 
 
 def fill_in_the_middle(prefix: str, suffix: str) -> str:
@@ -168,4 +169,4 @@ def fill_in_the_middle(prefix: str, suffix: str) -> str:
 
 def translation(source: str, target: str, text: str) -> str:
     """`English: …\\n\\nChinese:`, with English names of languages."""
-    return f"{source}: {one_turn(text)}\n\n{target}:"
+    return f"{source}: {format_turn(text)}\n\n{target}:"

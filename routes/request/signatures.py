@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_MOST_PARTS = 2000
+_MAX_PARTS = 2000
 """Of one signature: references may make a small schema large."""
-_DEEPEST = 8
+_MAX_DEPTH = 8
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
 
@@ -22,28 +22,28 @@ class _Signature:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._left = _MOST_PARTS
+        self._parts_left = _MAX_PARTS
 
     def parameters(self) -> str:
         """What stands between the parentheses."""
         return self._properties(self._resolved(self._root), 0)
 
     def _properties(self, schema: dict[str, Any], depth: int) -> str:
-        given = schema.get("properties")
-        wanted = schema.get("required")
+        properties = schema.get("properties")
+        required = schema.get("required")
         parts = []
-        for name, part in given.items() if isinstance(given, dict) else ():
-            mark = "" if isinstance(wanted, list) and name in wanted else "?"
+        for name, part in properties.items() if isinstance(properties, dict) else ():
+            mark = "" if isinstance(required, list) and name in required else "?"
             about = part.get("description") if isinstance(part, dict) else None
             comment = f" /* {_one_line(about)} */" if isinstance(about, str) and about.strip() else ""
             parts.append(f"{name}{mark}: {self._type(part, depth + 1)}{comment}")
         return ", ".join(parts)
 
     def _type(self, schema: Any, depth: int) -> str:
-        self._left -= 1
+        self._parts_left -= 1
         if not isinstance(schema, dict):
             return "any"
-        if depth > _DEEPEST or self._left < 0:
+        if depth > _MAX_DEPTH or self._parts_left < 0:
             return "object"
         schema = self._resolved(schema)
         if "const" in schema:

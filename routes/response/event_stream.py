@@ -13,8 +13,8 @@ import msgspec
 
 from routes.config import HttpConfig
 from routes.context import Context
-from routes.exchange import current
-from routes.wakeups import Box
+from routes.reader_wakeups import Mailbox
+from routes.request_context import current_request
 from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.errors import ServiceError, invalid
 from rwkv_batch.request import Job, JobEvents
@@ -29,55 +29,55 @@ class EventStream:
 
     def __init__(self, context: Context, job: Job) -> None:
         self._engine = context.engine
-        self._wake_ups = context.wake_ups
+        self._wakeups = context.wakeups
         self._job_id = job.job_id
         self._stall_timeout_s = context.config.stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
-        self._begun: asyncio.Future[JobEvents] | None = None
+        self._started: asyncio.Future[JobEvents] | None = None
         """the first events of a session's turn; others are not waited for, and the loop is not woken"""
         if any(row.session is not None for row in job.rows):
-            self._begun = self._loop.create_future()
-        self._has_begun = False
-        self._exchange = current()
-        self._box: Box[JobEvents] = Box()
-        self._last_pull: float | None = None
+            self._started = self._loop.create_future()
+        self._has_started = False
+        self._request_context = current_request()
+        self._mailbox: Mailbox[JobEvents] = Mailbox()
+        self._last_read: float | None = None
         """None: nobody writes yet, so nobody stalls"""
-        self._ended = threading.Event()
+        self._is_over = threading.Event()
         self._closed = False
 
     def sink(self, events: JobEvents) -> None:
         """Take what a step brought. Runs on the engine client's thread; returns at once."""
-        if self._begun is not None and not self._has_begun:
-            self._has_begun = True
-            self._loop.call_soon_threadsafe(self._begun.set_result, events)
-        self._wake_ups.put(self._box, events)
+        if self._started is not None and not self._has_started:
+            self._has_started = True
+            self._loop.call_soon_threadsafe(self._started.set_result, events)
+        self._wakeups.put(self._mailbox, events)
         if events.done:
-            self._ended.set()
+            self._is_over.set()
             self._loop.call_soon_threadsafe(self._finish)
         elif not self._closed and self._is_stalled():
-            fields = {"request_id": self._exchange.request_id}
+            fields = {"request_id": self._request_context.request_id}
             logger.warning("job %s: its client stopped reading; cancelled", self._job_id, extra={"fields": fields})
             self.close()
 
     def pull(self, timeout_s: float) -> list[JobEvents]:
         """Everything that waits; waits for at most `timeout_s` seconds, then []."""
-        self._last_pull = time.monotonic()
-        batch = self._wake_ups.take(self._box, timeout_s)
+        self._last_read = time.monotonic()
+        batch = self._wakeups.take(self._mailbox, timeout_s)
         for events in batch:
-            self._exchange.observe(events)
+            self._request_context.observe(events)
         return batch
 
-    async def wait_begun(self, timeout_s: float | None) -> JobEvents | None:
+    async def wait_started(self, timeout_s: float | None) -> JobEvents | None:
         """The first events of a session's turn, which are pulled all the same; None if there are none in that time.
 
         A turn may fail for its session, which takes a moment to find. All else that is admitted mostly goes well, and
         is not waited for: its first token should find the answer begun.
         """
-        if self._begun is None:
+        if self._started is None:
             return None
-        await asyncio.wait([self._begun], timeout=timeout_s)
-        return self._begun.result() if self._begun.done() else None
+        await asyncio.wait([self._started], timeout=timeout_s)
+        return self._started.result() if self._started.done() else None
 
     async def wait_finished(self, timeout_s: float | None) -> bool:
         """Whether the last event is there within `timeout_s` seconds; None: waits until it is."""
@@ -86,14 +86,14 @@ class EventStream:
 
     def wait_on_thread(self, timeout_s: float) -> bool:
         """The same for a thread that is not the loop's."""
-        self._last_pull = time.monotonic()
-        return self._ended.wait(timeout_s)
+        self._last_read = time.monotonic()
+        return self._is_over.wait(timeout_s)
 
     def close(self) -> None:
         """Cancel the job unless it has ended."""
         if not self._closed:
             self._closed = True
-            if not self._ended.is_set():
+            if not self._is_over.is_set():
                 self._engine.cancel(self._job_id)
 
     def _finish(self) -> None:
@@ -102,33 +102,33 @@ class EventStream:
 
     def _is_stalled(self) -> bool:
         """A writer that waits for its turn is not held up by its client, however long this process stood still."""
-        last = None if self._box.is_awaited else self._last_pull
+        last = None if self._mailbox.has_waiting_reader else self._last_read
         idle = 0.0 if last is None else time.monotonic() - last
-        return idle > self._stall_timeout_s or len(self._box.items) > MAX_WAITING_EVENTS
+        return idle > self._stall_timeout_s or len(self._mailbox.items) > MAX_WAITING_EVENTS
 
 
 async def submit(context: Context, job: Job) -> EventStream:
     """Hand a job to the engine in the client's name, and wait until it is admitted. Raises ServiceError if not."""
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
-    exchange = current()
+    request_context = current_request()
     job = msgspec.structs.replace(
         job,
-        client=exchange.client,
-        limits=exchange.limits,
-        priority=exchange.priority or job.priority,
+        client=request_context.client,
+        limits=request_context.limits,
+        priority=request_context.priority or job.priority,
         timeout_s=time_limit(context.config, job.timeout_s),
     )
-    exchange.submit(job)
+    request_context.submit(job)
     stream = EventStream(context, job)
-    context.engine.submit(job, stream.sink, _settler(loop, admission))
+    context.engine.submit(job, stream.sink, _future_callback(loop, admission))
     try:
         await admission
     except asyncio.CancelledError:  # nobody will read it
         stream.close()
         raise
     finally:
-        del admission  # as in `ask`
+        del admission  # as in `call_engine`
     return stream
 
 
@@ -142,22 +142,22 @@ def time_limit(config: HttpConfig, given: float | None) -> float | None:
     return given
 
 
-async def ask(context: Context, call: EngineCall[Answer]) -> Answer:
+async def call_engine(context: Context, call: EngineCall[Answer]) -> Answer:
     """The engine's answer to a call. Raises ServiceError."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Answer] = loop.create_future()
 
-    context.engine.call(call, _settler(loop, answer))
+    context.engine.call(call, _future_callback(loop, answer))
     try:
         return await answer
     finally:
         del answer  # its exception knows this frame: with the request, whole files, they would stay as a circle
 
 
-def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any], None]:
+def _future_callback(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any], None]:
     """A callback for another thread that settles `future`: a ServiceError is its exception, all else its result."""
 
-    def settle(value: object) -> None:
+    def set_outcome(value: object) -> None:
         if future.done():
             return  # who asked has given up
         if isinstance(value, ServiceError):
@@ -166,6 +166,6 @@ def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Ca
             future.set_result(value)
 
     def reply(value: object) -> None:
-        loop.call_soon_threadsafe(settle, value)
+        loop.call_soon_threadsafe(set_outcome, value)
 
     return reply

@@ -13,31 +13,33 @@ from typing import Any, Protocol
 
 from routes.context import Context
 from routes.response.event_stream import EventStream, submit
-from routes.response.reply import (
+from routes.response.http_response import (
     DONE,
     JSON,
     NATIVE_ERRORS,
     SSE,
-    Answer,
-    ErrorForm,
-    Reply,
-    Stream,
-    error_answer,
+    ErrorFormat,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    error_response,
     sse,
     to_json,
 )
-from routes.response.transcript import RowUpdate, Transcript
+from routes.response.output_decoder import OutputDecoder, RowUpdate
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Finish, Job, JobEvents, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 0.25
+HEARTBEAT_INTERVAL_S = 0.25
 """A writer that has nothing to say for so long says that, which shows whether its client is still there."""
 HEARTBEAT = b": hb\n\n"
 BLANK = b" "
 
-_INTERNAL = ErrorInfo(kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why")
+_INTERNAL_ERROR = ErrorInfo(
+    kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why"
+)
 
 
 @dataclass(slots=True)
@@ -50,34 +52,34 @@ class RowResult:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
-class Dialect(Protocol):
+class ResponseFormatter(Protocol):
     """How one route writes what the engine says."""
 
-    error_form: ErrorForm
+    error_format: ErrorFormat
 
-    def opening(self) -> bytes:
+    def stream_start(self) -> bytes:
         """What a stream begins with."""
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         """Updates as server-sent events."""
 
-    def closing(self) -> bytes:
+    def stream_end(self) -> bytes:
         """What a stream says before [DONE]."""
 
-    def whole(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[RowResult]) -> Any:
         """The body of an answer that is not streamed, as a JSON value."""
 
 
-class PlainDialect:
+class BaseFormatter:
     """Defaults: nothing around the chunks, native errors."""
 
-    error_form = NATIVE_ERRORS
+    error_format = NATIVE_ERRORS
 
-    def opening(self) -> bytes:
+    def stream_start(self) -> bytes:
         """See Dialect."""
         return b""
 
-    def closing(self) -> bytes:
+    def stream_end(self) -> bytes:
         """See Dialect."""
         return b""
 
@@ -85,11 +87,11 @@ class PlainDialect:
 class SseChunks:
     """A job as server-sent events; what waits is merged into one chunk."""
 
-    def __init__(self, stream: EventStream, transcript: Transcript, dialect: Dialect) -> None:
+    def __init__(self, stream: EventStream, output_decoder: OutputDecoder, formatter: ResponseFormatter) -> None:
         self._stream = stream
-        self._transcript = transcript
-        self._dialect = dialect
-        self._start = dialect.opening()
+        self._decoder = output_decoder
+        self._dialect = formatter
+        self._start = formatter.stream_start()
         self.ended = False
 
     def __iter__(self) -> SseChunks:
@@ -106,36 +108,36 @@ class SseChunks:
         except Exception:  # raised here, it would end the stream without a word; the client gets an error event
             logger.exception("a stream failed")
             self.ended = True
-            return sse(self._dialect.error_form.body(_INTERNAL)) + DONE
+            return sse(self._dialect.error_format.body(_INTERNAL_ERROR)) + DONE
 
     def close(self) -> None:
         """See Chunks."""
         self._stream.close()
 
     def _next_chunk(self) -> bytes:
-        batch = self._stream.pull(PATIENCE_S)
+        batch = self._stream.pull(HEARTBEAT_INTERVAL_S)
         if not batch:
             return HEARTBEAT
-        updates = self._transcript.read(batch)
+        updates = self._decoder.read(batch)
         chunk = self._dialect.chunk(updates) if updates else b""
         for row in updates:
             if row.finish is not None and row.finish.error is not None:
-                chunk += sse(self._dialect.error_form.body(row.finish.error) | {"index": row.row})
+                chunk += sse(self._dialect.error_format.body(row.finish.error) | {"index": row.row})
         if batch[-1].done:
             self.ended = True
             chunk += self._end()
         return chunk or HEARTBEAT
 
     def _end(self) -> bytes:
-        if self._transcript.error is not None:
-            return sse(self._dialect.error_form.body(self._transcript.error)) + DONE
-        return self._dialect.closing() + DONE
+        if self._decoder.error is not None:
+            return sse(self._dialect.error_format.body(self._decoder.error)) + DONE
+        return self._dialect.stream_end() + DONE
 
 
 class JsonChunks:
     """A JSON answer that takes its time: white space, which JSON allows before a value, until it is there."""
 
-    def __init__(self, stream: EventStream, make: Callable[[], Answer]) -> None:
+    def __init__(self, stream: EventStream, make: Callable[[], HttpResponse]) -> None:
         self._stream = stream
         self._make = make
         self.ended = False
@@ -146,7 +148,7 @@ class JsonChunks:
     def __next__(self) -> bytes:
         if self.ended:
             raise StopIteration
-        if not self._stream.wait_on_thread(PATIENCE_S):
+        if not self._stream.wait_on_thread(HEARTBEAT_INTERVAL_S):
             return BLANK
         self.ended = True
         return self._make().body
@@ -156,61 +158,69 @@ class JsonChunks:
         self._stream.close()
 
 
-def _results(stream: EventStream, transcript: Transcript, num_rows: int) -> list[RowResult]:
+def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[RowResult]:
     """All rows of a job that has ended. Raises ServiceError if the job, or every row of it, failed."""
     rows = [RowResult("", None, []) for _ in range(num_rows)]
-    for updates in transcript.read(stream.pull(0)):
+    for updates in output_decoder.read(stream.pull(0)):
         rows[updates.row] = RowResult(updates.text, updates.finish, updates.logprobs, updates.prompt_logprobs)
-    if transcript.error is not None:
-        raise ServiceError.from_info(transcript.error)
+    if output_decoder.error is not None:
+        raise ServiceError.from_info(output_decoder.error)
     errors = [row.finish.error for row in rows if row.finish is not None and row.finish.error is not None]
     if len(errors) == num_rows:
         raise ServiceError.from_info(errors[0])
     return rows
 
 
-def _failed_at_once(begun: JobEvents, num_rows: int) -> ErrorInfo | None:
+def _immediate_error(first_events: JobEvents, num_rows: int) -> ErrorInfo | None:
     """Why nothing came of a job whose first events these are; None if something did, or may."""
     errors = [
-        delta.finish.error for delta in begun.deltas if delta.finish is not None and delta.finish.error is not None
+        delta.finish.error
+        for delta in first_events.deltas
+        if delta.finish is not None and delta.finish.error is not None
     ]
-    if begun.error is None and len(errors) == num_rows:
+    if first_events.error is None and len(errors) == num_rows:
         return errors[0]
-    return None if any(delta.text for delta in begun.deltas) else begun.error
+    return None if any(delta.text for delta in first_events.deltas) else first_events.error
 
 
-async def run_whole(
-    context: Context, job: Job, transcript: Transcript, whole: Callable[[list[RowResult]], Any], error_form: ErrorForm
-) -> Reply:
-    """Run a job and answer with one JSON value, which `whole` makes of its rows."""
+async def run_full(
+    context: Context,
+    job: Job,
+    output_decoder: OutputDecoder,
+    full_body: Callable[[list[RowResult]], Any],
+    error_format: ErrorFormat,
+) -> HandlerResponse:
+    """Run a job and answer with one JSON value, which `full_body` makes of its rows."""
     events = await submit(context, job)
 
-    def make() -> Answer:
+    def make() -> HttpResponse:
         try:
-            return Answer(to_json(whole(_results(events, transcript, job.num_rows))))
+            return HttpResponse(to_json(full_body(_results(events, output_decoder, job.num_rows))))
         except ServiceError as error:
-            return error_answer(error.info, error_form)
+            return error_response(error.info, error_format)
         except Exception:  # the status may be out already: the client gets an error body
             logger.exception("an answer could not be written")
-            return error_answer(_INTERNAL, error_form)
+            return error_response(_INTERNAL_ERROR, error_format)
 
     try:
-        is_whole = await events.wait_finished(context.whole_within_s)
+        is_finished = await events.wait_finished(context.status_wait_s)
     except asyncio.CancelledError:
         events.close()
         raise
-    if is_whole:
+    if is_finished:
         return make()
-    return Stream(JsonChunks(events, make), JSON)
+    return StreamedResponse(JsonChunks(events, make), JSON)
 
 
-async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcript, stream: bool) -> Reply:
-    """Run a job and answer as `dialect` writes."""
+async def run(
+    context: Context, job: Job, formatter: ResponseFormatter, output_decoder: OutputDecoder, stream: bool
+) -> HandlerResponse:
+    """Run a job and answer as `formatter` writes."""
     if not stream:
-        return await run_whole(context, job, transcript, dialect.whole, dialect.error_form)
+        return await run_full(context, job, output_decoder, formatter.full_body, formatter.error_format)
     events = await submit(context, job)
-    begun = await events.wait_begun(context.whole_within_s)
-    if begun is not None and (error := _failed_at_once(begun, job.num_rows)) is not None:
+    first_events = await events.wait_started(context.status_wait_s)
+    if first_events is not None and (error := _immediate_error(first_events, job.num_rows)) is not None:
         events.close()
         raise ServiceError.from_info(error)
-    return Stream(SseChunks(events, transcript, dialect), SSE)
+    return StreamedResponse(SseChunks(events, output_decoder, formatter), SSE)

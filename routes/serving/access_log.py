@@ -6,11 +6,11 @@ import logging
 import time
 from typing import Any
 
-from routes.exchange import Exchange, current
+from routes.request_context import RequestContext, current_request
 
 logger = logging.getLogger("access")
 
-DONE, CLIENT_LEFT = "done", "client_left"
+DONE, CLIENT_DISCONNECTED = "done", "client_left"
 """Outcomes of requests, beside the kinds of errors."""
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Asked every few seconds for ever: logged at level debug."""
@@ -21,43 +21,43 @@ class RequestIds(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See logging.Filter; lets everything through."""
-        if current().request_id and not hasattr(record, "fields"):
-            record.fields = {"request_id": current().request_id}
+        if current_request().request_id and not hasattr(record, "fields"):
+            record.fields = {"request_id": current_request().request_id}
         return True
 
 
-def name_requests() -> None:
+def add_request_ids() -> None:
     """Let every log line of this process say which request it belongs to."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(RequestIds())
 
 
-def log_access(exchange: Exchange, status: int, outcome: str) -> None:
+def log_access(request_context: RequestContext, status: int, outcome: str) -> None:
     """Log an ended request. `outcome` is DONE, CLIENT_LEFT or the kind of error."""
-    level = logging.DEBUG if exchange.route in PROBES else logging.INFO
+    level = logging.DEBUG if request_context.route in PROBES else logging.INFO
     if logger.isEnabledFor(level):
-        extra = {"fields": _fields(exchange, status, outcome)}
-        logger.log(level, "%s %s %d", exchange.method, exchange.route, status, extra=extra)
+        extra = {"fields": _fields(request_context, status, outcome)}
+        logger.log(level, "%s %s %d", request_context.method, request_context.route, status, extra=extra)
 
 
-def _fields(exchange: Exchange, status: int, outcome: str) -> dict[str, Any]:
+def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "request_id": exchange.request_id,
-        "client": exchange.client,
-        "method": exchange.method,
-        "route": exchange.route,
+        "request_id": request_context.request_id,
+        "client": request_context.client,
+        "method": request_context.method,
+        "route": request_context.route,
         "status": status,
         "outcome": outcome,
-        "total_s": round(time.monotonic() - exchange.started, 4),
+        "total_s": round(time.monotonic() - request_context.started, 4),
     }
-    if exchange.rows:
+    if request_context.rows:
         fields |= {
-            "rows": exchange.rows,
-            "prompt_tokens": exchange.prompt_tokens,
-            "completion_tokens": exchange.completion_tokens,
+            "rows": request_context.rows,
+            "prompt_tokens": request_context.prompt_tokens,
+            "completion_tokens": request_context.completion_tokens,
         }
-    if exchange.queue_s is not None:
-        fields["queue_s"] = round(exchange.queue_s, 4)
-    if exchange.is_stream and exchange.first_byte_s:
-        fields["ttft_s"] = round(exchange.first_byte_s, 4)
+    if request_context.queue_s is not None:
+        fields["queue_s"] = round(request_context.queue_s, 4)
+    if request_context.is_stream and request_context.first_byte_s:
+        fields["ttft_s"] = round(request_context.first_byte_s, 4)
     return fields

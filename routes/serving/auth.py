@@ -17,14 +17,14 @@ class Grant:
     key: ApiKey | None = None
 
 
-_FREELY = Grant()
+_UNRESTRICTED = Grant()
 
 
-def free_grant(context: Context, is_admin: bool = False) -> Grant | None:
+def anonymous_grant(context: Context, is_admin: bool = False) -> Grant | None:
     """What everybody is granted: all, where neither a password nor keys are set."""
     config = context.config
-    wanted = config.password or context.keys.is_used or (is_admin and config.admin_password)
-    return None if wanted else _FREELY
+    expected = config.password or context.keys.is_configured or (is_admin and config.admin_password)
+    return None if expected else _UNRESTRICTED
 
 
 def bearer_grant(context: Context, header: str | None, is_admin: bool = False) -> Grant | None:
@@ -40,19 +40,21 @@ def grant(context: Context, secret: str, is_admin: bool = False, is_header: bool
     config = context.config
     passwords = [config.admin_password or config.password] if is_admin else [config.password, config.admin_password]
     # None is left out on a match, so that the time taken tells nothing.
-    matches = [bool(wanted) and _same(_decoded(secret, wanted, is_header), wanted) for wanted in passwords]
+    matches = [
+        bool(expected) and _equal(_decode_secret(secret, expected, is_header), expected) for expected in passwords
+    ]
     found = context.keys.find(secret)
     if found is not None and not is_admin:
         return Grant(found)
-    return _FREELY if any(matches) else None
+    return _UNRESTRICTED if any(matches) else None
 
 
-def _decoded(secret: str, wanted: str, is_header: bool) -> str:
+def _decode_secret(secret: str, expected: str, is_header: bool) -> str:
     """Robyn drops header values beyond printable ASCII: such a password comes percent-encoded."""
-    return unquote(secret) if is_header and not _is_printable(wanted) else secret
+    return unquote(secret) if is_header and not _is_printable(expected) else secret
 
 
-def _same(given: str, password: str) -> bool:
+def _equal(given: str, password: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), password.encode("utf-8", "surrogatepass"))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from routes.config import HttpConfig
 
-FRONT_KEY_HEADER = "x-rwkv-front"
+PROXY_KEY_HEADER = "x-rwkv-front"
 """What our own nginx proves itself with."""
 _FORWARDED = "x-forwarded-for"
 _UNKNOWN = "unknown"
@@ -29,7 +29,7 @@ class ClientIdentity:
     """Tells clients apart. One per HTTP worker."""
 
     def __init__(self, config: HttpConfig) -> None:
-        self._front_key = config.front_key
+        self._proxy_key = config.proxy_key
         self._trusted: Sequence[Network] = [ipaddress.ip_network(text) for text in config.trusted_proxies]
 
     def client(self, peer: str | None, header: Header) -> str:
@@ -46,11 +46,11 @@ class ClientIdentity:
         return _as_text(address)
 
     def _is_our_nginx(self, header: Header) -> bool:
-        given = header(FRONT_KEY_HEADER)
+        given = header(PROXY_KEY_HEADER)
         return (
-            bool(self._front_key)
+            bool(self._proxy_key)
             and given is not None
-            and hmac.compare_digest(given.encode(), self._front_key.encode())
+            and hmac.compare_digest(given.encode(), self._proxy_key.encode())
         )
 
     def _is_trusted(self, address: Address) -> bool:

@@ -15,102 +15,115 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.dispatch import completed, model_context, settled
-from routes.exchange import REQUEST_ID, Exchange, current, request_id, work_on
+from routes.dispatch import model_context, response_or_error, with_defaults_applied
 from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
-from routes.request.generate_requests import off_loop
+from routes.request.generate_requests import offload_if_large
 from routes.request.json_body import parse_json
+from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
 from routes.response.generate import BLANK, HEARTBEAT
-from routes.response.reply import NATIVE_ERRORS, SSE, Answer, Chunks, Reply, Stream, error_answer
+from routes.response.http_response import (
+    NATIVE_ERRORS,
+    SSE,
+    Chunks,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    error_response,
+)
 from routes.route import Route, Upload
-from routes.serving.access_log import CLIENT_LEFT, DONE, log_access
-from routes.serving.auth import Grant, bearer_grant, free_grant, grant
+from routes.serving.access_log import CLIENT_DISCONNECTED, DONE, log_access
+from routes.serving.auth import Grant, anonymous_grant, bearer_grant, grant
 from routes.serving.client_identity import ClientIdentity
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
-OFF_TABLE = "other"
+UNKNOWN_ROUTE = "other"
 """The route's name in figures for paths that do not exist."""
 _UNAUTHORIZED = ErrorInfo(kind=ErrorKind.UNAUTHORIZED, message="Unauthorized: invalid or missing password")
-_SIGNS_OF_LIFE = (HEARTBEAT, BLANK)
+_HEARTBEATS = (HEARTBEAT, BLANK)
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
 RobynHandler = Callable[[Request], Awaitable[RobynReply]]
 
 
-class Visit:
+class ActiveRequest:
     """An exchange's place in the gate: held until the last byte, then the exchange is reported and logged."""
 
-    def __init__(self, context: Context, exchange: Exchange, client: str, is_work: bool) -> None:
+    def __init__(self, context: Context, request_context: RequestContext, client: str, is_generation: bool) -> None:
         """Raises ServiceError when the gate takes nobody in. `client` is the address."""
-        self.exchange = exchange
+        self.request_context = request_context
         self._context = context
         self._client = client
-        context.gate.enter(is_work, client)
+        context.limiter.acquire(is_generation, client)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the place back; called once."""
-        self._context.gate.leave(self._client)
+        self._context.limiter.release(self._client)
 
     def report(self, status: int, outcome: str) -> None:
         """Count and log how it ended."""
-        report(self._context, self.exchange, status, outcome)
+        report(self._context, self.request_context, status, outcome)
 
 
-def report(context: Context, exchange: Exchange, status: int, outcome: str) -> None:
+def report(context: Context, request_context: RequestContext, status: int, outcome: str) -> None:
     """Count and log an ended request."""
-    seconds = time.monotonic() - exchange.started
-    context.engine.observe(Observe(exchange.route, status, seconds, exchange.first_byte_s))
+    seconds = time.monotonic() - request_context.started
+    context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
     if context.config.access_log:
-        log_access(exchange, status, outcome)
+        log_access(request_context, status, outcome)
 
 
-class OutgoingChunks:
+class RobynChunks:
     """A stream as Robyn drives it. Robyn drops it when its client is gone, which ends the work behind it."""
 
-    def __init__(self, chunks: Chunks, visit: Visit) -> None:
+    def __init__(self, chunks: Chunks, active_request: ActiveRequest) -> None:
         self._chunks = chunks
-        self._visit = visit
+        self._active_request = active_request
 
-    def __iter__(self) -> OutgoingChunks:
+    def __iter__(self) -> RobynChunks:
         return self
 
     def __next__(self) -> bytes:
         keep_state()
-        exchange = self._visit.exchange
-        work_on(exchange)
+        request_context = self._active_request.request_context
+        set_current_request(request_context)
         chunk = next(self._chunks)
-        if chunk not in _SIGNS_OF_LIFE:
-            exchange.wrote()
+        if chunk not in _HEARTBEATS:
+            request_context.mark_first_byte()
         return chunk
 
     def __del__(self) -> None:
-        self._visit.leave()  # first: whoever sees that its rows are gone finds its place free
+        self._active_request.release()  # first: whoever sees that its rows are gone finds its place free
         self._chunks.close()
-        self._visit.report(200, (self._visit.exchange.failure or DONE) if self._chunks.ended else CLIENT_LEFT)
+        self._active_request.report(
+            200, (self._active_request.request_context.failure or DONE) if self._chunks.ended else CLIENT_DISCONNECTED
+        )
 
 
-def _headers(context: Context, exchange: Exchange) -> dict[str, str]:
+def _headers(context: Context, request_context: RequestContext) -> dict[str, str]:
     """What every answer bears: its request's id, and that web pages of other origins may read it."""
     return {
         "Access-Control-Allow-Origin": context.config.cors_origin,
         "Access-Control-Expose-Headers": f"Retry-After, {REQUEST_ID}",
-        REQUEST_ID: exchange.request_id,
+        REQUEST_ID: request_context.request_id,
     }
 
 
-def _whole(context: Context, exchange: Exchange, answer: Answer) -> Response:
-    headers = _headers(context, exchange) | {"Content-Type": answer.content_type, **answer.headers}
+def _full_response(context: Context, request_context: RequestContext, answer: HttpResponse) -> Response:
+    headers = _headers(context, request_context) | {"Content-Type": answer.content_type, **answer.headers}
     return Response(status_code=answer.status, headers=Headers(headers), description=answer.body)
 
 
-def _streamed(context: Context, stream: Stream, visit: Visit) -> StreamingResponse:
-    headers = _headers(context, visit.exchange) | {"Content-Type": stream.content_type, **stream.headers}
-    chunks: Any = OutgoingChunks(stream.chunks, visit)  # Robyn iterates any iterator
+def _streaming_response(context: Context, stream: StreamedResponse, active_request: ActiveRequest) -> StreamingResponse:
+    headers = _headers(context, active_request.request_context) | {
+        "Content-Type": stream.content_type,
+        **stream.headers,
+    }
+    chunks: Any = RobynChunks(stream.chunks, active_request)  # Robyn iterates any iterator
     return StreamingResponse(chunks, headers=Headers(headers), media_type=stream.content_type)
 
 
@@ -118,8 +131,8 @@ def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> by
     """The body, whole and within the limit that `flag` sets. Raises ServiceError."""
     raw = request.body
     body = raw.encode() if isinstance(raw, str) else bytes(raw)
-    announced = request.headers.get("content-length")
-    length = int(announced) if announced and announced.isdecimal() else len(body)
+    content_length = request.headers.get("content-length")
+    length = int(content_length) if content_length and content_length.isdecimal() else len(body)
     if max(length, len(body)) > limit:
         raise ServiceError(
             ErrorKind.BODY_TOO_LARGE,
@@ -137,25 +150,25 @@ def _query(request: Request) -> dict[str, str]:
     return query | {name: unquote(value) for name, value in request.path_params.items()}
 
 
-async def _data(context: Context, route: Route, request: Request) -> object:
+async def _request_data(context: Context, route: Route, request: Request) -> object:
     """The request's data, once it is known who asks. Raises ServiceError."""
-    granted = Grant() if route.is_public else free_grant(context, route.is_admin)
-    granted = granted or bearer_grant(context, request.headers.get("authorization"), route.is_admin)
-    if route.uploads and granted is None:
+    access = Grant() if route.is_public else anonymous_grant(context, route.is_admin)
+    access = access or bearer_grant(context, request.headers.get("authorization"), route.is_admin)
+    if route.uploads and access is None:
         raise ServiceError.from_info(_UNAUTHORIZED)  # a file has no field for a password
     data = None
-    if not route.uploads and (route.body is not None or granted is None):
+    if not route.uploads and (route.body is not None or access is None):
         read = _form_data if route.takes_form and _is_form(request) else _json_data
-        data = await read(context, request, granted is not None)
-    if granted is None:
+        data = await read(context, request, access is not None)
+    if access is None:
         given = data.get("password") if isinstance(data, dict) else None
-        granted = grant(context, given, route.is_admin) if isinstance(given, str) else None
-    if granted is None:
+        access = grant(context, given, route.is_admin) if isinstance(given, str) else None
+    if access is None:
         raise ServiceError.from_info(_UNAUTHORIZED)
-    if granted.key is not None:
-        exchange = current()
-        exchange.client, exchange.limits = granted.key.name, granted.key.limits
-        exchange.owner = granted.key.name
+    if access.key is not None:
+        request_context = current_request()
+        request_context.client, request_context.limits = access.key.name, access.key.limits
+        request_context.owner = access.key.name
     return _query(request) if route.body is None else data
 
 
@@ -163,31 +176,31 @@ def _is_form(request: Request) -> bool:
     return (request.headers.get("content-type") or "").lower().startswith("multipart/form-data")
 
 
-async def _form_data(context: Context, request: Request, is_known: bool) -> object:
+async def _form_data(context: Context, request: Request, is_authorized: bool) -> object:
     """The fields of a form, and its one file as `content`."""
-    announced, limit = request.headers.get("content-length") or "", context.config.max_state_bytes
-    length = max(int(announced) if announced.isdecimal() else 0, len(request.body))
+    content_length, limit = request.headers.get("content-length") or "", context.config.max_state_bytes
+    length = max(int(content_length) if content_length.isdecimal() else 0, len(request.body))
     if length > limit:
         raise ServiceError(
             ErrorKind.BODY_TOO_LARGE, f"the body has {length} bytes, the limit is {limit} (--max-state-mb)"
         )
     files = list(request.files.values())
-    if len(files) != 1 and is_known:
+    if len(files) != 1 and is_authorized:
         message = f"content: a form must have exactly one file, with a file's name, got {len(files)}"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="content")
     name = next(iter(request.files), "")
     return {"filename": name, **request.form_data, "content": bytes(files[0]) if files else b""}
 
 
-async def _json_data(context: Context, request: Request, is_known: bool) -> object:
+async def _json_data(context: Context, request: Request, is_authorized: bool) -> object:
     try:
         if _is_form(request):  # Robyn has taken it apart: of its bytes nothing sensible is left
             raise ServiceError(ErrorKind.NOT_JSON, "the body is a form (multipart/form-data); JSON is wanted here")
         body = _body_bytes(request, context.config.max_body_bytes)
-        return await off_loop(len(body), parse_json, body)
+        return await offload_if_large(len(body), parse_json, body)
     except ServiceError as error:
         # A stranger learns nothing of what is wrong with a body; its size is no secret.
-        if not is_known and error.info.kind is not ErrorKind.BODY_TOO_LARGE:
+        if not is_authorized and error.info.kind is not ErrorKind.BODY_TOO_LARGE:
             raise ServiceError.from_info(_UNAUTHORIZED) from None
         encoding = request.headers.get("content-encoding")
         if encoding and error.info.kind is ErrorKind.NOT_JSON:
@@ -205,33 +218,33 @@ def _upload(context: Context, route: Route, request: Request, query: object) -> 
     return Upload(fields, _body_bytes(request, context.config.max_state_bytes, "--max-state-mb"))
 
 
-def _unless_known(request: Request, answer: Answer) -> Answer:
+def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
     """The answer, or 304 without a body if the client holds it already, by its ETag."""
     etag = answer.headers.get("ETag")
     known = request.headers.get("if-none-match") or ""
     if etag is None or etag not in {one.strip().removeprefix("W/") for one in known.split(",")}:
         return answer
-    return Answer(b"", 304, answer.content_type, answer.headers)
+    return HttpResponse(b"", 304, answer.content_type, answer.headers)
 
 
-async def _asked(context: Context, route: Route, request: Request, data: object) -> object:
+async def _handler_argument(context: Context, route: Route, request: Request, data: object) -> object:
     """What the handler gets: the validated body, the query and file, or the query as it is. Raises ServiceError."""
     if route.query is not None:
         return _upload(context, route, request, data)
     if route.body is None:
         return data
-    return await off_loop(len(request.body), validate, route.body, data)
+    return await offload_if_large(len(request.body), validate, route.body, data)
 
 
-async def _run(context: Context, route: Route, request: Request) -> Reply:
-    data = await _data(context, route, request)
+async def _run(context: Context, route: Route, request: Request) -> HandlerResponse:
+    data = await _request_data(context, route, request)
     context = await model_context(context, route, data)
-    asked = await _asked(context, route, request, data)
-    if route.is_work or route.waits_for_engine:
+    argument = await _handler_argument(context, route, request, data)
+    if route.is_generation or route.waits_for_engine:
         await context.readiness.wait_for_engine()
-    if route.is_work:
-        context.gate.check_draining()
-    return await route.handle(context, await completed(context, asked))
+    if route.is_generation:
+        context.limiter.check_draining()
+    return await route.handle(context, await with_defaults_applied(context, argument))
 
 
 def wrap(context: Context, route: Route) -> RobynHandler:
@@ -240,34 +253,34 @@ def wrap(context: Context, route: Route) -> RobynHandler:
 
     async def handler(request: Request) -> RobynReply:
         address = identity.client(request.ip_addr, request.headers.get)
-        exchange = _begin(request, route.path, address)
+        request_context = _start_request(request, route.path, address)
         try:
-            visit = Visit(context, exchange, address, route.is_work)
+            active_request = ActiveRequest(context, request_context, address, route.is_generation)
         except ServiceError as error:
-            report(context, exchange, route.error_form.statuses[error.info.kind], error.info.kind)
-            return _whole(context, exchange, error_answer(error.info, route.error_form))
-        reply = await settled(route, _run(context, route, request))
-        if isinstance(reply, Stream):
-            exchange.is_stream = reply.content_type == SSE
-            return _streamed(context, reply, visit)
-        reply = _unless_known(request, reply)
-        exchange.wrote()
-        visit.leave()
-        visit.report(reply.status, exchange.failure or DONE)
-        return _whole(context, exchange, reply)
+            report(context, request_context, route.error_format.statuses[error.info.kind], error.info.kind)
+            return _full_response(context, request_context, error_response(error.info, route.error_format))
+        reply = await response_or_error(route, _run(context, route, request))
+        if isinstance(reply, StreamedResponse):
+            request_context.is_stream = reply.content_type == SSE
+            return _streaming_response(context, reply, active_request)
+        reply = _not_modified_or(request, reply)
+        request_context.mark_first_byte()
+        active_request.release()
+        active_request.report(reply.status, request_context.failure or DONE)
+        return _full_response(context, request_context, reply)
 
     return handler
 
 
-def _begin(request: Request, route: str, client: str) -> Exchange:
+def _start_request(request: Request, route: str, client: str) -> RequestContext:
     """The exchange of a request that has come in; this task works on it from now on."""
     name = request_id(request.headers.get(REQUEST_ID.lower()))
-    exchange = Exchange(request_id=name, method=request.method, route=route, client=client)
-    work_on(exchange)
-    return exchange
+    request_context = RequestContext(request_id=name, method=request.method, route=route, client=client)
+    set_current_request(request_context)
+    return request_context
 
 
-def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
+def _fallback_handler(context: Context, routes: Iterable[Route]) -> RobynHandler:
     """The handler of everything else: preflights, 405 on a known path, 404."""
     identity = ClientIdentity(context.config)
     table: dict[str, set[str]] = defaultdict(set)
@@ -275,54 +288,54 @@ def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
         table[route.path].add(route.method)
 
     async def handler(request: Request) -> RobynReply:
-        exchange = _begin(request, OFF_TABLE, identity.client(request.ip_addr, request.headers.get))
-        answer = _off_table_answer(table, request)
-        report(context, exchange, answer.status, exchange.failure or DONE)
-        return _whole(context, exchange, answer)
+        request_context = _start_request(request, UNKNOWN_ROUTE, identity.client(request.ip_addr, request.headers.get))
+        answer = _fallback_response(table, request)
+        report(context, request_context, answer.status, request_context.failure or DONE)
+        return _full_response(context, request_context, answer)
 
     return handler
 
 
-def _off_table_answer(table: dict[str, set[str]], request: Request) -> Answer:
+def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResponse:
     path = unquote_plus(request.url.path).rstrip("/") or "/"
-    methods = table.get(path) or _with_parameter(table, path)
+    methods = table.get(path) or _methods_of_prefix(table, path)
     if methods is None or request.method in methods:  # the latter if it is spelt in a way that its route has not
-        there = PREFIX.rstrip("/") + path
-        is_there = there in table or _with_parameter(table, there) is not None
-        remedy = f"it is {there[:200]} here" if is_there else "/openapi.json lists them"
+        openai_path = PREFIX.rstrip("/") + path
+        is_openai_path = openai_path in table or _methods_of_prefix(table, openai_path) is not None
+        remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists them"
         info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
-        return _refusal(info, path)
+        return _unrouted_error(info, path)
     allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
     if request.method == "OPTIONS":
         return _preflight(allowed)
     info = ErrorInfo(
         kind=ErrorKind.METHOD_NOT_ALLOWED, message=f"{request.method} is not allowed on {path}, only {allowed}"
     )
-    answer = _refusal(info, path)
+    answer = _unrouted_error(info, path)
     answer.headers["Allow"] = allowed
     return answer
 
 
-def _with_parameter(table: dict[str, set[str]], path: str) -> set[str] | None:
+def _methods_of_prefix(table: dict[str, set[str]], path: str) -> set[str] | None:
     """The methods of a route whose path ends with a parameter."""
     starts = ((_LAST_PARAMETER.split(known)[0], known) for known in table if _LAST_PARAMETER.search(known))
     return next((table[known] for start, known in starts if path.startswith(start)), None)
 
 
-def _refusal(info: ErrorInfo, path: str) -> Answer:
+def _unrouted_error(info: ErrorInfo, path: str) -> HttpResponse:
     """A failure that belongs to no route."""
-    current().failure = info.kind
-    return error_answer(info, OPENAI_ERRORS if path.startswith(PREFIX) else NATIVE_ERRORS)
+    current_request().failure = info.kind
+    return error_response(info, OPENAI_ERRORS if path.startswith(PREFIX) else NATIVE_ERRORS)
 
 
-def _preflight(allowed: str) -> Answer:
+def _preflight(allowed: str) -> HttpResponse:
     headers = {
         "Allow": allowed,
         "Access-Control-Allow-Methods": allowed,
         "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}, *",
         "Access-Control-Max-Age": "86400",
     }
-    return Answer(b"", 204, "text/plain", headers)
+    return HttpResponse(b"", 204, "text/plain", headers)
 
 
 def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
@@ -334,7 +347,7 @@ def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
         app.add_route(route.method, path, handler)
         if route.method == "GET":
             app.add_route("HEAD", path, handler)
-    fallback = _off_table(context, routes)
+    fallback = _fallback_handler(context, routes)
     taken = {(route.method, route.path) for route in routes}
     for method in METHODS:
         app.add_route(method, "/*rest", fallback)

@@ -25,7 +25,7 @@ import uvloop  # noqa: E402, F401  # Robyn imports it when it starts
 
 from routes import web_page  # noqa: E402
 from routes.docs.openapi import openapi_document  # noqa: E402
-from routes.serving import http, listening  # noqa: E402, F401  # Robyn with them
+from routes.serving import http, listen_socket  # noqa: E402, F401  # Robyn with them
 from routes.table import ROUTES  # noqa: E402
 from rwkv_batch.tokenizer import Tokenizer, make_tables  # noqa: E402
 

@@ -22,35 +22,35 @@ from typing import Any
 
 from robyn import Headers, Robyn
 
-from cluster.fleet import Fleet, FleetLimits
-from native.heap import keep_large_blocks_apart
+from native.heap import mmap_large_blocks
 from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
-from routes.context import Context, Gate
+from routes.context import Context, RequestLimiter
 from routes.files_folder import open_store
-from routes.model_clients import connected
-from routes.model_directory import ModelDirectory
+from routes.model_connections import connect_model
+from routes.model_registry import ModelRegistry
 from routes.readiness import Readiness
 from routes.serving import preload
-from routes.serving.access_log import name_requests
+from routes.serving.access_log import add_request_ids
 from routes.serving.http import register
-from routes.serving.listening import serve
+from routes.serving.listen_socket import serve
 from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
+from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.1
-_WIDENINGS = 100
-_TURNS_TO_DROP = 50
+_AFFINITY_RESETS = 100
+_TICKS_PER_THREAD_CLEANUP = 50
 """WakeUps of housekeeping from one search for ended threads to the next."""
-_TURNS_TO_TELL = 5
+_TICKS_PER_USE_REPORT = 5
 """The same from one word of the models in use to the next."""
-_LAST_WORDS_S = 4.5
+_MIN_FINISH_S = 4.5
 """What clients get at least to be told that their answer ends here, however short --drain-timeout-s is."""
-_FLUSH_S, _FLUSH_TURNS = 0.3, 30
+_FLUSH_S, _FLUSH_TICKS = 0.3, 30
 """Time for the last bytes to leave Robyn after the last handler has returned, and in how many turns of waiting: where
 Robyn's threads wait for a core, so does each turn."""
 
@@ -63,7 +63,7 @@ class SupervisorLink:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def tell(self, subject: str, value: object = None) -> None:
+    def notify(self, subject: str, value: object = None) -> None:
         """Send news; ends the process if the supervisor is gone."""
         try:
             with self._lock:
@@ -71,17 +71,17 @@ class SupervisorLink:
         except OSError:
             os._exit(1)
 
-    def serves_on(self, loop: asyncio.AbstractEventLoop) -> None:
+    def set_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say that handlers run on this event loop from now on."""
         self._loop = loop
-        self.tell("serving")
+        self.notify("serving")
 
-    def tell_round(self) -> None:
+    def send_heartbeat(self) -> None:
         """Have the event loop say that it comes round; one that hangs says nothing."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.tell, "round")
+            self._loop.call_soon_threadsafe(self.notify, "round")
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """The next command; ends the process if the supervisor is gone."""
         try:
             return self._pipe.recv()
@@ -99,32 +99,32 @@ def run_http_worker(
     "look", to which the event loop says ("round", None), "drain" and "finish", which ends the process.
     """
     become_child(name, style)
-    _leave_signals_to_supervisor()
-    keep_large_blocks_apart()
+    _block_signals()
+    mmap_large_blocks()
     supervisor = SupervisorLink(pipe)
     try:
         _run(config, style, listeners, supervisor)
     except Exception as error:  # the process ends, and the supervisor is told why
         logger.exception("the HTTP worker failed")
-        supervisor.tell("failed", f"{type(error).__name__}: {error}")
+        supervisor.notify("failed", f"{type(error).__name__}: {error}")
         os._exit(1)
 
 
 def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], supervisor: SupervisorLink) -> None:
     _set_limits()
-    _let_others_finish()
+    _use_batch_scheduling()
     readiness = Readiness(config.engine_wait_s)
 
-    def engine_changed(is_there: bool) -> None:
-        readiness.engine_changed(is_there)
-        supervisor.tell("engine", is_there)
+    def engine_changed(is_connected: bool) -> None:
+        readiness.engine_changed(is_connected)
+        supervisor.notify("engine", is_connected)
 
-    limits = FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions, askers=len(listeners))
+    limits = FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions, num_routers=len(listeners))
     fleet = Fleet(limits, engine_changed)
     context = _context(fleet, config, readiness)
-    models = ModelDirectory(
-        lambda command: supervisor.tell("model", command),
-        lambda model: connected(context, model, f"http-{os.getpid()}"),
+    models = ModelRegistry(
+        lambda command: supervisor.notify("model", command),
+        lambda model: connect_model(context, model, f"http-{os.getpid()}"),
         fleet.update,
     )
     context.models = models
@@ -133,8 +133,8 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
     # What was made stays: a full collection that walks all of it stops every stream for 10 ms.
     gc.collect()
     gc.freeze()
-    supervisor.tell("standby")
-    match supervisor.hear():
+    supervisor.notify("standby")
+    match supervisor.receive():
         case ("serve", number, keys):
             name = f"http-{number}"
             context.keys.replace(keys)
@@ -143,33 +143,35 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
     # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
     set_up_logging(name, style)
-    name_requests()
+    add_request_ids()
     fleet.start(name)
-    follow = threading.Thread(target=_follow, args=(context, fleet, supervisor, models), name="supervisor", daemon=True)
-    follow.start()
+    follow_thread = threading.Thread(
+        target=_follow_supervisor, args=(context, fleet, supervisor, models), name="supervisor", daemon=True
+    )
+    follow_thread.start()
     serve(app, listeners[number])
 
 
 def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
-    gate = Gate(config.max_streams, config.max_streams_per_client)
-    context = Context(fleet, config, gate, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
+    limiter = RequestLimiter(config.max_streams, config.max_streams_per_client)
+    context = Context(fleet, config, limiter, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
     context.files = open_store(config)
-    context.shared[system.OPENAPI] = preload.OPENAPI_DOCUMENT
-    context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
-    context.shared[web_page.FILES] = preload.WEB_FILES
+    context.shared[system.OPENAPI_KEY] = preload.OPENAPI_DOCUMENT
+    context.shared[translate.CACHE_KEY] = translate.TranslationCache(config.translate_cache)
+    context.shared[web_page.FILES_KEY] = preload.WEB_FILES
     return context
 
 
-def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> Robyn:
+def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> Robyn:
     """Robyn with every route; the supervisor is told when it has begun, and which models are used."""
 
     def housekeeping() -> None:
-        for turn in range(sys.maxsize):
-            _keep_house(turn, cpus, supervisor, models)
+        for tick in range(sys.maxsize):
+            _housekeeping_tick(tick, cpus, supervisor, models)
             time.sleep(_HOUSEKEEPING_S)
 
     async def started() -> None:
-        supervisor.serves_on(asyncio.get_running_loop())
+        supervisor.set_event_loop(asyncio.get_running_loop())
         threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
 
     app = Robyn(__file__)
@@ -178,19 +180,19 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
     return app
 
 
-def _keep_house(turn: int, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> None:
+def _housekeeping_tick(tick: int, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> None:
     """One turn of housekeeping."""
     # Entering Robyn's native side releases the streams whose clients have gone.
     Headers({})
-    if turn % _TURNS_TO_TELL == 0 and (used := models.take_used()):
-        supervisor.tell("used", used)
-    if turn < _WIDENINGS:
-        _widen(cpus)
-    if turn % _TURNS_TO_DROP == 0:
+    if tick % _TICKS_PER_USE_REPORT == 0 and (used := models.pop_used()):
+        supervisor.notify("used", used)
+    if tick < _AFFINITY_RESETS:
+        _reset_affinity(cpus)
+    if tick % _TICKS_PER_THREAD_CLEANUP == 0:
         drop_ended()
 
 
-def _leave_signals_to_supervisor() -> None:
+def _block_signals() -> None:
     """Robyn's server takes these for itself when it starts, whatever was to be done with them before, and at one that a
     whole group was sent ceases to accept: its connections would wait in the socket while the process lives on. Blocked
     before there are threads, they reach none."""
@@ -209,7 +211,7 @@ def _set_limits() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def _let_others_finish() -> None:
+def _use_batch_scheduling() -> None:
     """Where all CPUs are busy, a thread of ours that wakes waits its turn instead of taking another's place at once.
 
     What it would interrupt there is a step of the engine, whose threads all wait for the one that was stopped.
@@ -219,7 +221,7 @@ def _let_others_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _widen(cpus: set[int]) -> None:
+def _reset_affinity(cpus: set[int]) -> None:
     """Let every thread of this process run on all its CPUs again."""
     with contextlib.suppress(OSError):  # clients may hold all descriptors
         for thread in os.listdir("/proc/self/task"):
@@ -227,28 +229,28 @@ def _widen(cpus: set[int]) -> None:
                 os.sched_setaffinity(int(thread), cpus)
 
 
-def _follow(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: ModelDirectory) -> None:
+def _follow_supervisor(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: ModelRegistry) -> None:
     """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
     while True:
-        match supervisor.hear():
-            case ("all", all_serve):
-                context.readiness.all_serve = all_serve
+        match supervisor.receive():
+            case ("all", all_workers_ready):
+                context.readiness.all_workers_ready = all_workers_ready
             case "look":
-                supervisor.tell_round()
+                supervisor.send_heartbeat()
             case "drain":
-                context.gate.draining = True
-                fleet.is_ending = True
-                context.readiness.wake_all()
+                context.limiter.draining = True
+                fleet.is_shutting_down = True
+                context.readiness.release_all()
             case ("keys", keys):
                 context.keys.replace(keys)
             case ("models", table):
                 models.update(table)
             case ("model", number, refusal):
-                models.answered(number, refusal)
+                models.command_answered(number, refusal)
             case "finish":
-                deadline = time.monotonic() + max(context.config.drain_timeout_s, _LAST_WORDS_S)
-                while context.gate.inside and time.monotonic() < deadline:
+                deadline = time.monotonic() + max(context.config.drain_timeout_s, _MIN_FINISH_S)
+                while context.limiter.num_active and time.monotonic() < deadline:
                     time.sleep(0.02)
-                for _ in range(_FLUSH_TURNS):
-                    time.sleep(_FLUSH_S / _FLUSH_TURNS)
+                for _ in range(_FLUSH_TICKS):
+                    time.sleep(_FLUSH_S / _FLUSH_TICKS)
                 os._exit(0)

@@ -28,28 +28,28 @@ class ClientRows:
     """rows that gave way, the longest paused first"""
     num_forked: int = 0
     """waiting continuations of prompts that were read for several rows"""
-    served: int = 0
+    last_started: int = 0
     """when a row of it was started last, as a count"""
 
 
-class Turns:
+class WaitingClients:
     """The clients that want a place, the next one first."""
 
     def __init__(self, clients: Iterator[ClientRows]) -> None:
-        self._heap = [(len(rows.running), rows.served, rows.client, rows) for rows in clients]
+        self._heap = [(len(rows.running), rows.last_started, rows.client, rows) for rows in clients]
         heapq.heapify(self._heap)
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def take(self) -> ClientRows:
+    def pop(self) -> ClientRows:
         """The next client; it leaves the line."""
         return heapq.heappop(self._heap)[-1]
 
-    def put(self, rows: ClientRows) -> None:
+    def push(self, rows: ClientRows) -> None:
         """Back into the line, if it still wants a place."""
         if rows.jobs or rows.paused:
-            heapq.heappush(self._heap, (len(rows.running), rows.served, rows.client, rows))
+            heapq.heappush(self._heap, (len(rows.running), rows.last_started, rows.client, rows))
 
 
 class FairQueue:
@@ -60,7 +60,7 @@ class FairQueue:
         self._serial = itertools.count(1)
         self.forked: dict[Sequence, None] = {}
         """waiting continuations of prompts that were read for several rows: each prompt's slot is held until all run"""
-        self._bases: Counter[SharedSlot | None] = Counter()
+        self._shared_slots: Counter[SharedSlot | None] = Counter()
         """the slots that they hold, with how many of them wait"""
         self.num_waiting = 0
         self.waiting_tokens = 0
@@ -68,19 +68,19 @@ class FairQueue:
         self.num_running = 0
         self.num_paused = 0
 
-    def of(self, client: str) -> ClientRows:
+    def client_rows(self, client: str) -> ClientRows:
         """The client's rows."""
         if client not in self._clients:
             self._clients[client] = ClientRows(client)
         return self._clients[client]
 
-    def turns(self) -> Turns:
+    def waiting_clients(self) -> WaitingClients:
         """Who wants a place."""
         if not self.num_waiting and not self.num_paused:
-            return Turns(iter(()))
-        return Turns(rows for rows in self._clients.values() if rows.jobs or rows.paused)
+            return WaitingClients(iter(()))
+        return WaitingClients(rows for rows in self._clients.values() if rows.jobs or rows.paused)
 
-    def waiting_of(self, client: str) -> int:
+    def num_waiting_of(self, client: str) -> int:
         """A client's waiting rows."""
         return sum(len(job.waiting) for job in self._clients[client].jobs) if client in self._clients else 0
 
@@ -90,14 +90,14 @@ class FairQueue:
         return self.num_waiting + self.num_running + self.num_paused
 
     @property
-    def num_reading_for_several(self) -> int:
+    def num_shared_prefills(self) -> int:
         """Running rows that read a prompt for others."""
-        return sum(not sequence.draws for rows in self._clients.values() for sequence in rows.running)
+        return sum(not sequence.samples for rows in self._clients.values() for sequence in rows.running)
 
     @property
-    def num_held_for_several(self) -> int:
+    def num_held_shared_prefixes(self) -> int:
         """Prompts that were read for several rows, some of which wait."""
-        return len(self._bases)
+        return len(self._shared_slots)
 
     def largest(self) -> ClientRows | None:
         """The client with the most running rows."""
@@ -106,7 +106,7 @@ class FairQueue:
     def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
         """Rows that wait, behind the job's others. A job whose engine was lost goes before all that have not begun."""
         if not job.waiting:
-            jobs = self.of(job.client).jobs
+            jobs = self.client_rows(job.client).jobs
             others = itertools.takewhile(lambda one: one.spec.attempt > 0, jobs)
             jobs.insert(sum(1 for _ in others) if job.spec.attempt else len(jobs), job)
         job.waiting.extend(sequences)
@@ -115,91 +115,91 @@ class FairQueue:
 
     def add_forked(self, job: RunningJob, sequences: list[Sequence]) -> None:
         """Rows that wait and go before all others of their client: they free the slot that they share."""
-        rows = self.of(job.client)
+        rows = self.client_rows(job.client)
         if job.waiting:
             rows.jobs.remove(job)
         rows.jobs.appendleft(job)
         job.waiting.extendleft(reversed(sequences))
         self.forked.update(dict.fromkeys(sequences))
-        self._bases.update(sequence.shared for sequence in sequences)
+        self._shared_slots.update(sequence.shared for sequence in sequences)
         rows.num_forked += len(sequences)
         self.num_waiting += len(sequences)
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)
 
-    def _no_longer_forked(self, rows: ClientRows, sequence: Sequence) -> None:
+    def _remove_forked(self, rows: ClientRows, sequence: Sequence) -> None:
         """The row waits no more, if it was a continuation."""
         if sequence not in self.forked:
             return
         del self.forked[sequence]
         rows.num_forked -= 1
-        self._bases[sequence.shared] -= 1
-        if not self._bases[sequence.shared]:
-            del self._bases[sequence.shared]
+        self._shared_slots[sequence.shared] -= 1
+        if not self._shared_slots[sequence.shared]:
+            del self._shared_slots[sequence.shared]
 
     def forget(self, job: RunningJob) -> list[Sequence]:
         """Take back a job's waiting rows."""
         sequences = list(job.waiting)
         if sequences:
-            self.of(job.client).jobs.remove(job)
+            self.client_rows(job.client).jobs.remove(job)
             job.waiting.clear()
         for sequence in sequences:
-            self._no_longer_forked(self.of(job.client), sequence)
+            self._remove_forked(self.client_rows(job.client), sequence)
         self.num_waiting -= len(sequences)
         self.waiting_tokens -= sum(sequence.num_uncomputed_tokens for sequence in sequences)
-        self._tidy(job.client)
+        self._drop_if_empty(job.client)
         return sequences
 
     def start(self, job: RunningJob, index: int) -> Sequence:
         """The job's waiting row number `index` gets a place; the client's next turn is another job's."""
-        rows, sequence = self.of(job.client), job.waiting[index]
+        rows, sequence = self.client_rows(job.client), job.waiting[index]
         del job.waiting[index]
-        self._no_longer_forked(rows, sequence)
+        self._remove_forked(rows, sequence)
         self.num_waiting -= 1
         self.waiting_tokens -= sequence.num_uncomputed_tokens
         rows.jobs.remove(job)
         if job.waiting:
             rows.jobs.append(job)
-        self._place(rows, sequence)
+        self._set_running(rows, sequence)
         return sequence
 
     def resume(self, sequence: Sequence) -> None:
         """A paused row gets a place again."""
-        rows = self.of(sequence.job.client)
+        rows = self.client_rows(sequence.job.client)
         del rows.paused[sequence]
         self.num_paused -= 1
-        self._place(rows, sequence)
+        self._set_running(rows, sequence)
 
-    def _place(self, rows: ClientRows, sequence: Sequence) -> None:
+    def _set_running(self, rows: ClientRows, sequence: Sequence) -> None:
         rows.running[sequence] = None
-        rows.served = next(self._serial)
+        rows.last_started = next(self._serial)
         self.num_running += 1
-        sequence.job.seated += 1
+        sequence.job.num_running += 1
 
     def pause(self, sequence: Sequence) -> None:
         """A running row gives its place up, and wants it back."""
-        rows = self.of(sequence.job.client)
+        rows = self.client_rows(sequence.job.client)
         del rows.running[sequence]
         rows.paused[sequence] = None
         self.num_running -= 1
         self.num_paused += 1
-        sequence.job.seated -= 1
+        sequence.job.num_running -= 1
 
     def end(self, sequence: Sequence) -> bool:
         """A running or paused row wants its place no more. Returns whether it was paused."""
         client = sequence.job.client
-        rows = self.of(client)
+        rows = self.client_rows(client)
         if sequence in rows.running:
             del rows.running[sequence]
             self.num_running -= 1
-            sequence.job.seated -= 1
+            sequence.job.num_running -= 1
         was_paused = sequence in rows.paused
         if was_paused:
             del rows.paused[sequence]
             self.num_paused -= 1
-        self._tidy(client)
+        self._drop_if_empty(client)
         return was_paused
 
-    def _tidy(self, client: str) -> None:
-        rows = self.of(client)
+    def _drop_if_empty(self, client: str) -> None:
+        rows = self.client_rows(client)
         if not (rows.jobs or rows.running or rows.paused):
             del self._clients[client]

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from rwkv_batch.core.certain_text import take_certain
-from rwkv_batch.core.grammars import Grammars
-from rwkv_batch.core.job_rows import JobRows
+from rwkv_batch.core.grammar_compile_queue import Grammars
+from rwkv_batch.core.jump_forward import jump_forward
+from rwkv_batch.core.row_builder import RowBuilder
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import NO_SLOT, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.state_manager import StateManager
@@ -29,7 +29,7 @@ from sampling.grammar.matcher import Matcher
 
 DEADLINES_KEPT = 64
 """Deadlines of ended jobs that are not worth looking for."""
-Drawn = tuple[int, TokenLogprob | None]
+SampledToken = tuple[int, TokenLogprob | None]
 PromptScores = tuple[Sequence, list[TokenLogprob]]
 """A row, and the log-probabilities of its prompt's next tokens."""
 
@@ -37,11 +37,11 @@ PromptScores = tuple[Sequence, list[TokenLogprob]]
 class JobTable:
     """Jobs by id. Owned by the engine thread."""
 
-    def __init__(self, scheduler: Scheduler, keeper: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
         self._scheduler = scheduler
-        self._keeper = keeper
+        self._state_manager = state_manager
         self._byte_table = tokenizer.byte_table
-        self._rows = JobRows(scheduler, keeper, tokenizer, vocab)
+        self._rows = RowBuilder(scheduler, state_manager, tokenizer, vocab)
         self._jobs: dict[str, RunningJob] = {}
         self._deadlines: list[tuple[float, int, RunningJob]] = []
         """a heap; jobs that have ended stay in it until they are half of it"""
@@ -49,13 +49,13 @@ class JobTable:
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
         self._changed: dict[RunningJob, None] = {}
-        self._turns_begin = False
+        self._has_turn_starts = False
         """among them, which nobody has been told"""
-        self.when_delivered: Callable[[], None] = lambda: None
+        self.on_delivered: Callable[[], None] = lambda: None
         """called behind the sinks of a step"""
-        self.certain_rows = scheduler.limits.certain_rows
+        self.jump_forward_max_rows = scheduler.limits.jump_forward_max_rows
         """see Limits"""
-        self.certain_tokens = 0
+        self.jump_forward_tokens = 0
         """taken without a draw, of all time"""
 
     def __len__(self) -> int:
@@ -78,10 +78,10 @@ class JobTable:
             )
         self._rows.check(job)
         running = RunningJob(job, sink, grammars, unfinished=job.num_rows, submitted_at=arrived)
-        rows = self._rows.of(running)
+        rows = self._rows.build(running)
         leased = [sequence for sequence in rows if sequence.request.session is not None]
         for sequence in rows:
-            self._keeper.check_out(sequence)
+            self._state_manager.check_out(sequence)
         self._jobs[job.job_id] = running
         running.live.update(dict.fromkeys(rows))
         self._leased.update(dict.fromkeys(leased))
@@ -99,56 +99,56 @@ class JobTable:
             if row.is_plain:
                 sequence.num_computed_tokens += 1
                 sequence.token_ids.append(PENDING)
-                sequence.in_step = step
+                sequence.last_sample_step = step
                 continue
             several = sequence.cache_points or sequence.members
             if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:
                 # It reads and writes one slot of its own, and nobody else waits for what it leaves there.
                 sequence.num_computed_tokens += row.num_tokens
             else:
-                if sequence.lease is not None and not sequence.told_session:
-                    sequence.told_session = True
-                    self._tell_session(sequence, sequence.lease.num_tokens)
-                self._keeper.advance(sequence, row.num_tokens)
-            if row.draws:
+                if sequence.lease is not None and not sequence.session_reported:
+                    sequence.session_reported = True
+                    self._report_session(sequence, sequence.lease.num_tokens)
+                self._state_manager.advance(sequence, row.num_tokens)
+            if row.samples:
                 sequence.token_ids.append(PENDING)
-                sequence.in_step = step
-            elif not sequence.draws and sequence.num_uncomputed_tokens == 0:
+                sequence.last_sample_step = step
+            elif not sequence.samples and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
 
-    def _tell_session(self, sequence: Sequence, num_tokens: int) -> None:
+    def _report_session(self, sequence: Sequence, num_tokens: int) -> None:
         """A turn begins: told before it can be recorded, so that it is never taken twice."""
-        if sequence.job.spec.tells_ids and sequence in sequence.job.live:
+        if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
             sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens))
             self._changed[sequence.job] = None
-            self._turns_begin = True
+            self._has_turn_starts = True
 
-    def tell_turns(self) -> None:
+    def send_turn_starts(self) -> None:
         """Send that turns begin, if any have been launched: before what they have drawn is acted on, and recorded."""
-        if self._turns_begin:
-            self._turns_begin = False
+        if self._has_turn_starts:
+            self._has_turn_starts = False
             self.deliver()
 
-    def commit(self, rows: list[ScheduledRow], drawn: list[Drawn], step: int) -> None:
-        """What the launched step of this number has drawn; `drawn` belongs to the rows that draw, in their order."""
-        drawing = [row.sequence for row in rows if row.draws]
+    def commit(self, rows: list[ScheduledRow], sampled: list[SampledToken], step: int) -> None:
+        """What the launched step of this number has drawn; `sampled` belongs to the rows that draw, in their order."""
+        sampling_rows = [row.sequence for row in rows if row.samples]
         changed, running = self._changed, Phase.RUNNING  # this is done for every row of every step
-        for sequence, (token, logprob) in zip(drawing, drawn, strict=True):
-            if sequence.phase is not running or sequence.settled_step == step:
+        for sequence, (token, logprob) in zip(sampling_rows, sampled, strict=True):
+            if sequence.phase is not running or sequence.discarded_sample_step == step:
                 continue  # it ended while this step was under way, or its token was certain
             output = sequence.output
             if sequence.matcher is None:
-                taken = output.take(token, logprob)
+                taken = output.process_token(token, logprob)
             else:
-                taken = self._take_constrained(sequence, sequence.matcher, token, logprob)
+                taken = self._process_constrained_token(sequence, sequence.matcher, token, logprob)
             if taken is not None and not isinstance(taken, Delta):  # mostly None, so that is asked first
-                self._keeper.take_back(sequence)
+                self._state_manager.truncate(sequence)
                 self._finish(sequence, taken)
                 continue
             if sequence.matcher is None:
                 sequence.token_ids[sequence.prompt_end + len(output.tokens) - 1] = token
             if sequence.lease is not None:
-                self._keeper.update_rollback_state(sequence)
+                self._state_manager.update_rollback_state(sequence)
             if taken is not None:
                 job = sequence.job
                 job.deltas.append(taken)
@@ -157,22 +157,22 @@ class JobTable:
             if sequence.phase is running:
                 self._finish(sequence, FinishReason.LENGTH)
 
-    def take_scores(self, scores: list[PromptScores]) -> None:
+    def add_prompt_logprobs(self, scores: list[PromptScores]) -> None:
         """Log-probabilities of prompts' tokens that a launched step has told; before `commit`."""
         for sequence, logprobs in scores:
             job = sequence.job
-            row = sequence if sequence.draws else next((one for one in job.live if one.row == sequence.row), sequence)
+            row = sequence if sequence.samples else next((one for one in job.live if one.row == sequence.row), sequence)
             if row in job.live:  # else it ended while this step was under way
                 job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
                 self._changed[job] = None
 
-    def _take_constrained(
+    def _process_constrained_token(
         self, sequence: Sequence, matcher: Matcher, token: int, logprob: TokenLogprob | None
     ) -> FinishReason | Delta | None:
-        """A row under a grammar has drawn a token: as `RowOutput.take`; None too if its grammar has failed."""
+        """A row under a grammar has drawn a token: as `RowOutput.process_token`; None too if its grammar has failed."""
         output = sequence.output
         at = sequence.prompt_end + len(output.tokens)
-        reason = output.push(token, logprob)
+        reason = output.append_token(token, logprob)
         if reason is None:
             sequence.token_ids[at] = token
         if reason is not FinishReason.STOP or token == END_OF_TEXT:
@@ -181,7 +181,7 @@ class JobTable:
             except GrammarError as error:
                 self.fail_grammar(sequence, error)
                 return None
-        return output.take_delta() if reason is None else reason
+        return output.pop_delta() if reason is None else reason
 
     def _follow(
         self, sequence: Sequence, matcher: Matcher, token: int, reason: FinishReason | None
@@ -196,11 +196,11 @@ class JobTable:
         if reason is not None:
             return reason
         before = len(sequence.output.tokens)
-        if self._scheduler.running_rows <= self.certain_rows:
-            reason = take_certain(sequence, matcher, self._byte_table)
-        certain = len(sequence.output.tokens) - before
-        self.certain_tokens += certain
-        self._scheduler.turns.charge(sequence, time.perf_counter() - started, certain)
+        if self._scheduler.running_rows <= self.jump_forward_max_rows:
+            reason = jump_forward(sequence, matcher, self._byte_table)
+        num_jumped = len(sequence.output.tokens) - before
+        self.jump_forward_tokens += num_jumped
+        self._scheduler.mask_time.charge(sequence, time.perf_counter() - started, num_jumped)
         return reason
 
     def _prompt_done(self, sequence: Sequence) -> None:
@@ -209,7 +209,7 @@ class JobTable:
             self._check_in(sequence)
             return
         children = self._rows.continuations(sequence.job, sequence.row, sequence.request)
-        self._keeper.fork(sequence, children)
+        self._state_manager.fork(sequence, children)
         self._scheduler.remove(sequence)
         sequence.job.live.pop(sequence)
         sequence.job.live.update(dict.fromkeys(children))
@@ -222,19 +222,19 @@ class JobTable:
         if sequence.lease is None:
             self._end(sequence, reason)
             return
-        self._scheduler.give_up_seat(sequence)
+        self._scheduler.release_req_slot(sequence)
         sequence.phase = Phase.CLOSING
 
         def acknowledge(error: ServiceError | None) -> None:
             self._leased.pop(sequence, None)
             self._send_finish(sequence, FinishReason.ERROR if error else reason, error.info if error else None)
 
-        self._keeper.record_turn(sequence, acknowledge)
+        self._state_manager.record_turn(sequence, acknowledge)
         if sequence.num_uncomputed_tokens == 0:
             self._check_in(sequence)
 
     def _check_in(self, sequence: Sequence) -> None:
-        self._keeper.check_in(sequence)
+        self._state_manager.check_in(sequence)
         self._scheduler.remove(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
@@ -245,7 +245,7 @@ class JobTable:
 
     def _drop(self, sequence: Sequence) -> None:
         """A row leaves the steps; its slots and its session go back. What it has recorded is still acknowledged."""
-        self._keeper.release(sequence)
+        self._state_manager.release(sequence)
         self._scheduler.remove(sequence)
 
     def _send_finish(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
@@ -253,8 +253,8 @@ class JobTable:
         if sequence not in job.live:
             return  # the job was cancelled meanwhile
         job.live.pop(sequence)
-        sequence.output.give_up_holding()
-        for row in range(sequence.row, sequence.row + sequence.stands_for):
+        sequence.output.flush_held_text()
+        for row in range(sequence.row, sequence.row + sequence.fork_count):
             finish = Finish(
                 reason=reason,
                 prompt_tokens=sequence.prompt_tokens,
@@ -265,7 +265,7 @@ class JobTable:
                 session_id=sequence.request.session.session_id if sequence.request.session else None,
                 dialogue_idx=sequence.dialogue_idx,
             )
-            delta = sequence.output.take_delta(finish)
+            delta = sequence.output.pop_delta(finish)
             assert delta is not None
             delta = msgspec.structs.replace(delta, row=row)
             job.deltas.append(delta)
@@ -292,7 +292,7 @@ class JobTable:
             if self._jobs.get(job.job_id) is job:
                 self._end_job(job, FinishReason.TIMEOUT)
         for sequence in list(self._leased):
-            error = self._keeper.failure(sequence)
+            error = self._state_manager.failure(sequence)
             if error is not None:
                 self._forget_waiting(sequence)
                 self._end(sequence, FinishReason.ERROR, error.info)
@@ -325,13 +325,13 @@ class JobTable:
         for sequence in rows:
             self._drop(sequence)
 
-    def goes_on_from(self, sequence: Sequence) -> bool:
+    def affects_live_job(self, sequence: Sequence) -> bool:
         """Whether a step's failure over this row is its job's: it is in the steps, or others go on from its prompt."""
         if sequence.is_in_steps:
             return True
         live = sequence.job.live
-        has_forked = not sequence.draws and sequence not in live
-        return has_forked and any(0 <= row.row - sequence.row < sequence.stands_for for row in live)
+        has_forked = not sequence.samples and sequence not in live
+        return has_forked and any(0 <= row.row - sequence.row < sequence.fork_count for row in live)
 
     def fail_grammar(self, sequence: Sequence, error: GrammarError) -> None:
         """End a row's job because its grammar cannot be followed any further."""
@@ -364,7 +364,7 @@ class JobTable:
             del self._jobs[job.job_id]
             failure = error if job.unfinished else None
             job.sink(JobEvents(job_id=job.job_id, deltas=job.deltas, done=True, error=failure))
-            self.when_delivered()
+            self.on_delivered()
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every job. Turns that have their answer end as the pool says, which has to be polled or closed yet."""
@@ -392,7 +392,7 @@ class JobTable:
             job.sink(JobEvents(job_id=job.job_id, deltas=job.deltas, done=done))
             job.deltas = []
         self._changed.clear()
-        self.when_delivered()
+        self.on_delivered()
 
     def check_integrity(self) -> list[str]:
         """What does not hold although nothing runs; for tests."""

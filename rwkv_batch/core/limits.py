@@ -17,7 +17,7 @@ class Limits:
     max_waiting_rows: int
     prefill_tokens_per_step: int
     prefill_chunk: int
-    prefill_tokens_beside: int
+    max_prefill_tokens_with_decode: int
     """prompt tokens of a step in which rows decode"""
     groups: int = 1
     """micro-batches that rows which decode are dealt into"""
@@ -25,20 +25,20 @@ class Limits:
     """0: three quarters of `max_waiting_rows`"""
     mixed_rows: int = 0
     """rows that decode beside which prompts cost little, since both share a graph"""
-    held_prompt_tokens: int = 0
+    min_gathered_prefill_tokens: int = 0
     """prompt tokens of all groups from which on their step comes in every round, however many rows decode, not in every
     fifth one; 0: it always does"""
-    batch_rows_beside: int = 0
+    max_batch_rows_with_interactive: int = 0
     """batch rows that decode in a step while interactive requests come; 0: all"""
 
-    certain_rows: int = 32
+    jump_forward_max_rows: int = 32
     """rows in the steps beside which text that is certain is read at once"""
-    masks_take_turns: bool = False
+    masks_block_step: bool = False
     """whether all rows of a step wait while masks are computed"""
 
     @property
     def rows_in_step(self) -> int:
-        """Most rows that decode in one step: a group and what it may have beyond its share (`Scheduler._even_out`)."""
+        """Most rows that decode in one step: a group and what it may have beyond its share (`Scheduler._rebalance_groups`)."""
         share = -(-self.max_running // self.groups)
         return self.max_running if self.groups == 1 else min(self.max_running, share + max(1, share // 8))
 
@@ -53,25 +53,25 @@ class Limits:
         return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)
 
     @property
-    def reserved_places(self) -> int:
+    def reserved_running_slots(self) -> int:
         """Places that rows leave free for interactive jobs that have none."""
         return min(max(1, self.max_running // 16), self.max_running - 1)
 
     @property
-    def batch_places(self) -> int:
+    def batch_running_slots(self) -> int:
         """Places that batch rows need not leave to interactive ones."""
         return min(max(1, self.max_running // BATCH_PART), self.max_running - 1)
 
     @property
-    def prompts_for_several(self) -> int:
+    def max_held_shared_prefixes(self) -> int:
         """Prompts of one class that several rows wait to go on from: each holds a slot until all of them run.
 
         With the other class's, and half the slots for turns that wait, they must leave one to go on with.
         """
-        return 2 * self.reading_for_several if self.max_running >= 8 else 1
+        return 2 * self.max_shared_prefills if self.max_running >= 8 else 1
 
     @property
-    def reading_for_several(self) -> int:
+    def max_shared_prefills(self) -> int:
         """Prompts of one class that are read for several rows at a time."""
         return max(1, self.max_running // 8)
 
@@ -81,6 +81,6 @@ class Limits:
         return max(1, self.max_running // 2)
 
     @property
-    def num_seats(self) -> int:
+    def num_req_slots(self) -> int:
         """Rows of the samplers' state: those that run and those that are paused."""
         return self.max_running + self.max_paused

@@ -23,11 +23,11 @@ def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
     if not request.mixture:
         return
     check_members(request.mixture, pool)
-    if request.session is not None and not pool.keeps_log:
+    if request.session is not None and not pool.has_token_log:
         message = "a session of a mixture is kept by its tokens, which --state-db and --durability log or lazy keep"
-        raise _wrong(message, request.session.session_id)
+        raise _invalid_field(message, request.session.session_id)
     if request.prompt_logprobs is not None or request.candidates:
-        raise _wrong("what is scored is read from one state", None)
+        raise _invalid_field("what is scored is read from one state", None)
 
 
 def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
@@ -35,19 +35,19 @@ def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
     most = min(MAX_MEMBERS, pool.num_slots // 2)
     if len(mixture) > most:
         limit = f"{most}" if most == MAX_MEMBERS else f"{most} on this server, by its slots"
-        raise _wrong(f"has {len(mixture)} states, the limit is {limit}", len(mixture))
+        raise _invalid_field(f"has {len(mixture)} states, the limit is {limit}", len(mixture))
     if not 0 < sum(weight for _, weight in mixture) < math.inf:
-        raise _wrong("the weights must add up to more than 0", [weight for _, weight in mixture])
+        raise _invalid_field("the weights must add up to more than 0", [weight for _, weight in mixture])
     for state, _ in mixture:
         if state:
             pool.tuned.get(state)
 
 
-def hold_members(sequence: Sequence, pool: StatePool) -> None:
+def prepare_members(sequence: Sequence, pool: StatePool) -> None:
     """Make the row's members of its mixture, and hold their states for when it begins."""
     mixture = sequence.request.mixture
     total = sum(weight for _, weight in mixture)
-    tuned = [pool.tuned.hold(state) if state else None for state, _ in mixture]
+    tuned = [pool.tuned.acquire(state) if state else None for state, _ in mixture]
     sequence.tuned, sequence.weight = tuned[0], mixture[0][1] / total
     sequence.members = [
         Member(weight / total, state) for state, (_, weight) in zip(tuned[1:], mixture[1:], strict=True)
@@ -61,7 +61,7 @@ def origin_of(request: GenerateRequest, pool: StatePool) -> Origin | None:
     return mixed_origin([pool.tuned.get(state).origin if state else None for state, _ in request.mixture])
 
 
-def gather(sequence: Sequence, pool: StatePool) -> bool:
+def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
     """Get every member a slot to write, and those with a tuned state theirs to read; False: not all can be had yet.
 
     The row's own slot is left free, to be taken next.
@@ -85,7 +85,7 @@ def gather(sequence: Sequence, pool: StatePool) -> bool:
     sequence.tuned_slot = pinned[0]
     assert slots[0] is not None
     pool.free(slots[0])
-    _let_go(sequence, pool)
+    _release_tuned(sequence, pool)
     return True
 
 
@@ -95,7 +95,7 @@ def pin(state: TunedState, pool: StatePool) -> SharedSlot | None:
     return None if slot is None else SharedSlot(slot, lambda: pool.unpin_slot(slot))
 
 
-def move_on(sequence: Sequence) -> None:
+def release_read_slots(sequence: Sequence) -> None:
     """A step was launched: the members' states are in their own slots from now on."""
     for member in sequence.members:
         if member.shared is not None:
@@ -105,23 +105,23 @@ def move_on(sequence: Sequence) -> None:
 
 def release_members(sequence: Sequence, pool: StatePool) -> None:
     """The row ends: whatever its members hold goes back."""
-    _let_go(sequence, pool)
-    move_on(sequence)
+    _release_tuned(sequence, pool)
+    release_read_slots(sequence)
     for member in sequence.members:
         if member.slot != NO_SLOT:
             pool.free(member.slot)
             member.slot = NO_SLOT
 
 
-def _let_go(sequence: Sequence, pool: StatePool) -> None:
+def _release_tuned(sequence: Sequence, pool: StatePool) -> None:
     if sequence.tuned is not None:
-        pool.tuned.let_go(sequence.tuned)
+        pool.tuned.drop_ref(sequence.tuned)
         sequence.tuned = None
     for member in sequence.members:
         if member.tuned is not None:
-            pool.tuned.let_go(member.tuned)
+            pool.tuned.drop_ref(member.tuned)
             member.tuned = None
 
 
-def _wrong(message: str, given: object) -> ServiceError:
+def _invalid_field(message: str, given: object) -> ServiceError:
     return ServiceError(ErrorKind.INVALID_FIELD, f"states: {message}", field="states", given=given)

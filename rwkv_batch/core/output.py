@@ -8,16 +8,16 @@ from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Resumed, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT
 
-WHOLE_CHUNK = 4096
+MAX_CHUNK_TOKENS = 4096
 """Tokens gathered at most for a row whose text is wanted whole: nothing grows with its length here."""
-LOGPROBS_CHUNK = 256
+MAX_LOGPROBS_CHUNK_TOKENS = 256
 """The same of a row with log-probabilities, which take some kilobytes a token."""
 
 
 def _chunk_of(request: GenerateRequest) -> int:
     """Tokens that are gathered before a delta is sent."""
-    chunk = request.chunk_size or WHOLE_CHUNK
-    return chunk if request.sampling.top_logprobs is None else min(chunk, LOGPROBS_CHUNK)
+    chunk = request.chunk_size or MAX_CHUNK_TOKENS
+    return chunk if request.sampling.top_logprobs is None else min(chunk, MAX_LOGPROBS_CHUNK_TOKENS)
 
 
 class RowOutput:
@@ -35,26 +35,31 @@ class RowOutput:
         "_max_tokens",
         "_node",
         "_ready",
+        "_return_token_ids",
         "_stop_ids",
         "_table",
         "_tail",
-        "_tells_ids",
         "row",
         "tokens",
     )
 
     def __init__(
-        self, row: int, request: GenerateRequest, stops: StopRules, byte_table: list[bytes], tells_ids: bool = False
+        self,
+        row: int,
+        request: GenerateRequest,
+        stops: StopRules,
+        byte_table: list[bytes],
+        return_token_ids: bool = False,
     ) -> None:
         self.row = row
-        self._tells_ids = tells_ids
+        self._return_token_ids = return_token_ids
         self.tokens: list[int] = []
         """all tokens drawn, a stop token among them"""
         self._max_tokens = request.max_tokens
         self._chunk = _chunk_of(request)
         self._stop_ids = stops.ids
         self._automaton = stops.automaton
-        self._firsts = stops.automaton.firsts
+        self._firsts = stops.automaton.first_bytes
         self._node = stops.automaton.root
         self._table = byte_table
         self._ends: list[int] = []
@@ -85,17 +90,17 @@ class RowOutput:
     def _resume(self, resumed: Resumed) -> None:
         """Take what was drawn elsewhere, as if its text had been sent up to where it was."""
         for token in resumed.token_ids:
-            self.push(token)
+            self.append_token(token)
         # Later tokens, which are drawn again, may have shown that text held here is no stop.
         held = self._length - resumed.shown
         self._release(max(0, len(self._tail) - held))
         self._ready.clear()
         self._gathered = 0
 
-    def take(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | Delta | None:
+    def process_token(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | Delta | None:
         """Take a drawn token: why the row ends with it, or else what is worth sending now.
 
-        That is `push` and `take_delta`; by far the most tokens, which cannot belong to a stop, need neither.
+        That is `append_token` and `pop_delta`; by far the most tokens, which cannot belong to a stop, need neither.
         """
         tokens, text = self.tokens, self._table[token]
         if (
@@ -104,25 +109,25 @@ class RowOutput:
             or len(tokens) + 1 >= self._max_tokens
             or (self._firsts and (self._tail or self._node.depth or text.translate(None, self._firsts) != text))
         ):
-            reason = self.push(token, logprob)
-            return self.take_delta() if reason is None else reason
+            reason = self.append_token(token, logprob)
+            return self.pop_delta() if reason is None else reason
         tokens.append(token)
         gathered, ready = self._gathered + 1, self._ready
         if gathered < self._chunk or self._logprobs or not (text or ready):
             self._gathered = gathered
             if text:
                 ready.append(text)
-            return None if gathered < self._chunk else self.take_delta()
+            return None if gathered < self._chunk else self.pop_delta()
         self._gathered = 0
         if ready:
             ready.append(text)
             text = b"".join(ready)
             ready.clear()
-        if self._tells_ids:
+        if self._return_token_ids:
             return Delta(self.row, text, gathered, token_ids=tokens[-gathered:])
         return Delta(self.row, text, gathered)
 
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
+    def append_token(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Take a drawn token; returns why the row ends with it, if it does."""
         tokens, text = self.tokens, self._table[token]
         if token in self._stop_ids:
@@ -167,12 +172,12 @@ class RowOutput:
             self._ready.append(self._tail[:num_bytes])
             self._tail = self._tail[num_bytes:]
 
-    def give_up_holding(self) -> None:
+    def flush_held_text(self) -> None:
         """The row ends for a reason of its own (a timeout): held text was no stop and is shown."""
         self._release(len(self._tail))
 
     @property
-    def is_holding(self) -> bool:
+    def has_held_text(self) -> bool:
         """Whether the end of the text may turn out to be a stop that began in an earlier token."""
         return bool(self._tail)
 
@@ -189,13 +194,13 @@ class RowOutput:
         partial = b"" if start == self._cut else self._table[self.tokens[whole]][: self._cut - start]
         return self.tokens[:whole], partial
 
-    def take_delta(self, finish: Finish | None = None) -> Delta | None:
+    def pop_delta(self, finish: Finish | None = None) -> Delta | None:
         """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
         ready, gathered = self._ready, self._gathered
         if finish is None and (gathered < self._chunk or not (ready or self._logprobs)):
             return None
         logprobs = self._shown_logprobs() if self._logprobs or self._end else None
-        ids = self.tokens[len(self.tokens) - gathered :] if self._tells_ids else []
+        ids = self.tokens[len(self.tokens) - gathered :] if self._return_token_ids else []
         text = ready[0] if len(ready) == 1 else b"".join(ready)
         ready.clear()
         self._gathered = 0

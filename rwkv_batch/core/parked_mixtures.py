@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 
-from rwkv_batch.core.mixtures import move_on
+from rwkv_batch.core.mixtures import release_read_slots
 from rwkv_batch.core.sequence import NO_SLOT, Sequence, SharedSlot
 from state_pool.pool import StatePool
 from state_pool.sessions import Lease
@@ -89,7 +89,7 @@ def write_slots_of(sequence: Sequence) -> list[int]:
 def begin_from(sequence: Sequence, parked: Parked, pool: StatePool) -> None:
     """The row, whose members have slots to write, reads what is parked instead of the beginning."""
     release = [SharedSlot(slot, partial(pool.free, slot)) for slot in parked.slots]
-    move_on(sequence)
+    release_read_slots(sequence)
     if sequence.tuned_slot is not None:
         sequence.tuned_slot.drop()
     sequence.tuned_slot = release[0]

@@ -18,15 +18,17 @@ def check_scoring(request: GenerateRequest, vocab: int) -> None:
     wanted, session = request.prompt_logprobs, request.session
     if request.max_tokens < 1 and (request.max_tokens < 0 or session is not None):
         what = "0, or 1 in a session, whose turns end with an answer"
-        raise _wrong("max_tokens", f"must be at least {what}, got {request.max_tokens}", request.max_tokens)
+        raise _invalid_field("max_tokens", f"must be at least {what}, got {request.max_tokens}", request.max_tokens)
     if session is not None and (wanted is not None or request.candidates):
-        raise _wrong("session_id", "a session's turn cannot be scored; leave the session out", session.session_id)
+        raise _invalid_field(
+            "session_id", "a session's turn cannot be scored; leave the session out", session.session_id
+        )
     if request.candidates and (request.n != 1 or not all(request.candidates)):
-        raise _wrong("candidates", "must have a token each, and n must be 1 beside them", request.n)
+        raise _invalid_field("candidates", "must have a token each, and n must be 1 beside them", request.n)
     if wanted is not None and not (wanted.start >= 1 and 0 <= wanted.top <= vocab):
         given = f"start {wanted.start}, top {wanted.top}"
-        raise _wrong("prompt_logprobs", f"start must be at least 1 and top 0..{vocab}, got {given}", given)
+        raise _invalid_field("prompt_logprobs", f"start must be at least 1 and top 0..{vocab}, got {given}", given)
 
 
-def _wrong(field: str, message: str, given: object) -> ServiceError:
+def _invalid_field(field: str, message: str, given: object) -> ServiceError:
     return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rwkv_batch.core.grammars import Grammars
+from rwkv_batch.core.grammar_compile_queue import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
-from state_pool.adapters import HeldAdapter
+from state_pool.adapters import LoadedAdapter
 from state_pool.arena import ZERO_SLOT
 from state_pool.sessions import Lease
 from state_pool.tuned_state import NO_BASE, TunedState
@@ -38,7 +38,7 @@ class Phase(enum.Enum):
 
 
 NO_SLOT = -1
-NO_SEAT = -1
+NO_REQ_SLOT = -1
 PENDING = -1
 """Stands in `Sequence.token_ids` for a token that is drawn but not yet known to the host."""
 NOTHING_SCORED = range(0)
@@ -47,16 +47,16 @@ NOTHING_SCORED = range(0)
 class SharedSlot:
     """A slot that several rows read from and none writes; given back when the last has moved on."""
 
-    def __init__(self, slot: int, give_back: Callable[[], None], readers: int = 1) -> None:
+    def __init__(self, slot: int, release: Callable[[], None], readers: int = 1) -> None:
         self.slot = slot
-        self._give_back = give_back
+        self._release = release
         self._readers = readers
 
     def drop(self) -> None:
         """One reader needs it no more."""
         self._readers -= 1
         if self._readers == 0:
-            self._give_back()
+            self._release()
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class RunningJob:
     """rows without a slot, in order"""
     live: dict[Sequence, None] = field(default_factory=dict)
     """rows that have not sent their finish, waiting ones among them (an ordered set)"""
-    seated: int = 0
+    num_running: int = 0
     """rows that hold a place in the steps"""
     deltas: list[Delta] = field(default_factory=list)
     """gathered in this step"""
@@ -144,15 +144,15 @@ class Sequence:
     slot: int = NO_SLOT
     spare_slot: int = NO_SLOT
     """For a session's row in the overlapped loop: where the state before the last read token is kept."""
-    seat: int = NO_SEAT
+    req_slot: int = NO_REQ_SLOT
     queue_s: float = 0.0
     """how long it has waited for its seat"""
-    in_step: int = 0
+    last_sample_step: int = 0
     """number of the step in which its last token is drawn"""
     shared: SharedSlot | None = None
-    draws: bool = True
+    samples: bool = True
     """False: reads its tokens and never draws (the shared prompt of `n` continuations)."""
-    stands_for: int = 1
+    fork_count: int = 1
     """rows of the job that end if this one ends before it has been forked"""
     tuned: TunedState | None = None
     """what it begins from, until it has a slot to read that is held for it; None: the zero state, or its session's"""
@@ -162,17 +162,17 @@ class Sequence:
     """of a mixture, beside the row itself"""
     weight: float = 1.0
     """the row's own, in a mixture"""
-    adapter: HeldAdapter | None = None
+    adapter: LoadedAdapter | None = None
     """what its layers add for it; None: nothing, or a session whose lease is not ready says it"""
     base: int = NO_BASE
     """number of what it begins from: only rows with the same may share a prefix"""
     lease: Lease | None = None
-    told_session: bool = False
+    session_reported: bool = False
     """whether its turn has begun and was told to have, with how long its session was"""
     rollback_state: RollbackState | None = None
     prompt_end: int = 0
     """where the drawn tokens begin in `token_ids`"""
-    drawn_start: int = 0
+    sampled_start: int = 0
     """where those drawn by this engine begin, behind what another one has drawn (`GenerateRequest.resumed`)"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -184,13 +184,13 @@ class Sequence:
     """number of the dialogue that a branching turn has made"""
     matcher: Matcher | None = None
     """what holds its text to a grammar; it has taken the tokens that the host knows"""
-    untold: list[int] = field(default_factory=list)
+    uncounted_ids: list[int] = field(default_factory=list)
     """tokens that it has without a draw, and that its sampler has not counted yet"""
-    owed_s: float = 0.0
-    """seconds that steps took longer because of its grammar, and that it has not given back (`ConstrainedTurns`)"""
-    steps_aside: int = 0
+    mask_time_debt_s: float = 0.0
+    """seconds that steps took longer because of its grammar, and that it has not given back (`MaskTimeBalancer`)"""
+    skipped_steps: int = 0
     """in a row that it has left to others for that"""
-    settled_step: int = -1
+    discarded_sample_step: int = -1
     """number of the last step whose draw for it does not count, since what that draws was known meanwhile"""
     turn_start: int = 0
     """where this turn's own tokens begin in `token_ids`; before it lies what a session had to replay"""
@@ -203,7 +203,7 @@ class Sequence:
         return self.slot if self.num_computed_tokens else ZERO_SLOT
 
     @property
-    def first_slot(self) -> int:
+    def lowest_slot(self) -> int:
         """The lower of the slots it holds, whichever it writes next."""
         return self.slot if self.spare_slot == NO_SLOT else min(self.slot, self.spare_slot)
 
@@ -224,9 +224,9 @@ class Sequence:
         """Whether the host does not know all that it drew before the draw that was launched last."""
         return len(self.token_ids) - self.prompt_end - len(self.output.tokens) > 1
 
-    def may_draw_in(self, step: int) -> bool:
+    def may_sample_in(self, step: int) -> bool:
         """Whether what the step of this number draws for it counts: it has not ended, and that is not known yet."""
-        return self.phase is Phase.RUNNING and step != self.settled_step
+        return self.phase is Phase.RUNNING and step != self.discarded_sample_step
 
     @property
     def has_answered(self) -> bool:
@@ -244,9 +244,9 @@ class Sequence:
         return self.job.spec.sampler
 
     @property
-    def only_reads(self) -> bool:
+    def is_prefill_only(self) -> bool:
         """Whether it ends when it has read its prompt."""
-        return self.draws and self.request.max_tokens == 0
+        return self.samples and self.request.max_tokens == 0
 
     @property
     def reusable_ids(self) -> list[int]:
@@ -262,30 +262,34 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def is_ahead(self) -> bool:
+    def is_next_token_pending(self) -> bool:
         """Whether its next token is not known to the host yet."""
         return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
 
     @property
-    def has_drawn(self) -> bool:
+    def has_sampled(self) -> bool:
         """Whether it has a token that this engine drew, or took without a draw."""
-        return len(self.token_ids) > self.drawn_start
+        return len(self.token_ids) > self.sampled_start
 
     @property
-    def seat_holds_last_token(self) -> bool:
+    def req_slot_holds_last_token(self) -> bool:
         """Whether the device knows its last token as the one drawn last for its seat: not one taken without a draw."""
-        return len(self.token_ids) > self.drawn_start and (not self.untold or self.token_ids[-1] == PENDING)
+        return len(self.token_ids) > self.sampled_start and (not self.uncounted_ids or self.token_ids[-1] == PENDING)
 
     @property
-    def reads_drawn_token(self) -> bool:
+    def reads_sampled_token(self) -> bool:
         """Whether a step under way reads the token that the host has come to know last."""
-        return self.token_ids[-1] == PENDING or self.settled_step == self.in_step
+        return self.token_ids[-1] == PENDING or self.discarded_sample_step == self.last_sample_step
 
     @property
     def lacks_spare_slot(self) -> bool:
         """Whether it could be in the next step already, had it a second slot."""
         return (
-            self.lease is not None and self.spare_slot == NO_SLOT and self.draws and self.is_ahead and not self.members
+            self.lease is not None
+            and self.spare_slot == NO_SLOT
+            and self.samples
+            and self.is_next_token_pending
+            and not self.members
         )
 
     @property
@@ -296,12 +300,12 @@ class Sequence:
         the steps.
         """
         is_alone = self.lease is None and self.shared is None and not self.members and not self.cache_points
-        draws_freely = self.matcher is None and self.request.sampling.top_logprobs is None and not self.sampler
-        return is_alone and draws_freely and self.adapter is None and self.spare_slot == NO_SLOT
+        samples_freely = self.matcher is None and self.request.sampling.top_logprobs is None and not self.sampler
+        return is_alone and samples_freely and self.adapter is None and self.spare_slot == NO_SLOT
 
-    def take_seat(self, slot: int, seat: int) -> None:
+    def assign_slots(self, slot: int, req_slot: int) -> None:
         """It takes part in the steps from now on, and writes its state into `slot`."""
-        self.slot, self.seat, self.phase = slot, seat, Phase.RUNNING
+        self.slot, self.req_slot, self.phase = slot, req_slot, Phase.RUNNING
         self.queue_s = time.monotonic() - self.job.submitted_at
 
     def may_run(self, oldest: int) -> bool:
@@ -313,6 +317,6 @@ class Sequence:
             return False
         if self.token_ids[-1] != PENDING:
             return True
-        if self.in_step > oldest or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:
+        if self.last_sample_step > oldest or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:
             return False
         return self.lease is None or self.spare_slot != NO_SLOT

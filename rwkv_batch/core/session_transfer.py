@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rwkv_batch.calls import ExportSession, Reply, attempt
-from rwkv_batch.core.failures import as_service_error, as_table
+from rwkv_batch.calls import ExportSession, Reply, reply_on_error
+from rwkv_batch.core.error_mapping import as_service_error, error_translator
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.errors import ServiceError
 from state_pool.pool import StatePool
-from state_pool.session_file import NotASession, SessionFile, decode
+from state_pool.session_file import InvalidSessionFile, SessionFile, decode
 
-_as_told = as_table("the session's file could not be handled", {NotASession: "body"})
+_to_service_error = error_translator("the session's file could not be handled", {InvalidSessionFile: "body"})
 
 Put = Callable[[Callable[[], None]], bool]
 """Runs a command on the engine's thread; False: the engine takes none any more."""
@@ -26,7 +26,7 @@ class SessionTransfer:
     def __init__(self, put: Put, refusal: Callable[[], ServiceError]) -> None:
         self._put = put
         self._refusal = refusal
-        self._thread = FileThread("session-files", refusal, _as_told)
+        self._thread = FileThread("session-files", refusal, _to_service_error)
 
     def export(self, pool: StatePool, reply: Reply[bytes], call: ExportSession) -> None:
         """Engine thread. Replies with the file's bytes, with none where only whether there is one was asked."""
@@ -34,12 +34,12 @@ class SessionTransfer:
         def exported(file: SessionFile | Exception) -> None:
             if isinstance(file, Exception):
                 reply(as_service_error(file, given=call.session_id))
-            elif call.wants_file:
+            elif call.include_file:
                 self._thread.run(reply, file.encode, reply)
             else:
                 reply(b"")
 
-        attempt(reply, _as_told, lambda: pool.export(call.session_id, exported, call.dialogue))
+        reply_on_error(reply, _to_service_error, lambda: pool.export(call.session_id, exported, call.dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
@@ -55,7 +55,7 @@ class SessionTransfer:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error, given=session_id))
 
-        attempt(reply, _as_told, lambda: pool.import_session(session_id, file, durable))
+        reply_on_error(reply, _to_service_error, lambda: pool.import_session(session_id, file, durable))
 
     def close(self) -> None:
         """Begin nothing more; what has not begun is refused."""

@@ -26,6 +26,6 @@ class SlotSource(Protocol):
         """The row began without the second slot that it needs to be in every step: try again."""
         ...
 
-    def give_way(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """The row is paused, for as long as it may take: nobody should wait for what it was about to make."""
         ...

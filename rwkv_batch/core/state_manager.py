@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.core.mixtures import (
+    allocate_members,
     check_mixture,
-    gather,
-    hold_members,
-    move_on,
     origin_of,
     pin,
+    prepare_members,
     release_members,
+    release_read_slots,
 )
 from rwkv_batch.core.parked_mixtures import ParkedMixtures, begin_from
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
@@ -43,7 +43,7 @@ def _may_share_prefix(sequence: Sequence) -> bool:
     return fresh and alone and sequence.request.use_prefix_cache
 
 
-def _kept_before(sequence: Sequence, num_tokens: int) -> ServiceError | None:
+def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError | None:
     """Why a turn that goes on here is not taken: its session is not as it was when the turn began."""
     turn = sequence.request.session
     if turn is None or turn.expected_tokens in (None, num_tokens):
@@ -82,14 +82,14 @@ class StateManager:
                     turn.session_id, turn.branch_from, turn.wait, state, adapter, origin
                 )
                 if sequence.request.mixture:
-                    hold_members(sequence, self.pool)
+                    prepare_members(sequence, self.pool)
                 return
             if adapter:
-                sequence.adapter = self.pool.adapters.hold(adapter)
+                sequence.adapter = self.pool.adapters.acquire(adapter)
             if sequence.request.mixture:
-                hold_members(sequence, self.pool)
+                prepare_members(sequence, self.pool)
             elif state:
-                sequence.tuned = self.pool.tuned.hold(state)
+                sequence.tuned = self.pool.tuned.acquire(state)
             number = NO_BASE if sequence.tuned is None else sequence.tuned.number
             sequence.base = self.pool.adapters.base(number, sequence.adapter)
         except PoolError as error:
@@ -102,7 +102,7 @@ class StateManager:
         if sequence.lease is None:
             return None
         if sequence.phase is Phase.WAITING and sequence.lease.state is LeaseState.READY:
-            return _kept_before(sequence, sequence.lease.num_tokens)
+            return _already_stored_error(sequence, sequence.lease.num_tokens)
         if sequence.lease.state is not LeaseState.FAILED:
             return None
         error = sequence.lease.error or SessionNotFound("the session was deleted while its turn ran")
@@ -114,29 +114,31 @@ class StateManager:
         """Whether the row may start: it has no session, or the session's state can be read."""
         if sequence.lease is not None:
             is_ready = sequence.lease.state is LeaseState.READY
-            return is_ready and (not sequence.members or self._gather(sequence))
-        if _may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids, sequence.base):
+            return is_ready and (not sequence.members or self._allocate_members(sequence))
+        if _may_share_prefix(sequence) and self.pool.should_wait_for_prefix(sequence.reusable_ids, sequence.base):
             return False
         if sequence.members:
-            return self._gather(sequence)
+            return self._allocate_members(sequence)
         return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
 
-    def _gather(self, sequence: Sequence) -> bool:
-        """See `gather`; what is parked of other sessions gives way."""
-        return gather(sequence, self.pool) or (self.parked.drop_oldest() and gather(sequence, self.pool))
+    def _allocate_members(self, sequence: Sequence) -> bool:
+        """See `allocate_members`; what is parked of other sessions gives way."""
+        return allocate_members(sequence, self.pool) or (
+            self.parked.drop_oldest() and allocate_members(sequence, self.pool)
+        )
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
         """Hold the slot of the tuned state that the row begins from; False: it is not in one yet."""
         sequence.tuned_slot = pin(tuned, self.pool)
         if sequence.tuned_slot is None:
             return False
-        self._let_go(sequence)
+        self._release_tuned(sequence)
         return True
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _release_tuned(self, sequence: Sequence) -> None:
         """The row needs the tuned state no more, or holds its slot."""
         if sequence.tuned is not None:
-            self.pool.tuned.let_go(sequence.tuned)
+            self.pool.tuned.drop_ref(sequence.tuned)
             sequence.tuned = None
 
     def allocate(self) -> int | None:
@@ -157,9 +159,9 @@ class StateManager:
                 sequence.tuned_slot.drop()  # a cached prefix begins from it
             sequence.tuned_slot = None
         sequence.prompt_end = len(sequence.token_ids)
-        if sequence.request.resumed is not None and sequence.draws:
+        if sequence.request.resumed is not None and sequence.samples:
             sequence.token_ids = [*sequence.token_ids, *sequence.request.resumed.token_ids]
-        sequence.drawn_start = len(sequence.token_ids)
+        sequence.sampled_start = len(sequence.token_ids)
 
     def _start_from_session(self, sequence: Sequence) -> None:
         lease, turn = sequence.lease, sequence.request.session
@@ -185,13 +187,13 @@ class StateManager:
         if (spare := self.pool.allocate()) is not None:
             sequence.spare_slot = spare
 
-    def give_way(self, sequence: Sequence) -> None:
-        """See `SlotSource.give_way`: rows that wait for its prefix read it themselves; it offers it all the same."""
-        self._abandon_borders(sequence)
+    def preempt(self, sequence: Sequence) -> None:
+        """See `SlotSource.preempt`: rows that wait for its prefix read it themselves; it offers it all the same."""
+        self._abandon_cache_points(sequence)
 
-    def _abandon_borders(self, sequence: Sequence) -> None:
-        for border in sequence.cache_points:
-            self.pool.abandon_cache_point(sequence.token_ids[:border], sequence.base)
+    def _abandon_cache_points(self, sequence: Sequence) -> None:
+        for cache_point in sequence.cache_points:
+            self.pool.abandon_cache_point(sequence.token_ids[:cache_point], sequence.base)
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
         hit = self.pool.match_prefix(sequence.reusable_ids, sequence.base)
@@ -210,7 +212,7 @@ class StateManager:
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        move_on(sequence)
+        release_read_slots(sequence)
         if sequence.cache_points and sequence.cache_points[0] == sequence.num_computed_tokens:
             del sequence.cache_points[0]
             self._offer_prefix(sequence)
@@ -237,15 +239,15 @@ class StateManager:
             child.shared, child.num_computed_tokens = base, sequence.num_computed_tokens
             child.cached_tokens = sequence.cached_tokens
             if sequence.adapter is not None:
-                child.adapter = self.pool.adapters.hold_again(sequence.adapter)
-        self._let_adapter_go(sequence)
+                child.adapter = self.pool.adapters.add_ref(sequence.adapter)
+        self._release_adapter(sequence)
 
-    def _let_adapter_go(self, sequence: Sequence) -> None:
+    def _release_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter is not None and sequence.request.session is None:
-            self.pool.adapters.let_go(sequence.adapter)
+            self.pool.adapters.drop_ref(sequence.adapter)
         sequence.adapter = None
 
-    def take_back(self, sequence: Sequence) -> None:
+    def truncate(self, sequence: Sequence) -> None:
         """The token drawn last ends the row: forget what was launched beyond it."""
         end = sequence.prompt_end + len(sequence.output.tokens) - 1
         del sequence.token_ids[end:]
@@ -257,14 +259,14 @@ class StateManager:
         """A session's row has taken tokens: keep the latest state from before text that may be part of a stop."""
         if sequence.lease is None or sequence.phase is not Phase.RUNNING or sequence.members:
             return
-        if not sequence.output.is_holding:
+        if not sequence.output.has_held_text:
             self._drop_rollback_state(sequence)
         elif sequence.rollback_state is None:
             self._keep_rollback_state(sequence)
 
     def _keep_rollback_state(self, sequence: Sequence) -> None:
         count = sequence.num_computed_tokens - sequence.prompt_end
-        reads_on = sequence.reads_drawn_token  # the spare has not seen that token
+        reads_on = sequence.reads_sampled_token  # the spare has not seen that token
         if count - reads_on > sequence.output.first_held_token() or (fresh := self.pool.allocate()) is None:
             return
         if reads_on and count > sequence.output.first_held_token():
@@ -302,16 +304,16 @@ class StateManager:
 
         self.pool.record(lease, token_ids[sequence.turn_start :], durable)
         if sequence.members:
-            self._part_with(sequence, token_ids)
+            self._park_mixture(sequence, token_ids)
             return
         self._rewind(sequence, token_ids)
-        sequence.token_ids, sequence.draws, sequence.cache_points = token_ids, False, []
+        sequence.token_ids, sequence.samples, sequence.cache_points = token_ids, False, []
 
-    def _part_with(self, sequence: Sequence, token_ids: list[int]) -> None:
+    def _park_mixture(self, sequence: Sequence, token_ids: list[int]) -> None:
         """A mixture's turn needs no more steps: its tokens are what is kept, its members' slots are parked."""
         read = sequence.num_computed_tokens
         is_beginning = sequence.token_ids[:read] == token_ids[:read]
-        sequence.token_ids, sequence.draws = token_ids, False
+        sequence.token_ids, sequence.samples = token_ids, False
         if is_beginning:
             self.parked.park(sequence)
         sequence.num_computed_tokens = len(token_ids)
@@ -353,13 +355,13 @@ class StateManager:
 
     def release(self, sequence: Sequence) -> None:
         """The row ends without a trace in its session."""
-        self._abandon_borders(sequence)
+        self._abandon_cache_points(sequence)
         sequence.cache_points = []
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        self._let_go(sequence)
-        self._let_adapter_go(sequence)
+        self._release_tuned(sequence)
+        self._release_adapter(sequence)
         release_members(sequence, self.pool)
         if sequence.tuned_slot is not None:
             sequence.tuned_slot.drop()

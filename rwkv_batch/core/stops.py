@@ -37,7 +37,7 @@ class StopAutomaton:
         self._fallbacks: dict[Node, Node] = {}
         """of each node but the root: the longest proper end of it that is the beginning of a stop too"""
         self.root = self._node(0, range(len(self._strings)))
-        self.firsts = bytes(self.root.children)
+        self.first_bytes = bytes(self.root.children)
         """bytes that some of the strings begin with"""
 
     def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
@@ -45,7 +45,7 @@ class StopAutomaton:
 
         That is counted in bytes from the beginning of `piece`, negative if it began before; None: no stop ends here.
         """
-        if node is self.root and len(piece.translate(None, self.firsts)) == len(piece):
+        if node is self.root and len(piece.translate(None, self.first_bytes)) == len(piece):
             return node, None
         found: int | None = None
         for end, byte in enumerate(piece, 1):
@@ -106,7 +106,7 @@ class StopRulesCache:
         self._byte_table = byte_table
         self._rules: weakref.WeakValueDictionary[object, StopRules] = weakref.WeakValueDictionary()
 
-    def of(self, request: GenerateRequest) -> StopRules:
+    def build(self, request: GenerateRequest) -> StopRules:
         """The rules of a request; made when no running row has the same."""
         key = (request.ignore_eos, frozenset(request.stop_ids), frozenset(request.stop_strings))
         rules = self._rules.get(key)

@@ -66,13 +66,13 @@ class Throughput:
         self.generated_tokens += generated
         self.computed_tokens += computed
         now = time.monotonic()
-        self._count_prompts(computed - sum([row.feeds_back for row in rows]), now - max(started, self._last_end))
+        self._count_prompts(computed - sum([row.uses_device_token for row in rows]), now - max(started, self._last_end))
         self.busy_s += now - max(started, self._last_end)
         self._last_end = now
-        is_told = logger.isEnabledFor(logging.DEBUG)
-        batch_rows = sum(row.sequence.job.is_batch for row in rows) if is_told else 0
+        logs_first_tokens = logger.isEnabledFor(logging.DEBUG)
+        batch_rows = sum(row.sequence.job.is_batch for row in rows) if logs_first_tokens else 0
         self._steps.append(StepTime(started, launched, now, len(rows), computed, batch_rows))
-        if is_told:
+        if logs_first_tokens:
             self._log_first_tokens(rows)
         if self._window and now - self._window[-1][0] < 0.25:
             began, generated_before, computed_before = self._window[-1]
@@ -81,7 +81,7 @@ class Throughput:
             self._window = [entry for entry in self._window if now - entry[0] < WINDOW_S]
             self._window.append((now, generated, computed))
 
-    def count_certain(self, tokens: int) -> None:
+    def count_jump_forward(self, tokens: int) -> None:
         """Count tokens that came without a draw, behind those of the step counted last."""
         self.generated_tokens += tokens
         at, generated, computed = self._window[-1]
@@ -92,7 +92,7 @@ class Throughput:
             speed = num_tokens / seconds
             self._prompt_speed = 0.9 * self._prompt_speed + 0.1 * speed if self._prompt_speed else speed
 
-    def time_to_read(self, num_tokens: int) -> float:
+    def prefill_time_s(self, num_tokens: int) -> float:
         """Seconds in which so many prompt tokens will be read, by the speed of late; 0 before any were read."""
         return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
@@ -103,7 +103,7 @@ class Throughput:
         if step.tokens > step.rows:
             logger.debug("prompts %s", msgspec.json.encode({"at_s": step.started} | _timing_of(step, 0.0)).decode())
         for row in rows:
-            if not row.draws or row.sequence.output.tokens or row.sequence.job.is_batch:
+            if not row.samples or row.sequence.output.tokens or row.sequence.job.is_batch:
                 continue
             since = row.sequence.job.submitted_at
             timing = {
@@ -116,12 +116,12 @@ class Throughput:
             }
             logger.debug("first token %s", msgspec.json.encode(timing).decode())
 
-    def figures(self) -> dict[str, float | int]:
+    def stats(self) -> dict[str, float | int]:
         """Plain data for /status and /metrics; rates over the last ten seconds."""
         now = time.monotonic()
         recent = [entry for entry in self._window if now - entry[0] < WINDOW_S]
         span = max(now - recent[0][0], 0.25) if recent else 1.0
-        figures: dict[str, float | int] = {
+        stats: dict[str, float | int] = {
             "generated_tokens": self.generated_tokens,
             "computed_tokens": self.computed_tokens,
             "generated_tokens_per_s": round(sum(entry[1] for entry in recent) / span, 1),
@@ -130,8 +130,8 @@ class Throughput:
         return {
             "steps": self.steps,
             "busy_s": round(self.busy_s, 3),
-            **figures,
-            **{OLD_NAMES[name]: value for name, value in figures.items()},
+            **stats,
+            **{OLD_NAMES[name]: value for name, value in stats.items()},
         }
 
 

@@ -24,11 +24,11 @@ class Arrivals:
         self._lock = threading.Lock()
         self._rows = self._prompt_tokens = 0
 
-    def come(self, job: Job) -> None:
+    def add(self, job: Job) -> None:
         """A job is handed to the engine."""
         self._count(job, 1)
 
-    def gone(self, job: Job) -> None:
+    def remove(self, job: Job) -> None:
         """The engine has taken it, or refused it."""
         self._count(job, -1)
 

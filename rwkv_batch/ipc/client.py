@@ -33,10 +33,10 @@ from rwkv_batch.ipc.wire import (
     Link,
     Observe,
     SocketLink,
-    Spent,
     Submit,
     ToEngine,
     ToWorker,
+    UsageReport,
     to_worker_decoder,
 )
 from rwkv_batch.protocol import Admitted as OnAdmitted
@@ -60,12 +60,12 @@ _LOST_TURN = ErrorInfo(
     kind=ErrorKind.ENGINE_LOST,
     message=f"the engine process was lost and is being restarted; {MAY_BE_KEPT}",
 )
-_CUT_OFF = ErrorInfo(
+_SHUTDOWN_ERROR = ErrorInfo(
     kind=ErrorKind.DRAINING,
     message="the service was shut down before this answer was complete; send the request again in a moment",
     retry_after_s=5.0,
 )
-_CUT_OFF_TURN = ErrorInfo(
+_SHUTDOWN_ERROR_TURN = ErrorInfo(
     kind=ErrorKind.DRAINING, message=f"the service was shut down before this answer was complete; {MAY_BE_KEPT}"
 )
 
@@ -74,7 +74,7 @@ Connect = Callable[[], WorkerLink | None]
 """Gives a new link to the engine, or None while there is none; may wait a moment."""
 
 
-def at_socket(address: str) -> Connect:
+def unix_connector(address: str) -> Connect:
     """Links to an engine of this machine, which listens on a Unix socket."""
 
     def connect() -> WorkerLink | None:
@@ -97,20 +97,20 @@ class _Listener(NamedTuple):
     """Of a session, which may have been kept when the engine is lost."""
 
 
-class _Asked(NamedTuple):
+class _PendingCall(NamedTuple):
     """A call without an answer yet."""
 
     reply: Reply[Any]
     answer_type: type[Any]
 
 
-class _Waiting:
+class _Pending:
     """Who waits for what on one connection."""
 
     def __init__(self) -> None:
         self.admissions: dict[str, OnAdmitted] = {}
         self.listeners: dict[str, _Listener] = {}
-        self.calls: dict[int, _Asked] = {}
+        self.calls: dict[int, _PendingCall] = {}
 
 
 class EngineClient:
@@ -123,20 +123,20 @@ class EngineClient:
     def __init__(
         self,
         connect: Connect,
-        on_change: Callable[[bool], None] = lambda is_there: None,
+        on_change: Callable[[bool], None] = lambda is_connected: None,
         on_load: Callable[[Load, str | None], None] = lambda load, job_id: None,
     ) -> None:
         self._connect = connect
         self._name = ""
         self._on_change = on_change
         self._on_load = on_load
-        self.is_ending = False
+        self.is_shutting_down = False
         """The service is being shut down: an engine that is lost now is not started again."""
         self._lock = threading.Lock()
         self._link: WorkerLink | None = None
         self._newest: WorkerLink | None = None
         """the connection that may have brought nothing yet"""
-        self._waiting = _Waiting()
+        self._waiting = _Pending()
         self._reason = LOADING
         self._call_ids = itertools.count()
         self._stopped = threading.Event()
@@ -171,7 +171,7 @@ class EngineClient:
         return self._link is not None
 
     @property
-    def num_heard(self) -> int:
+    def num_received(self) -> int:
         """What has come on this connection, in pieces of which a long message has many."""
         newest = self._newest
         return 0 if newest is None else newest.num_pieces
@@ -207,7 +207,7 @@ class EngineClient:
             link, refusal = self._link, ServiceError.from_info(self._reason)
             if link is not None:
                 call_id = next(self._call_ids)
-                self._waiting.calls[call_id] = _Asked(reply, call.answer_type())
+                self._waiting.calls[call_id] = _PendingCall(reply, call.answer_type())
                 try:
                     link.send(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
                     return
@@ -220,7 +220,7 @@ class EngineClient:
         """Report an ended HTTP request; forgotten when there is no engine."""
         self._send(observation)
 
-    def spend(self, spent: Spent) -> None:
+    def report_usage(self, spent: UsageReport) -> None:
         """Report what a job that another engine runs has used; forgotten when there is no engine."""
         self._send(spent)
 
@@ -231,13 +231,13 @@ class EngineClient:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            link = self._connected()
+            link = self._try_connect()
             if link is None:
                 self._stopped.wait(_RETRY_S)
             else:
                 self._serve(link)
 
-    def _connected(self) -> WorkerLink | None:
+    def _try_connect(self) -> WorkerLink | None:
         try:
             return self._connect()
         except Exception:  # whatever carries the link: without this thread the engine is never reached again
@@ -257,21 +257,21 @@ class EngineClient:
 
     def _receive(self, link: WorkerLink) -> None:
         """Hand out what comes until the link is lost, then tell everyone who waits. Raises what a waiter did, last."""
-        is_there = False  # a process that stands still may be at the other end
+        is_connected = False  # a process that stands still may be at the other end
         try:
             for message in link.receive():
-                if not is_there:
-                    is_there = True
-                    self._there(link)
+                if not is_connected:
+                    is_connected = True
+                    self._set_connected(link)
                 self._handle(message)
         finally:
             link.close()
             with self._lock:
                 self._newest = None  # its descriptor goes with it, and not when this client does
-            if is_there:
+            if is_connected:
                 self._report_engine_lost()
 
-    def _there(self, link: WorkerLink) -> None:
+    def _set_connected(self, link: WorkerLink) -> None:
         with self._lock:
             self._link = link
         self._on_change(True)
@@ -299,23 +299,25 @@ class EngineClient:
                 reply(_decoded(value, answer_type) if error is None else ServiceError.from_info(error))
 
     def _report_engine_lost(self) -> None:
-        lost, lost_turn = (_CUT_OFF, _CUT_OFF_TURN) if self.is_ending else (_LOST, _LOST_TURN)
+        lost, lost_turn = (_SHUTDOWN_ERROR, _SHUTDOWN_ERROR_TURN) if self.is_shutting_down else (_LOST, _LOST_TURN)
         with self._lock:
             self._link = None
             self._reason = lost
-            waiting, self._waiting = self._waiting, _Waiting()
-        tell: list[Callable[[], None]] = [partial(self._on_change, False)]
+            waiting, self._waiting = self._waiting, _Pending()
+        notifications: list[Callable[[], None]] = [partial(self._on_change, False)]
         for job_id, admitted in waiting.admissions.items():
             listener = waiting.listeners.pop(job_id, None)
             error = lost_turn if listener is not None and listener.is_turn else lost
-            tell.append(partial(admitted, ServiceError.from_info(error)))
+            notifications.append(partial(admitted, ServiceError.from_info(error)))
         for job_id, listener in waiting.listeners.items():
             error = lost_turn if listener.is_turn else lost
-            tell.append(partial(listener.sink, JobEvents(job_id=job_id, deltas=[], done=True, error=error)))
-        tell.extend(partial(asked.reply, ServiceError.from_info(lost)) for asked in waiting.calls.values())
-        with contextlib.ExitStack() as each_is_told:  # also behind one that raises; the last to come in is called first
-            for act in reversed(tell):
-                each_is_told.callback(act)
+            notifications.append(partial(listener.sink, JobEvents(job_id=job_id, deltas=[], done=True, error=error)))
+        notifications.extend(
+            partial(pending_call.reply, ServiceError.from_info(lost)) for pending_call in waiting.calls.values()
+        )
+        with contextlib.ExitStack() as callbacks:  # also behind one that raises; the last to come in is called first
+            for callback in reversed(notifications):
+                callbacks.callback(callback)
 
 
 def _too_long(error: FrameTooLong) -> ServiceError:

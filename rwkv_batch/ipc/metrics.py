@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.ipc.device_figures import DeviceFigures, DeviceWatch
-from rwkv_batch.ipc.token_times import TokenTimes
+from rwkv_batch.ipc.device_stats import DeviceMonitor, DeviceStats
+from rwkv_batch.ipc.token_latency import TokenLatency
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
 
@@ -68,10 +68,10 @@ class Metrics:
         )
         self._devices = {
             name: Gauge(f"rwkv_device_{name}", f"A device's {name}.", ["device"], registry=self._registry)
-            for name in DeviceFigures._fields
+            for name in DeviceStats._fields
         }
-        self._watch = DeviceWatch()
-        self._times = TokenTimes()
+        self._watch = DeviceMonitor()
+        self._times = TokenLatency()
         self._registry.register(self._times)
         self._gauges: dict[str, Gauge] = {}
         self._rendering = threading.Lock()
@@ -131,7 +131,7 @@ class Metrics:
         for label, count in jobs.items():
             self._jobs.labels(label).set(count)
         for device in dict.fromkeys(status.get("devices", ())):
-            for name, value in self._watch.figures(device)._asdict().items():
+            for name, value in self._watch.stats(device)._asdict().items():
                 if value is not None:
                     self._devices[name].labels(device).set(value)
         for name, value in _numbers({**status, "model_shape": None, "jobs": None}):

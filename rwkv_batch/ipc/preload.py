@@ -11,7 +11,7 @@ import signal
 
 from native.priority import at_low_priority
 from rwkv_batch.ipc import server  # noqa: F401
-from rwkv_batch.ipc.process import set_compute_environment, without_collections
+from rwkv_batch.ipc.process import gc_paused, set_compute_environment
 from rwkv_batch.tokenizer import make_byte_tables
 
 # A manager that signals the whole group means the supervisor, which ends the others in order.
@@ -26,5 +26,5 @@ def _make() -> None:
     make_byte_tables()
 
 
-with without_collections():
+with gc_paused():
     at_low_priority(_make)

@@ -16,17 +16,17 @@ from collections.abc import Iterator
 import msgspec
 
 from native.futexes import fix_futex_table
-from native.heap import share_heaps
+from native.heap import limit_malloc_arenas
 
 logger = logging.getLogger(__name__)
 
-LONG_COLLECTION_S = 0.001
+SLOW_GC_S = 0.001
 """Collections of garbage that take longer are told in the log, at level debug."""
-_CHATTY = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
+_NOISY_LOGGERS = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
 """Libraries that tell every step of their start."""
 
 
-SWITCH_S = 0.001
+SWITCH_INTERVAL_S = 0.001
 """How long a thread that wants Python's lock lets another have it: events of other rows must not wait out launches."""
 
 
@@ -80,13 +80,13 @@ def set_up_logging(process: str, style: LogStyle) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Json(process) if style.form == "json" else _Text(process))
     logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
-    for name in _CHATTY:
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     if logger.isEnabledFor(logging.DEBUG):
-        gc.callbacks.append(_LongCollections())
+        gc.callbacks.append(_SlowGcLogger())
 
 
-class _LongCollections:
+class _SlowGcLogger:
     """Logs collections of garbage that stop this process's threads for a while."""
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ class _LongCollections:
         """See gc.callbacks."""
         if phase == "start":
             self._began = time.monotonic()
-        elif (took := time.monotonic() - self._began) > LONG_COLLECTION_S:
-            found = {"at_s": self._began, "ms": round(took * 1e3, 1), "generation": info["generation"]}
+        elif (duration_s := time.monotonic() - self._began) > SLOW_GC_S:
+            found = {"at_s": self._began, "ms": round(duration_s * 1e3, 1), "generation": info["generation"]}
             logger.debug("collection %s", msgspec.json.encode(found).decode())
 
 
@@ -108,28 +108,28 @@ def become_child(process: str, style: LogStyle) -> None:
     It stays in the supervisor's session: Linux gives sessions like shares of the cores (sched_autogroup), whatever
     their threads' priorities. In one of its own, a single thread that stands back would go before each of many others.
     """
-    share_heaps()
+    limit_malloc_arenas()
     fix_futex_table()
-    threading.excepthook = _end_with_a_thread
+    threading.excepthook = _exit_on_thread_error
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     # The last one: log lines go to a terminal that would stop those in the background (stty tostop).
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_up_logging(process, style)
 
 
-def _end_with_a_thread(died: threading.ExceptHookArgs) -> None:
+def _exit_on_thread_error(args: threading.ExceptHookArgs) -> None:
     """A thread has died of an exception: without it the process would go on and do half of its work, unseen.
 
     The supervisor starts it anew.
     """
-    if died.exc_type is SystemExit or sys.is_finalizing():
+    if args.exc_type is SystemExit or sys.is_finalizing():
         return
-    name = died.thread.name if died.thread is not None else "of no name"
-    error = died.exc_value if died.exc_value is not None else died.exc_type()
+    name = args.thread.name if args.thread is not None else "of no name"
+    error = args.exc_value if args.exc_value is not None else args.exc_type()
     logger.critical("the thread %s has died; its process ends, to be started anew", name, exc_info=error)
     logging.shutdown()
     os._exit(1)
@@ -142,7 +142,7 @@ def set_compute_environment() -> None:
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """For imports: what they make stays, and each collection would walk it.
 
     So does what they leave as garbage, 1.6 MB: to find it would take 0.1 to 0.2 s of each start.
@@ -155,7 +155,7 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def settle_garbage_collector() -> None:
+def freeze_garbage_collector() -> None:
     """Called when everything is loaded, which stays: a full collection that walks all of it stops every row for 100 ms.
 
     What steps make is freed by reference counts; the few cycles of requests that ended can wait for a hundred thousand

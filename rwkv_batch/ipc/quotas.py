@@ -18,11 +18,11 @@ from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.request import ClientLimits, Job, JobEvents, Usage
 
 _MINUTE_S = 60.0
-_ROWS_AGAIN_S = 1.0
+_ROWS_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """So many units a minute."""
 
     level: float
@@ -41,8 +41,8 @@ class Bucket:
 @dataclass(slots=True)
 class _Client:
     rows: int = 0
-    tokens: Bucket | None = None
-    requests: Bucket | None = None
+    tokens: TokenBucket | None = None
+    requests: TokenBucket | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Quotas:
     """One for each name in the file of keys, at most."""
     _jobs: dict[str, Usage] = field(default_factory=dict)
 
-    def enter(self, job: Job) -> ErrorInfo | None:
+    def acquire(self, job: Job) -> ErrorInfo | None:
         """Count a job that comes in; why not, if its client has reached a limit. Jobs without limits pass.
 
         So do those that go on after the loss of their engine, which had let them in.
@@ -82,9 +82,9 @@ class Quotas:
     def observe(self, events: JobEvents) -> None:
         """Charge what a step has brought, and forget a job that has ended."""
         if events.job_id in self._jobs:
-            self.spend(events.job_id, sum(delta.num_tokens for delta in events.deltas), events.done)
+            self.charge(events.job_id, sum(delta.num_tokens for delta in events.deltas), events.done)
 
-    def spend(self, job_id: str, tokens: int, done: bool) -> None:
+    def charge(self, job_id: str, tokens: int, done: bool) -> None:
         """Charge tokens that a job has drawn, and forget it if it has ended."""
         job = self._jobs.get(job_id)
         if job is None:
@@ -94,10 +94,10 @@ class Quotas:
             if client.tokens is not None:
                 client.tokens.level -= tokens * job.states
             if done:
-                self._leave(client, job)
+                self._release(client, job)
         self.metrics.observe_client_tokens(job.client, tokens)
 
-    def take_back(self, job_id: str) -> None:
+    def refund(self, job_id: str) -> None:
         """The engine has refused a job: it has cost nothing but its request."""
         with self._lock:
             job = self._jobs.get(job_id)
@@ -105,9 +105,9 @@ class Quotas:
                 client = self._clients[job.client]
                 if client.tokens is not None:
                     client.tokens.level += job.prompt_tokens
-                self._leave(client, job)
+                self._release(client, job)
 
-    def _leave(self, client: _Client, job: Usage) -> None:
+    def _release(self, client: _Client, job: Usage) -> None:
         if self._jobs.pop(job.job_id, None) is not None:
             client.rows -= job.rows
 
@@ -121,7 +121,7 @@ class Quotas:
             return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.rows)
         if limits.rows is not None and client.rows + job.rows > limits.rows:
             reason = f"has {client.rows} rows under way and may have {limits.rows} at once, this request has {job.rows}"
-            return _refused(job, reason, _ROWS_AGAIN_S)
+            return _refused(job, reason, _ROWS_RETRY_S)
         if client.requests is not None and limits.requests_per_minute and client.requests.level < 1:
             wait_s = client.requests.wait_s(1, limits.requests_per_minute)
             return _refused(job, f"may send {limits.requests_per_minute} requests a minute", wait_s)
@@ -131,11 +131,11 @@ class Quotas:
         return None
 
 
-def _refilled(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+def _refilled(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
     if per_minute is None:
         return None
     if bucket is None:
-        return Bucket(float(per_minute), now)
+        return TokenBucket(float(per_minute), now)
     bucket.refill(per_minute, now)
     return bucket
 

@@ -9,13 +9,13 @@ import msgspec
 
 from rwkv_batch.decode_defaults import DecodeDefaults
 
-USUAL_NAME = "rwkv7"
+DEFAULT_MODEL_NAME = "rwkv7"
 """What clients send that know of one model only: always the service's own, whatever that is called."""
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """It is part of file names, and of what requests send as `model`."""
 
 
-class ModelWish(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to be loaded beside the others, in an engine of its own."""
 
     name: str
@@ -46,7 +46,7 @@ class ModelStatus(enum.StrEnum):
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """An engine, and the model that it was asked to serve."""
 
-    wish: ModelWish
+    spec: ModelSpec
     status: ModelStatus
     address: str
     """Of its engine's socket."""
@@ -75,7 +75,7 @@ class ModelCommand(msgspec.Struct, frozen=True):
     """What an HTTP worker asks of the supervisor; `number` returns with the answer."""
 
     number: int
-    wish: ModelWish | None = None
+    spec: ModelSpec | None = None
     """To load."""
     unload: str = ""
     """The name of one to unload, where there is no wish."""
@@ -85,5 +85,5 @@ class ModelCommand(msgspec.Struct, frozen=True):
     """Name of one to drain and end."""
     restart_engine: str = ""
     """Name of one to drain and start anew; "all": one after the other."""
-    is_question: bool = False
+    is_barrier: bool = False
     """Nothing is to be done: when the answer comes, all has come that any worker was told before."""

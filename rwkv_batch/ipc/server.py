@@ -21,13 +21,13 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from native.priority import at_low_priority, stand_back_to_the_end
-from rwkv_batch.calls import EngineCall, EnterClient, GetMetrics, GetStatus
+from native.priority import at_low_priority, lower_process_priority
+from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.arrivals import Arrivals
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.process import LogStyle, become_child, settle_garbage_collector, without_collections
+from rwkv_batch.ipc.process import LogStyle, become_child, freeze_garbage_collector, gc_paused
 from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
@@ -44,11 +44,11 @@ from rwkv_batch.ipc.wire import (
     Link,
     Observe,
     SocketLink,
-    Spent,
     Submit,
     ToEngine,
     ToWorker,
-    in_frames,
+    UsageReport,
+    split_frames,
     to_engine_decoder,
 )
 from rwkv_batch.protocol import EngineProtocol
@@ -59,20 +59,20 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS = 256
 BATCHES = "batches"
 """A client of the engine that is no HTTP worker."""
-WATCH_S = 0.05
+MONITOR_INTERVAL_S = 0.05
 """How soon the process follows its engine's thread: until then /readyz still says that it takes work."""
-LAST_FRAMES_S = 2.0
+FLUSH_TIMEOUT_S = 2.0
 """How long a process that ends waits for workers to take what they were told last."""
-NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
+ENCODED_NONE = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
-Ask = Callable[[EngineCall[Any], Callable[[Any], None]], None]
+HandleCall = Callable[[EngineCall[Any], Callable[[Any], None]], None]
 
 
 class ManagedEngine(EngineProtocol, Protocol):
     """An engine with a life of its own, as this process runs it."""
 
-    def when_delivered(self, act: Callable[[], None]) -> None:
-        """From now on call `act` behind the sinks of each step, on their thread."""
+    def on_delivered(self, callback: Callable[[], None]) -> None:
+        """From now on call `callback` behind the sinks of each step, on their thread."""
 
     def start(self) -> None:
         """Load the model; returns when it can serve. Raises StartupError for what a user can mend."""
@@ -85,7 +85,7 @@ class ManagedEngine(EngineProtocol, Protocol):
         """Whether it still works; if not, the process ends and is started again."""
 
     @property
-    def rounds(self) -> int | None:
+    def loop_count(self) -> int | None:
         """How often its loop has come round, idle or not; None while it makes ready or ends, which takes its time."""
 
     @property
@@ -106,7 +106,7 @@ class Peer:
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
-        self._elsewhere: set[str] = set()
+        self._remote_jobs: set[str] = set()
         """jobs that other engines run and whose clients' limits are held here"""
         self._engine = engine
         self._arrivals = arrivals
@@ -114,14 +114,14 @@ class Peer:
         self._quotas = quotas
         self._events: list[JobEvents] = []
         self._link = link
-        self._order = threading.Lock()
+        self._send_lock = threading.Lock()
         """held from when a load is taken until it is sent: a later message has no earlier one"""
 
-    def serve(self, ask: Ask) -> None:
-        """Handle the worker's messages until it is gone; `ask` answers calls."""
+    def serve(self, handle_call: HandleCall) -> None:
+        """Handle the worker's messages until it is gone; `handle_call` answers calls."""
         try:
             for message in self._link.receive():
-                self._handle(message, ask)
+                self._handle(message, handle_call)
         except Exception:  # a foreign frame, a message's fault: that worker's jobs end, not the engine
             logger.exception("the connection of HTTP worker %s failed; closing it", self.name)
         finally:
@@ -129,46 +129,46 @@ class Peer:
             for job_id in list(self.jobs):
                 self._engine.cancel(job_id)
                 self._metrics.forget(job_id)
-            for job_id in self._elsewhere:
-                self._quotas.spend(job_id, 0, done=True)
+            for job_id in self._remote_jobs:
+                self._quotas.charge(job_id, 0, done=True)
 
-    def _handle(self, message: ToEngine, ask: Ask) -> None:
+    def _handle(self, message: ToEngine, handle_call: HandleCall) -> None:
         match message:
             case Submit(job):
                 self._submit(job)
             case Cancel(job_id):
                 self._engine.cancel(job_id)
-            case Call(call_id, EnterClient(usage)):
-                self._answer(call_id, self._enter(usage))
-            case Spent(job_id, tokens, done):
-                self._quotas.spend(job_id, tokens, done)
+            case Call(call_id, AcquireQuota(usage)):
+                self._answer(call_id, self._acquire_quota(usage))
+            case UsageReport(job_id, tokens, done):
+                self._quotas.charge(job_id, tokens, done)
                 if done:
-                    self._elsewhere.discard(job_id)
+                    self._remote_jobs.discard(job_id)
             case Call(call_id, call):
-                ask(call, lambda value: self._answer(call_id, value))
+                handle_call(call, lambda value: self._answer(call_id, value))
             case Observe():
                 self._metrics.observe_request(message)
             case Hello(name, pid):
                 self.name, self.pid = name, pid
 
-    def _enter(self, usage: Usage) -> bool | ServiceError:
+    def _acquire_quota(self, usage: Usage) -> bool | ServiceError:
         refusal = self._quotas.count(usage)
         if refusal is not None:
             self._metrics.observe_refusal(usage.job_id, refusal.kind)
             return ServiceError.from_info(refusal)
-        self._elsewhere.add(usage.job_id)
+        self._remote_jobs.add(usage.job_id)
         return True
 
     def _submit(self, job: Job) -> None:
         self._metrics.observe_arrival(job.job_id)
-        refusal = self._quotas.enter(job)
+        refusal = self._quotas.acquire(job)
         if refusal is not None:
             self._metrics.observe_refusal(job.job_id, refusal.kind)
             self._link.send(Admitted(job.job_id, refusal))
             return
         self.jobs.add(job.job_id)
-        with self._order:
-            self._arrivals.come(job)
+        with self._send_lock:
+            self._arrivals.add(job)
             self._link.send(Arrived(job.job_id, self._arrivals.load))
         self._engine.submit(job, self._deliver, lambda refusal: self._admit(job, refusal))
 
@@ -179,23 +179,23 @@ class Peer:
         self._events.append(events)
 
     @property
-    def is_told(self) -> bool:
+    def is_flushed(self) -> bool:
         """Whether all that the worker is told has left this process."""
         return not self._link.is_sending
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Tell the worker that this process is there."""
-        with self._order:
+        with self._send_lock:
             self._link.send(Heartbeat(self._arrivals.load))
 
-    def tell(self) -> None:
+    def flush_events(self) -> None:
         """Send what a step has brought for this worker."""
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
-            for frame in in_frames(events):
+            for frame in split_frames(events):
                 try:
-                    with self._order:
+                    with self._send_lock:
                         self._link.send(EventBatch(frame, self._arrivals.load))
                 except FrameTooLong as error:
                     self._fail_jobs({event.job_id for event in frame}, error)
@@ -207,22 +207,22 @@ class Peer:
             self._link.send(EventBatch([JobEvents(job_id=job_id, deltas=[], done=True, error=info)]))
 
     def _admit(self, job: Job, refusal: ServiceError | None) -> None:
-        self._arrivals.gone(job)
+        self._arrivals.remove(job)
         if refusal is not None:
             self.jobs.discard(job.job_id)
-            self._quotas.take_back(job.job_id)
+            self._quotas.refund(job.job_id)
             self._metrics.observe_refusal(job.job_id, refusal.info.kind)
         self._link.send(Admitted(job.job_id, None if refusal is None else refusal.info))
 
     def _answer(self, call_id: int, value: Any) -> None:
         if isinstance(value, ServiceError):
-            self._link.send(Answer(call_id, NOTHING, value.info))
+            self._link.send(Answer(call_id, ENCODED_NONE, value.info))
         else:
             try:
                 self._link.send(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
             except FrameTooLong as error:
                 too_long = ServiceError(ErrorKind.BODY_TOO_LARGE, f"the answer cannot be sent: {error}")
-                self._link.send(Answer(call_id, NOTHING, too_long.info))
+                self._link.send(Answer(call_id, ENCODED_NONE, too_long.info))
 
 
 class EngineServer:
@@ -235,8 +235,8 @@ class EngineServer:
         self._quotas = Quotas(self._metrics)
         self._peers: set[Peer] = set()
         self._started = time.time()
-        engine.when_delivered(self._tell_all)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        engine.on_delivered(self._flush_events)
+        threading.Thread(target=self._heartbeat_loop, name="heartbeat", daemon=True).start()
 
     def listen(self, address: str) -> None:
         """Accept HTTP workers of this machine on a Unix socket at `address`; returns at once."""
@@ -248,24 +248,24 @@ class EngineServer:
     def serve(self, link: PeerLink) -> None:
         """Serve the HTTP worker at the other end until it is gone."""
         peer = Peer(link, self._engine, self._arrivals, self._metrics, self._quotas)
-        peer.beat()
+        peer.send_heartbeat()
         self._peers.add(peer)
         try:
-            peer.serve(self._ask)
+            peer.serve(self._handle_call)
         finally:
             self._peers.discard(peer)
 
     def finish(self, timeout_s: float) -> None:
         """Return when all that the workers are told has left this process, at the latest after so many seconds."""
         deadline = time.monotonic() + timeout_s
-        while not all(peer.is_told for peer in self._peers.copy()) and time.monotonic() < deadline:
+        while not all(peer.is_flushed for peer in self._peers.copy()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def _beat(self) -> None:
+    def _heartbeat_loop(self) -> None:
         while True:
             time.sleep(HEARTBEAT_S)
             for peer in self._peers.copy():
-                peer.beat()
+                peer.send_heartbeat()
 
     def _accept_loop(self, listener: socket.socket) -> None:
         while True:
@@ -273,11 +273,11 @@ class EngineServer:
             link: PeerLink = SocketLink(connection, to_engine_decoder, "worker")
             threading.Thread(target=self.serve, args=(link,), name="worker-receive", daemon=True).start()
 
-    def _tell_all(self) -> None:
+    def _flush_events(self) -> None:
         for peer in self._peers.copy():
-            peer.tell()
+            peer.flush_events()
 
-    def _ask(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
+    def _handle_call(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
         """Answer a call: the metrics and the processes in the status here, the rest by the engine."""
         match call:
             case GetMetrics():
@@ -313,8 +313,8 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
     try:
         module, _, class_name = factory.partition(":")
         load = partial(importlib.import_module, module)
-        with without_collections():
-            loaded = at_low_priority(load, config.only_idle_cores) if config.gives_way else load()
+        with gc_paused():
+            loaded = at_low_priority(load, config.only_idle_cores) if config.loads_at_low_priority else load()
         engine: ManagedEngine = getattr(loaded, class_name)(config)
         engine.start()
     except (StartupError, OSError, MemoryError) as error:
@@ -322,7 +322,7 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
     except Exception as error:  # loading touches files, compilers, drivers: who waits gets one line
         logger.exception("the engine did not start")
         raise StartupError(f"the engine did not start: {type(error).__name__}: {error}") from error
-    settle_garbage_collector()
+    freeze_garbage_collector()
     return engine
 
 
@@ -338,7 +338,7 @@ def run_engine(
     try:
         engine = started_engine(config, factory)
     except StartupError as error:
-        _tell_failure(supervisor, str(error))
+        _report_failure(supervisor, str(error))
         sys.exit(1)
     workers = EngineServer(engine)
     workers.listen(address)
@@ -348,12 +348,12 @@ def run_engine(
     except (EOFError, OSError):
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
-    workers.finish(LAST_FRAMES_S)  # the end of a long answer may be more than a socket holds
-    if config.gives_way:
-        stand_back_to_the_end(config.only_idle_cores)  # to give a model's memory back takes a while, too
+    workers.finish(FLUSH_TIMEOUT_S)  # the end of a long answer may be more than a socket holds
+    if config.loads_at_low_priority:
+        lower_process_priority(config.only_idle_cores)  # to give a model's memory back takes a while, too
 
 
-def _tell_failure(supervisor: Connection, reason: str) -> None:
+def _report_failure(supervisor: Connection, reason: str) -> None:
     """The supervisor logs why the engine did not start; where it is gone, this process does."""
     try:
         supervisor.send(("failed", reason))
@@ -363,10 +363,10 @@ def _tell_failure(supervisor: Connection, reason: str) -> None:
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:
     """Follow the supervisor until it says "end". Raises EOFError or OSError when it is gone."""
-    look = EngineWatch(engine, config)
+    monitor = EngineMonitor(engine, config)
     while True:
-        while not supervisor.poll(WATCH_S):
-            look()
+        while not supervisor.poll(MONITOR_INTERVAL_S):
+            monitor()
         match supervisor.recv():
             case "drain":
                 engine.drain(config.drain_timeout_s)
@@ -376,19 +376,19 @@ def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: 
                 return
 
 
-class EngineWatch:
-    """Called every `WATCH_S`: ends the process once its engine has died or hangs."""
+class EngineMonitor:
+    """Called every `MONITOR_INTERVAL_S`: ends the process once its engine has died or hangs."""
 
     def __init__(self, engine: ManagedEngine, config: EngineConfig) -> None:
         self._engine = engine
         self._timeout_s = config.step_timeout_s
-        self._watchdog = Watchdog(config.step_timeout_s, time.monotonic, WATCH_S)
+        self._watchdog = Watchdog(config.step_timeout_s, time.monotonic, MONITOR_INTERVAL_S)
 
     def __call__(self) -> None:
         """One look."""
         if not self._engine.is_alive:
             _die("the engine's thread has died; so does the process")
-        if self._watchdog.hangs(self._engine.rounds):
+        if self._watchdog.hangs(self._engine.loop_count):
             faulthandler.dump_traceback()
             _die("the engine's loop has stood still for %g s (--step-timeout-s); the process ends", self._timeout_s)
 

@@ -13,19 +13,19 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._clock = clock
         self._interval_s = interval_s
-        self._rounds: int | None = None
-        self._seen = clock()
+        self._loop_count: int | None = None
+        self._last_check = clock()
         self._silent_s = 0.0
 
-    def hangs(self, rounds: int | None) -> bool:
+    def hangs(self, loop_count: int | None) -> bool:
         """Whether the loop has not come round for too long. Call it at every look.
 
-        `rounds`: see `ManagedEngine.rounds`. Time in which nobody could look (the machine slept, the process was
+        `loop_count`: see `ManagedEngine.loop_count`. Time in which nobody could look (the machine slept, the process was
         stopped) does not count: then the engine could not work either.
         """
         now = self._clock()
-        elapsed, self._seen = min(now - self._seen, 2 * self._interval_s), now
-        is_silent = rounds is not None and rounds == self._rounds
+        elapsed, self._last_check = min(now - self._last_check, 2 * self._interval_s), now
+        is_silent = loop_count is not None and loop_count == self._loop_count
         self._silent_s = self._silent_s + elapsed if is_silent else 0.0
-        self._rounds = rounds
+        self._loop_count = loop_count
         return 0 < self._timeout_s <= self._silent_s

@@ -76,15 +76,15 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     first_byte_s: float
 
 
-class Spent(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """What a job that runs in another engine has used of its client's limits, which are held here (`EnterClient`)."""
+class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
+    """What a job that runs in another engine has used of its client's limits, which are held here (`AcquireQuota`)."""
 
     job_id: str
     tokens: int
     done: bool
 
 
-ToEngine = Hello | Submit | Cancel | Call | Observe | Spent
+ToEngine = Hello | Submit | Cancel | Call | Observe | UsageReport
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -132,7 +132,7 @@ class FrameTooLong(Exception):  # noqa: N818 - names what it is about
         super().__init__(f"a message between the processes has {num_bytes} bytes, at most {MAX_FRAME_BYTES} are sent")
 
 
-def in_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
+def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
     """News cut into pieces of at most `frame_bytes` or one delta. Each job's end comes with its last piece."""
     frame: list[JobEvents] = []
     size = 0
@@ -237,7 +237,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
             if not self._waiting:
                 frame = frame[self._send_now(frame) :]
             if frame:
-                self._wait(frame)
+                self._enqueue(frame)
 
     def receive(self) -> Iterator[Incoming]:
         """Messages until the peer is gone or the link is closed.
@@ -287,7 +287,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
             self._close()
             return len(frame)
 
-    def _wait(self, frame: bytes) -> None:
+    def _enqueue(self, frame: bytes) -> None:
         self._waiting.append(frame)
         self._waiting_bytes += len(frame)
         if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:

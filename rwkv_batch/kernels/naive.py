@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.adapter_table import Beside, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, Entrance, Layer, Projections
+from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
+from rwkv_batch.model.layer import HEAD_SIZE, Layer, Projections, Prologue
 from rwkv_batch.model.low_rank import Target
-from rwkv_batch.model.plain import layer_norm, longest_first, token_shift
-from rwkv_batch.model.state_form import on_unpacked
+from rwkv_batch.model.state_format import on_unpacked
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.torch_ops import layer_norm, longest_first, token_shift
 
 DECAY_SCALE = -0.6065306597126334
 """-exp(-0.5): log of the smallest decay."""
@@ -26,12 +26,12 @@ class NaiveOps:
     name = "naive"
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Runs everywhere."""
         return None
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+        self, x: Tensor, delta: Tensor | None, prologue: Prologue, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
         """Residual add, LayerNorm, token shift and the mixes of one half layer.
 
@@ -40,8 +40,8 @@ class NaiveOps:
         """
         if delta is not None:
             x = x + delta
-        h = layer_norm(x, entrance.norm)
-        mixed = h + (token_shift(h, shift, inputs) - h) * entrance.mix.unsqueeze(1)
+        h = layer_norm(x, prologue.norm)
+        mixed = h + (token_shift(h, shift, inputs) - h) * prologue.mix.unsqueeze(1)
         return x, mixed.to(x.dtype)
 
     def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
@@ -57,8 +57,8 @@ class NaiveOps:
             v_gate=None if layer.v_residual is None else layer.v_residual.v2(layer.v_residual.v1(xv)),
         )
         if adapters is not None:
-            values = Beside(Target.VALUE, xv, p.v)
-            adapters.add(Beside(Target.RECEPTANCE, xr, p.r), Beside(Target.KEY, xk, p.k), values)
+            values = AdaptedLinear(Target.VALUE, xv, p.v)
+            adapters.add(AdaptedLinear(Target.RECEPTANCE, xr, p.r), AdaptedLinear(Target.KEY, xk, p.k), values)
         return p
 
     def time_mix(
@@ -105,14 +105,14 @@ class NaiveOps:
         """F_v relu(F_k x)^2 for x [T, C] -> [T, C]."""
         hidden = layer.ffn_key(x)
         if adapters is not None:
-            adapters.add(Beside(Target.FFN_KEY, x, hidden))
+            adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))
         key, hidden = hidden, torch.relu(hidden).square()
         if adapters is None:
             return layer.ffn_value(hidden)
         of_experts = torch.zeros_like(x)
         adapters.mix_experts(x, key, hidden, of_experts)
         y = layer.ffn_value(hidden)
-        adapters.add(Beside(Target.FFN_VALUE, hidden, y))
+        adapters.add(AdaptedLinear(Target.FFN_VALUE, hidden, y))
         return y + of_experts
 
 

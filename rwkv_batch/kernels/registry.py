@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from rwkv_batch.model.ops import DoesWithout, Ops
+from rwkv_batch.model.ops import Ops, ReportsMissingKernels
 from rwkv_batch.model.shape import X070
 
 _BACKENDS = {
@@ -15,9 +15,9 @@ _BACKENDS = {
     "cpu": ("rwkv_batch.kernels.cpu.ops", "CpuOps"),
     "naive": ("rwkv_batch.kernels.naive", "NaiveOps"),
 }
-_OF_OLDER_VERSIONS = _BACKENDS | {"cpu": ("rwkv_batch.kernels.cpu.ops", "PackedOps")}
+_OLDER_BACKENDS = _BACKENDS | {"cpu": ("rwkv_batch.kernels.cpu.ops", "PackedOps")}
 
-WITHOUT_KERNELS = (
+NO_KERNELS_WARNING = (
     "%s is served WITHOUT OUR KERNELS, at about a tenth of their speed (7.2B on an H200: 459 tokens/s for 32 clients "
     "instead of 6,234): %s. Remedy: `make install-nvcc` where a compiler is missing; `--kernels cuda` refuses to start "
     "like this, `--kernels naive` accepts it in silence"
@@ -33,20 +33,22 @@ def choose_ops(wanted: str, device: torch.device, version: str = X070) -> tuple[
     wanted "auto" tries all in order of speed. Raises ValueError when a backend asked for by name refuses.
     """
     refusals: dict[str, str] = {}
-    backends = _BACKENDS if version == X070 else _OF_OLDER_VERSIONS
+    backends = _BACKENDS if version == X070 else _OLDER_BACKENDS
     for name, (module, attribute) in backends.items():
         if wanted not in ("auto", name):
             continue
         try:
             backend = getattr(importlib.import_module(module), attribute)
-            reason = backend.why_not(device) if name != "cuda" or version == X070 else _ONLY_X070.format(version)
+            reason = (
+                backend.unavailable_reason(device) if name != "cuda" or version == X070 else _ONLY_X070.format(version)
+            )
         except ImportError as error:
             reason = str(error)
         if reason is None:
             ops = backend()
             if device.type == "cuda" and name == "naive" and wanted == "auto" and version == X070:
-                logger.warning(WITHOUT_KERNELS, device, refusals["cuda"])
-            return ops, refusals | (ops.does_without(device) if isinstance(ops, DoesWithout) else {})
+                logger.warning(NO_KERNELS_WARNING, device, refusals["cuda"])
+            return ops, refusals | (ops.missing_kernels(device) if isinstance(ops, ReportsMissingKernels) else {})
         refusals[name] = reason
     reason = "; ".join(refusals.values()) or f"they are one of auto, {', '.join(backends)}"
     raise ValueError(

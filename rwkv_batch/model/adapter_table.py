@@ -17,7 +17,7 @@ NO_ADAPTER = 0
 """Number of rows without one."""
 
 
-class Beside(NamedTuple):
+class AdaptedLinear(NamedTuple):
     """A map that adapters may stand beside."""
 
     target: Target
@@ -30,7 +30,7 @@ class Beside(NamedTuple):
 class LayerAdapters(Protocol):
     """What the rows' adapters add in one layer of a step."""
 
-    def add(self, *maps: Beside) -> None:
+    def add(self, *maps: AdaptedLinear) -> None:
         """y += b (a x) beside each map, for tokens of rows that have an adapter with such a pair; others stay."""
         ...
 
@@ -42,7 +42,7 @@ class LayerAdapters(Protocol):
 class StepAdapters(Protocol):
     """What the rows' adapters add in one step."""
 
-    def of_layer(self, number: int) -> LayerAdapters:
+    def for_layer(self, number: int) -> LayerAdapters:
         """Of the stage's layer of this number, from 0."""
         ...
 
@@ -54,31 +54,31 @@ class AdapterTable:
         """Of layers first .. last-1 of the model; on `device`, in `dtype`."""
         self.layers = range(first, last)
         self._device, self._dtype = device, dtype
-        self._held: dict[int, list[LayerPairs]] = {}
+        self._adapters: dict[int, list[LayerPairs]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
         """Take an adapter in under a number above 0 that no running row has."""
-        self._held[number] = [layers.get(i, LayerPairs()).to(self._device, self._dtype) for i in self.layers]
+        self._adapters[number] = [layers.get(i, LayerPairs()).to(self._device, self._dtype) for i in self.layers]
 
     def drop(self, number: int) -> None:
         """Let go of an adapter that no running row has."""
-        self._held.pop(number, None)
+        self._adapters.pop(number, None)
 
     def pairs(self, number: int) -> list[LayerPairs]:
         """Of each layer of the stage."""
-        return self._held[number]
+        return self._adapters[number]
 
     def is_routed(self, number: int) -> bool:
         """Whether graphs cannot hold steps of its rows: what a token meets is known on the device alone."""
         return False
 
-    def of_step(self, inputs: StepInputs) -> StepAdapters | None:
+    def for_step(self, inputs: StepInputs) -> StepAdapters | None:
         """What the step's rows add; None: no row has an adapter."""
         if inputs.adapters is None:
             return None
         numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
         places = [(inputs.adapters == number).nonzero().squeeze(1).to(self._device) for number in numbers]
-        groups = [(self._held[number], place) for number, place in zip(numbers, places, strict=True)]
+        groups = [(self._adapters[number], place) for number, place in zip(numbers, places, strict=True)]
         return _Groups(groups, self.multiply)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _Groups:
     def __init__(self, groups: list[tuple[list[LayerPairs], Tensor]], multiply: Multiply) -> None:
         self._groups, self._multiply = groups, multiply
 
-    def of_layer(self, number: int) -> LayerAdapters:
+    def for_layer(self, number: int) -> LayerAdapters:
         """See StepAdapters."""
         return _LayerGroups([(layers[number], tokens) for layers, tokens in self._groups], self._multiply)
 
@@ -103,7 +103,7 @@ class _LayerGroups:
     def __init__(self, groups: list[tuple[LayerPairs, Tensor]], multiply: Multiply) -> None:
         self._groups, self._multiply = groups, multiply
 
-    def add(self, *maps: Beside) -> None:
+    def add(self, *maps: AdaptedLinear) -> None:
         """See LayerAdapters."""
         for layer, tokens in self._groups:
             for target, x, y in maps:

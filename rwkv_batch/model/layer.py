@@ -24,13 +24,13 @@ class Norm:
 
 
 @dataclass(slots=True)
-class Entrance:
+class Prologue:
     """What a half layer of RWKV-7 begins with."""
 
     norm: Norm
     mix: Tensor
     """[M, C]: token-shift weights of the mixed inputs"""
-    reader: Linear
+    consumer: Linear
     """the map of the first mixed input"""
 
 
@@ -42,7 +42,7 @@ class LayerBase:
     ln2: Norm
 
     @property
-    def is_like_the_next(self) -> bool:
+    def has_uniform_layout(self) -> bool:
         """Whether the layers behind it have tensors of the same forms."""
         return True
 
@@ -94,19 +94,19 @@ class Layer(LayerBase):
     """4C -> C"""
 
     @property
-    def is_like_the_next(self) -> bool:
+    def has_uniform_layout(self) -> bool:
         """Layer 0 has no value residual."""
         return self.v_residual is not None
 
     @property
-    def time_entrance(self) -> Entrance:
+    def time_mix_prologue(self) -> Prologue:
         """Of the time mix."""
-        return Entrance(self.ln1, self.att_mix, self.receptance)
+        return Prologue(self.ln1, self.att_mix, self.receptance)
 
     @property
-    def channel_entrance(self) -> Entrance:
+    def channel_mix_prologue(self) -> Prologue:
         """Of the channel mix."""
-        return Entrance(self.ln2, self.ffn_mix, self.ffn_key)
+        return Prologue(self.ln2, self.ffn_mix, self.ffn_key)
 
 
 def linears_of(layer: LayerBase) -> list[Linear]:

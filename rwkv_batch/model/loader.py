@@ -20,7 +20,7 @@ from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.older.source import square_maps
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.weights import Weights
 
 PROGRESS_FROM_BYTES = 256 << 20
@@ -39,7 +39,7 @@ class Precision:
     """of the matrices"""
     activations: torch.dtype
     """of the residual stream and of what kernels pass on"""
-    wkv_state: StateForm
+    wkv_state: StateFormat
     storage: Format | None = None
     """of the large matrices, where they are kept in small codes"""
 
@@ -126,7 +126,7 @@ class LayerLoader:
         storage = precision.storage
         self._store = None if storage is None else QuantStore(weights.path, weights.fingerprint, storage)
 
-    def without_moves(self) -> LayerLoader:
+    def on_host(self) -> LayerLoader:
         """The same, with `moves_matrices` off."""
         apart = copy.copy(self)
         apart._moves_matrices = False
@@ -219,7 +219,7 @@ class LayerLoader:
             return found.to(self._precision.device)
         codes = quantise(stored.to(self._precision.device), format_)
         release(stored)
-        self._store.keep(name, codes)
+        self._store.save(name, codes)
         return codes
 
     def _low_rank(self, name: str) -> Linear:

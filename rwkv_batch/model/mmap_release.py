@@ -11,11 +11,11 @@ from pathlib import Path
 from torch import Tensor
 
 MADV_DONTNEED = 4
-WORTH_BYTES = 64 << 10
+MIN_RELEASE_BYTES = 64 << 10
 """Less is left alone: a model has few that are as small."""
 _FLAGS_BYTES = 8
 """Of each page in /proc/self/pagemap, see Documentation/admin-guide/mm/pagemap.rst of Linux."""
-_NOT_OF_A_FILE = bytes(byte for byte in range(256) if not byte & 0x20)
+_ANONYMOUS_PAGE = bytes(byte for byte in range(256) if not byte & 0x20)
 """Last bytes of flags without bit 61: the page is none of a file's, or not there."""
 _PIECE_BYTES = 1 << 16
 
@@ -29,11 +29,11 @@ def release(tensor: Tensor) -> None:
         return
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last - first >= WORTH_BYTES and tensor.is_contiguous() and _are_of_a_file(first, last):
+    if last - first >= MIN_RELEASE_BYTES and tensor.is_contiguous() and _is_file_mapping(first, last):
         _madvise()(first, last - first, MADV_DONTNEED)
 
 
-def _are_of_a_file(first: int, last: int) -> bool:
+def _is_file_mapping(first: int, last: int) -> bool:
     """Whether pages at these addresses, which are one mapping, are a file's; other memory would lose what it holds.
 
     The pages' own flags are asked for: to list all mappings takes the kernel longer than to load a small tensor.
@@ -43,7 +43,7 @@ def _are_of_a_file(first: int, last: int) -> bool:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as flags:
             flags.seek(begin)
             while begin < end and (piece := flags.read(min(end - begin, _PIECE_BYTES))):
-                if piece[_FLAGS_BYTES - 1 :: _FLAGS_BYTES].translate(None, _NOT_OF_A_FILE):
+                if piece[_FLAGS_BYTES - 1 :: _FLAGS_BYTES].translate(None, _ANONYMOUS_PAGE):
                     return True
                 begin += len(piece)
     except OSError:  # a system that does not tell keeps them

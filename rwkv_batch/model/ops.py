@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable, LayerAdapters
-from rwkv_batch.model.layer import Entrance, Layer, Norm, Projections
+from rwkv_batch.model.layer import Layer, Norm, Projections, Prologue
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -45,12 +45,12 @@ class Ops(Protocol):
     """As `--kernels` and /status have it."""
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Why this backend cannot serve this device; None if it can."""
         ...
 
     def shift_mix(
-        self, x: Tensor, delta: Delta | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+        self, x: Tensor, delta: Delta | None, prologue: Prologue, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Mixed]:
         """Residual add, LayerNorm, token shift and the mixes at the entrance of a half layer.
 
@@ -80,7 +80,7 @@ class Ops(Protocol):
         """The WKV recurrence with all that is done to its inputs and its outputs.
 
         p: [T, C] each. v_first [T, C]: the values of layer 0, None in layer 0 itself. wkv [N, H, 64 (value), 64 (key)]
-        fp32 or fp16, or [N, H, 4224] uint8, which is int8 (state_form.py), strided over slots; updated; the arithmetic
+        fp32 or fp16, or [N, H, 4224] uint8, which is int8 (state_format.py), strided over slots; updated; the arithmetic
         is fp32 in each. Returns y [T, C] in the type of p, or as the
         output map takes it, which is still to be applied, and v_first [T, C].
 
@@ -149,10 +149,10 @@ class HoldsAdapters(Protocol):
 
 
 @runtime_checkable
-class DoesWithout(Protocol):
+class ReportsMissingKernels(Protocol):
     """A backend that serves a device, but not with all of its kernels."""
 
-    def does_without(self, device: torch.device) -> dict[str, str]:
+    def missing_kernels(self, device: torch.device) -> dict[str, str]:
         """Name of a kernel -> why it is done without; slower ways stand in."""
         ...
 

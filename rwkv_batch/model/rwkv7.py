@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rwkv_batch.model.adapter_table import Beside, StepAdapters
+from rwkv_batch.model.adapter_table import AdaptedLinear, StepAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.ops import Delta, Ops
@@ -47,16 +47,16 @@ def forward_layers(
     delta: Delta | None = None
     last = first + len(layers) - 1
     for i, layer in enumerate(layers, first):
-        added = None if adapters is None else adapters.of_layer(i)
+        added = None if adapters is None else adapters.for_layer(i)
         if i > first or not cuts.begins_within:
-            x, mixed = ops.shift_mix(x, delta, layer.time_entrance, state.att_shift(i), inputs)
+            x, mixed = ops.shift_mix(x, delta, layer.time_mix_prologue, state.att_shift(i), inputs)
             # The projections have no name here: while the rest of the layer runs, nothing holds their memory.
             y, v_first = ops.time_mix(layer, ops.project(layer, mixed, added), v_first, state.layer_wkv(i), inputs)
             delta = ops.output(layer, y)
             if added is not None:
-                added.add(Beside(Target.OUTPUT, y, delta))
+                added.add(AdaptedLinear(Target.OUTPUT, y, delta))
         if i == last and cuts.ends_within:
             break
-        x, mixed = ops.shift_mix(x, delta, layer.channel_entrance, state.ffn_shift(i), inputs)
+        x, mixed = ops.shift_mix(x, delta, layer.channel_mix_prologue, state.ffn_shift(i), inputs)
         delta = ops.channel_mix(layer, mixed[0], added)
     return (x if delta is None else ops.add(x, delta)), v_first

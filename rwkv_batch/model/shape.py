@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rwkv_batch.model.layer import HEAD_SIZE
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 
 X070 = "RWKV-7"
 
@@ -39,7 +39,7 @@ class ModelShape:
         """Sizes of a layer's recurrent state: [H, head (value), head (key)], of RWKV-4 [3, C]."""
         return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
 
-    def slot_bytes(self, layers: int, form: StateForm, shift_itemsize: int, first_wkv: int = 0) -> int:
+    def slot_bytes(self, layers: int, form: StateFormat, shift_itemsize: int, first_wkv: int = 0) -> int:
         """Bytes of the state of so many layers; `first_wkv`: see StateArena."""
         return (layers - first_wkv) * form.num_bytes(self.wkv) + layers * 2 * self.width * shift_itemsize
 

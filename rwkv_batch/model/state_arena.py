@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 
 
 class StateArena:
     """Slots of recurrent state for the layers of one stage.
 
     wkv:   [num_slots, layers, H, 64 (value), 64 (key)], fp32 or fp16, or [num_slots, layers, H, 4224] uint8:
-        int8 (see state_form.py); other versions: see `ModelShape.wkv`
+        int8 (see state_format.py); other versions: see `ModelShape.wkv`
     shift: [num_slots, layers, 2, C]; 0 = the last ln1 output (time mix), 1 = the last ln2 output (channel mix)
 
     In a GPU's memory layers come before slots: a step goes through all slots of one layer, and states that lie together
@@ -28,7 +28,7 @@ class StateArena:
         num_layers: int,
         shape: ModelShape,
         device: torch.device,
-        form: StateForm,
+        form: StateFormat,
         shift_dtype: torch.dtype,
         first_wkv: int = 0,
     ) -> None:

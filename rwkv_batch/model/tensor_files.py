@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 PTH, SAFETENSORS = ".pth", ".safetensors"
-MOST_SHARED = 4
+MAX_SIZE_FACTOR = 4
 """A file's tensors may take so many times its bytes: some are kept once and named twice."""
 
-MOST = torch.finfo(torch.float16).max
+MAX_VALUE = torch.finfo(torch.float16).max
 """Of a number that rows are computed with."""
 
 
@@ -28,7 +28,7 @@ class FileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FileKind:
     """What a file is wanted for, in the words of its failures."""
 
     what: str = "model file"
@@ -39,10 +39,10 @@ class Kind:
     """Names that are taken; the first bytes say which of the two formats a file has."""
 
 
-MODEL = Kind()
+MODEL = FileKind()
 
 
-def read_tensors(path: Path, kind: Kind = MODEL) -> Mapping[str, Tensor]:
+def read_tensors(path: Path, kind: FileKind = MODEL) -> Mapping[str, Tensor]:
     """Tensors by name, [out, in], [C] or whatever the file has, mapped from the file: not to be written to.
 
     Raises FileError, naming the file and the remedy.
@@ -72,11 +72,11 @@ def read_tensors(path: Path, kind: Kind = MODEL) -> Mapping[str, Tensor]:
     return loaded
 
 
-def _check_memory(path: Path, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+def _check_memory(path: Path, kind: FileKind, tensors: Mapping[str, Tensor]) -> None:
     """Raises FileError for tensors that are not in the file as they are, whose numbers could take any memory."""
     held = sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
     odd = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided or tensor.is_meta]
-    if odd or held > MOST_SHARED * path.stat().st_size:
+    if odd or held > MAX_SIZE_FACTOR * path.stat().st_size:
         why = f"tensor {odd[0]!r} has no numbers of its own" if odd else f"its tensors would take {held} bytes"
         raise FileError(f"{kind.what} {path} is not a weight file ({why}); save dense tensors, each whole")
 
@@ -85,7 +85,7 @@ def _is_safetensors(path: Path) -> bool:
     return path.suffix == SAFETENSORS or (path.suffix != PTH and not zipfile.is_zipfile(path))
 
 
-def _read_pth(path: Path, kind: Kind) -> Any:
+def _read_pth(path: Path, kind: FileKind) -> Any:
     if not zipfile.is_zipfile(path):
         raise FileError(
             f"{kind.what} {path} is not a zip-format .pth (truncated, or saved by torch < 1.6); fetch it again"

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.tensor_files import MOST, FileError, Kind, metadata_of, read_tensors
+from rwkv_batch.model.tensor_files import MAX_VALUE, FileError, FileKind, metadata_of, read_tensors
 from rwkv_batch.model.weights import FLOATS
 
 AUTO, VALUE_KEY, KEY_VALUE = "auto", "value_key", "key_value"
 ORIENTATION = "orientation"
 """Key in a safetensors file's metadata."""
-STATE_FILE = Kind(
+STATE_FILE = FileKind(
     "state file", "state file", "tuned states", "give", (".pth", ".pt", ".bin", ".safetensors", ".st", ".state")
 )
 _NAME = re.compile(r"(?:^|\.)blocks\.(\d+)\.att\.time_state$")
@@ -56,8 +56,8 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
     wkv = wkv.contiguous()
     if not wkv.isfinite().all():
         raise FileError(f"state file {path} holds NaN or infinity; it is damaged, or its training failed")
-    if (most := wkv.abs().max().item()) > MOST:
-        raise FileError(f"state file {path} holds {most:.3g}, {MOST:.0f} is the most; its training failed")
+    if (largest := wkv.abs().max().item()) > MAX_VALUE:
+        raise FileError(f"state file {path} holds {largest:.3g}, {MAX_VALUE:.0f} is the most; its training failed")
     digest = hashlib.blake2b(wkv.numpy().tobytes(), digest_size=8).hexdigest()
     return TunedTensor(wkv, taken, reason, digest)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
-from rwkv_batch.model.hugging_face import is_folder, native_names, read_folder
+from rwkv_batch.model.huggingface import is_folder, native_names, read_folder
 from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
@@ -23,7 +23,7 @@ from rwkv_batch.model.shape import X070, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
-FOREIGN = (
+UNSUPPORTED_MODELS = (
     (re.compile(r"ffn\.s_emb"), "RWKV-7a (rwkv7a-*, keys 'ffn.s_emb*')"),
     (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
     (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')"),
@@ -32,7 +32,7 @@ FOREIGN = (
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
 PILE_VOCABULARY = 50277
-NEVER_USED = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
+UNUSED_TENSORS = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
 """Present in some files; the first layer has no value residual."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SAMPLE_WHOLE = 1 << 14
@@ -102,7 +102,7 @@ def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) 
 
 
 def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
-    for pattern, what in FOREIGN:
+    for pattern, what in UNSUPPORTED_MODELS:
         met = [name for name in tensors if pattern.search(name)]
         if met:
             raise WeightsError(
@@ -195,7 +195,7 @@ def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None
                 "incomplete"
             )
         _check_tensor(path, name, tensor, wanted)
-    unknown = [name for name in tensors if name not in expected and name not in NEVER_USED]
+    unknown = [name for name in tensors if name not in expected and name not in UNUSED_TENSORS]
     if unknown:
         raise WeightsError(
             f"model file {path} has {len(unknown)} tensors that {shape.version} does not have "

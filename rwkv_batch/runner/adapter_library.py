@@ -16,13 +16,13 @@ import msgspec
 
 from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
-from rwkv_batch.model.adapters.served import ServedAdapter, served
+from rwkv_batch.model.adapters.per_row import ServedAdapter, per_row_adapter
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.models_folder import check_adapter_within, path_within
-from rwkv_batch.runner.file_library import FileLibrary, check_name, named_as_asked
+from rwkv_batch.runner.file_library import FileLibrary, check_name, with_requested_name
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.adapters import Adapters
 from state_pool.errors import NameTaken, PoolError
@@ -44,30 +44,30 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     def open(self, adapters: Adapters, pipeline: Pipeline) -> None:
         """Load what --adapter-serve names, and what requests had loaded before. Raises StartupError for the former."""
         self._adapters, self._pipeline, self._weights = adapters, pipeline, pipeline.weights
-        adapters.when_gone = pipeline.drop_adapter
+        adapters.on_unused = pipeline.drop_adapter
         for entry in self._config.served_adapters:
             name, _, file = entry.partition("=")
             try:
-                self._enter(name, self._read(*split_scale(file)), split_scale(file)[1])
+                self._register(name, self._read(*split_scale(file)), split_scale(file)[1])
             except (FileError, PoolError) as error:
                 raise StartupError(f"--adapter-serve {entry}: {error}") from error
-        for kept in self._kept():
+        for kept in self._load_saved():
             if kept.name in self._infos:
                 logger.warning("--adapter-serve %s stands in for the one that a request loaded", kept.name)
                 continue
-            self._open_kept(kept)
+            self._open_saved(kept)
 
-    def _open_kept(self, kept: AdapterInfo) -> None:
+    def _open_saved(self, kept: AdapterInfo) -> None:
         try:
             adapter = self._read(Path(kept.file), kept.scale)
             if adapter.digest != kept.digest:
                 raise FileError(f"adapter file {kept.file} has changed since it was loaded; load it again")
-            self._enter(kept.name, adapter, kept.scale, is_kept=True)
+            self._register(kept.name, adapter, kept.scale, is_kept=True)
         except (FileError, PoolError) as error:
             logger.error("the adapter %s that was loaded before cannot be used: %s", kept.name, error)
             self._infos[kept.name] = msgspec.structs.replace(kept, error=str(error))
 
-    def _kept(self) -> list[AdapterInfo]:
+    def _load_saved(self) -> list[AdapterInfo]:
         """What requests had loaded."""
         if self._list is None or not self._list.is_file():
             return []
@@ -77,22 +77,24 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             logger.error("%s cannot be read, so adapters that requests had loaded are not there: %s", self._list, error)
             return []
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         """Write down what requests have loaded. Raises OSError."""
         if self._list is None:
             return
-        half = self._list.with_suffix(f".{uuid.uuid4().hex}.new")  # engines that share the list may write it at once
+        temp_path = self._list.with_suffix(
+            f".{uuid.uuid4().hex}.new"
+        )  # engines that share the list may write it at once
         try:
-            half.write_bytes(msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
-            half.replace(self._list)
+            temp_path.write_bytes(msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
+            temp_path.replace(self._list)
         except OSError:
-            half.unlink(missing_ok=True)
+            temp_path.unlink(missing_ok=True)
             raise
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
         """Any thread. Raises FileError."""
         try:
-            return served(self._weights, read_adapter(path, scale))
+            return per_row_adapter(self._weights, read_adapter(path, scale))
         except (FileError, MemoryError):
             raise
         except Exception as error:  # what nobody has thought of in a client's file is no fault of the service's
@@ -100,23 +102,23 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             reason = f"{type(error).__name__}: {error}"
             raise FileError(f"adapter file {path} is no adapter of a kind known here ({reason})") from error
 
-    def _enter(self, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool = False) -> AdapterInfo:
+    def _register(self, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool = False) -> AdapterInfo:
         """Put it beside the weights, then where rows find it. Raises PoolError, FileError for want of memory."""
         held = self._adapters.add(Origin(name, adapter.digest))
         try:
-            info = self._put_beside(held.place, name, adapter, scale, is_kept)
+            info = self._load_onto_devices(held.slot_index, name, adapter, scale, is_kept)
         except Exception:
             self._adapters.remove(name)
             raise
         self._infos[name] = info
         return info
 
-    def _put_beside(
-        self, place: int, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool
+    def _load_onto_devices(
+        self, slot_index: int, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool
     ) -> AdapterInfo:
         """Raises FileError for want of memory, or of kernels that know such adapters."""
         try:
-            self._pipeline.put_adapter(place, adapter)
+            self._pipeline.put_adapter(slot_index, adapter)
         except ValueError as error:
             raise FileError(f"adapter file {adapter.file}: {error}") from error
         except (MemoryError, RuntimeError) as error:
@@ -144,24 +146,24 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             self._adapters.check_new(call.name)
             path = path_within(self._config.models_dir, call.file, "file")
         except (PoolError, ServiceError) as error:
-            reply(self._as_told(error))
+            reply(self._to_service_error(error))
             return
-        self._read_and_enter(
+        self._read_and_register(
             reply, lambda: self._read_within(path, call), lambda adapter: self._finish(call, path, adapter)
         )
 
     def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
         """As `_read`, of files that are all within --models-dir. Raises ServiceError if one is not; FileError."""
         check_adapter_within(self._config.models_dir, path, "file")
-        with named_as_asked(path, call.file):
+        with with_requested_name(path, call.file):
             return self._read(path, call.scale)
 
     def _finish(self, call: AddAdapter, path: Path, adapter: ServedAdapter) -> AdapterInfo:
         """Engine thread: from here on it is there. A client's file holds anything: raises anything."""
-        with named_as_asked(path, call.file):
-            info = self._enter(call.name, adapter, call.scale, is_kept=self._list is not None)
+        with with_requested_name(path, call.file):
+            info = self._register(call.name, adapter, call.scale, is_kept=self._list is not None)
         try:
-            self._keep()
+            self._save()
         except OSError:
             self._adapters.remove(call.name)
             del self._infos[call.name]
@@ -179,7 +181,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         del self._infos[name]
         assert info is not None, "what rows may name is listed"
         try:
-            self._keep()
+            self._save()
         except OSError as error:
-            raise self._as_told(error) from error
+            raise self._to_service_error(error) from error
         return info

@@ -45,7 +45,7 @@ Values = Sequence[int] | Array
 class DeviceSampler(Protocol):
     """A sampler whose whole work runs on the device and may be captured in a graph."""
 
-    def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+    def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Draw one token per row: logits [B, V] fp32, seats [B] int32, out [B] int64."""
         ...
 
@@ -53,7 +53,7 @@ class DeviceSampler(Protocol):
 class Greedy:
     """The largest logit of each row."""
 
-    def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+    def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """See DeviceSampler."""
         torch.argmax(logits, dim=-1, out=out)
 
@@ -61,39 +61,43 @@ class Greedy:
 class LastTokens:
     """The token each seat has drawn last: written on the last device, read on the first, which may be another."""
 
-    def __init__(self, seats: int, first: torch.device, last: torch.device, depth: int, is_read: bool = True) -> None:
-        """One seat more than `seats`, for padding; `depth`: steps on their way at once, each in two parts at most.
+    def __init__(
+        self, req_slots: int, first: torch.device, last: torch.device, depth: int, is_read: bool = True
+    ) -> None:
+        """One seat more than `req_slots`, for padding; `depth`: steps on their way at once, each in two parts at most.
 
         `is_read`: False where the host knows every token before the next step is launched, and no graph reads them."""
         self._is_read = is_read
-        self.drawn = torch.zeros(seats + 1, dtype=torch.int64, device=last)
+        self.sampled_tokens = torch.zeros(req_slots + 1, dtype=torch.int64, device=last)
         """[seats + 1] int64 on the last device"""
-        self.to_feed = self.drawn if first == last else torch.zeros(seats + 1, dtype=torch.int64, device=first)
-        """the same on the first, as of the last `bring`"""
-        self._link = None if first == last else Link(last, first, seats + 1, torch.int64, 2 * depth + 4)
+        self.input_tokens = (
+            self.sampled_tokens if first == last else torch.zeros(req_slots + 1, dtype=torch.int64, device=first)
+        )
+        """the same on the first, as of the last `receive`"""
+        self._link = None if first == last else Link(last, first, req_slots + 1, torch.int64, 2 * depth + 4)
 
     @property
     def link_kind(self) -> str | None:
         """How tokens come back to the first device; None where they are there."""
-        return None if self._link is None else self._link.how
+        return None if self._link is None else self._link.transport
 
     @torch.inference_mode()
-    def remember(self, seats: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
-        """Tokens [n] of these seats, on the last device or on the host; returns the number to `bring` them by."""
+    def store(self, req_slots: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
+        """Tokens [n] of these seats, on the last device or on the host; returns the number to `receive` them by."""
         if not self._is_read:
             return 0
-        values = torch.as_tensor(tokens, dtype=torch.int64).to(self.drawn.device, non_blocking=True)
-        self.drawn[on_device(seats, torch.int64, self.drawn.device)] = values
+        values = torch.as_tensor(tokens, dtype=torch.int64).to(self.sampled_tokens.device, non_blocking=True)
+        self.sampled_tokens[on_device(req_slots, torch.int64, self.sampled_tokens.device)] = values
         return self.send()
 
     def send(self) -> int:
         """Start to carry all tokens drawn so far to the first device: a number that grows."""
-        return 0 if self._link is None else self._link.send(self.drawn, len(self.drawn))
+        return 0 if self._link is None else self._link.send(self.sampled_tokens, len(self.sampled_tokens))
 
-    def bring(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         """Have the first device wait for what `send` numbered so, unless it has come or a later one has."""
         if self._link is not None and number > self._link.received:
-            self._link.receive(number, self.to_feed, len(self.to_feed))
+            self._link.receive(number, self.input_tokens, len(self.input_tokens))
 
 
 class DecodeGraphs:
@@ -104,36 +108,36 @@ class DecodeGraphs:
         places: Sequence[GraphStage],
         max_rows: int,
         sampler: DeviceSampler | None = None,
-        seats: int | None = None,
+        req_slots: int | None = None,
         depth: int = 2,
         logit_rows: int = 0,
         max_adapters: int = 64,
         piece_layers: int = 0,
     ) -> None:
-        """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way;
-        `logit_rows`: least rows of `logits`; `max_adapters` that its rows may have between them.
+        """`max_rows` for_rows one step; `req_slots` the sampler knows (as many, unless told); `depth`: steps on their way;
+        `logit_rows`: least rows for_rows `logits`; `max_adapters` that its rows may have between them.
 
-        `piece_layers` in a piece of a step that may be left (`graph_pieces.piece_layers`); 0: none may be.
+        `piece_layers` in a piece for_rows a step that may be left (`graph_pieces.piece_layers`); 0: none may be.
 
         Steps in which a row has an adapter have graphs of their own: the others cost what they did."""
         self.places = list(places)
         self.max_rows = max_rows
-        self.dummy_seat = seats = max_rows if seats is None else seats
+        self.dummy_req_slot = req_slots = max_rows if req_slots is None else req_slots
         self.sizes = padded_sizes(max_rows)
-        self._padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "seats": self.dummy_seat}
+        self._padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "req_slots": self.dummy_req_slot}
         self._sampler = sampler or Greedy()
         self._padded_rows = padded = self.sizes[-1]
-        lengths = dict.fromkeys(("read_slots", "write_slots", "seats", "seats32"), padded)
+        lengths = dict.fromkeys(("read_slots", "write_slots", "req_slots", "req_slots32"), padded)
         self._max_adapters = max_adapters
         tiles = max_tiles(padded, max_adapters)
         lengths |= {"tile_tokens": tiles * TILE, "tile_numbers": tiles}
-        devices = [place.device for place in self.places]
-        int32 = dict.fromkeys(("seats32", "tile_tokens", "tile_numbers"), torch.int32)
+        devices = [graph_stage.device for graph_stage in self.places]
+        int32 = dict.fromkeys(("req_slots32", "tile_tokens", "tile_numbers"), torch.int32)
         self._staged = StagedArrays(lengths, devices, depth, int32)
-        self._identity = [torch.arange(padded + 1, device=place.device) for place in self.places]
+        self._identity = [torch.arange(padded + 1, device=graph_stage.device) for graph_stage in self.places]
         last = self.places[-1]
-        self.tokens = LastTokens(seats, self.places[0].device, last.device, depth)
-        self._drawn = torch.zeros(padded, dtype=torch.int64, device=last.device)
+        self.tokens = LastTokens(req_slots, self.places[0].device, last.device, depth)
+        self._sampled_tokens = torch.zeros(padded, dtype=torch.int64, device=last.device)
         self._captured: dict[tuple[int, int, bool, bool], torch.cuda.CUDAGraph] = {}
         """by stage, size, whether it draws (the last stage's only), and whether it adds adapters"""
         assert last.stage.head is not None, "graphs draw from the logits of the last stage"
@@ -143,7 +147,7 @@ class DecodeGraphs:
         self.pieces = GraphPieces(self, piece_layers) if piece_layers else None
 
     @staticmethod
-    def why_not(stages: Sequence[Stage], sampler: object) -> str | None:
+    def unavailable_reason(stages: Sequence[Stage], sampler: object) -> str | None:
         """Why these stages cannot decode by graphs, drawing with `sampler`; None if they can."""
         others = {stage.ops.name for stage in stages} - {"cuda"}
         if others:
@@ -155,7 +159,7 @@ class DecodeGraphs:
     @property
     def is_recording(self) -> bool:
         """Whether a graph of any stage is being captured, of these or of prompts."""
-        return any(place.recorder.is_recording for place in self.places)
+        return any(graph_stage.recorder.is_recording for graph_stage in self.places)
 
     def warm_up(self, adapters: bool = False) -> None:
         """Capture every size now, largest first, so that the smaller ones fit into its memory; with `adapters` those
@@ -174,57 +178,61 @@ class DecodeGraphs:
 
     def run(
         self,
-        seats: Sequence[int],
+        req_slots: Sequence[int],
         read_slots: Sequence[int],
         write_slots: Sequence[int],
-        undrawn: Sequence[int] = (),
+        deferred: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
         """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run.
 
-        `undrawn`: rows that draw later, from `logits`; the token told of them means nothing. `adapters`: the number
+        `deferred`: rows that sample later, from `logits`; the token told for_rows them means nothing. `adapters`: the number
         of each row's, 0 for none; None: no row has one. `between`: see `GraphPieces.run`, which returns when most of
         the step is done.
         """
-        self._replay(seats, read_slots, write_slots, True, undrawn, adapters, between)
-        return self._drawn[: len(seats)]
+        self._replay(req_slots, read_slots, write_slots, True, deferred, adapters, between)
+        return self._sampled_tokens[: len(req_slots)]
 
     def run_logits(
         self,
-        seats: Sequence[int],
+        req_slots: Sequence[int],
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         adapters: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
-        """As `run` without the draw: fp32 logits [B, V], overwritten by the next run. `remember` what is drawn."""
-        self._replay(seats, read_slots, write_slots, False, (), adapters, between)
-        return self.logits[: len(seats)]
+        """As `run` without the sample: fp32 logits [B, V], overwritten by the next run. `store` what is drawn."""
+        self._replay(req_slots, read_slots, write_slots, False, (), adapters, between)
+        return self.logits[: len(req_slots)]
 
     def _replay(
         self,
-        seats: Sequence[int],
+        req_slots: Sequence[int],
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         sampled: bool,
-        undrawn: Sequence[int],
+        deferred: Sequence[int],
         adapters: Sequence[int] | None,
         between: Callable[[], None] | None,
     ) -> None:
-        if not 0 < len(seats) <= self.max_rows:
-            raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
-        arrays: dict[str, Values] = {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}
+        if not 0 < len(req_slots) <= self.max_rows:
+            raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(req_slots)}")
+        arrays: dict[str, Values] = {"read_slots": read_slots, "write_slots": write_slots, "req_slots": req_slots}
         if read_slots is write_slots:  # a list becomes an array once
             arrays["read_slots"] = arrays["write_slots"] = np.array(read_slots, dtype=np.int64)
-        if between is not None and adapters is None and (pieces := self._pieces_for(len(seats), sampled)) is not None:
-            self._fill(pieces.size, arrays, undrawn)
+        if (
+            between is not None
+            and adapters is None
+            and (pieces := self._pieces_for(len(req_slots), sampled)) is not None
+        ):
+            self._fill(pieces.size, arrays, deferred)
             assert self.pieces is not None
             self.pieces.run(pieces, between)
             return
-        size = next(size for size in self.sizes if size >= len(seats))
+        size = next(size for size in self.sizes if size >= len(req_slots))
         graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.places))]
-        self._fill(size, arrays, undrawn, adapters)
+        self._fill(size, arrays, deferred, adapters)
         run_stages(self.places, graphs, size, self._staged)
 
     def _pieces_for(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
@@ -232,7 +240,7 @@ class DecodeGraphs:
         if self.pieces is None:
             return None
         try:
-            return self.pieces.of(rows, sampled)
+            return self.pieces.for_rows(rows, sampled)
         except CaptureError as error:
             self._give_up_pieces(error)
             return None
@@ -261,7 +269,7 @@ class DecodeGraphs:
         self,
         size: int,
         arrays: Mapping[str, Values],
-        undrawn: Sequence[int] = (),
+        deferred: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
     ) -> None:
         """One step's rows on their way to all devices; rows beyond them, up to `size`, are padding."""
@@ -269,28 +277,28 @@ class DecodeGraphs:
             for name, values in arrays.items():
                 host[name][: len(values)] = values
                 host[name][len(values) : size] = self._padding[name]
-            host["seats32"][:size] = host["seats"][:size]
-            if undrawn:
-                host["seats32"][list(undrawn)] = self.dummy_seat
+            host["req_slots32"][:size] = host["req_slots"][:size]
+            if deferred:
+                host["req_slots32"][list(deferred)] = self.dummy_req_slot
             if adapters is not None:
                 tiles = max_tiles(size, self._max_adapters)
                 fill_tiles(np.array(adapters, dtype=np.int64), host["tile_tokens"], host["tile_numbers"][:tiles])
 
     def _step(self, number: int, size: int, sampled: bool, adapters: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        place = self.places[number]
-        inputs, fed = self.inputs(number, size, adapters)
-        x = place.forward(inputs, fed)
+        graph_stage = self.places[number]
+        inputs, input_tokens = self.inputs(number, size, adapters)
+        x = graph_stage.forward(inputs, input_tokens)
         if number == len(self.places) - 1:
             self.finish(x, inputs, sampled)
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
         """Inside a graph: what a stage reads of a step, and the tokens [size] that the first one is fed."""
         staged, rows = self._staged.on_device[number], self._identity[number]
-        seats = staged["seats"][:size]
-        fed = self.tokens.to_feed[seats] if number == 0 else None
+        req_slots = staged["req_slots"][:size]
+        input_tokens = self.tokens.input_tokens[req_slots] if number == 0 else None
         inputs = StepInputs(
-            tokens=rows[:size] if fed is None else fed,
+            tokens=rows[:size] if input_tokens is None else input_tokens,
             cu_seqlens=rows[: size + 1],
             read_slots=staged["read_slots"][:size],
             write_slots=staged["write_slots"][:size],
@@ -301,18 +309,18 @@ class DecodeGraphs:
             tiles = max_tiles(size, self._max_adapters)
             tokens = staged["tile_tokens"][: tiles * TILE].view(tiles, TILE)
             inputs.adapter_tiles = AdapterTiles(tokens, staged["tile_numbers"][:tiles])
-        return inputs, fed
+        return inputs, input_tokens
 
     def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
         """Inside a graph: logits of x [T, C] behind the last layer, and the draw."""
         logits = self.places[-1].stage.logits(x, inputs, self.logits)
         if sampled:
-            self.draw(logits, self._staged.on_device[-1], self._drawn[: len(logits)])
+            self.sample(logits, self._staged.on_device[-1], self._sampled_tokens[: len(logits)])
 
-    def draw(self, logits: Tensor, staged: Mapping[str, Tensor], drawn: Tensor) -> None:
-        """Inside a graph: draw for logits [B, V] of the staged seats into `drawn` [B] int64, and keep the tokens."""
-        self._sampler.sample_on_device(logits, staged["seats32"][: len(drawn)], drawn)
-        self.tokens.drawn[staged["seats"][: len(drawn)]] = drawn
+    def sample(self, logits: Tensor, staged: Mapping[str, Tensor], sampled_tokens: Tensor) -> None:
+        """Inside a graph: draw for logits [B, V] of the staged seats into `sampled_tokens` [B] int64, and keep the tokens."""
+        self._sampler.sample_on_device(logits, staged["req_slots32"][: len(sampled_tokens)], sampled_tokens)
+        self.tokens.sampled_tokens[staged["req_slots"][: len(sampled_tokens)]] = sampled_tokens
 
 
 def padded_sizes(max_rows: int) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rwkv_batch.calls import Reply, attempt
+from rwkv_batch.calls import Reply, reply_on_error
 from rwkv_batch.config import STATE_NAME, EngineConfig
-from rwkv_batch.core.failures import as_table
+from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.errors import ServiceError, invalid
 from rwkv_batch.model.tensor_files import FileError
@@ -32,28 +32,28 @@ class FileLibrary(Generic[Info]):
         self._config = config
         self._put = put
         self._refusal = refusal
-        self._as_told = as_table(f"the {what} could not be loaded", {FileError: "file"})
-        self._thread = FileThread(f"{what}-files", refusal, self._as_told)
+        self._to_service_error = error_translator(f"the {what} could not be loaded", {FileError: "file"})
+        self._thread = FileThread(f"{what}-files", refusal, self._to_service_error)
         self._infos: dict[str, Info] = {}
 
     def list(self) -> list[Info]:
         """What is loaded, and what was and cannot be."""
         return list(self._infos.values())
 
-    def _read_and_enter(
+    def _read_and_register(
         self,
         reply: Reply[Info],
         read: Callable[[], Found],
-        enter: Callable[[Found], Info],
+        register: Callable[[Found], Info],
         when_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """`read` on the libraries' thread, `enter` on the engine's, and reply with what was entered.
+        """`read` on the libraries' thread, `register` on the engine's, and reply with what was entered.
 
         Either may raise anything: a client's file holds anything. `when_refused`: the engine takes no more commands.
         """
 
         def was_read(found: Found) -> None:
-            if not self._put(lambda: attempt(reply, self._as_told, lambda: reply(enter(found)))):
+            if not self._put(lambda: reply_on_error(reply, self._to_service_error, lambda: reply(register(found)))):
                 when_refused()
                 reply(self._refusal())
 
@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
 
 
 @contextlib.contextmanager
-def named_as_asked(path: Path, asked: str) -> Iterator[None]:
+def with_requested_name(path: Path, asked: str) -> Iterator[None]:
     """Raises FileErrors over a file as the request named it ("": it was sent): where it is, is nobody's business."""
     try:
         yield

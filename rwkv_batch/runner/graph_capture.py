@@ -92,7 +92,7 @@ class StagedArrays:
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._copiers = [Copier(stream) for stream in self._streams]
         self._used = [torch.cuda.Event() for _ in self._staging]
-        self._turn = 0
+        self._ring_index = 0
         self._awaits_use = False
         """whether several devices' were filled and no step that reads them has been launched"""
         self.on_device = [views(block) for block in self._blocks]
@@ -106,17 +106,17 @@ class StagedArrays:
         if self._awaits_use:  # there was none: a graph was captured, or a launch has failed
             for stream in self._streams:
                 stream.synchronize()
-        self._turn = (self._turn + 1) % len(self._staging)
-        self._used[self._turn].synchronize()
-        yield self._hosts[self._turn]
+        self._ring_index = (self._ring_index + 1) % len(self._staging)
+        self._used[self._ring_index].synchronize()
+        yield self._hosts[self._ring_index]
         for block, copier in zip(self._blocks, self._copiers, strict=True):
-            copier.copy(block, self._staging[self._turn], self._size)
+            copier.copy(block, self._staging[self._ring_index], self._size)
         self._awaits_use = len(self._blocks) > 1
         if not self._awaits_use:
-            self._used[self._turn].record(self._streams[0])
+            self._used[self._ring_index].record(self._streams[0])
 
     def mark_used(self) -> None:
         """The step that reads what was filled in last is launched on all devices, each behind the one before."""
         if self._awaits_use:
-            self._used[self._turn].record(self._streams[-1])
+            self._used[self._ring_index].record(self._streams[-1])
             self._awaits_use = False

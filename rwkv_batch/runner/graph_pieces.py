@@ -23,27 +23,27 @@ from rwkv_batch.runner.stage_graphs import GraphStage
 logger = logging.getLogger(__name__)
 
 Piece = TypeVar("Piece")
-FEWEST_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 16, 512, 128
+MIN_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 16, 512, 128
 """Sizes that have pieces: multiples of SPACING, beyond LARGE of LARGE_SPACING. With fewer rows a step is short."""
 PROMPT_TOKENS = 512
 """Prompt tokens over which as many layers take about as long as in a step of many rows that decode. Without graphs, a
 piece has fewer layers over more; over less it does not have more, since the host takes as long to launch them."""
 
-MANY_PARAMETERS = 5 * 10**9
+MIN_PARAMETERS = 5 * 10**9
 """Of a model whose steps have pieces unless told otherwise: with fewer, a step of many rows is short, and the last two
 pieces do not last as long as what the host does between two steps."""
-MOST_PIECES = 16
+MAX_PIECES = 16
 """Of a step, unless told otherwise."""
 
 
-def piece_layers(told: int, places: Sequence[GraphStage], parameters: int) -> int:
+def piece_layers(configured: int, places: Sequence[GraphStage], parameters: int) -> int:
     """Layers in a piece of a step over these stages, 0 for whole steps: one stage can, whose layers stay on the device.
 
-    `told`: see `EngineConfig.batch_step_layers`; `parameters` of the model.
+    `configured`: see `EngineConfig.batch_step_layers`; `parameters` of the model.
     """
-    if len(places) > 1 or places[0].stage.num_streamed or told == WHOLE_STEPS:
+    if len(places) > 1 or places[0].stage.num_streamed or configured == WHOLE_STEPS:
         return 0
-    return told or (-(-len(places[0].stage.layers) // MOST_PIECES) if parameters >= MANY_PARAMETERS else 0)
+    return configured or (-(-len(places[0].stage.layers) // MAX_PIECES) if parameters >= MIN_PARAMETERS else 0)
 
 
 class DecodeSteps(Protocol):
@@ -97,22 +97,22 @@ class GraphPieces:
     def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
         """`piece_layers`: in each but the last, which may have fewer."""
         self._decode = decode
-        self.place = place = decode.places[0]
-        layers = len(place.stage.layers)
+        self.graph_stage = graph_stage = decode.places[0]
+        layers = len(graph_stage.stage.layers)
         self._piece_layers = piece_layers
         self.parts = _parts(layers, piece_layers)
         self.sizes = [size for size in decode.sizes if _has_pieces(size) or size == decode.sizes[-1]]
-        shape = 2, max(decode.sizes[-1], PROMPT_TOKENS), place.stage.width
-        self._kept = torch.empty(shape, dtype=place.stage.precision.activations, device=place.device)
+        shape = 2, max(decode.sizes[-1], PROMPT_TOKENS), graph_stage.stage.width
+        self._carry = torch.empty(shape, dtype=graph_stage.stage.precision.activations, device=graph_stage.device)
         """[2, tokens, C]: x behind the last piece, v_first; of one step, since two in pieces are never under way"""
         self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         """by size, piece, and whether it draws (the last one's only)"""
         self._ended: Callable[[], None] = lambda: None
         """waits until the last step in pieces is done"""
 
-    def of(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
+    def for_rows(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
         """The pieces of a step of so many rows; None: they are too few. Raises CaptureError."""
-        if rows < FEWEST_ROWS // 2:
+        if rows < MIN_ROWS // 2:
             return None
         size = next(size for size in self.sizes if size >= rows)
         return Pieces(size, self._graphs(size, sampled), self.launch)
@@ -124,14 +124,14 @@ class GraphPieces:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
         """`Pipeline.hidden` in pieces, for rows without an adapter: the residual stream [T, C] and the inputs there."""
-        stage, tokens = self.place.stage, len(inputs.tokens)
-        here = inputs.to(self.place.device)
+        stage, tokens = self.graph_stage.stage, len(inputs.tokens)
+        here = inputs.to(self.graph_stage.device)
         x, v_first = stage.embed(here.tokens), None
 
         def launch(part: range) -> Callable[[], None]:
             nonlocal x, v_first
             x, v_first = stage.run_part(part, x, v_first, here)
-            return self._mark()
+            return self._record_event()
 
         piece_layers = max(1, self._piece_layers * PROMPT_TOKENS // max(PROMPT_TOKENS, tokens))
         self.run(Pieces(tokens, _parts(len(stage.layers), piece_layers), launch), between)
@@ -147,13 +147,13 @@ class GraphPieces:
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
         """Launch a piece; returns what waits until it is done."""
-        with self.place.current():
+        with self.graph_stage.current():
             graph.replay()
-        return self._mark()
+        return self._record_event()
 
-    def _mark(self) -> Callable[[], None]:
+    def _record_event(self) -> Callable[[], None]:
         """What waits until all that was launched so far is done."""
-        wait: Callable[[], None] = torch.cuda.current_stream(self.place.device).record_event().synchronize
+        wait: Callable[[], None] = torch.cuda.current_stream(self.graph_stage.device).record_event().synchronize
         return wait
 
     def _graphs(self, size: int, sampled: bool) -> list[torch.cuda.CUDAGraph]:
@@ -162,24 +162,24 @@ class GraphPieces:
     def _graph(self, size: int, number: int, sampled: bool) -> torch.cuda.CUDAGraph:
         key = (size, number, sampled and number == len(self.parts) - 1)
         if key not in self._captured:
-            with self.place.current():
+            with self.graph_stage.current():
                 self._decode.fill_padding(size)
-                name = f"piece {number} of a decode graph of {size} rows on {self.place.device}"
-                self._captured[key] = self.place.recorder.record(lambda: self._step(*key), name)
+                name = f"piece {number} of a decode graph of {size} rows on {self.graph_stage.device}"
+                self._captured[key] = self.graph_stage.recorder.record(lambda: self._step(*key), name)
         return self._captured[key]
 
     def _step(self, size: int, number: int, sampled: bool) -> None:
         """What a graph holds."""
-        inputs, fed = self._decode.inputs(0, size)
-        assert fed is not None
-        x = self.compute(number, fed, inputs)
+        inputs, input_tokens = self._decode.inputs(0, size)
+        assert input_tokens is not None
+        x = self.compute(number, input_tokens, inputs)
         if x is not None:
             self._decode.finish(x, inputs, sampled)
 
     def compute(self, number: int, tokens: Tensor, inputs: StepInputs) -> Tensor | None:
         """Inside a graph: the piece of this number, of a step over `tokens` [T]. Returns x [T, C] behind the last."""
-        stage, part = self.place.stage, self.parts[number]
-        x, v_first = self._kept[0, : len(tokens)], self._kept[1, : len(tokens)]
+        stage, part = self.graph_stage.stage, self.parts[number]
+        x, v_first = self._carry[0, : len(tokens)], self._carry[1, : len(tokens)]
         after, first = stage.run_part(part, x if number else stage.embed(tokens), v_first if number else None, inputs)
         if number == len(self.parts) - 1:
             return after
@@ -194,4 +194,4 @@ def _parts(layers: int, piece_layers: int) -> list[range]:
 
 
 def _has_pieces(size: int) -> bool:
-    return size >= FEWEST_ROWS and size % (SPACING if size <= LARGE else LARGE_SPACING) == 0
+    return size >= MIN_ROWS and size % (SPACING if size <= LARGE else LARGE_SPACING) == 0

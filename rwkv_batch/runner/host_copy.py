@@ -10,11 +10,11 @@ from torch import Tensor
 from native.transfer import Copier
 
 
-class _Place:
+class _PinnedBuffer:
     """Memory of the host for the tokens of one step."""
 
-    def __init__(self, most: int) -> None:
-        self.memory = torch.empty(most, dtype=torch.int64).pin_memory()
+    def __init__(self, max_tokens: int) -> None:
+        self.memory = torch.empty(max_tokens, dtype=torch.int64).pin_memory()
         self.numbers = self.memory.numpy()
         self.arrived = torch.cuda.Event()
 
@@ -47,24 +47,24 @@ class HostCopy:
 class TokenCopy:
     """Tokens of one step on their way to the host."""
 
-    def __init__(self, place: _Place, count: int, give_back: Callable[[_Place], None]) -> None:
-        """`give_back` is called with the place once, when the tokens were read or nobody wants them."""
-        self._place: _Place | None = place
+    def __init__(self, buffer: _PinnedBuffer, count: int, release: Callable[[_PinnedBuffer], None]) -> None:
+        """`release` is called with the place once, when the tokens were read or nobody wants them."""
+        self._buffer: _PinnedBuffer | None = buffer
         self._count = count
-        self._give_back = give_back
+        self._release = release
 
     def tokens(self) -> list[int]:
         """All of them; waits for this copy only. Once."""
-        assert self._place is not None, "its place may be another step's by now"
-        place, self._place = self._place, None
-        place.arrived.synchronize()
-        numbers: list[int] = place.numbers[: self._count].tolist()
-        self._give_back(place)
+        assert self._buffer is not None, "its place may be another step's by now"
+        buffer, self._buffer = self._buffer, None
+        buffer.arrived.synchronize()
+        numbers: list[int] = buffer.numbers[: self._count].tolist()
+        self._release(buffer)
         return numbers
 
     def __del__(self) -> None:
-        if self._place is not None:
-            self._give_back(self._place)
+        if self._buffer is not None:
+            self._release(self._buffer)
 
 
 class TokenCopies:
@@ -73,20 +73,20 @@ class TokenCopies:
     All copies go on one stream, so one into memory whose last copy nobody has waited for comes behind that.
     """
 
-    def __init__(self, device: torch.device, most: int) -> None:
+    def __init__(self, device: torch.device, max_tokens: int) -> None:
         """At most so many tokens a step; the stream is the device's current one."""
-        self._most = most
+        self._max_tokens = max_tokens
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._copier = None if self._stream is None else Copier(self._stream)
-        self._free: list[_Place] = []
+        self._free: list[_PinnedBuffer] = []
 
     def start(self, tokens: Tensor) -> TokenCopy | HostCopy:
         """Tokens [n] int64, contiguous; on a CPU nothing is copied. Does not wait for the device."""
         if self._stream is None or self._copier is None:
             return HostCopy(tokens)
-        place = self._free.pop() if self._free else _Place(self._most)
+        buffer = self._free.pop() if self._free else _PinnedBuffer(self._max_tokens)
         count = len(tokens)
-        assert count <= self._most, f"{count} tokens do not fit places of {self._most}"
-        self._copier.copy(place.memory, tokens, count)
-        place.arrived.record(self._stream)
-        return TokenCopy(place, count, self._free.append)
+        assert count <= self._max_tokens, f"{count} tokens do not fit places of {self._max_tokens}"
+        self._copier.copy(buffer.memory, tokens, count)
+        buffer.arrived.record(self._stream)
+        return TokenCopy(buffer, count, self._free.append)

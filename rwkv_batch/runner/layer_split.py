@@ -13,7 +13,7 @@ from rwkv_batch.model.rwkv7 import WHOLE, Cuts
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.88, 0.6
+HEAD_FACTOR, HEAD_FACTOR_TWO_STAGES = 0.88, 0.6
 """What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
 states to read and write too, the more the larger a group of rows is: by the times of four stages the head of 7.2B is
 1.14 layers for groups of 80 rows and 1.09 for 240 (`h200-7.2b-stage-times-entrance.json`); by traces 0.9 for 960, and
@@ -25,7 +25,7 @@ PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
 
-class Run(NamedTuple):
+class LayerRange(NamedTuple):
     """Layers first .. last-1 of a stage."""
 
     first: int
@@ -38,13 +38,13 @@ def split_layers(
     weights: Weights,
     devices: Sequence[torch.device],
     item_bytes: Sequence[float],
-    memory_share: float,
+    memory_fraction: float,
     given: Sequence[float],
     may_cut: bool = False,
-) -> list[Run]:
+) -> list[LayerRange]:
     """The layers of each stage: as `given`, or so that stages take equal time within the devices' memory.
 
-    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take. `may_cut`: on
+    `item_bytes` of a weight on each device; `memory_fraction` of a GPU's free memory that weights may take. `may_cut`: on
     GPUs layers of RWKV-7 may be cut in half. Raises ValueError when it cannot be done.
     """
     layers = weights.shape.layers
@@ -55,35 +55,36 @@ def split_layers(
         counts = check_layers(given, layers, len(devices))
         if weights.shape.version != X070 and any(count % 1 for count in counts):
             raise ValueError(
-                f"--pp-layers {_listed(given)} cuts a layer in half, which {weights.shape.version} is not served with; "
+                f"--pp-layers {_joined(given)} cuts a layer in half, which {weights.shape.version} is not served with; "
                 "give whole numbers"
             )
     elif len(devices) == 1:
         counts = [layers]
     else:
         most = [
-            _layers_that_fit(device, layer * item, memory_share / devices.count(device), layers)
+            _layers_that_fit(device, layer * item, memory_fraction / devices.count(device), layers)
             for device, item in zip(devices, item_bytes, strict=True)
         ]
         head = head_cost(sizes["head.weight"] / layer, len(devices))
         speeds = relative_speeds(devices)
-        counts = deal_layers(layers, head, speeds, most)
+        counts = balance_layers(layers, head, speeds, most)
         if may_cut and weights.shape.version == X070 and {device.type for device in devices} == {"cuda"}:
-            counts = cut_layers(counts, head, speeds, most)
-    return runs_of(counts)
+            counts = balance_half_layers(counts, head, speeds, most)
+    return to_layer_ranges(counts)
 
 
-def runs_of(counts: Sequence[float]) -> list[Run]:
+def to_layer_ranges(counts: Sequence[float]) -> list[LayerRange]:
     """Counts of layers, in halves, one behind the other."""
     ends = [0, *(round(2 * end) for end in itertools.accumulate(counts))]
     return [
-        Run(first // 2, -(-last // 2), Cuts(first % 2 == 1, last % 2 == 1)) for first, last in itertools.pairwise(ends)
+        LayerRange(first // 2, -(-last // 2), Cuts(first % 2 == 1, last % 2 == 1))
+        for first, last in itertools.pairwise(ends)
     ]
 
 
 def head_cost(size: float, stages: int) -> float:
     """Of head and sampler, in layers; `size`: of the head's weights beside a layer's."""
-    return size * (HEAD_FACTOR_OF_TWO if stages == 2 else HEAD_FACTOR)
+    return size * (HEAD_FACTOR_TWO_STAGES if stages == 2 else HEAD_FACTOR)
 
 
 def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, layers: int) -> int:
@@ -93,7 +94,7 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
     return int(min(layers, free * share // layer_bytes))
 
 
-def deal_layers(
+def balance_layers(
     layers: int, head: float, speeds: Sequence[float], most: Sequence[int], unit: float = 1.0
 ) -> list[float]:
     """Layers of each stage, in order: the slowest stage is as fast as can be, the later ones take what is over, since
@@ -109,27 +110,29 @@ def deal_layers(
             f"the devices have memory for {', '.join(map(str, most))} layers, together {sum(most)}, of the model's "
             f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
         )
-    beside = [0.0] * (stages - 1) + [head]
+    extra_cost = [0.0] * (stages - 1) + [head]
     counts = [1.0] * stages
     for _ in range(round((layers - stages) / unit)):
         # Each further one goes where the stage is done first with it.
         free = [i for i in range(stages) if counts[i] < most[i]]
-        counts[min(free, key=lambda i: ((counts[i] + unit + beside[i]) / speeds[i], -i))] += unit
+        counts[min(free, key=lambda i: ((counts[i] + unit + extra_cost[i]) / speeds[i], -i))] += unit
     return counts
 
 
-def cut_layers(whole: Sequence[float], head: float, speeds: Sequence[float], most: Sequence[int]) -> Sequence[float]:
+def balance_half_layers(
+    whole: Sequence[float], head: float, speeds: Sequence[float], most: Sequence[int]
+) -> Sequence[float]:
     """The deal with layers cut in half where the slowest stage has `CUT_GAIN` less to do then; else the `whole` ones.
 
-    `head`, `speeds` and `most` as in `deal_layers`; stages on both sides of a cut keep that layer's weights.
+    `head`, `speeds` and `most` as in `balance_layers`; stages on both sides of a cut keep that layer's weights.
     """
-    halves = deal_layers(round(sum(whole)), head, speeds, most, unit=0.5)
-    beside = [0.0] * (len(speeds) - 1) + [head]
+    halves = balance_layers(round(sum(whole)), head, speeds, most, unit=0.5)
+    extra_cost = [0.0] * (len(speeds) - 1) + [head]
 
     def slowest(counts: Sequence[float]) -> float:
-        return max((count + more) / speed for count, more, speed in zip(counts, beside, speeds, strict=True))
+        return max((count + more) / speed for count, more, speed in zip(counts, extra_cost, speeds, strict=True))
 
-    fits = all(run.last - run.first <= fitting for run, fitting in zip(runs_of(halves), most, strict=True))
+    fits = all(run.last - run.first <= fitting for run, fitting in zip(to_layer_ranges(halves), most, strict=True))
     return halves if fits and slowest(halves) <= (1 - CUT_GAIN) * slowest(whole) else whole
 
 
@@ -141,14 +144,14 @@ def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float
     counts = [layers - sum(given) if count == 0 else count for count in given]
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1 or any(2 * count % 1 for count in counts):
         raise ValueError(
-            f"--pp-layers or --strategy gives {_listed(given)} layers, together {sum(given):g}, to {len(given)} "
+            f"--pp-layers or --strategy gives {_joined(given)} layers, together {sum(given):g}, to {len(given)} "
             f"device(s); the model has {layers} layers: give a number for each device ({stages} here), one at least, "
             f"{layers} together"
         )
     return counts
 
 
-def _listed(counts: Sequence[float]) -> str:
+def _joined(counts: Sequence[float]) -> str:
     return ",".join(f"{count:g}" if count else "the rest" for count in counts)
 
 
@@ -157,7 +160,7 @@ def relative_speeds(devices: Sequence[torch.device]) -> list[float]:
     names = {_name(device) for device in devices}
     if len(names) == 1:
         return [1.0] * len(devices)
-    measured = {device: _products_per_s(device) for device in set(devices)}
+    measured = {device: _matmuls_per_s(device) for device in set(devices)}
     return [measured[device] / devices.count(device) for device in devices]
 
 
@@ -165,7 +168,7 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _products_per_s(device: torch.device) -> float:
+def _matmuls_per_s(device: torch.device) -> float:
     """Vectors through a matrix per second: bound by memory, as decoding is."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(PROBE_MATRIX, PROBE_MATRIX, dtype=dtype, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rwkv_batch.model.layer import LayerBase
 from rwkv_batch.model.linear import Linear
 
-PLACES = 2
+NUM_BUFFERS = 2
 """Layers in their turn that are on the device at once: one runs, one is copied."""
 ALIGNMENT = 256
 
@@ -39,20 +39,20 @@ class StreamedLayers(Sequence[LayerBase]):
         self._device = device
         self._resident: list[LayerBase] = []
         self._hosts: list[FlatLayer] = []
-        self._places: list[FlatLayer] = []
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: list[FlatLayer] = []
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for layer in layers:
-            if len(self._resident) < resident or not layer.is_like_the_next:
+            if len(self._resident) < resident or not layer.has_uniform_layout:
                 self._resident.append(layer)
                 continue
-            if len(self._places) < PLACES:
-                self._places.append(flatten(layer, device))
-            self._hosts.append(flatten(layer, torch.device("cpu"), pinned=self._side is not None))
+            if len(self._buffers) < NUM_BUFFERS:
+                self._buffers.append(flatten(layer, device))
+            self._hosts.append(flatten(layer, torch.device("cpu"), pinned=self._copy_stream is not None))
 
     @property
     def on_device(self) -> list[LayerBase]:
         """What the device holds: the layers that stay, and the places of the others."""
-        return [*self._resident, *(place.layer for place in self._places)]
+        return [*self._resident, *(place.layer for place in self._buffers)]
 
     @property
     def num_streamed(self) -> int:
@@ -71,34 +71,34 @@ class StreamedLayers(Sequence[LayerBase]):
 
     def __iter__(self) -> Iterator[LayerBase]:
         """Each layer when its turn has come; what was launched on the current stream for the last one has used it."""
-        self._let_copies_wait()
-        for place, host in zip(self._places, self._hosts, strict=False):
+        self._wait_for_compute()
+        for place, host in zip(self._buffers, self._hosts, strict=False):
             self._copy(place, host)
-        arrived = [self._mark() for _ in self._places]
+        arrived = [self._record_event() for _ in self._buffers]
         yield from self._resident
         for i, _ in enumerate(self._hosts):
-            turn = i % len(self._places)
-            self._wait(arrived[turn])
-            yield self._places[turn].layer
-            if i + PLACES < len(self._hosts):
-                self._let_copies_wait()
-                self._copy(self._places[turn], self._hosts[i + PLACES])
-                arrived[turn] = self._mark()
-        if self._side is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._side)
+            buffer_index = i % len(self._buffers)
+            self._wait(arrived[buffer_index])
+            yield self._buffers[buffer_index].layer
+            if i + NUM_BUFFERS < len(self._hosts):
+                self._wait_for_compute()
+                self._copy(self._buffers[buffer_index], self._hosts[i + NUM_BUFFERS])
+                arrived[buffer_index] = self._record_event()
+        if self._copy_stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._copy_stream)
 
-    def _let_copies_wait(self) -> None:
+    def _wait_for_compute(self) -> None:
         """Copies from here on start when all is done that was launched before."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
+        if self._copy_stream is not None:
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _copy(self, place: FlatLayer, host: FlatLayer) -> None:
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._copy_stream):
             place.flat.copy_(host.flat, non_blocking=True)
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         """After the copies so far."""
-        return None if self._side is None else self._side.record_event()
+        return None if self._copy_stream is None else self._copy_stream.record_event()
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

@@ -10,25 +10,25 @@ from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.errors import StartupError
-from rwkv_batch.runner.mixed_graphs import held_prompt_tokens, most_decoding
+from rwkv_batch.runner.mixed_graphs import max_decode_rows, min_gathered_prefill_tokens
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.arena import FIRST_FREE_SLOT
 
 CPU_ROWS = 256
-GPU_CERTAIN_ROWS = 32
+GPU_JUMP_FORWARD_ROWS = 32
 """With more rows in a GPU's steps every token is drawn, text that is certain too: for few rows a step lasts as long as
 reading the weights, and a token more costs nothing; beside many it takes time from all. On a CPU a token costs what it
 is, and one that is read needs neither logits nor a mask nor a draw: there any number of rows may."""
 GPU_ROWS = 1024
 CPU_PREFILL_TOKENS = 256
 GPU_PREFILL_TOKENS = 4096
-GPU_PREFILL_BESIDE = 1024
+GPU_PREFILL_WITH_DECODE = 1024
 """As fast per token as more (7.2B on an H200: 26 ms for 8 x 128); rows that decode beside it wait 40 ms, not 110."""
-CPU_BATCH_BESIDE = 4
+CPU_BATCH_ROWS_PER_THREAD = 4
 """For each compute thread: of rows that decode, each adds more to a step the fewer threads there are."""
-CPU_SLOTS_SHARE = 0.25
+CPU_SLOTS_FRACTION = 0.25
 """Share of the machine's memory that slots may take on a CPU."""
-CPU_SLOTS_OF_FREE = 0.5
+CPU_SLOTS_FREE_FRACTION = 0.5
 """Share of what is free of it that slots of another model may take."""
 
 
@@ -38,42 +38,42 @@ class Memory:
     def __init__(self, config: EngineConfig, pipeline: Pipeline) -> None:
         self._config = config
         self._pipeline = pipeline
-        self._shares = {device: pipeline.slot_bytes_on(device) for device in set(pipeline.devices)}
+        self._slot_bytes = {device: pipeline.slot_bytes_on(device) for device in set(pipeline.devices)}
         """bytes of one slot on each device"""
 
     def limits(self) -> Limits:
         """Bounds of the engine, as told or by memory. Raises StartupError if not one row fits."""
         on_gpu = self._pipeline.devices[-1].type == "cuda"
         groups = self._config.micro_batches or self._pipeline.concurrency
-        rows = self._config.max_running or self._affordable_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
+        rows = self._config.max_running or self._max_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
         prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
-        beside = self._config.prefill_tokens_beside or (GPU_PREFILL_BESIDE if on_gpu else prefill_tokens)
+        with_decode = self._config.prefill_tokens_beside or (GPU_PREFILL_WITH_DECODE if on_gpu else prefill_tokens)
         return Limits(
             max_running=rows,
             max_waiting_rows=self._config.max_waiting_rows,
             max_waiting_rows_per_client=self._config.max_waiting_rows_per_client,
             prefill_tokens_per_step=prefill_tokens,
             prefill_chunk=self._config.prefill_chunk,
-            prefill_tokens_beside=min(beside, prefill_tokens),
+            max_prefill_tokens_with_decode=min(with_decode, prefill_tokens),
             groups=groups,
-            batch_rows_beside=self._batch_rows_beside(on_gpu),
-            mixed_rows=most_decoding(self._pipeline.concurrency) if on_gpu else 0,
-            held_prompt_tokens=held_prompt_tokens(self._pipeline.concurrency) if on_gpu else 0,
-            certain_rows=GPU_CERTAIN_ROWS if on_gpu else rows,
-            masks_take_turns=not on_gpu,
+            max_batch_rows_with_interactive=self._batch_rows_beside(on_gpu),
+            mixed_rows=max_decode_rows(self._pipeline.concurrency) if on_gpu else 0,
+            min_gathered_prefill_tokens=min_gathered_prefill_tokens(self._pipeline.concurrency) if on_gpu else 0,
+            jump_forward_max_rows=GPU_JUMP_FORWARD_ROWS if on_gpu else rows,
+            masks_block_step=not on_gpu,
         )
 
     def _batch_rows_beside(self, on_gpu: bool) -> int:
         """Of `Limits`, where 0 is all."""
-        told = self._config.batch_rows_beside
-        if told == ALL_BATCH_ROWS:
+        configured = self._config.batch_rows_beside
+        if configured == ALL_BATCH_ROWS:
             return 0
-        return told or (0 if on_gpu else CPU_BATCH_BESIDE * torch.get_num_threads())
+        return configured or (0 if on_gpu else CPU_BATCH_ROWS_PER_THREAD * torch.get_num_threads())
 
-    def _affordable_rows(self, wanted: int) -> int:
+    def _max_rows(self, wanted: int) -> int:
         """Rows whose slots fit into the memory that is left."""
-        device = min(self._shares, key=lambda device: self._free_bytes(device) // self._shares[device])
-        free, share = self._free_bytes(device), self._shares[device]
+        device = min(self._slot_bytes, key=lambda device: self._free_bytes(device) // self._slot_bytes[device])
+        free, share = self._free_bytes(device), self._slot_bytes[device]
         fitting = free // share - self._parked_slots()
         if fitting < 1:
             raise StartupError(
@@ -90,15 +90,15 @@ class Memory:
         rows use them too.
         """
         slots = rows + max(4, rows // 8) + self._parked_slots()
-        fitting = min(self._free_bytes(device) // share for device, share in self._shares.items())
+        fitting = min(self._free_bytes(device) // share for device, share in self._slot_bytes.items())
         return int(slots + min(rows * session_slots, max(0, fitting - slots) // 2))
 
     def _free_bytes(self, device: torch.device) -> int:
         """Memory of a device that slots may take."""
         if device.type != "cuda":
-            share = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
-            free = machine.free_memory() if self._config.gives_way else None
-            return share if free is None else min(share, int(free * CPU_SLOTS_OF_FREE))
+            share = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_FRACTION)
+            free = machine.free_memory() if self._config.loads_at_low_priority else None
+            return share if free is None else min(share, int(free * CPU_SLOTS_FREE_FRACTION))
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - self._config.gpu_memory_utilization) * total)
 

@@ -28,22 +28,22 @@ def num_states(rows: Iterable[ScheduledRow]) -> int:
     return sum(1 + len(row.sequence.members) for row in rows)
 
 
-def mixed(logits: Tensor, drawing: list[ScheduledRow]) -> Tensor:
+def mixed(logits: Tensor, sampling_rows: list[ScheduledRow]) -> Tensor:
     """The logits [R, V] that rows draw from, of those [E, V] of all their members, in order; V tokens.
 
     A row alone keeps its own bit for bit; a mixture's are added up in the order of its members, whatever else there is.
     """
-    sizes = [1 + len(row.sequence.members) for row in drawing]
+    sizes = [1 + len(row.sequence.members) for row in sampling_rows]
     if len(logits) == len(sizes):
         return logits
     first = list(accumulate(sizes, initial=0))[:-1]
     device = logits.device
-    weights = [[row.sequence.weight, *(member.weight for member in row.sequence.members)] for row in drawing]
+    weights = [[row.sequence.weight, *(member.weight for member in row.sequence.members)] for row in sampling_rows]
     found = logits[on_device(first, torch.int64, device)]
     found *= on_device([[own[0]] for own in weights], torch.float32, device)
     for number in range(1, max(sizes)):
         rows = [i for i, size in enumerate(sizes) if size > number]
         at = on_device([first[i] + number for i in rows], torch.int64, device)
-        shares = on_device([[weights[i][number]] for i in rows], torch.float32, device)
-        found.index_add_(0, on_device(rows, torch.int64, device), logits[at] * shares)
+        member_weights = on_device([[weights[i][number]] for i in rows], torch.float32, device)
+        found.index_add_(0, on_device(rows, torch.int64, device), logits[at] * member_weights)
     return found

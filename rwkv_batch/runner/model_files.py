@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rwkv_batch.calls import CheckModel, Reply
-from rwkv_batch.core.failures import as_table
+from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
-from rwkv_batch.model.adapters.merge import merged
+from rwkv_batch.model.adapters.merge import merge_adapters
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 
-_as_told = as_table("the file could not be checked")
+_to_service_error = error_translator("the file could not be checked")
 
 
-def under_adapters(weights: Weights, adapters: Sequence[str]) -> Weights:
+def with_adapters(weights: Weights, adapters: Sequence[str]) -> Weights:
     """The weights under adapters ("file" or "file:scale"), in that order; nothing is computed yet.
 
     Raises FileError: one line naming the file and what is wrong.
     """
-    return merged(weights, [read_adapter(*split_scale(one)) for one in adapters]) if adapters else weights
+    return merge_adapters(weights, [read_adapter(*split_scale(one)) for one in adapters]) if adapters else weights
 
 
 class ModelChecks:
@@ -28,7 +28,7 @@ class ModelChecks:
 
     def __init__(self, refusal: Callable[[], ServiceError]) -> None:
         """`refusal`: why nothing is checked any more."""
-        self._thread = FileThread("model-files", refusal, _as_told)
+        self._thread = FileThread("model-files", refusal, _to_service_error)
 
     def check(self, call: CheckModel, reply: Reply[str]) -> None:
         """Replies what the file holds, in words, or what is wrong with it or with an adapter."""
@@ -43,12 +43,12 @@ def _description(call: CheckModel) -> str:
     try:
         weights = open_weights(call.file)
     except (WeightsError, ValueError) as error:
-        raise _wrong("file", error) from error
+        raise _invalid_field("file", error) from error
     try:
-        return under_adapters(weights, call.adapters).shape.describe()
+        return with_adapters(weights, call.adapters).shape.describe()
     except ValueError as error:
-        raise _wrong("adapters", error) from error
+        raise _invalid_field("adapters", error) from error
 
 
-def _wrong(field: str, error: Exception) -> ServiceError:
+def _invalid_field(field: str, error: Exception) -> ServiceError:
     return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field)

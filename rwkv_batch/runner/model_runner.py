@@ -19,22 +19,29 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, LastTokens
-from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
-from rwkv_batch.runner.giving_way import behind_others, set_compute_threads
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import TokenCopies
-from rwkv_batch.runner.launch_parts import LaunchParts, are_all_plain, parted_by_kind
+from rwkv_batch.runner.launch_groups import LaunchGroups, are_all_plain, split_prefill_decode
+from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
-from rwkv_batch.runner.model_files import under_adapters
-from rwkv_batch.runner.pipeline import Pipeline, as_served, own_devices
-from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
+from rwkv_batch.runner.model_files import with_adapters
+from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backends
+from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
 from rwkv_batch.runner.row_inputs import RowInputs, slots_of
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_graphs import StepGraphs
+from rwkv_batch.runner.step_sampling import (
+    DeferredSample,
+    InFlightStep,
+    InFlightTokens,
+    SampledToken,
+    StepSampler,
+    split_by_constraint,
+)
 from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
 from sampling.grammar.errors import GrammarError
-from sampling.registry import COMPILED_AT_FIRST_USE
+from sampling.registry import COMPILED_ON_FIRST_USE
 from sampling.sampler import Sampler
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.errors import DatabaseUnusable
@@ -49,12 +56,12 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
         self._config = config
-        if threads := config.threads or cpu_part(config.replicas):
+        if threads := config.threads or threads_per_replica(config.replicas):
             set_compute_threads(threads)
         self.tokenizer = Tokenizer()
         make_byte_tables()
-        behind = partial(behind_others, only_idle_cores=config.only_idle_cores)
-        self.weights, self.pipeline = behind(self._load) if config.gives_way else self._load()
+        low_priority = partial(run_at_low_priority, only_idle_cores=config.only_idle_cores)
+        self.weights, self.pipeline = low_priority(self._load) if config.loads_at_low_priority else self._load()
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
@@ -71,8 +78,10 @@ class ModelRunner:
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
         # One holds the state that a session's turn began with, one in the overlapped loop that of the token before.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
-        leaves_cores = config.gives_way and not self._gpus  # what is made for a GPU is made where its streams are known
-        behind(self._allocate_slots) if leaves_cores else self._allocate_slots()
+        yields_cores = (
+            config.loads_at_low_priority and not self._gpus
+        )  # what is made for a GPU is made where its streams are known
+        low_priority(self._allocate_slots) if yields_cores else self._allocate_slots()
         try:
             self.arena = PipelineArena(self.pipeline)
             self.pool = StatePool(self.arena, config.pool, wake)
@@ -80,18 +89,22 @@ class ModelRunner:
             raise StartupError(str(error)) from error
         self.steps_in_flight = self.limits.groups + self.overlaps
         """launched and not read by the host: a step of each group, and one more where that hides the host"""
-        self._drawing = Drawing(config.samplers, self.device, self.limits.num_seats, self.vocab, self.tokenizer)
-        if leaves_cores:
-            behind(partial(self.sampler, ""))
+        self._step_sampler = StepSampler(
+            config.samplers, self.device, self.limits.num_req_slots, self.vocab, self.tokenizer
+        )
+        if yields_cores:
+            low_priority(partial(self.sampler, ""))
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
         stages, parameters = self.pipeline.stages, self.weights.num_parameters
-        self.graphs = StepGraphs.over(stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters)
-        self._parts = LaunchParts(self.graphs, self.pipeline, self._drawing, self.pool.adapters)
+        self.graphs = StepGraphs.for_stages(
+            stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters
+        )
+        self._parts = LaunchGroups(self.graphs, self.pipeline, self._step_sampler, self.pool.adapters)
         self._inputs = RowInputs(self._parts, self.pipeline.devices[0])
         self._require_pieces()
         decode = self.graphs.decode
         self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
-        self._known = 0
+        self._last_received = 0
         """number under which the tokens of the last step that the host has read come to the first device"""
         self._logits = decode.logits if decode is not None else self._make_logits()
         """[rows, V] where steps leave their logits; None: each in memory of its own"""
@@ -121,15 +134,15 @@ class ModelRunner:
         """The weights, and the layers on their devices. Raises StartupError."""
         config = self._config
         try:
-            weights = under_adapters(open_weights(config.model_path), config.adapters)
-            devices = own_devices(config.devices, config.replica)
-            served = as_served(weights.shape.version, devices, config)
+            weights = with_adapters(open_weights(config.model_path), config.adapters)
+            devices = replica_devices(config.devices, config.replica)
+            backends = resolve_backends(weights.shape.version, devices, config)
             pipeline = Pipeline(
                 weights,
                 devices,
                 config.dtype,
-                served["kernels"],
-                served["wkv_state"],
+                backends["kernels"],
+                backends["wkv_state"],
                 config.layers,
                 resident=config.resident,
             )
@@ -153,14 +166,14 @@ class ModelRunner:
     @cached_property
     def _copies(self) -> TokenCopies:
         """Where tokens go that graphs draw."""
-        return TokenCopies(self.device, max(self.limits.rows_in_step, self.graphs.most_drawn_beside_prompts, 1))
+        return TokenCopies(self.device, max(self.limits.rows_in_step, self.graphs.max_sampled_with_prompts, 1))
 
     def _make_last_tokens(self) -> LastTokens:
         first, last = self.pipeline.devices[0], self.device
         if first.type != last.type:  # the host carries them
             first = last
         depth = self.steps_in_flight
-        return LastTokens(self.limits.num_seats, first, last, depth, is_read=depth > 1)
+        return LastTokens(self.limits.num_req_slots, first, last, depth, is_read=depth > 1)
 
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
@@ -169,19 +182,19 @@ class ModelRunner:
         then ever shorter ones. The memory which that takes serves all later steps.
         """
         started = time.perf_counter()
-        for name in COMPILED_AT_FIRST_USE:
+        for name in COMPILED_ON_FIRST_USE:
             self.sampler(name)
         self.graphs.warm_up(adapters=bool(self._config.served_adapters))
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
-        beside = 0 if self.graphs.decode is not None else 1  # a token of each row that decodes
+        decode_tokens = 0 if self.graphs.decode is not None else 1  # a token of each row that decodes
         sizes = [2**i for i in reversed(range(longest.bit_length()))]
-        steps = [[max(1, longest // rows) + beside] * rows]
+        steps = [[max(1, longest // rows) + decode_tokens] * rows]
         steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
         try:
             for lengths in steps:
                 prompts, count = [[0] * length for length in lengths], len(lengths)
-                drawing = list(range(min(count, rows)))
-                inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, drawing)
+                sampling_rows = list(range(min(count, rows)))
+                inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, sampling_rows)
                 self.pipeline.forward(inputs, self._logits)
             for device in self._gpus:
                 torch.cuda.synchronize(device)
@@ -195,13 +208,13 @@ class ModelRunner:
     # Steps ---------------------------------------------------------------------------------------------------
 
     def sampler(self, name: str) -> Sampler:
-        """See `Drawing.sampler`."""
-        return self._drawing.sampler(name)
+        """See `StepSampler.sampler`."""
+        return self._step_sampler.sampler(name)
 
     @property
-    def is_making_ready(self) -> bool:
+    def is_compiling_or_capturing(self) -> bool:
         """Whether a sampler or a graph is being made, which may take longer than any step. Any thread."""
-        return self._drawing.is_making or self.graphs.is_recording
+        return self._step_sampler.is_compiling or self.graphs.is_recording
 
     @property
     def has_pieces(self) -> bool:
@@ -209,32 +222,32 @@ class ModelRunner:
         return self.graphs.has_pieces
 
     def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
-        """See `LaunchParts.of`."""
-        return self._parts.of(rows, mixes)
+        """See `LaunchGroups.build`."""
+        return self._parts.build(rows, mixes)
 
     @torch.inference_mode()
     def launch(
         self,
         rows: list[ScheduledRow],
-        after: Collection[Launched] = (),
+        after: Collection[InFlightStep] = (),
         between: Callable[[], None] | None = None,
-    ) -> Launched:
+    ) -> InFlightStep:
         """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
 
-        `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn. `between`: is
+        `after`: the oldest step that the host has not read, in which tokens build these rows may be sampled_tokens. `between`: is
         called between pieces of it, where it has any, and may launch other steps of rows that read; then most of the
         step is done when this returns.
         """
         are_plain = are_all_plain(rows)
-        step = Launched(rows, rows if are_plain else [row for row in rows if row.draws])
-        self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
+        step = InFlightStep(rows, rows if are_plain else [row for row in rows if row.samples])
+        self._tokens.receive(max(self._last_received, *(part.tokens_sent for part in after), 0))
         is_routed = not are_plain and self._parts.is_routed(rows[0])
-        graphs = None if is_routed else self.graphs.of_decoding(rows, are_plain)
+        graphs = None if is_routed else self.graphs.for_decode(rows, are_plain)
         if graphs is not None:
             try:
                 if are_plain:
                     self._launch_plain(graphs, step, between)
-                elif rows[-1].feeds_back:
+                elif rows[-1].uses_device_token:
                     self._launch_graph(graphs, step, between)
                 else:
                     self._launch_mixed(graphs, step)
@@ -244,16 +257,16 @@ class ModelRunner:
         if any(row.scored for row in rows):
             self._launch_scored(step, between)
         else:
-            inputs, into = self._inputs.of(rows, self._tokens), None if is_routed else self._logits
-            logits = mixed(self._forward(inputs, into, between), step.drawing)
-            self._drawing.draw(step, logits, self._tokens)
+            inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
+            logits = mixed(self._forward(inputs, into, between), step.sampling_rows)
+            self._step_sampler.sample(step, logits, self._tokens)
         step.layers_s = self.pipeline.layers_s
         return step
 
-    def _launch_scored(self, step: Launched, between: Callable[[], None] | None) -> None:
+    def _launch_scored(self, step: InFlightStep, between: Callable[[], None] | None) -> None:
         """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
-        x, inputs = self._hidden(self._inputs.of(step.rows, self._tokens), between)
-        self._drawing.draw(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
+        x, inputs = self._hidden(self._inputs.build(step.rows, self._tokens), between)
+        self._step_sampler.sample(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
     def _hidden(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
@@ -272,83 +285,91 @@ class ModelRunner:
         x, here = self._hidden(inputs, between)
         return self.pipeline.stages[-1].logits(x, here, out)
 
-    def _launch_plain(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
+    def _launch_plain(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
         """A step of plain rows only, as most are: all that `_launch_graph` looks at is known of them."""
-        slots = [row.first_slot for row in step.rows]
-        drawn = graphs.run([row.sequence.seat for row in step.rows], slots, slots, between=between)
+        slots = [row.lowest_slot for row in step.rows]
+        sampled_tokens = graphs.run([row.sequence.req_slot for row in step.rows], slots, slots, between=between)
         step.tokens_sent = self._tokens.send()
-        step.draws.append(Drawn(range(len(step.rows)), self._copies.start(drawn)))
+        step.samples.append(InFlightTokens(range(len(step.rows)), self._copies.start(sampled_tokens)))
 
-    def _launch_graph(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
+    def _launch_graph(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
         sequences = [row.sequence for row in step.rows]
         if any(sequence.members for sequence in sequences):
             self._launch_mixtures(graphs, step, sequences)
             return
-        seats = [sequence.seat for sequence in sequences]
+        req_slots = [sequence.req_slot for sequence in sequences]
         slots, adapters = slots_of(sequences), self._parts.adapters_of(sequences)
-        free, held = parted(step.drawing)
-        if free and self._drawing.fits_graphs([sequences[i] for i in free]):
-            drawn = graphs.run(seats, *slots, held, adapters, between)
+        unconstrained, constrained = split_by_constraint(step.sampling_rows)
+        if unconstrained and self._step_sampler.fits_graphs([sequences[i] for i in unconstrained]):
+            sampled_tokens = graphs.run(req_slots, *slots, constrained, adapters, between)
             step.tokens_sent = self._tokens.send()
-            step.draws.append(Drawn(free, self._copies.start(drawn), places=free if held else None))
-            if held:
-                step.undrawn = Undrawn(held, graphs.logits, held)
+            step.samples.append(
+                InFlightTokens(
+                    unconstrained, self._copies.start(sampled_tokens), places=unconstrained if constrained else None
+                )
+            )
+            if constrained:
+                step.deferred = DeferredSample(constrained, graphs.logits, constrained)
         else:
-            self._drawing.draw(step, graphs.run_logits(seats, *slots, adapters, between), self._tokens)
+            self._step_sampler.sample(step, graphs.run_logits(req_slots, *slots, adapters, between), self._tokens)
 
-    def _launch_mixtures(self, graphs: DecodeGraphs, step: Launched, sequences: list[Sequence]) -> None:
+    def _launch_mixtures(self, graphs: DecodeGraphs, step: InFlightStep, sequences: list[Sequence]) -> None:
         """The same where some are mixtures: their members are rows of the graph, what they say is mixed behind it."""
-        seats = [sequence.seat for sequence in sequences for _ in range(1 + len(sequence.members))]
+        req_slots = [sequence.req_slot for sequence in sequences for _ in range(1 + len(sequence.members))]
         reads = [slot for sequence in sequences for slot in read_slots(sequence)]
         writes = [slot for sequence in sequences for slot in write_slots(sequence)]
         adapters = self._parts.adapters_of(
             [sequence for sequence in sequences for _ in range(1 + len(sequence.members))]
         )
-        logits = mixed(graphs.run_logits(seats, reads, writes, adapters), step.drawing)
-        self._drawing.draw(step, logits, self._tokens)
+        logits = mixed(graphs.run_logits(req_slots, reads, writes, adapters), step.sampling_rows)
+        self._step_sampler.sample(step, logits, self._tokens)
 
-    def _launch_mixed(self, graphs: DecodeGraphs, step: Launched) -> None:
+    def _launch_mixed(self, graphs: DecodeGraphs, step: InFlightStep) -> None:
         """Rows that decode, first, and prompts behind them: one graph draws for both."""
-        reading, decoding = parted_by_kind(step.rows)
+        reading, decoding = split_prefill_decode(step.rows)
         size = self._parts.mixed_size(decoding, reading)
         assert self.graphs.mixed is not None and size is not None, "`parts` has found a size for them"
-        self._drawing.admit(row.sequence for row in reading if row.draws)
+        self._step_sampler.admit(row.sequence for row in reading if row.samples)
         sequences = [row.sequence for row in decoding]
         reads, writes = slots_of(sequences)
-        rows = {"seats": [sequence.seat for sequence in sequences], "read_slots": reads, "write_slots": writes}
-        seats = [row.sequence.seat for row in reading if row.draws]
-        places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(seats))]
-        free, held = parted(step.drawing)
-        held_places = [places[i] for i in held]
-        drawn = self.graphs.mixed.run(size, rows, self._inputs.of(reading, self._tokens), seats, held_places)
+        rows = {"req_slots": [sequence.req_slot for sequence in sequences], "read_slots": reads, "write_slots": writes}
+        req_slots = [row.sequence.req_slot for row in reading if row.samples]
+        places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(req_slots))]
+        unconstrained, constrained = split_by_constraint(step.sampling_rows)
+        constrained_places = [places[i] for i in constrained]
+        sampled_tokens = self.graphs.mixed.run(
+            size, rows, self._inputs.build(reading, self._tokens), req_slots, constrained_places
+        )
         step.tokens_sent = self._tokens.send()
-        step.draws.append(Drawn(free, self._copies.start(drawn), places=[places[i] for i in free]))
-        if held:
-            step.undrawn = Undrawn(held, graphs.logits, held_places)
+        step.samples.append(
+            InFlightTokens(unconstrained, self._copies.start(sampled_tokens), places=[places[i] for i in unconstrained])
+        )
+        if constrained:
+            step.deferred = DeferredSample(constrained, graphs.logits, constrained_places)
 
     @torch.inference_mode()
-    def draw_constrained(self, step: Launched) -> list[tuple[Sequence, GrammarError]]:
+    def sample_constrained(self, step: InFlightStep) -> list[tuple[Sequence, GrammarError]]:
         """Draw for rows with a constraint if the host knows what they drew before; else not yet.
 
         Returns the rows whose grammar cannot be followed, and why.
         """
-        assert step.undrawn is not None
-        held = (step.drawing[i].sequence for i in step.undrawn.members)
-        if any(sequence.awaits_earlier_tokens for sequence in held if sequence.may_draw_in(step.number)):
+        assert step.deferred is not None
+        constrained = (step.sampling_rows[i].sequence for i in step.deferred.members)
+        if any(sequence.awaits_earlier_tokens for sequence in constrained if sequence.may_sample_in(step.number)):
             return []
-        return self._drawing.draw_constrained(step, self._tokens)
+        return self._step_sampler.sample_constrained(step, self._tokens)
 
-    def read(self, step: Launched) -> list[TokenDrawn]:
+    def read(self, step: InFlightStep) -> list[SampledToken]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
-        self._known = max(self._known, step.tokens_sent)
-        return self._drawing.read(step)
+        self._last_received = max(self._last_received, step.tokens_sent)
+        return self._step_sampler.read(step)
 
-    def read_scores(self, step: Launched) -> list[RowScores]:
+    def read_scores(self, step: InFlightStep) -> list[RowScores]:
         """Log-probabilities of prompts' tokens that the step has told, in the order of its rows. Waits likewise."""
         return [] if step.scored is None else self._scorer.read(step.scored)
 
-    def is_lost(self) -> bool:
+    def is_device_lost(self) -> bool:
         """Whether a device cannot be used any more after a failed step, so that the process has to be replaced.
 
         An error inside a kernel stays with the device and comes back at every call; others do not.
@@ -398,13 +419,13 @@ class ModelRunner:
             "devices": self.device_names(),
             "dtype": self.pipeline.stages[0].precision.weights_name,
             "weight_bytes": sum(stage.weight_bytes for stage in self.pipeline.stages),
-            "wkv_state": self.pipeline.stages[0].precision.wkv_state.shown,
+            "wkv_state": self.pipeline.stages[0].precision.wkv_state.display_name,
             "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
             "decode_graphs": self.graphs.refusal or "used",
             "pipeline": self._pipeline_status(),
             "samplers": {
-                "used": self._drawing.used,
-                "refused": self._drawing.refusals,
+                "used": self._step_sampler.used,
+                "refused": self._step_sampler.refusals,
             },
             "max_running": self.limits.max_running,
             "free_slots": self.pool.num_free,
@@ -414,6 +435,6 @@ class ModelRunner:
         }
 
 
-def cpu_part(replicas: int) -> int:
+def threads_per_replica(replicas: int) -> int:
     """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
     return max(1, cores() // replicas) if replicas > 1 else 0

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.kernels.registry import choose_ops
-from rwkv_batch.model.adapters.served import ServedAdapter
+from rwkv_batch.model.adapters.per_row import ServedAdapter
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_split import split_layers
-from rwkv_batch.runner.links import hand_over
+from rwkv_batch.runner.links import copy_to_device
 from rwkv_batch.runner.stage import Stage, precision_for
 
 DEVICE = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<number>[0-9]{1,18}))?")
@@ -35,10 +35,10 @@ class Pipeline:
         kernels: str = "auto",
         wkv_state: str = "auto",
         layers: tuple[float, ...] = (),
-        memory_share: float = 0.8,
+        memory_fraction: float = 0.8,
         resident: tuple[int | None, ...] = (),
     ) -> None:
-        """`layers` of each device, else dealt; `resident`: see EngineConfig; `memory_share`: of a GPU's free memory,
+        """`layers` of each device, else dealt; `resident`: see EngineConfig; `memory_fraction`: of a GPU's free memory,
         that weights may take.
 
         Raises ValueError for devices, types, layers or kernels that cannot serve.
@@ -57,17 +57,17 @@ class Pipeline:
         version = weights.shape.version
         precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
-        places = split_layers(weights, self.devices, item_bytes, memory_share, layers, may_cut=not resident)
+        places = split_layers(weights, self.devices, item_bytes, memory_fraction, layers, may_cut=not resident)
         if resident and len(resident) != len(devices):
             raise ValueError(
                 f"--pp-resident speaks of {len(resident)} devices, --pp-devices of {len(devices)}; give a number or "
                 "`all` for each"
             )
-        stays = resident or (None,) * len(devices)
-        for precision, (first, last, cuts), staying in zip(precisions, places, stays, strict=True):
+        residents = resident or (None,) * len(devices)
+        for precision, (first, last, cuts), num_resident in zip(precisions, places, residents, strict=True):
             ops, refusals = choose_ops(kernels, precision.device, version)
             self.kernel_refusals |= refusals
-            self.stages.append(Stage(weights, first, last, precision, ops, staying, cuts))
+            self.stages.append(Stage(weights, first, last, precision, ops, num_resident, cuts))
 
     @property
     def concurrency(self) -> int:
@@ -132,17 +132,17 @@ class Pipeline:
         for stage, device in zip(self.stages, self.devices, strict=True):
             if x.device != device:
                 here = inputs.to(device)
-                x = hand_over(x, device)
-                v_first = None if v_first is None else hand_over(v_first, device)
+                x = copy_to_device(x, device)
+                v_first = None if v_first is None else copy_to_device(v_first, device)
             x, v_first = stage.forward(x, v_first, here)
         self.layers_s = time.perf_counter() - started
         return x, here
 
 
-def as_served(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
+def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
     """What a model of that version has on devices of those names as "kernels" and as "wkv_state".
 
-    Those of `EngineConfig.preferred` are "auto" where they cannot be had (the log tells it); others are as asked.
+    Those of `EngineConfig.auto_fallback_fields` are "auto" where they cannot be had (the log tells it); others are as asked.
     """
     kinds = {resolve_device(name).type for name in devices}
     is_older = version != X070
@@ -153,13 +153,13 @@ def as_served(version: str, devices: tuple[str, ...], config: EngineConfig) -> d
         ("wkv_state", is_older and config.wkv_state != "fp32"),
     ):
         wanted: str = getattr(config, name)
-        chosen[name] = "auto" if is_refused and name in config.preferred else wanted
+        chosen[name] = "auto" if is_refused and name in config.auto_fallback_fields else wanted
         if chosen[name] != wanted:
             logger.info("%s: %s is not for %s on %s; it is auto", name, wanted, version, ", ".join(sorted(kinds)))
     return chosen
 
 
-def own_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
+def replica_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
     """Names of an engine's devices: of those that serve one model, each takes a GPU of its own where none is named.
 
     Raises ValueError if there are fewer GPUs than engines.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 4, 8, 16, 32, 48)
 TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
 """Up to 256 those that fill a tile of our own products (`kernels.cuda.wide.TILE_ROWS`)."""
-MOST_WORK = 2.5e12
+MAX_PADDED_WORK = 2.5e12
 """Tokens times weights of a GPU, from which on padding is a loss: it takes as long as the host (360 tokens of 7.2B)."""
 
 
@@ -53,7 +53,7 @@ def input_lengths(rows: int, tokens: int) -> dict[str, int]:
     return {**per_token, "cu_seqlens": rows + 1, **dict.fromkeys(("read_slots", "write_slots", "logit_tokens"), rows)}
 
 
-def nobody() -> StepInputs:
+def empty_step() -> StepInputs:
     """A step without rows and tokens."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
@@ -74,7 +74,7 @@ class StagedPrompts:
 
     def fill_padding(self, size: PrefillSize) -> None:
         """A step over nobody, for a graph of this size that is to be captured."""
-        self.fill(nobody(), size)
+        self.fill(empty_step(), size)
 
     def inputs(self, number: int, size: PrefillSize) -> StepInputs:
         """Inside a graph: what the stage of this number reads of a step."""
@@ -95,15 +95,17 @@ class PrefillGraphs:
 
     def __init__(self, places: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
         """logits [rows, V] fp32: where the steps leave theirs; `depth`: steps on their way at once."""
-        self.sizes = usable_sizes([place.stage for place in places], len(logits))
+        self.sizes = usable_sizes([graph_stage.stage for graph_stage in places], len(logits))
         self._places = list(places)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
-        self._staged = StagedPrompts(PrefillSize(max(ROWS), max(TOKENS)), [place.device for place in places], depth)
+        self._staged = StagedPrompts(
+            PrefillSize(max(ROWS), max(TOKENS)), [graph_stage.device for graph_stage in places], depth
+        )
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """The smallest graph for a step; None: none holds it."""
-        return holding(self.sizes, inputs)
+        return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
         """Capture every size now, largest first."""
@@ -124,22 +126,22 @@ class PrefillGraphs:
     def _graph(self, number: int, size: PrefillSize) -> torch.cuda.CUDAGraph:
         key = (number, size)
         if key not in self._captured:
-            place = self._places[number]
-            with place.current():
+            graph_stage = self._places[number]
+            with graph_stage.current():
                 self._staged.fill_padding(size)
-                name = f"a graph of {size.tokens} tokens in {size.rows} rows on {place.device}"
-                self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
+                name = f"a graph of {size.tokens} tokens in {size.rows} rows on {graph_stage.device}"
+                self._captured[key] = graph_stage.recorder.record(lambda: self._step(number, size), name)
         return self._captured[key]
 
     def _step(self, number: int, size: PrefillSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        place, inputs = self._places[number], self._staged.inputs(number, size)
-        x = place.forward(inputs, inputs.tokens if number == 0 else None)
+        graph_stage, inputs = self._places[number], self._staged.inputs(number, size)
+        x = graph_stage.forward(inputs, inputs.tokens if number == 0 else None)
         if number == len(self._places) - 1:
-            place.stage.logits(x, inputs, self._logits)
+            graph_stage.stage.logits(x, inputs, self._logits)
 
 
-def holding(sizes: Sequence[PrefillSize], inputs: StepInputs) -> PrefillSize | None:
+def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> PrefillSize | None:
     """The first size that holds a step; None: none does, the host lacks its tokens, or rows have adapters."""
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
@@ -150,7 +152,7 @@ def holding(sizes: Sequence[PrefillSize], inputs: StepInputs) -> PrefillSize | N
 def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, ...]:
     """The sizes that are worth a graph: with more tokens each stage's GPU takes as long as the host."""
     weights = max(13 * stage.width**2 * len(stage.layers) for stage in stages)
-    return tuple(size for size in SIZES if size.rows <= max_rows and size.tokens * weights <= MOST_WORK)
+    return tuple(size for size in SIZES if size.rows <= max_rows and size.tokens * weights <= MAX_PADDED_WORK)
 
 
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:

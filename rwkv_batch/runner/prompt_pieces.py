@@ -2,7 +2,7 @@
 
 Launched kernel by kernel, such a step takes the host three times as long as the GPU, and an interactive request that
 comes meanwhile waits for as many kernels as are launched before the host looks. What a batch reads in a step while
-interactive requests come is bounded (`batch_share.PIECES_TOKENS`), so that these graphs hold it.
+interactive requests come is bounded (`batch_share.MAX_TOKENS_IN_PIECES`), so that these graphs hold it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rwkv_batch.core.batch_share import PIECES_ROWS, PIECES_TOKENS
+from rwkv_batch.core.batch_throttle import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces, Pieces
-from rwkv_batch.runner.prefill_graphs import PrefillSize, StagedPrompts, holding
+from rwkv_batch.runner.prefill_graphs import PrefillSize, StagedPrompts, smallest_fitting
 
 logger = logging.getLogger(__name__)
 
 TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))
-assert PrefillSize(PIECES_ROWS, TOKENS[-1]).holds(1, PIECES_TOKENS), "each row that is missing takes a token"
+assert PrefillSize(MAX_ROWS_IN_PIECES, TOKENS[-1]).holds(1, MAX_TOKENS_IN_PIECES), (
+    "each row that is missing takes a token"
+)
 
 
 class PromptPieces:
@@ -30,15 +32,15 @@ class PromptPieces:
 
     def __init__(self, pieces: GraphPieces, logits: Tensor, depth: int = 2) -> None:
         """logits [rows, V] fp32: where the steps leave theirs; `depth`: steps on their way at once."""
-        self.sizes = tuple(PrefillSize(min(PIECES_ROWS, len(logits)), tokens) for tokens in TOKENS)
+        self.sizes = tuple(PrefillSize(min(MAX_ROWS_IN_PIECES, len(logits)), tokens) for tokens in TOKENS)
         self._pieces = pieces
         self._logits = logits
-        self._staged = StagedPrompts(self.sizes[-1], [pieces.place.device], depth)
+        self._staged = StagedPrompts(self.sizes[-1], [pieces.graph_stage.device], depth)
         self._captured: dict[tuple[PrefillSize, int], torch.cuda.CUDAGraph] = {}
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """The smallest graphs for a step; None: none hold it."""
-        return holding(self.sizes, inputs)
+        return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
         """Capture every size now, largest first."""
@@ -64,11 +66,11 @@ class PromptPieces:
     def _graph(self, size: PrefillSize, number: int) -> torch.cuda.CUDAGraph:
         key = (size, number)
         if key not in self._captured:
-            place = self._pieces.place
-            with place.current():
+            graph_stage = self._pieces.graph_stage
+            with graph_stage.current():
                 self._staged.fill_padding(size)
-                name = f"piece {number} of a graph of {size.tokens} tokens in {size.rows} rows on {place.device}"
-                self._captured[key] = place.recorder.record(lambda: self._step(size, number), name)
+                name = f"piece {number} of a graph of {size.tokens} tokens in {size.rows} rows on {graph_stage.device}"
+                self._captured[key] = graph_stage.recorder.record(lambda: self._step(size, number), name)
         return self._captured[key]
 
     def _step(self, size: PrefillSize, number: int) -> None:
@@ -76,4 +78,4 @@ class PromptPieces:
         inputs = self._staged.inputs(0, size)
         x = self._pieces.compute(number, inputs.tokens, inputs)
         if x is not None:
-            self._pieces.place.stage.logits(x, inputs, self._logits)
+            self._pieces.graph_stage.stage.logits(x, inputs, self._logits)

@@ -9,20 +9,20 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.decode_graphs import LastTokens
-from rwkv_batch.runner.launch_parts import LaunchParts
+from rwkv_batch.runner.launch_groups import LaunchGroups
 from rwkv_batch.runner.mixtures import read_slots, write_slots
 
 
 class RowInputs:
     """Makes tensors of scheduled rows. Engine thread."""
 
-    def __init__(self, parts: LaunchParts, device: torch.device) -> None:
+    def __init__(self, parts: LaunchGroups, device: torch.device) -> None:
         """`device`: the first layers'."""
         self._parts = parts
         self._device = device
 
-    def of(self, rows: list[ScheduledRow], drawn: LastTokens) -> StepInputs:
-        """The rows' tokens, those not known to the host filled in on the device with what their seats have `drawn`."""
+    def build(self, rows: list[ScheduledRow], sampled_tokens: LastTokens) -> StepInputs:
+        """The rows' tokens, those not known to the host filled in on the device with what their seats have `sampled_tokens`."""
         reads = [slot for row in rows for slot in read_slots(row.sequence)]
         writes = [slot for row in rows for slot in write_slots(row.sequence)]
         if len(reads) > len(rows):  # each member of a mixture is a row of the step
@@ -37,17 +37,17 @@ class RowInputs:
             ],
             reads,
             writes,
-            [i for i, row in enumerate(rows) if row.draws],
+            [i for i, row in enumerate(rows) if row.samples],
         )
         if (own := self._parts.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(own).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
-        ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
+        ahead = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
         if ahead:
             inputs = inputs.to(self._device)
-            fed = drawn.to_feed
-            seats = on_device([sequences[i].seat for i in ahead], torch.int64, fed.device)
+            input_tokens = sampled_tokens.input_tokens
+            req_slots = on_device([sequences[i].req_slot for i in ahead], torch.int64, input_tokens.device)
             at = inputs.cu_seqlens[on_device(ahead, torch.int64, inputs.cu_seqlens.device)]
-            inputs.tokens[at] = fed[seats].to(inputs.tokens.device)
+            inputs.tokens[at] = input_tokens[req_slots].to(inputs.tokens.device)
         return inputs
 
 

@@ -15,13 +15,13 @@ from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_q
 from rwkv_batch.model.older import forward as older
 from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
-from rwkv_batch.model.plain import layer_norm
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.torch_ops import layer_norm
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_stream import StreamedLayers
 
@@ -59,7 +59,7 @@ class Stage:
             layers = load_layers(loader.older_layer, weights, first, last)
         elif isinstance(ops, PreparesLayers):
             # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
-            apart = loader.without_moves().layer
+            apart = loader.on_host().layer
             layers = (ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last))
         else:
             layers = load_layers(loader.layer, weights, first, last)
@@ -139,7 +139,7 @@ class Stage:
             is_whole = not any(self.cuts)
             if is_whole and isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
                 return self.ops.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
-            added = self.adapters.of_step(inputs)
+            added = self.adapters.for_step(inputs)
             return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
@@ -175,10 +175,10 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
                 "wkv_state) out"
             )
         weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
-        return Precision(device, weights, torch.float32, StateForm.FP32, storage)
+        return Precision(device, weights, torch.float32, StateFormat.FP32, storage)
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
     activations = weights if on_gpu else torch.float32
     if wkv_state == "auto":  # eight bits of mantissa, as bf16 has, are too few to add up in
         wkv_state = "fp16" if on_gpu and weights is torch.float16 else "fp32"
-    state = StateForm(wkv_state)
+    state = StateFormat(wkv_state)
     return Precision(device, weights, activations, state, storage)

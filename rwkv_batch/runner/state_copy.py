@@ -9,9 +9,9 @@ from torch import Tensor
 
 from native.transfer import copy_pieces
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import noise
+from rwkv_batch.model.state_format import find_invalid
 from rwkv_batch.runner.pipeline import Pipeline
-from state_pool.arena import HostState, Noise
+from state_pool.arena import HostState, InvalidStateValues
 
 
 class HostTensors:
@@ -78,7 +78,7 @@ class PipelineArena:
         tensors: dict[str, Tensor] = {}
         for name, part in self._parts():
             tensors[name] = torch.empty(part.shape[1:], dtype=part.dtype, pin_memory=part.is_cuda)
-            with self._beside(part):
+            with self._copy_stream(part):
                 copy_pieces(tensors[name], part[slot])
         return StateCopy(HostTensors(tensors), self._events())
 
@@ -87,14 +87,14 @@ class PipelineArena:
         if not isinstance(host, HostTensors):
             raise TypeError(f"a state to load comes from save or host_state, not from {type(host).__name__}")
         for name, part in self._parts():
-            with self._beside(part):
+            with self._copy_stream(part):
                 copy_pieces(part[slot], host.tensors[name])
         events = self._events()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         return StateCopy(host, events)
 
-    def _beside(self, part: Tensor) -> torch.cuda.StreamContext:
+    def _copy_stream(self, part: Tensor) -> torch.cuda.StreamContext:
         """The copying stream of the part's device, made to wait for the steps launched so far."""
         if not part.is_cuda:
             return torch.cuda.stream(None)
@@ -119,8 +119,10 @@ class PipelineArena:
             else:
                 piece = form.pack(wkv[first : first + part.shape[1]])
                 first += part.shape[1]
-                if form.noise(piece):
-                    raise ValueError(f"the state has numbers too large for {form.shown}; start with --wkv-state fp32")
+                if form.find_invalid(piece):
+                    raise ValueError(
+                        f"the state has numbers too large for {form.display_name}; start with --wkv-state fp32"
+                    )
             tensors[name] = piece.pin_memory() if self._streams else piece
         return HostTensors(tensors)
 
@@ -136,7 +138,7 @@ class PipelineArena:
                 raise ValueError(f"state part {name!r}: {has} stored, {wanted} bytes expected ({dtype} {shape})")
             tensor = torch.frombuffer(bytearray(stored), dtype=kind).view(shape)
             form = self._forms.get(name)
-            if found := noise(tensor) if form is None else form.noise(tensor):
-                raise Noise(f"part {name!r} of the state has {found}: whatever goes on from it is noise")
+            if found := find_invalid(tensor) if form is None else form.find_invalid(tensor):
+                raise InvalidStateValues(f"part {name!r} of the state has {found}: whatever goes on from it is noise")
             tensors[name] = tensor.pin_memory() if self._streams else tensor
         return HostTensors(tensors)

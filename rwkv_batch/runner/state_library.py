@@ -19,7 +19,7 @@ import msgspec
 
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
-from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError, StartupError, invalid
@@ -28,7 +28,7 @@ from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
 from rwkv_batch.models_folder import path_within
 from rwkv_batch.request import Job
-from rwkv_batch.runner.file_library import FileLibrary, check_name, named_as_asked
+from rwkv_batch.runner.file_library import FileLibrary, check_name, with_requested_name
 from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
 from state_pool.errors import NameTaken, PoolError
 from state_pool.pool import StatePool
@@ -36,15 +36,15 @@ from state_pool.tuned_state import Origin
 
 logger = logging.getLogger(__name__)
 
-_KEPT = ".safetensors"
-_MIXTURE = ".mixture.json"
+_STATE_SUFFIX = ".safetensors"
+_MIXTURE_SUFFIX = ".mixture.json"
 _FILE, _DEFAULTS = "file", "decode_defaults"
 """Keys in a kept state's metadata."""
 _SENT = "sent"
 """What a state was read from that had no file's name."""
 
 
-class _KeptMixture(msgspec.Struct):
+class _SavedMixture(msgspec.Struct):
     """A mixture's file."""
 
     members: list[tuple[str, float]]
@@ -67,10 +67,10 @@ class StateLibrary(FileLibrary[StateInfo]):
         for entry in self._config.states:
             name, _, file = entry.partition("=")
             try:
-                self._enter(name, *self._read(Path(file), AUTO), file, False, DecodeDefaults())
+                self._register(name, *self._read(Path(file), AUTO), file, False, DecodeDefaults())
             except (FileError, PoolError) as error:
                 raise StartupError(f"--state {entry}: {error}") from error
-        kept = sorted(self._folder.glob(f"*{_KEPT}")) if self._folder is not None else []
+        kept = sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []
         self._open_mixtures()
         for path in kept:
             if not STATE_NAME.fullmatch(path.stem):  # half written when the process before ended
@@ -80,21 +80,21 @@ class StateLibrary(FileLibrary[StateInfo]):
                 logger.warning("--state %s stands in for the state of that name that was kept in %s", path.stem, path)
                 continue
             try:
-                self._open_kept(path)
+                self._open_saved(path)
             except (FileError, PoolError) as error:
                 logger.error("the tuned state %s that was kept in %s cannot be used: %s", path.stem, path, error)
                 self._infos[path.stem] = StateInfo(
-                    name=path.stem, file=_kept_from(path), is_kept=True, error=str(error)
+                    name=path.stem, file=_saved_source(path), is_kept=True, error=str(error)
                 )
 
     def _open_mixtures(self) -> None:
         """Those that were kept; members that are not there are named when somebody asks for them."""
-        for path in sorted(self._folder.glob(f"*{_MIXTURE}")) if self._folder is not None else []:
-            name = path.name.removesuffix(_MIXTURE)
+        for path in sorted(self._folder.glob(f"*{_MIXTURE_SUFFIX}")) if self._folder is not None else []:
+            name = path.name.removesuffix(_MIXTURE_SUFFIX)
             try:
-                kept = msgspec.json.decode(path.read_bytes(), type=_KeptMixture | list[tuple[str, float]])
-                if not isinstance(kept, _KeptMixture):  # as it was before mixtures could bring defaults
-                    kept = _KeptMixture(kept)
+                kept = msgspec.json.decode(path.read_bytes(), type=_SavedMixture | list[tuple[str, float]])
+                if not isinstance(kept, _SavedMixture):  # as it was before mixtures could bring defaults
+                    kept = _SavedMixture(kept)
                 self._infos[name] = StateInfo(name=name, mixture=kept.members, defaults=kept.defaults, is_kept=True)
             except (OSError, msgspec.MsgspecError) as error:
                 logger.error("the mixture %s that was kept cannot be used: %s", name, error)
@@ -102,11 +102,11 @@ class StateLibrary(FileLibrary[StateInfo]):
                     name=name, file=path.name, is_kept=True, error=str(error).replace(str(path), path.name)
                 )
 
-    def _open_kept(self, path: Path) -> None:
+    def _open_saved(self, path: Path) -> None:
         """Raises FileError, which names the file without its folder; PoolError."""
-        with named_as_asked(path, path.name):
+        with with_requested_name(path, path.name):
             state, host = self._read(path, AUTO)
-            self._enter(path.stem, state, host, _kept_from(path), True, _kept_defaults(path))
+            self._register(path.stem, state, host, _saved_source(path), True, _saved_defaults(path))
 
     def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
         """Any thread. Raises FileError."""
@@ -116,7 +116,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         except ValueError as error:
             raise FileError(f"state file {path}: {error}") from error
 
-    def _enter(
+    def _register(
         self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool, defaults: DecodeDefaults
     ) -> StateInfo:
         """Raises PoolError."""
@@ -142,7 +142,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         in_slots = {name for name in self._pool.tuned.names if self._pool.tuned.get(name).slot is not None}
         return [msgspec.structs.replace(info, in_slot=name in in_slots) for name, info in self._infos.items()]
 
-    def resolved(self, job: Job) -> Job:
+    def resolve_mixtures(self, job: Job) -> Job:
         """The job with the mixtures that its rows name in place of their names."""
         mixtures = {name: info.mixture for name, info in self._infos.items() if info.mixture}
         if not any(row.state in mixtures for row in job.rows):
@@ -163,14 +163,14 @@ class StateLibrary(FileLibrary[StateInfo]):
                 return
             path = path_within(self._config.models_dir, call.file, "file", ", or send the file") if call.file else None
         except (OSError, PoolError, ServiceError) as error:
-            reply(self._as_told(error))
+            reply(self._to_service_error(error))
             return
-        half = None if self._folder is None else _half_in(self._folder)
-        self._read_and_enter(
+        temp_path = None if self._folder is None else _temp_path_in(self._folder)
+        self._read_and_register(
             reply,
-            lambda: self._read_sent(call, path, half),
-            lambda found: self._finish(call, half, *found),
-            lambda: _unlink(half),
+            lambda: self._read_sent(call, path, temp_path),
+            lambda found: self._finish(call, temp_path, *found),
+            lambda: _unlink(temp_path),
         )
 
     def _check_new(self, call: AddState) -> None:
@@ -186,12 +186,12 @@ class StateLibrary(FileLibrary[StateInfo]):
         check_members(members, self._pool)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            half = _half_in(self._folder)
+            temp_path = _temp_path_in(self._folder)
             try:
-                half.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
-                half.replace(self._folder / f"{call.name}{_MIXTURE}")
+                temp_path.write_bytes(msgspec.json.encode(_SavedMixture(members, call.defaults)))
+                temp_path.replace(self._folder / f"{call.name}{_MIXTURE_SUFFIX}")
             finally:
-                _unlink(half)  # as in _finish
+                _unlink(temp_path)  # as in _finish
         info = self._infos[call.name] = StateInfo(
             name=call.name,
             mixture=members,
@@ -201,30 +201,30 @@ class StateLibrary(FileLibrary[StateInfo]):
         )
         return info
 
-    def _read_sent(self, call: AddState, path: Path | None, half: Path | None) -> tuple[TunedTensor, HostTensors]:
-        """Read what a request brings, and keep it in `half`. Raises FileError; OSError if it cannot be kept."""
+    def _read_sent(self, call: AddState, path: Path | None, temp_path: Path | None) -> tuple[TunedTensor, HostTensors]:
+        """Read what a request brings, and keep it in `temp_path`. Raises FileError; OSError if it cannot be kept."""
         with contextlib.ExitStack() as stack:
             source = path or stack.enter_context(_as_file(call.content, self._folder))
-            stack.enter_context(named_as_asked(source, call.file))
+            stack.enter_context(with_requested_name(source, call.file))
             state, host = self._read(source, call.orientation)
-        if half is not None:
-            _write(half, state, {_FILE: call.file, _DEFAULTS: msgspec.json.encode(call.defaults).decode()})
+        if temp_path is not None:
+            _write(temp_path, state, {_FILE: call.file, _DEFAULTS: msgspec.json.encode(call.defaults).decode()})
         return state, host
 
-    def _finish(self, call: AddState, half: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
+    def _finish(self, call: AddState, temp_path: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
         """Engine thread: the state is read and written; from here on it is there. Raises PoolError, OSError."""
         try:
-            info = self._enter(call.name, state, host, call.file or _SENT, half is not None, call.defaults)
-            if half is not None:
-                self._keep(half, call.name)
+            info = self._register(call.name, state, host, call.file or _SENT, temp_path is not None, call.defaults)
+            if temp_path is not None:
+                self._save(temp_path, call.name)
         finally:
-            _unlink(half)  # it is there no longer if it was kept
+            _unlink(temp_path)  # it is there no longer if it was kept
         return info
 
-    def _keep(self, half: Path, name: str) -> None:
+    def _save(self, temp_path: Path, name: str) -> None:
         """Give a state's file its name. Raises OSError if that cannot be; then the state is not there either."""
         try:
-            half.replace(half.with_name(f"{name}{_KEPT}"))
+            temp_path.replace(temp_path.with_name(f"{name}{_STATE_SUFFIX}"))
         except OSError:
             self._pool.tuned.remove(name)
             del self._infos[name]
@@ -239,8 +239,8 @@ class StateLibrary(FileLibrary[StateInfo]):
         except PoolError as error:
             raise as_service_error(error) from error
         if self._folder is not None:
-            _unlink(self._folder / f"{name}{_KEPT}")
-            _unlink(self._folder / f"{name}{_MIXTURE}")
+            _unlink(self._folder / f"{name}{_STATE_SUFFIX}")
+            _unlink(self._folder / f"{name}{_MIXTURE_SUFFIX}")
         del self._infos[name]
         assert info is not None, "what the pool has is listed"
         return info
@@ -257,12 +257,12 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def _kept_from(path: Path) -> str:
+def _saved_source(path: Path) -> str:
     """What a kept state was read from, as it was told when it was loaded."""
     return metadata_of(path).get(_FILE) or _SENT
 
 
-def _kept_defaults(path: Path) -> DecodeDefaults:
+def _saved_defaults(path: Path) -> DecodeDefaults:
     """What was kept with a state. Raises FileError."""
     try:
         return msgspec.json.decode(metadata_of(path).get(_DEFAULTS, "{}"), type=DecodeDefaults)
@@ -281,9 +281,9 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
         raise
 
 
-def _half_in(folder: Path) -> Path:
+def _temp_path_in(folder: Path) -> Path:
     """A file to write before it is given its name; the next start deletes it if this process ends meanwhile."""
-    return folder / f".{uuid.uuid4().hex}{_KEPT}"
+    return folder / f".{uuid.uuid4().hex}{_STATE_SUFFIX}"
 
 
 def _unlink(path: Path | None) -> None:

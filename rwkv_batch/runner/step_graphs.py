@@ -24,7 +24,7 @@ from rwkv_batch.runner.mixtures import num_states
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.prompt_pieces import PromptPieces
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import GraphStage, graph_stages
+from rwkv_batch.runner.stage_graphs import GraphStage, make_graph_stages
 from sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class StepGraphs:
     """Makes, chooses and holds them; nothing is captured before `warm_up`. Engine thread only."""
 
     def __init__(self) -> None:
-        """None at all; see `over`."""
+        """None at all; see `for_stages`."""
         self.refusal: str | None = None
         """why there are none"""
         self.decode: DecodeGraphs | None = None
@@ -43,7 +43,7 @@ class StepGraphs:
         self.prompt_pieces: PromptPieces | None = None
 
     @classmethod
-    def over(
+    def for_stages(
         cls,
         stages: Sequence[Stage],
         sampler: Sampler,
@@ -57,16 +57,18 @@ class StepGraphs:
         `depth`: steps on their way at once; `parameters` of the model.
         """
         made = cls()
-        made.refusal = DecodeGraphs.why_not(stages, sampler)
+        made.refusal = DecodeGraphs.unavailable_reason(stages, sampler)
         if made.refusal is not None:
             return made
-        assert isinstance(sampler, DeviceSampler), "see `why_not`"
+        assert isinstance(sampler, DeviceSampler), "see `unavailable_reason`"
         rows, mixed_sizes = limits.rows_in_step, usable_mixed_sizes(limits.rows_in_mixed_step)
         tokens = [size.tokens for size in mixed_sizes] + [size.tokens for size in usable_sizes(stages, rows)]
-        places = graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
-        drawn = max((size.drawn for size in mixed_sizes), default=0)
+        places = make_graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
+        num_sampled = max((size.num_sampled for size in mixed_sizes), default=0)
         pieces = piece_layers(config.batch_step_layers, places, parameters)
-        decode = DecodeGraphs(places, rows, sampler, limits.num_seats, depth, drawn, config.pool.max_adapters, pieces)
+        decode = DecodeGraphs(
+            places, rows, sampler, limits.num_req_slots, depth, num_sampled, config.pool.max_adapters, pieces
+        )
         made.decode = decode
         made.prompts = PrefillGraphs(places, decode.logits, depth)
         made.mixed = MixedGraphs(decode, mixed_sizes, depth)
@@ -91,9 +93,9 @@ class StepGraphs:
         return self.decode is not None and self.decode.pieces is not None
 
     @property
-    def most_drawn_beside_prompts(self) -> int:
+    def max_sampled_with_prompts(self) -> int:
         """Rows that a graph of both kinds may draw for, padding included."""
-        return max((size.drawn for size in self.mixed.sizes), default=0) if self.mixed is not None else 0
+        return max((size.num_sampled for size in self.mixed.sizes), default=0) if self.mixed is not None else 0
 
     def warm_up(self, adapters: bool) -> None:
         """Capture all of them now; with `adapters` those of decode steps in which rows have one, too."""
@@ -126,15 +128,15 @@ class StepGraphs:
         logger.error("prompts of batch work are launched kernel by kernel beside interactive requests: %s", error)
         self.prompt_pieces = None
 
-    def of_decoding(self, rows: list[ScheduledRow], are_plain: bool) -> DecodeGraphs | None:
+    def for_decode(self, rows: list[ScheduledRow], are_plain: bool) -> DecodeGraphs | None:
         """What launches a step in which rows decode; None: none do, or more than a graph holds. `are_plain`: all do."""
         if self.decode is None:
             return None
         if are_plain:
             fits = len(rows) <= self.decode.max_rows
         else:
-            decoding = num_states(row for row in rows if row.feeds_back)
-            fits = rows[0].feeds_back and decoding <= self.decode.max_rows
+            decoding = num_states(row for row in rows if row.uses_device_token)
+            fits = rows[0].uses_device_token and decoding <= self.decode.max_rows
         return self.decode if fits else None
 
     def mixed_size(self, decoding: int, reading: int, tokens: int) -> MixedSize | None:

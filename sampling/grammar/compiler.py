@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import llguidance
 
+from sampling.grammar.compile_sandbox import CompileSandbox
 from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form, SchemaRule
-from sampling.grammar.endless import check_ends
+from sampling.grammar.error_location import locate_error
 from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.matcher import Grammar
-from sampling.grammar.narrowing import check_numbers, narrow
-from sampling.grammar.schema_place import place_of_fault
-from sampling.grammar.trial import Trials
+from sampling.grammar.schema_restrictions import check_numbers, narrow
+from sampling.grammar.termination import check_terminates
 from sampling.grammar.vocabulary import make_vocabulary
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-KEPT = 256
+MAX_CACHED = 256
 """Compiled grammars, each as often as it was compiled."""
-KEPT_CHARACTERS = 4_194_304
+MAX_CACHED_CHARACTERS = 4_194_304
 """Of their sources together."""
-WRITTEN: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it: no model loses itself in white space, and what is certain need not be drawn."""
 ROWS_PER_LEXER = 8
 """With more rows of a grammar it is compiled once more, so that their masks are computed by several threads at once."""
 LEXERS_PER_THREAD = 2
 """At most: a thread that is done early takes rows of another, and the other goes on with a lexer of its own."""
-COSTLY_S = 0.02
+SLOW_COMPILE_S = 0.02
 """A grammar that takes longer to compile is compiled once, and its masks are computed one after another."""
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -56,39 +56,39 @@ class GrammarCompiler:
         byte_table: Sequence[bytes],
         encode: Callable[[bytes], list[int]],
         vocab: int,
-        trials: Trials | None = None,
+        sandbox: CompileSandbox | None = None,
         threads: int = 1,
     ) -> None:
-        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits; `trials`: tries each grammar first.
+        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits; `sandbox`: tries each grammar first.
 
         `threads`: how many compute masks at once.
         """
-        self._trials = trials
+        self._sandbox = sandbox
         self._threads = threads
-        self._widening = threading.Lock()
+        self._lexer_lock = threading.Lock()
         self._vocabulary = make_vocabulary(byte_table, encode, vocab)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
+        self._cache: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
         """and the size of each"""
         self._characters = 0
 
-    def kept(self, constraint: Constraint) -> Grammar | None:
+    def cached(self, constraint: Constraint) -> Grammar | None:
         """The grammar if it is compiled already."""
         with self._lock:
-            found = self._kept.get(constraint.key)
+            found = self._cache.get(constraint.key)
             if found is None:
                 return None
-            self._kept.move_to_end(constraint.key)
+            self._cache.move_to_end(constraint.key)
             return found[0]
 
     def compile(self, constraint: Constraint) -> Grammar:
         """The grammar of a constraint. Raises GrammarError if it cannot be served, naming the place."""
         if constraint.size > MAX_SOURCE_CHARACTERS:
             raise GrammarError(f"has {constraint.size} characters, the limit is {MAX_SOURCE_CHARACTERS}")
-        found = self.kept(constraint)
+        found = self.cached(constraint)
         if found is None:
-            if self._trials is not None:
-                self._trials.check(constraint)
+            if self._sandbox is not None:
+                self._sandbox.check(constraint)
             started = time.thread_time()
             start = self._matcher(constraint)
             found = Grammar(start, constraint.field, time.thread_time() - started)
@@ -97,72 +97,72 @@ class GrammarCompiler:
             raise GrammarError("its masks take too long; write it with less ambiguity")
         return found
 
-    def lacks_lexers(self, grammar: Grammar, rows: int) -> bool:
+    def needs_lexers(self, grammar: Grammar, rows: int) -> bool:
         """Whether masks would be computed by more threads, were it compiled once more: with so many rows to come."""
         most = LEXERS_PER_THREAD * self._threads if self._threads > 1 else 1
         wanted = min(most, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
-        return len(grammar.starts) < wanted and grammar.compile_s <= COSTLY_S
+        return len(grammar.templates) < wanted and grammar.compile_s <= SLOW_COMPILE_S
 
-    def widen(self, constraint: Constraint, grammar: Grammar, rows: int) -> None:
+    def add_lexers(self, constraint: Constraint, grammar: Grammar, rows: int) -> None:
         """Compile it as often as that helps so many rows more."""
-        with self._widening:
-            while self.lacks_lexers(grammar, rows):
-                grammar.starts.append(self._made(_as_llguidance(constraint)))
+        with self._lexer_lock:
+            while self.needs_lexers(grammar, rows):
+                grammar.templates.append(self._new_matcher(_as_llguidance(constraint)))
         with self._lock:
             self._drop_oldest()
 
     def forget(self) -> None:
         """Keep nothing of what was compiled."""
         with self._lock:
-            self._kept.clear()
+            self._cache.clear()
             self._characters = 0
 
     def close(self) -> None:
         """End the processes that try grammars."""
-        if self._trials is not None:
-            self._trials.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
 
     def _matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         grammar = _as_llguidance(constraint)
-        _check_ends(constraint)
-        matcher = self._made(grammar)
+        _check_terminates(constraint)
+        matcher = self._new_matcher(grammar)
         if not matcher.is_error():
             return matcher
         for rule in constraint.rules:
-            if why := self._fault(json.loads(rule.source), rule.strict):
+            if why := self._error_of(json.loads(rule.source), rule.strict):
                 raise GrammarError(why, self._place(rule.source, rule.strict), rule.field)
         is_schema = constraint.form is Form.JSON_SCHEMA
         place = self._place(constraint.source, constraint.strict) if is_schema else ""
         raise GrammarError(in_one_line(matcher.get_error()), place)
 
     def _place(self, schema: str, strict: bool) -> str:
-        return place_of_fault(json.loads(schema), lambda part: self._fault(part, strict))
+        return locate_error(json.loads(schema), lambda part: self._error_of(part, strict))
 
-    def _fault(self, schema: Any, strict: bool) -> str:
+    def _error_of(self, schema: Any, strict: bool) -> str:
         """Why a part of a schema cannot be served; "": it can.
 
         Not asked is whether it ends: alone, it refers to itself where it referred to the whole.
         """
         part = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), strict=strict)
-        return in_one_line(self._made(_as_llguidance(part)).get_error())
+        return in_one_line(self._new_matcher(_as_llguidance(part)).get_error())
 
-    def _made(self, grammar: str) -> llguidance.LLMatcher:
+    def _new_matcher(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
 
     def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
         with self._lock:
-            if constraint.key not in self._kept:
+            if constraint.key not in self._cache:
                 self._characters += constraint.size
-            self._kept[constraint.key] = grammar, constraint.size
+            self._cache[constraint.key] = grammar, constraint.size
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         """Down to the limits, those used longest ago first."""
-        lexers = sum(len(grammar.starts) for grammar, _ in self._kept.values())
-        while lexers > KEPT or self._characters > KEPT_CHARACTERS:
-            _, (grammar, size) = self._kept.popitem(last=False)
+        lexers = sum(len(grammar.templates) for grammar, _ in self._cache.values())
+        while lexers > MAX_CACHED or self._characters > MAX_CACHED_CHARACTERS:
+            _, (grammar, size) = self._cache.popitem(last=False)
             self._characters -= size
-            lexers -= len(grammar.starts)
+            lexers -= len(grammar.templates)
 
 
 def _as_llguidance(constraint: Constraint) -> str:
@@ -181,12 +181,14 @@ def _as_llguidance(constraint: Constraint) -> str:
                 grammar = _json_grammar(constraint.source, constraint.strict)
     except ValueError as error:
         raise GrammarError(in_one_line(str(error))) from error
-    return grammar if not constraint.after else _behind(constraint, grammar)
+    return grammar if not constraint.after else _after_text(constraint, grammar)
 
 
 def _json_grammar(source: str, strict: bool) -> str:
     loose: JsonCompileOptions = {"lenient": not strict, "coerce_one_of": not strict}
-    return llguidance.LLMatcher.grammar_from_json_schema(_schema_of(source, strict), defaults=WRITTEN, overrides=loose)
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        _schema_of(source, strict), defaults=JSON_STYLE, overrides=loose
+    )
 
 
 def _json_rule(source: str, strict: bool) -> str:
@@ -216,13 +218,13 @@ def _schema_of(source: str, strict: bool) -> dict[str, Any]:
     return schema
 
 
-def _check_ends(constraint: Constraint) -> None:
+def _check_terminates(constraint: Constraint) -> None:
     """Raises GrammarError for a schema, whole as it was sent, of which no value can end."""
     if constraint.form is Form.JSON_SCHEMA:
-        check_ends(json.loads(constraint.source))
+        check_terminates(json.loads(constraint.source))
     for rule in constraint.rules:
         try:
-            check_ends(json.loads(rule.source))
+            check_terminates(json.loads(rule.source))
         except GrammarError as error:
             raise GrammarError(str(error), error.place, rule.field) from error
 
@@ -232,7 +234,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^0-9A-Za-z_<>\s\x80-\U0010ffff]", lambda found: "\\" + found[0], text)
 
 
-def _behind(constraint: Constraint, grammar: str) -> str:
+def _after_text(constraint: Constraint, grammar: str) -> str:
     """Anything that ends in `constraint.after` for the first time, then the grammar. Raises GrammarError for Lark."""
     match constraint.form:
         case Form.LARK:

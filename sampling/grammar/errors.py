@@ -21,7 +21,7 @@ class GrammarError(Exception):
         """where in a schema, as in `.properties.age`; "": the whole"""
 
 
-class TooMuchError(GrammarError):
+class TooComplexError(GrammarError):
     """What may follow is too much to be kept account of."""
 
     def __init__(self, why: str) -> None:
@@ -32,7 +32,7 @@ class NoTokenLeftError(GrammarError):
     """A token was drawn that the grammar does not allow: those that it allows had no chance to be drawn."""
 
 
-def passes_limit(why: str) -> bool:
+def exceeds_limit(why: str) -> bool:
     """Whether what llguidance says is that one of its limits (compiler.py) was passed."""
     return "(limit " in why
 

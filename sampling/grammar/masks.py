@@ -16,7 +16,7 @@ from sampling.grammar.matcher import Matcher
 SLOW_STEP_S = 0.05
 """Masks of a step that take longer are timed one by one from then on, to find whose they are."""
 TIMED_STEPS = 64
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 RING = 4
 """Steps' masks in memory at once, so that the host writes one while the device reads others."""
 
@@ -25,7 +25,7 @@ def mask_threads(device: torch.device) -> int:
     """How many threads compute the masks of a step whose samplers are on this device."""
     # On a CPU the step waits while masks are computed; beside a GPU the rest of the host goes on.
     threads = torch.get_num_threads() if device.type == "cpu" else cores() // 2
-    return max(1, min(_MOST_THREADS, threads))
+    return max(1, min(_MAX_THREADS, threads))
 
 
 class Masks:
@@ -37,7 +37,7 @@ class Masks:
         self._device = device
         self._threads = llguidance.LLExecutor(threads)
         self._ring: list[_Staging] = [_Staging(device) for _ in range(RING if device.type == "cuda" else 1)]
-        self._turn = 0
+        self._ring_index = 0
         self._timed_steps = 0
 
     def fill(self, matchers: Sequence[Matcher]) -> tuple[Tensor, list[GrammarError | None]]:
@@ -45,9 +45,9 @@ class Masks:
 
         The mask of a matcher with an error allows everything. Valid until the next call.
         """
-        self._ring[self._turn].was_read()
-        self._turn = (self._turn + 1) % len(self._ring)
-        staging = self._ring[self._turn]
+        self._ring[self._ring_index].mark_read()
+        self._ring_index = (self._ring_index + 1) % len(self._ring)
+        staging = self._ring[self._ring_index]
         host = staging.host(len(matchers), self._words)
         address, size = host.data_ptr(), 4 * self._words
         started = time.perf_counter()
@@ -79,7 +79,7 @@ class Masks:
 def _by_lexer(matchers: Sequence[Matcher]) -> list[tuple[llguidance.LLMatcher, int]]:
     """Their states and where their masks go; those with one lexer are neighbours, since threads take runs of them."""
     states = [matcher.state for matcher in matchers]
-    lexers = [(id(matcher.grammar), matcher.lexer) for matcher in matchers]
+    lexers = [(id(matcher.grammar), matcher.template_index) for matcher in matchers]
     return [(states[index], index) for index in sorted(range(len(matchers)), key=lexers.__getitem__)]
 
 
@@ -128,7 +128,7 @@ class _Staging:
         torch.cuda.current_stream(self._device).wait_event(self._arrived)
         return target
 
-    def was_read(self) -> None:
+    def mark_read(self) -> None:
         """Whatever reads these masks on the device is launched."""
         if self._stream is not None:
             self._read = torch.cuda.current_stream(self._device).record_event()

@@ -13,7 +13,7 @@ from state_pool.disk.store import Store
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.sessions import LINEAR, Fence, Session
 
-RETRY_S = 1.0
+RETRY_DELAY_S = 1.0
 """After a state that the disk did not take: what is written of it before it fails may be the last of the disk, which
 turns want."""
 
@@ -21,7 +21,7 @@ turns want."""
 class Save(Protocol):
     """Copies a slot to host memory and calls back when it is there."""
 
-    def __call__(self, slot: int, finish: Callable[[HostState], None], *, leaves: bool) -> None:
+    def __call__(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool) -> None:
         """See `Tiers.save`."""
         ...
 
@@ -57,26 +57,26 @@ class Checkpoints:
         """Whether the session's log is as long as it may grow, or has a gap: only a state mends that."""
         return session.dirty and (session.log_broken or session.log_tokens >= self._config.checkpoint_tokens)
 
-    def may_replay(self, session: Session) -> bool:
+    def can_replay(self, session: Session) -> bool:
         """Whether the state in memory can go because the log gives it back, by a replay of bounded length."""
         has_log = self._store is not None and self._config.durability != "turn"
         return has_log and session.unlogged == 0 and not self.is_due(session)
 
-    def begin(self, session: Session, *, at_once: bool = False) -> bool:
+    def begin(self, session: Session, *, ignore_retry_delay: bool = False) -> bool:
         """Begin to store a session's state as it is now; False when there is no need, or no room for it yet.
 
-        `at_once`: also where the disk has just failed: there is no later.
+        `ignore_retry_delay`: also where the disk has just failed: there is no later.
         """
         if session.moving or session.reloadable or not self._has_room:
             return False
-        if not at_once and time.monotonic() < self._next:
+        if not ignore_retry_delay and time.monotonic() < self._next:
             return False
         if session.host is not None:
             self._store_state(session, self._checkpoint(session, session.host))
             return True
         if session.slot is None:
             return False
-        row, fence = row_of(session), self._fence_of(session)
+        row, fence = build_session_row(session), self._fence_of(session)
         session.moving = True
         self._saving += 1
 
@@ -86,7 +86,7 @@ class Checkpoints:
             if not session.deleted:
                 self._store_state(session, Checkpoint(row, host, fence=fence, shared=self._shared))
 
-        self._save(session.slot, arrived, leaves=False)
+        self._save(session.slot, arrived, frees_slot=False)
         return True
 
     @property
@@ -98,7 +98,7 @@ class Checkpoints:
         return session.fence if session.key.dialogue == LINEAR else None
 
     def _checkpoint(self, session: Session, host: HostState) -> Checkpoint:
-        return Checkpoint(row_of(session), host, fence=self._fence_of(session), shared=self._shared)
+        return Checkpoint(build_session_row(session), host, fence=self._fence_of(session), shared=self._shared)
 
     def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
         """Durability "turn": store the whole state after a turn, and with it the turn."""
@@ -113,7 +113,7 @@ class Checkpoints:
             job = Checkpoint(turn.session, host, commits=turn, fence=turn.fence, shared=self._shared)
             self._store.submit_state(job, done)
 
-        self._save(slot, arrived, leaves=False)
+        self._save(slot, arrived, frees_slot=False)
         return True
 
     def _store_state(self, session: Session, job: Checkpoint) -> None:
@@ -127,12 +127,12 @@ class Checkpoints:
             elif isinstance(error, StaleEpoch | SessionNotFound) and not session.deleted:
                 self._on_stale(session)
             elif self._store is not None and self._store.degraded is not None:
-                self._next = time.monotonic() + RETRY_S
+                self._next = time.monotonic() + RETRY_DELAY_S
 
         self._store.submit_state(job, stored)
 
 
-def row_of(
+def build_session_row(
     session: Session, *, turn: int | None = None, num_tokens: int | None = None, updated: float | None = None
 ) -> SessionRow:
     """The session as a row: as it is now, or as a turn makes it."""

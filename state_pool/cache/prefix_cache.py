@@ -42,14 +42,14 @@ class _Entry:
     used: float
     slot: int | None = None
     host: HostState | None = None
-    leaving: bool = False
+    is_evicting: bool = False
 
     @property
     def num_tokens(self) -> int:
         return (len(self.ids) - _base_bytes(self.ids)) // TOKEN_BYTES
 
 
-def _packed(tokens: Sequence[int], base: int) -> bytes:
+def _pack_prompt(tokens: Sequence[int], base: int) -> bytes:
     """Token ids behind what they were read from: prompts that begin from different states share nothing."""
     return pack_tokens(tokens if base == NO_BASE else [_BASES + base, *tokens])
 
@@ -83,10 +83,10 @@ class PrefixCache:
         self._l2: OrderedDict[_Entry, None] = OrderedDict()
         self._closed = False
         self._recent = PromptHistory(config.prefix_seen_mb << 20)
-        self._coming: dict[bytes, None] = {}
+        self._in_progress: dict[bytes, None] = {}
         """Prefixes that rows are computing now, to be offered; one entry a row at most."""
-        self._answers: dict[int, bool] = {}
-        """What `awaits` said of each waiting prompt (asked every step) since `_coming` last changed. A list that
+        self._wait_decisions: dict[int, bool] = {}
+        """What `should_wait` said of each waiting prompt (asked every step) since `_in_progress` last changed. A list that
         took another's place in memory gets a stale answer, which costs a start sooner or later, never more."""
 
     @property
@@ -104,9 +104,9 @@ class PrefixCache:
         if not self._buckets or len(tokens) <= MIN_TOKENS:
             self.counters.misses += self.enabled
             return None
-        ids = _packed(tokens, base)
+        ids = _pack_prompt(tokens, base)
         for entry in self._prefixes_of(ids):
-            hit = self._take(entry)
+            hit = self._pin_entry(entry)
             if hit is not None:
                 return hit
         self.counters.misses += 1
@@ -119,9 +119,9 @@ class PrefixCache:
     def observe(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """Remember a prompt, so that later ones are recognised as sharing its beginning."""
         if self.enabled and len(tokens) > MIN_TOKENS:
-            self._recent.add(_packed(tokens, base))
+            self._recent.add(_pack_prompt(tokens, base))
 
-    def borders(self, tokens: Sequence[int], observed: bool, base: int = NO_BASE) -> list[int]:
+    def cache_points(self, tokens: Sequence[int], observed: bool, base: int = NO_BASE) -> list[int]:
         """Where a prefill should pause because the state there is worth offering; at most one position.
 
         It is where this prompt parts from earlier ones: the place that would have saved them most tokens,
@@ -129,7 +129,7 @@ class PrefixCache:
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
-        ids = _packed(tokens, base)
+        ids = _pack_prompt(tokens, base)
         shared = self._recent.shared_bytes(ids, observed)
         if not observed:
             self._recent.add(ids)
@@ -138,25 +138,25 @@ class PrefixCache:
         gain, at = max(gains, default=(0, 0))
         if gain <= 0 or at - cached < _KEY_BYTES:
             return []
-        self._coming[ids[:at]] = None
-        self._answers.clear()
+        self._in_progress[ids[:at]] = None
+        self._wait_decisions.clear()
         return [(at - _base_bytes(ids)) // TOKEN_BYTES]
 
-    def awaits(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
+    def should_wait(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
         """Whether a longer prefix of the prompt than is cached is being computed."""
-        if not self._coming or len(tokens) <= MIN_TOKENS:
+        if not self._in_progress or len(tokens) <= MIN_TOKENS:
             return False
-        answer = self._answers.get(id(tokens))
+        answer = self._wait_decisions.get(id(tokens))
         if answer is None:
-            ids = _packed(tokens, base)
-            longest = max((len(coming) for coming in self._coming if ids.startswith(coming)), default=0)
-            answer = self._answers[id(tokens)] = self._longest(ids) < longest < len(ids)
+            ids = _pack_prompt(tokens, base)
+            longest = max((len(computing) for computing in self._in_progress if ids.startswith(computing)), default=0)
+            answer = self._wait_decisions[id(tokens)] = self._longest(ids) < longest < len(ids)
         return answer
 
     def abandon(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """The row that was computing this prefix has ended."""
-        self._coming.pop(_packed(tokens, base), None)
-        self._answers.clear()
+        self._in_progress.pop(_pack_prompt(tokens, base), None)
+        self._wait_decisions.clear()
 
     def _prefixes_of(self, ids: bytes) -> list[_Entry]:
         """Entries that are proper prefixes, longest first: one token at least is left to compute."""
@@ -173,9 +173,9 @@ class PrefixCache:
         The cache takes the slot over and pins it for the caller, who goes on reading it and writes
         elsewhere; None: refused, the slot stays the caller's.
         """
-        ids = _packed(tokens, base)
-        self._coming.pop(ids, None)
-        self._answers.clear()
+        ids = _pack_prompt(tokens, base)
+        self._in_progress.pop(ids, None)
+        self._wait_decisions.clear()
         if not self.enabled or len(tokens) < MIN_TOKENS or self._find(ids) is not None:
             return None
         if not self._tiers.pin(slot):
@@ -217,8 +217,8 @@ class PrefixCache:
         """
         self._closed = True
         self._buckets, self._l1, self._l2 = {}, OrderedDict(), OrderedDict()
-        self._coming.clear()
-        self._answers.clear()
+        self._in_progress.clear()
+        self._wait_decisions.clear()
 
     # -- evictable, for the tiers ----------------------------------------------------------------------
 
@@ -235,15 +235,15 @@ class PrefixCache:
 
     def trim(self) -> None:
         """Bring both tiers back to their sizes."""
-        leaving = sum(entry.leaving for entry in self._l1)
-        if len(self._l1) - leaving > self._config.prefix_cache_slots:
+        is_evicting = sum(entry.is_evicting for entry in self._l1)
+        if len(self._l1) - is_evicting > self._config.prefix_cache_slots:
             self.evict()
         while len(self._l2) > self._config.prefix_cache_l2:
             self._forget(next(iter(self._l2)))
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _take(self, entry: _Entry) -> PrefixHit | None:
+    def _pin_entry(self, entry: _Entry) -> PrefixHit | None:
         """Pin an entry's slot, bringing it back from host memory first; None: there is no slot for that."""
         tier = Tier.SLOT if entry.slot is not None else Tier.HOST
         if entry.slot is None and not self._promote(entry):
@@ -277,7 +277,9 @@ class PrefixCache:
 
     def _oldest_idle(self) -> _Entry | None:
         slots = self._tiers.slots
-        return next((e for e in self._l1 if not e.leaving and e.slot is not None and slots.holders(e.slot) == 1), None)
+        return next(
+            (e for e in self._l1 if not e.is_evicting and e.slot is not None and slots.ref_count(e.slot) == 1), None
+        )
 
     def _demote(self, entry: _Entry) -> None:
         slot = entry.slot
@@ -285,13 +287,13 @@ class PrefixCache:
         if self._config.prefix_cache_l2 == 0:
             self._forget(entry)
             return
-        entry.leaving = True
+        entry.is_evicting = True
 
         def arrived(host: HostState) -> None:
-            entry.leaving = False
-            if self._closed or entry.slot != slot or self._tiers.slots.holders(slot) != 1:
+            entry.is_evicting = False
+            if self._closed or entry.slot != slot or self._tiers.slots.ref_count(slot) != 1:
                 return
-            self._tiers.slots.drop(slot)
+            self._tiers.slots.drop_ref(slot)
             entry.slot, entry.host = None, host
             self._l1.pop(entry, None)
             self._l2[entry] = None
@@ -307,7 +309,7 @@ class PrefixCache:
         self._l1.pop(entry, None)
         self._l2.pop(entry, None)
         if entry.slot is not None:
-            self._tiers.slots.drop(entry.slot)
+            self._tiers.slots.drop_ref(entry.slot)
             entry.slot = None
         entry.host = None
         self.counters.dropped += 1

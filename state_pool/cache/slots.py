@@ -21,7 +21,7 @@ class Slots:
             raise ValueError(f"an arena of {num_slots} slots has none to lend; it needs at least {FIRST_FREE_SLOT + 1}")
         self._free = list(range(FIRST_FREE_SLOT, num_slots))
         """a heap"""
-        self._holders = [0] * num_slots
+        self._ref_counts = [0] * num_slots
         self.num_usable = num_slots - FIRST_FREE_SLOT
 
     @property
@@ -29,36 +29,36 @@ class Slots:
         """Slots nobody holds."""
         return len(self._free)
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """A free slot, held once by the caller; None if there is none."""
         if not self._free:
             return None
         slot = heapq.heappop(self._free)
-        self._holders[slot] = 1
+        self._ref_counts[slot] = 1
         return slot
 
-    def hold(self, slot: int) -> None:
+    def add_ref(self, slot: int) -> None:
         """Hold a slot that somebody holds already; the zero slot needs no holding. Raises ValueError for a free one."""
         if slot == ZERO_SLOT:
             return
-        if self._holders[slot] < 1:
+        if self._ref_counts[slot] < 1:
             raise ValueError(f"slot {slot} is free and cannot be shared")
-        self._holders[slot] += 1
+        self._ref_counts[slot] += 1
 
-    def drop(self, slot: int) -> None:
+    def drop_ref(self, slot: int) -> None:
         """Let go of a slot once. Raises ValueError if nobody holds it."""
         if slot == ZERO_SLOT:
             return
-        if self._holders[slot] < 1:
+        if self._ref_counts[slot] < 1:
             raise ValueError(f"slot {slot} was let go more often than held")
-        self._holders[slot] -= 1
-        if self._holders[slot] == 0:
+        self._ref_counts[slot] -= 1
+        if self._ref_counts[slot] == 0:
             heapq.heappush(self._free, slot)
 
-    def holders(self, slot: int) -> int:
+    def ref_count(self, slot: int) -> int:
         """How many hold the slot."""
-        return self._holders[slot]
+        return self._ref_counts[slot]
 
-    def held(self) -> dict[int, int]:
+    def ref_counts(self) -> dict[int, int]:
         """Slot -> number of holders, for integrity checks."""
-        return {slot: count for slot, count in enumerate(self._holders) if count}
+        return {slot: count for slot, count in enumerate(self._ref_counts) if count}

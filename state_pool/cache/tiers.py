@@ -59,30 +59,30 @@ class Tiers:
         self.arena = arena
         self.slots = Slots(arena.num_slots)
         self.counters = TierCounters()
-        self.others: list[Evictable] = []
+        self.evictables: list[Evictable] = []
         self._config = config
         self._index = index
         self._store = store
         self._transfers: list[_Transfer] = []
         self._pins: dict[int, int] = {}
-        self.arriving = 0
+        self.num_loading = 0
         """Sessions on their way from disk, or from a file, to host memory."""
-        self._leaving = 0
+        self._slots_being_freed = 0
         """Slots that become free when a copy is done."""
         self.checkpoints = Checkpoints(config, store, self.save, self._forget_stale)
 
     # -- slots -----------------------------------------------------------------------------------------
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """A free slot for the caller; begins to make room when there is none."""
-        slot = self.slots.take()
+        slot = self.slots.allocate()
         if slot is not None:
             return slot
         self.finish_copies()
-        if self.slots.num_free == 0 and self._leaving == 0:
+        if self.slots.num_free == 0 and self._slots_being_freed == 0:
             self._make_room()
             self.finish_copies()
-        return self.slots.take()
+        return self.slots.allocate()
 
     @property
     def pins(self) -> dict[int, int]:
@@ -106,7 +106,7 @@ class Tiers:
         if slot not in self._pins and not self.can_pin:
             return False
         self._pins[slot] = self._pins.get(slot, 0) + 1
-        self.slots.hold(slot)
+        self.slots.add_ref(slot)
         return True
 
     def unpin(self, slot: int) -> None:
@@ -116,7 +116,7 @@ class Tiers:
         self._pins[slot] -= 1
         if self._pins[slot] == 0:
             del self._pins[slot]
-        self.slots.drop(slot)
+        self.slots.drop_ref(slot)
 
     def park(self, session: Session, slot: int) -> None:
         """The slot, held by the caller until now, holds the session's state from now on."""
@@ -127,7 +127,7 @@ class Tiers:
     def forget(self, session: Session) -> None:
         """Let go of the session's state in memory, whichever tier holds it."""
         if session.slot is not None:
-            self.slots.drop(session.slot)
+            self.slots.drop_ref(session.slot)
             session.slot = None
         session.host = None
         session.replay = ()
@@ -140,22 +140,22 @@ class Tiers:
             self.forget(session)
 
     def _make_room(self) -> None:
-        parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._may_leave(s)]
+        parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._can_evict(s)]
         # A state that somebody waits for goes too when he could not pin it: else it would block who could go on.
-        unwanted = [s for s in parked if not s.readers] or ([] if self.can_pin else parked[-1:])
-        others = [(used, other) for other in self.others if (used := other.oldest()) is not None]
-        used, other = min(others, key=lambda found: found[0], default=(0.0, None))
-        if other is not None and (not unwanted or used <= unwanted[0].updated):
+        evictable = [s for s in parked if not s.readers] or ([] if self.can_pin else parked[-1:])
+        evictables = [(used, other) for other in self.evictables if (used := other.oldest()) is not None]
+        used, other = min(evictables, key=lambda found: found[0], default=(0.0, None))
+        if other is not None and (not evictable or used <= evictable[0].updated):
             other.evict()
             return
-        for session in unwanted:  # the oldest may have to wait for the disk; then another goes
+        for session in evictable:  # the oldest may have to wait for the disk; then another goes
             if self.demote(session):
                 return
 
-    def _may_leave(self, session: Session) -> bool:
-        if session.slot is None or session.pending is not None or self.slots.holders(session.slot) > 1:
+    def _can_evict(self, session: Session) -> bool:
+        if session.slot is None or session.pending is not None or self.slots.ref_count(session.slot) > 1:
             return False
-        return not session.moving or self.checkpoints.may_replay(session)
+        return not session.moving or self.checkpoints.can_replay(session)
 
     # -- between the tiers -----------------------------------------------------------------------------
 
@@ -167,22 +167,22 @@ class Tiers:
             self.forget(session)
             return True
         if session.moving or (not self.host_has_room() and not self._may_overflow()):
-            return self._store is not None and self._leave(session)
+            return self._store is not None and self._evict(session)
         reach("before_demotion")
         session.moving = True
 
         def arrived(host: HostState) -> None:
             session.moving = False
-            if session.slot != slot or not self._may_leave(session):
+            if session.slot != slot or not self._can_evict(session):
                 return
-            self.slots.drop(slot)
+            self.slots.drop_ref(slot)
             session.slot = None
             session.host = host
             self._index.l1.pop(session, None)
             self._index.l2[session] = None
             self.counters.demotions += 1
             reach("after_demotion")
-            if self.host_is_crowded and not self.checkpoints.busy:
+            if self.host_nearly_full and not self.checkpoints.busy:
                 self.checkpoints.begin(session)
 
         self.save(slot, arrived)
@@ -195,7 +195,7 @@ class Tiers:
         """
         host = session.host
         assert host is not None
-        slot = self.take()
+        slot = self.allocate()
         if slot is None:
             return False
         self._begin_load(slot, host)
@@ -206,7 +206,7 @@ class Tiers:
         reach("after_promotion")
         return True
 
-    def receive(self, session: Session, loaded: Loaded) -> None:
+    def add_loaded(self, session: Session, loaded: Loaded) -> None:
         """A session's state came from disk; without one, it is the zero state with everything to replay."""
         self.forget(session)
         self.counters.loads += 1
@@ -219,30 +219,30 @@ class Tiers:
             self._index.l2[session] = None
         session.replay = loaded.replay
 
-    def save(self, slot: int, finish: Callable[[HostState], None], *, leaves: bool = True) -> None:
+    def save(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool = True) -> None:
         """Copy a slot to host memory and call back when it is there; the slot is held meanwhile."""
-        self.slots.hold(slot)
-        self._leaving += leaves
+        self.slots.add_ref(slot)
+        self._slots_being_freed += frees_slot
         self.counters.bytes_to_host += self.arena.state_bytes
 
         def done(host: HostState) -> None:
-            self._leaving -= leaves
-            self.slots.drop(slot)
+            self._slots_being_freed -= frees_slot
+            self.slots.drop_ref(slot)
             finish(host)
 
         self._transfers.append(_Transfer(self.arena.save(slot), done, slot))
 
     def load(self, host: HostState) -> int | None:
         """A slot into which a host state is being copied; None when none is free."""
-        slot = self.take()
+        slot = self.allocate()
         if slot is not None:
             self._begin_load(slot, host)
         return slot
 
     def _begin_load(self, slot: int, host: HostState) -> None:
-        self.slots.hold(slot)
+        self.slots.add_ref(slot)
         self.counters.bytes_to_device += self.arena.state_bytes
-        self._transfers.append(_Transfer(self.arena.load(slot, host), lambda _: self.slots.drop(slot), slot))
+        self._transfers.append(_Transfer(self.arena.load(slot, host), lambda _: self.slots.drop_ref(slot), slot))
 
     # -- housekeeping ----------------------------------------------------------------------------------
 
@@ -271,9 +271,9 @@ class Tiers:
     def trim(self) -> None:
         """Bring L1 and L2 back to their sizes, as far as the writer keeps up."""
         index = self._index
-        excess = len(index.l1) - self._leaving - self._config.l1_sessions
+        excess = len(index.l1) - self._slots_being_freed - self._config.l1_sessions
         for session in list(index.l1) if excess > 0 else ():
-            if excess > 0 and self._may_leave(session) and not session.readers:
+            if excess > 0 and self._can_evict(session) and not session.readers:
                 excess -= self.demote(session)
         self._trim_host()
 
@@ -281,15 +281,15 @@ class Tiers:
         excess = len(self._index.l2) - self._config.l2_sessions
         for session in list(self._index.l2) if excess > 0 else ():
             if excess > 0 and not session.busy:  # those that somebody waits for are on their way up
-                excess -= self._leave(session)
+                excess -= self._evict(session)
 
-    def _leave(self, session: Session) -> bool:
+    def _evict(self, session: Session) -> bool:
         """Have the session live on without memory; False: not yet, since its state has to be stored first.
 
         A state that the log can give back is stored too, if nothing else is: the log is then short when it comes
         again. But nobody waits for that: when the disk is behind, the tokens are read again instead.
         """
-        if session.moving and not self.checkpoints.may_replay(session):
+        if session.moving and not self.checkpoints.can_replay(session):
             return False
         if self._store is None:
             self.counters.lost += 1
@@ -298,32 +298,32 @@ class Tiers:
         elif session.reloadable:
             self.forget(session)
         elif self._store.degraded is not None:
-            self._leave_without_disk(session)
-        elif self.checkpoints.may_replay(session) and self.checkpoints.busy:
+            self._evict_without_disk(session)
+        elif self.checkpoints.can_replay(session) and self.checkpoints.busy:
             self.counters.left_to_log += 1
             self.forget(session)
         else:
             self.checkpoints.begin(session)
         return session.slot is None and session.host is None
 
-    def _leave_without_disk(self, session: Session) -> None:
+    def _evict_without_disk(self, session: Session) -> None:
         """The disk takes no state, and host memory is bounded: an older state and the log have to do."""
         if session.unlogged == 0 and not session.log_broken:
             self.forget(session)
         elif session.log_broken:
             self.counters.lost += 1
             self.forget(session)
-            self._index.refuse(
+            self._index.mark_unusable(
                 session,
-                f"its last turns were lost: durability is {self._config.durability!r} and {self._store_trouble()}; "
+                f"its last turns were lost: durability is {self._config.durability!r} and {self._store_error()}; "
                 "delete it to begin anew",
             )
 
-    def _store_trouble(self) -> str:
+    def _store_error(self) -> str:
         return "" if self._store is None else self._store.degraded or "the disk failed"
 
     @property
-    def host_is_crowded(self) -> bool:
+    def host_nearly_full(self) -> bool:
         """Whether states in host memory will soon have to leave, and had better be on disk then.
 
         Before that they stay unwritten: most are used again, and a state is a thousand times its turn's log.
@@ -332,11 +332,11 @@ class Tiers:
 
     def _may_overflow(self) -> bool:
         """Without a disk, states that wait for slots in a full host memory must not block those that would leave."""
-        return self._store is None and self._leaving == 0
+        return self._store is None and self._slots_being_freed == 0
 
     def host_has_room(self) -> bool:
         """Whether another state may come to host memory; makes room if it can be had at once."""
-        most = self._config.l2_sessions + self._config.transfer_states - self.arriving - self._leaving
+        most = self._config.l2_sessions + self._config.transfer_states - self.num_loading - self._slots_being_freed
         if len(self._index.l2) >= most:
             self._trim_host()
         return len(self._index.l2) < most

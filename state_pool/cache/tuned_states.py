@@ -22,7 +22,7 @@ class TunedStates:
         self._tiers = tiers
         self._config = config
         self._by_name: dict[str, TunedState] = {}
-        self._leaving: list[TunedState] = []
+        self._removed_in_use: list[TunedState] = []
         """Removed, with rows that have still to begin from them."""
         self._last_number = NO_BASE
 
@@ -37,7 +37,7 @@ class TunedStates:
     @property
     def slots(self) -> list[int]:
         """Slots that the states own."""
-        return [state.slot for state in (*self._by_name.values(), *self._leaving) if state.slot is not None]
+        return [state.slot for state in (*self._by_name.values(), *self._removed_in_use) if state.slot is not None]
 
     def check_new(self, name: str) -> None:
         """Raises NameTaken or PoolFull if no state of that name could be added."""
@@ -66,7 +66,7 @@ class TunedStates:
         del self._by_name[name]
         state.removed = True
         if state.waiting:
-            self._leaving.append(state)
+            self._removed_in_use.append(state)
         else:
             self._drop_slot(state)
 
@@ -78,22 +78,22 @@ class TunedStates:
             raise StateNotFound(f"no tuned state {name!r} is loaded (loaded: {names}); see GET /v1/states", name)
         return found
 
-    def hold(self, name: str) -> TunedState:
-        """The state of that name for a row that will begin from it; `let_go` of it then. Raises StateNotFound."""
+    def acquire(self, name: str) -> TunedState:
+        """The state of that name for a row that will begin from it; `drop_ref` of it then. Raises StateNotFound."""
         state = self.get(name)
         state.waiting += 1
         return state
 
-    def let_go(self, state: TunedState) -> None:
+    def drop_ref(self, state: TunedState) -> None:
         """The row has begun, or ended."""
         state.waiting -= 1
         if state.removed and not state.waiting:
-            self._leaving.remove(state)
+            self._removed_in_use.remove(state)
             self._drop_slot(state)
 
     def pin(self, state: TunedState) -> int | None:
         """Its slot, pinned for a reader; None: there is no slot to be had yet, ask again at a later step."""
-        if state.slot is None and (not self._tiers.can_pin or not self._bring(state)):
+        if state.slot is None and (not self._tiers.can_pin or not self._load_to_slot(state)):
             return None
         assert state.slot is not None
         if not self._tiers.pin(state.slot):
@@ -101,7 +101,7 @@ class TunedStates:
         state.used = time.time()
         return state.slot
 
-    def completed(self, session: Session, result: LoadResult) -> LoadResult:
+    def with_origin_state(self, session: Session, result: LoadResult) -> LoadResult:
         """What was read of a session; where that goes back to its beginning, with the tuned state it began from."""
         if (
             not isinstance(result, Loaded)
@@ -139,11 +139,11 @@ class TunedStates:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._by_name, self._leaving = {}, []
+        self._by_name, self._removed_in_use = {}, []
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _bring(self, state: TunedState) -> bool:
+    def _load_to_slot(self, state: TunedState) -> bool:
         """Begin to copy it to a slot; rows may be scheduled at once. False: none is free yet."""
         state.slot = self._tiers.load(state.host)
         return state.slot is not None
@@ -152,12 +152,12 @@ class TunedStates:
         slots = self._tiers.slots
         idle = [
             state
-            for state in (*self._by_name.values(), *self._leaving)
-            if state.slot is not None and slots.holders(state.slot) == 1
+            for state in (*self._by_name.values(), *self._removed_in_use)
+            if state.slot is not None and slots.ref_count(state.slot) == 1
         ]
         return min(idle, key=lambda state: state.used, default=None)
 
     def _drop_slot(self, state: TunedState) -> None:
         if state.slot is not None:
-            self._tiers.slots.drop(state.slot)
+            self._tiers.slots.drop_ref(state.slot)
             state.slot = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from state_pool.codec import Layout, layout_text
 from state_pool.crash_points import reach
 from state_pool.disk import directory, statements
-from state_pool.disk.membership import Membership, begin_among_others
+from state_pool.disk.membership import Membership, begin_with_retry
 from state_pool.disk.operations import (
     Acquire,
     Append,
@@ -20,7 +20,7 @@ from state_pool.disk.operations import (
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound
 
-Small = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
+SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
 
 
 class Applier:
@@ -46,13 +46,13 @@ class Applier:
         if self._member is None:
             self._connection.execute("BEGIN IMMEDIATE")
             return
-        begin_among_others(self._connection)
-        if not self._member.is_known:
+        begin_with_retry(self._connection)
+        if not self._member.is_registered:
             self._connection.execute("ROLLBACK")
             self._member.join()
-            begin_among_others(self._connection)
+            begin_with_retry(self._connection)
 
-    def apply(self, job: Small) -> list[statements.OldState]:
+    def apply(self, job: SmallJob) -> list[statements.GarbageState]:
         """A small job; returns the states that are garbage now."""
         connection = self._connection
         match job:
@@ -72,14 +72,14 @@ class Applier:
                 directory.release(connection, job)
             case DeleteNamed():
                 reach("before_delete")
-                return statements.delete_sessions(connection, directory.named(connection, job))
+                return statements.delete_sessions(connection, directory.remove_named(connection, job))
             case DeleteOldest():
-                return statements.delete_sessions(connection, directory.oldest(connection, job))
+                return statements.delete_sessions(connection, directory.remove_oldest(connection, job))
         return []
 
-    def point_to(
+    def publish_state(
         self, job: Checkpoint, state: int, num_bytes: int, stored: StoredObject | None
-    ) -> list[statements.OldState]:
+    ) -> list[statements.GarbageState]:
         """Make the pieces that were written, or the object, the session's state; returns what it replaces."""
         connection, session = self._connection, job.session
         self._check(job)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from state_pool.arena import HostState
 from state_pool.checkpoint_address import FolderAddress, parse_checkpoint_address
-from state_pool.codec import checksum_of, chunks_of, part_sizes
-from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway, Listed, ObjectMissing
+from state_pool.codec import checksum_pieces, part_sizes, split_chunks
+from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreUnavailable, ListedObject, ObjectNotFound
 from state_pool.disk.folder import FolderStore
-from state_pool.disk.membership import begin_among_others
-from state_pool.disk.operations import ObjectPlace, StoredObject
+from state_pool.disk.membership import begin_with_retry
+from state_pool.disk.operations import ObjectLocation, StoredObject
 from state_pool.disk.state_store import Connection
 from state_pool.disk.thread import PoolThread
-from state_pool.disk.transfers import LOOK_S, PATIENCE_S, Once, Workers
+from state_pool.disk.worker_threads import HUNG_CHECK_INTERVAL_S, JOB_TIMEOUT_S, OnceCallback, WorkerThreads
 from state_pool.errors import DatabaseUnusable
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _MARKER = "of-this-database"
 _MARKER_TEXT = (
     b"The objects beside this one are states of sessions; the database that they belong to names this folder.\n"
 )
-_MOST_DELETES = 10_000
+_MAX_PENDING_DELETES = 10_000
 """Waiting; more are left to the next sweep."""
 _STATE_DIGITS = 16
 
@@ -55,31 +55,31 @@ class ObjectStats:
     """Why the store could not be used the last time; None since it could."""
 
 
-class DamagedObject(Exception):  # noqa: N818 - names what happened
+class ObjectCorrupted(Exception):  # noqa: N818 - names what happened
     """The object is not there, or is not what was put."""
 
 
 OnPut = Callable[[StoredObject | Exception], None]
 OnFetched = Callable[[dict[str, bytes] | Exception], None]
 """Called on a thread of the objects."""
-WhichUsed = Callable[[list[int], Callable[[set[str] | None], None]], None]
+FindUsedKeys = Callable[[list[int], Callable[[set[str] | None], None]], None]
 """Given numbers of states, tells (on any thread) the keys that rows of theirs name; None: that could not be read."""
 
 
 class CheckpointObjects:
     """The objects of one database. Any thread may ask; answers come on the threads here."""
 
-    def __init__(self, store: CheckpointStore, home: str, threads: int, on_death: Callable[[], None]) -> None:
-        """`home`: what the keys of this database's objects begin with; `threads`: transfers at once."""
+    def __init__(self, store: CheckpointStore, key_prefix: str, threads: int, on_death: Callable[[], None]) -> None:
+        """`key_prefix`: what the keys of this database's objects begin with; `threads`: transfers at once."""
         self.stats = ObjectStats()
         self.name = store.name
         self._store = store
-        self._home = home
-        self._transfers = Workers("state-pool-objects", threads, on_death)
-        self._cleaner = Workers("state-pool-object-cleaner", 1, on_death)
-        self._sweeping: Iterator[list[Listed]] | None = None
+        self._key_prefix = key_prefix
+        self._transfers = WorkerThreads("state-pool-objects", threads, on_death)
+        self._cleaner = WorkerThreads("state-pool-object-cleaner", 1, on_death)
+        self._sweeping: Iterator[list[ListedObject]] | None = None
         self._closing = threading.Event()
-        self._watch = PoolThread("state-pool-object-watch", self._look_for_hung, on_death)
+        self._watch = PoolThread("state-pool-object-watch", self._watch_for_hung_jobs, on_death)
 
     @property
     def failure(self) -> str | None:
@@ -88,36 +88,36 @@ class CheckpointObjects:
 
     def put(self, state: int, session: int, host: HostState, order: Sequence[str], done: OnPut) -> None:
         """Put a state's bytes under a new name; bounded by the writer, which has so many states under way."""
-        key = f"{self._home}/{state:0{_STATE_DIGITS}x}-{secrets.token_hex(8)}"
-        tell: Once[StoredObject | Exception] = Once(done)
+        key = f"{self._key_prefix}/{state:0{_STATE_DIGITS}x}-{secrets.token_hex(8)}"
+        report: OnceCallback[StoredObject | Exception] = OnceCallback(done)
 
         def work() -> None:
             outcome = self._try_put(key, state, session, host, order)
-            if not tell(lambda: outcome) and isinstance(outcome, StoredObject):
+            if not report(lambda: outcome) and isinstance(outcome, StoredObject):
                 self.delete(key)
 
-        self._transfers.submit(work, lambda: tell(self._hung))
+        self._transfers.submit(work, lambda: report(self._timeout_error))
 
-    def get(self, place: ObjectPlace, done: OnFetched) -> None:
+    def get(self, location: ObjectLocation, done: OnFetched) -> None:
         """Fetch and verify a state; bounded by the pool, which loads so many sessions at once."""
-        tell: Once[dict[str, bytes] | Exception] = Once(done)
+        report: OnceCallback[dict[str, bytes] | Exception] = OnceCallback(done)
 
         def work() -> None:
-            outcome = self._try_get(place)
-            tell(lambda: outcome)
+            outcome = self._try_get(location)
+            report(lambda: outcome)
 
-        self._transfers.submit(work, lambda: tell(self._hung))
+        self._transfers.submit(work, lambda: report(self._timeout_error))
 
     def delete(self, key: str) -> None:
         """Delete an object that no row names any more."""
-        if self._cleaner.waiting < _MOST_DELETES:
+        if self._cleaner.waiting < _MAX_PENDING_DELETES:
             self._cleaner.submit(lambda: self._delete([key]))
 
-    def sweep(self, which_used: WhichUsed) -> None:
+    def sweep(self, find_used_keys: FindUsedKeys) -> None:
         """Delete the objects that no row names, batch by batch; nothing while that goes on from the last time."""
         if self._sweeping is None:
-            self._sweeping = self._store.list(self._home)
-            self._cleaner.submit(lambda: self._sweep(which_used))
+            self._sweeping = self._store.list(self._key_prefix)
+            self._cleaner.submit(lambda: self._sweep(find_used_keys))
 
     def close(self) -> None:
         """Finish what was asked, end the threads; those that a store holds for ever are left. Blocks."""
@@ -126,71 +126,75 @@ class CheckpointObjects:
         self._closing.set()
         self._watch.join()
 
-    def _look_for_hung(self) -> None:
-        while not self._closing.wait(LOOK_S):
-            self._transfers.give_up_hung()
+    def _watch_for_hung_jobs(self) -> None:
+        while not self._closing.wait(HUNG_CHECK_INTERVAL_S):
+            self._transfers.time_out_hung_jobs()
 
-    def _hung(self) -> Exception:
-        return self._noted(
-            CheckpointStoreAway(f"it has not answered for {PATIENCE_S:g} s; see to its server, or the folder's mount")
+    def _timeout_error(self) -> Exception:
+        return self._record_error(
+            CheckpointStoreUnavailable(
+                f"it has not answered for {JOB_TIMEOUT_S:g} s; see to its server, or the folder's mount"
+            )
         )
 
     def _try_put(
         self, key: str, state: int, session: int, host: HostState, order: Sequence[str]
     ) -> StoredObject | Exception:
         try:
-            pieces = list(chunks_of(host.parts(), order))
-            data, checksum = b"".join(pieces), checksum_of(pieces, state, session)
+            pieces = list(split_chunks(host.parts(), order))
+            data, checksum = b"".join(pieces), checksum_pieces(pieces, state, session)
             del pieces  # the buffer is another state's, once this one has been given up
             self._store.put(key, data)
-        except (CheckpointStoreAway, MemoryError, ValueError) as error:  # this state's failure
-            return self._noted(error)
+        except (CheckpointStoreUnavailable, MemoryError, ValueError) as error:  # this state's failure
+            return self._record_error(error)
         self.stats.trouble = None
         self.stats.puts += 1
         self.stats.put_bytes += len(data)
         return StoredObject(key, checksum)
 
-    def _try_get(self, place: ObjectPlace) -> dict[str, bytes] | Exception:
+    def _try_get(self, location: ObjectLocation) -> dict[str, bytes] | Exception:
         try:
-            parts = self._fetched(place)
-        except ObjectMissing:
-            return self._missing(place)
-        except DamagedObject as error:
+            parts = self._fetch_verified(location)
+        except ObjectNotFound:
+            return self._missing(location)
+        except ObjectCorrupted as error:
             self.stats.missing += 1
             return error
-        except (CheckpointStoreAway, MemoryError) as error:  # this session's failure
-            return self._noted(error)
+        except (CheckpointStoreUnavailable, MemoryError) as error:  # this session's failure
+            return self._record_error(error)
         self.stats.trouble = None
         self.stats.gets += 1
         return parts
 
-    def _fetched(self, place: ObjectPlace) -> dict[str, bytes]:
+    def _fetch_verified(self, location: ObjectLocation) -> dict[str, bytes]:
         """The state's parts. What is not what was put may have come to harm on its way, or be a proxy's own page for
         whatever it is asked: only what two answers of the store itself contradict is damaged.
 
         Raises ObjectMissing, DamagedObject, CheckpointStoreAway.
         """
-        with contextlib.suppress(DamagedObject):
-            return _checked(place, self._store.get(place.stored.key))
-        if not _has_marker(self._store, self._home):
-            raise CheckpointStoreAway("its answers are not what was put; see to its server, and to proxies before it")
-        return _checked(place, self._store.get(place.stored.key))
+        with contextlib.suppress(ObjectCorrupted):
+            return _verified_parts(location, self._store.get(location.stored.key))
+        if not _has_marker(self._store, self._key_prefix):
+            raise CheckpointStoreUnavailable(
+                "its answers are not what was put; see to its server, and to proxies before it"
+            )
+        return _verified_parts(location, self._store.get(location.stored.key))
 
-    def _missing(self, place: ObjectPlace) -> Exception:
+    def _missing(self, location: ObjectLocation) -> Exception:
         """A store that is not there at all looks, of a folder or bucket, like one without this object."""
         try:
-            is_there = _has_marker(self._store, self._home)
-        except (ObjectMissing, CheckpointStoreAway):
+            is_there = _has_marker(self._store, self._key_prefix)
+        except (ObjectNotFound, CheckpointStoreUnavailable):
             is_there = False
         if not is_there:
-            return self._noted(
-                CheckpointStoreAway("it has nothing of this database any more; see to its mount or bucket")
+            return self._record_error(
+                CheckpointStoreUnavailable("it has nothing of this database any more; see to its mount or bucket")
             )
         self.stats.missing += 1
-        return DamagedObject(f"the object {place.stored.key} is missing from the checkpoint store {self.name}")
+        return ObjectCorrupted(f"the object {location.stored.key} is missing from the checkpoint store {self.name}")
 
-    def _noted(self, error: Exception) -> Exception:
-        away = CheckpointStoreAway(f"the checkpoint store {self.name} cannot be used ({error})")
+    def _record_error(self, error: Exception) -> Exception:
+        away = CheckpointStoreUnavailable(f"the checkpoint store {self.name} cannot be used ({error})")
         self.stats.trouble = str(away)
         return away
 
@@ -198,36 +202,36 @@ class CheckpointObjects:
         for key in keys:
             try:
                 self._store.delete(key)
-            except CheckpointStoreAway as error:  # a later sweep finds it
-                logger.warning("%s: the object is deleted later", self._noted(error))
+            except CheckpointStoreUnavailable as error:  # a later sweep finds it
+                logger.warning("%s: the object is deleted later", self._record_error(error))
                 return
             self.stats.deletes += 1
 
-    def _sweep(self, which_used: WhichUsed) -> None:
+    def _sweep(self, find_used_keys: FindUsedKeys) -> None:
         """One batch; what no row names is deleted, then the next follows."""
         assert self._sweeping is not None
         try:
             batch = next(self._sweeping, None)
-        except CheckpointStoreAway as error:  # a later sweep begins anew
-            logger.warning("%s: objects that nothing names are looked for later", self._noted(error))
+        except CheckpointStoreUnavailable as error:  # a later sweep begins anew
+            logger.warning("%s: objects that nothing names are looked for later", self._record_error(error))
             batch = None
         if batch is None:
             self._end_sweep()
             return
-        old = {listed.key for listed in batch if listed.age_s > ORPHAN_AGE_S} - {f"{self._home}/{_MARKER}"}
+        old = {listed.key for listed in batch if listed.age_s > ORPHAN_AGE_S} - {f"{self._key_prefix}/{_MARKER}"}
 
-        def told(used: set[str] | None) -> None:
+        def on_used_keys(used: set[str] | None) -> None:
             if used is None:  # a later sweep begins anew: each further question would wait for the server again
                 self._cleaner.submit(self._end_sweep)
                 return
             self._cleaner.submit(lambda: self._delete_orphans(sorted(old - used)))
-            self._cleaner.submit(lambda: self._sweep(which_used))
+            self._cleaner.submit(lambda: self._sweep(find_used_keys))
 
-        states = sorted({state for key in old if (state := _state_of(key)) is not None})
+        states = sorted({state for key in old if (state := _state_number(key)) is not None})
         if states:
-            which_used(states, told)
+            find_used_keys(states, on_used_keys)
         else:
-            told(set())
+            on_used_keys(set())
 
     def _end_sweep(self) -> None:
         self._sweeping = None
@@ -238,16 +242,19 @@ class CheckpointObjects:
         self.stats.orphans += self.stats.deletes - before
 
 
-def _has_marker(store: CheckpointStore, home: str) -> bool:
+def _has_marker(store: CheckpointStore, key_prefix: str) -> bool:
     """Whether the marker of this database's objects is what was put. Raises ObjectMissing, CheckpointStoreAway."""
-    return store.get(f"{home}/{_MARKER}") == _MARKER_TEXT
+    return store.get(f"{key_prefix}/{_MARKER}") == _MARKER_TEXT
 
 
-def _checked(place: ObjectPlace, data: bytes) -> dict[str, bytes]:
+def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
     """The state's parts. Raises DamagedObject."""
-    sizes = part_sizes(place.layout)
-    if len(data) != sum(sizes.values()) or checksum_of([data], place.state, place.session) != place.stored.checksum:
-        raise DamagedObject(f"the object {place.stored.key} of the checkpoint store is damaged")
+    sizes = part_sizes(location.layout)
+    if (
+        len(data) != sum(sizes.values())
+        or checksum_pieces([data], location.state, location.session) != location.stored.checksum
+    ):
+        raise ObjectCorrupted(f"the object {location.stored.key} of the checkpoint store is damaged")
     parts, at = {}, 0
     for name, size in sizes.items():
         parts[name] = data[at : at + size]
@@ -255,7 +262,7 @@ def _checked(place: ObjectPlace, data: bytes) -> dict[str, bytes]:
     return parts
 
 
-def _state_of(key: str) -> int | None:
+def _state_number(key: str) -> int | None:
     """The state that an object was put for; None for what is no object of ours."""
     try:
         return int(key.rpartition("/")[2][:_STATE_DIGITS], 16)
@@ -263,42 +270,42 @@ def _state_of(key: str) -> int | None:
         return None
 
 
-def home_in(store: CheckpointStore, connection: Connection) -> str:
+def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
     """What the keys of this database's objects begin with; made up the first time.
 
     Raises DatabaseUnusable for a store that does not answer, or has not the objects that the database names.
     """
-    begin_among_others(connection)
+    begin_with_retry(connection)
     connection.execute(
         "INSERT INTO checkpoint_home(id, name) VALUES (1, ?) ON CONFLICT(id) DO NOTHING", (secrets.token_hex(8),)
     )
-    home = str(connection.execute("SELECT name FROM checkpoint_home WHERE id = 1").fetchone()[0])
+    key_prefix = str(connection.execute("SELECT name FROM checkpoint_home WHERE id = 1").fetchone()[0])
     named = connection.execute("SELECT 1 FROM states WHERE object_key IS NOT NULL LIMIT 1").fetchone()
     connection.execute("COMMIT")
     try:
         try:
-            store.get(f"{home}/{_MARKER}")
-        except ObjectMissing:
+            store.get(f"{key_prefix}/{_MARKER}")
+        except ObjectNotFound:
             if named is not None:
                 raise DatabaseUnusable(
                     f"checkpoint store {store.name}: it has none of the states that the session database has put in a "
-                    f"store (nothing begins with {home}); name the store that has, with --checkpoint-store"
+                    f"store (nothing begins with {key_prefix}); name the store that has, with --checkpoint-store"
                 ) from None
-            store.prepare(home)
-            store.put(f"{home}/{_MARKER}", _MARKER_TEXT)
-    except CheckpointStoreAway as error:
+            store.prepare(key_prefix)
+            store.put(f"{key_prefix}/{_MARKER}", _MARKER_TEXT)
+    except CheckpointStoreUnavailable as error:
         raise DatabaseUnusable(f"checkpoint store {store.name}: {error}") from None
-    return home
+    return key_prefix
 
 
 def open_checkpoint_store(address: str) -> CheckpointStore:
     """The store of that address; raises DatabaseUnusable."""
     try:
-        place = parse_checkpoint_address(address)
+        location = parse_checkpoint_address(address)
     except ValueError as error:
         raise DatabaseUnusable(f"checkpoint store: {error}") from None
-    if isinstance(place, FolderAddress):
-        return FolderStore(place.folder)
+    if isinstance(location, FolderAddress):
+        return FolderStore(location.folder)
     from state_pool.disk.s3 import S3Store  # its package takes a while to load
 
-    return S3Store(place)
+    return S3Store(location)

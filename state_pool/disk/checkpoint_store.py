@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-BATCH = 1000
+LIST_BATCH_SIZE = 1000
 """Objects told at once by a listing."""
 
 
-class CheckpointStoreAway(Exception):  # noqa: N818 - names what happened
+class CheckpointStoreUnavailable(Exception):  # noqa: N818 - names what happened
     """The store does not answer, or refuses; what is in it is not known."""
 
 
-class ObjectMissing(Exception):  # noqa: N818 - names what happened
+class ObjectNotFound(Exception):  # noqa: N818 - names what happened
     """The store answers that there is no such object."""
 
 
-class Listed(NamedTuple):
+class ListedObject(NamedTuple):
     """An object that is there."""
 
     key: str
@@ -36,8 +36,8 @@ class CheckpointStore(Protocol):
     name: str
     """What it is called in messages and in /status; nothing secret."""
 
-    def prepare(self, home: str) -> None:
-        """Objects whose keys begin with `home` and a slash will be put."""
+    def prepare(self, key_prefix: str) -> None:
+        """Objects whose keys begin with `key_prefix` and a slash will be put."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
@@ -52,6 +52,6 @@ class CheckpointStore(Protocol):
         """An object that is not there is deleted."""
         ...
 
-    def list(self, home: str) -> Iterator[list[Listed]]:
+    def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
         """All objects whose keys begin so, some at a time, those among them that are half written."""
         ...

@@ -16,7 +16,7 @@ from state_pool.errors import DatabaseUnusable
 
 BUSY_TIMEOUT_S = 2.0
 """How long another process may hold SQLite's own lock before we say so."""
-_FIRST_OPENS_S = 30.0
+_FIRST_OPEN_TIMEOUT_S = 30.0
 """How long the first engine of a service may take to open the database, with migrations."""
 _PAGE_BYTES = 8192
 _HEADER = b"SQLite format 3\x00"
@@ -40,10 +40,10 @@ class ProcessLock:
                 f"session database {path}: its lock {path}.lock cannot be written ({error.strerror}); fix the folder's "
                 'permissions, name another file with --state-db, or keep sessions in memory only with --state-db ""'
             ) from None
-        begun = time.monotonic()
+        started_at = time.monotonic()
         while not self._take():
-            waited = time.monotonic() - begun
-            if waited > (_FIRST_OPENS_S if self._is_ours() else BUSY_TIMEOUT_S):
+            waited = time.monotonic() - started_at
+            if waited > (_FIRST_OPEN_TIMEOUT_S if self._is_ours() else BUSY_TIMEOUT_S):
                 owner = self._owner()
                 self._file.close()
                 raise DatabaseUnusable(
@@ -78,15 +78,15 @@ class ProcessLock:
         if self._service:
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
-    def _words(self) -> list[str]:
+    def _read_owner(self) -> list[str]:
         self._file.seek(0)
         return self._file.read(200).decode(errors="replace").split(maxsplit=1)
 
     def _is_ours(self) -> bool:
-        return bool(self._service) and self._words()[1:] == [self._service]
+        return bool(self._service) and self._read_owner()[1:] == [self._service]
 
     def _owner(self) -> str:
-        pid = "".join(self._words()[:1])
+        pid = "".join(self._read_owner()[:1])
         return f" (pid {pid})" if pid.isdigit() else ""
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class SqliteStore:
         """See `StateStore`."""
         connection = open_writer(self.name, self._synchronous)
         if self.shared:
-            wait_briefly(connection)
+            disable_busy_wait(connection)
         return connection
 
     def open_reader(self) -> sqlite3.Connection:
@@ -127,13 +127,13 @@ class SqliteStore:
         connection.execute("PRAGMA query_only=ON")
         return connection
 
-    def open_mover(self) -> sqlite3.Connection:
+    def open_checkpointer(self) -> sqlite3.Connection:
         """Moves the write-ahead log into the file."""
         connection = _connect(self.name)
         connection.execute("PRAGMA wal_autocheckpoint=0")
         return connection
 
-    def admit_others(self) -> None:
+    def allow_other_engines(self) -> None:
         """See `StateStore`."""
         if self._lock is not None and self.shared:
             self._lock.share()
@@ -144,9 +144,9 @@ class SqliteStore:
         pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
         return pages * int(execute("PRAGMA page_size").fetchone()[0])
 
-    def explain(self, error: sqlite3.Error) -> DatabaseUnusable:
+    def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
         """See `StateStore`."""
-        return explain(error, self.name)
+        return wrap_error(error, self.name)
 
     def close(self) -> None:
         """See `StateStore`."""
@@ -167,19 +167,21 @@ class WritingConnection(sqlite3.Connection):
         super().__init__(path, *args, **settings)
         place = Path(path).resolve()  # of a link, where it leads
         self._paths = [Path(f"{place}{end}") for end in ("", "-wal", "-shm")]
-        self._opened: list[tuple[int, int]] = []
+        self._opened_file_ids: list[tuple[int, int]] = []
 
     def execute(self, statement: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """As sqlite3's; raises sqlite3.OperationalError where a transaction begins and one of the files has gone."""
         if statement != "BEGIN IMMEDIATE":
             return super().execute(statement, parameters)
-        if self._opened and self._found() != self._opened:
+        if self._opened_file_ids and self._file_ids() != self._opened_file_ids:
             raise sqlite3.OperationalError("attempt to write a readonly database: its file has been moved")
         cursor = super().execute(statement, parameters)
-        self._opened = self._opened or self._found()  # of a new database SQLite makes them with its first transaction
+        self._opened_file_ids = (
+            self._opened_file_ids or self._file_ids()
+        )  # of a new database SQLite makes them with its first transaction
         return cursor
 
-    def _found(self) -> list[tuple[int, int]]:
+    def _file_ids(self) -> list[tuple[int, int]]:
         """What tells the files from others in their places; []: one of them is not there."""
         try:
             found = [path.stat() for path in self._paths]
@@ -208,14 +210,14 @@ def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
         migrate(connection, path)
     except sqlite3.Error as error:
         connection.close()
-        raise explain(error, path) from error
+        raise wrap_error(error, path) from error
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def wait_briefly(connection: sqlite3.Connection) -> None:
+def disable_busy_wait(connection: sqlite3.Connection) -> None:
     """From now on a lock of others is told at once: who writes among them tries again himself."""
     connection.execute("PRAGMA busy_timeout=0")
 
@@ -226,7 +228,7 @@ def _connect(path: str, factory: type[sqlite3.Connection] = sqlite3.Connection) 
             path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, factory=factory
         )
     except sqlite3.Error as error:
-        raise explain(error, path) from error
+        raise wrap_error(error, path) from error
 
 
 def _expect(connection: sqlite3.Connection, pragma: str, wanted: str, path: str) -> None:
@@ -268,7 +270,7 @@ def _check_length(connection: sqlite3.Connection, path: str) -> None:
         )
 
 
-def explain(error: Exception, path: str) -> DatabaseUnusable:
+def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
     """The same failure in words that name the file and the remedy."""
     text = str(error)
     if "locked" in text or "busy" in text:

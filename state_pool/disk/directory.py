@@ -7,13 +7,13 @@ from typing import Any
 from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Release, SessionRow, StoredSession
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
-from state_pool.expiry import Gap, Uses
+from state_pool.expiry import Gap, UsageTimes
 from state_pool.sessions import LINEAR, ROOT, Fence, SessionKey
-from state_pool.tuned_state import origins
+from state_pool.tuned_state import parse_origin
 
-NOBODY = 0
+NO_ENGINE = 0
 """In place of an engine's number, where all of them may write."""
-_LAST_TEXT = "\U0010ffff"
+_MAX_CHAR = "\U0010ffff"
 
 _COLUMNS = (
     "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
@@ -24,12 +24,12 @@ _COLUMNS = (
 
 def stored_sessions(connection: Connection, where: str, values: tuple[int | str, ...] = ()) -> list[StoredSession]:
     """Sessions, by number, that the condition on `s` finds."""
-    return [_stored(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
+    return [_stored_session(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
 
 
-def _stored(*columns: Any) -> StoredSession:
+def _stored_session(*columns: Any) -> StoredSession:
     row, session_id, dialogue, parent, turn, num_tokens, created, updated, name, digest, *stored = columns
-    key, begun = SessionKey(session_id, dialogue), origins(name, digest)
+    key, begun = SessionKey(session_id, dialogue), parse_origin(name, digest)
     return StoredSession(SessionRow(row, key, parent, turn, num_tokens, created, updated, *begun), *stored)
 
 
@@ -44,7 +44,7 @@ def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]
     return found
 
 
-def last_uses(connection: Connection, ttl: float) -> Uses:
+def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
     """When sessions were used last, and where nobody used any for longer than `ttl` seconds."""
     ((last,),) = connection.execute("SELECT max(updated) FROM sessions WHERE hidden = 0").fetchall()
     gaps = connection.execute(
@@ -52,7 +52,7 @@ def last_uses(connection: Connection, ttl: float) -> Uses:
         "FROM sessions WHERE hidden = 0) AS uses WHERE later - earlier > ? ORDER BY earlier",
         (ttl,),
     )
-    return Uses(last, tuple(Gap(*columns) for columns in gaps.fetchall()))
+    return UsageTimes(last, tuple(Gap(*columns) for columns in gaps.fetchall()))
 
 
 def acquire(connection: Connection, job: Acquire, engine: int, epoch: int) -> None:
@@ -85,7 +85,7 @@ def _lock(connection: Connection, key: SessionKey, epoch: int = 0) -> None:
     connection.execute(
         "INSERT INTO directory(session_id, dialogue, holder, epoch, busy) VALUES (?, ?, ?, ?, 0) "
         "ON CONFLICT(session_id, dialogue) DO UPDATE SET busy = directory.busy",
-        (*key, NOBODY, epoch),
+        (*key, NO_ENGINE, epoch),
     )
 
 
@@ -122,7 +122,7 @@ def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool 
         (int(not ends_turn), fence.session_id, fence.dialogue, fence.epoch),
     )
     if changed.rowcount != 1:
-        raise stale(fence)
+        raise stale_epoch_error(fence)
     if fence.parent is not None:
         # An update, so that no delete takes it away before this transaction ends.
         parent = connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (fence.parent,))
@@ -130,7 +130,7 @@ def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool 
             raise SessionNotFound(f"a dialogue of {fence.session_id!r} was deleted while a turn read it")
 
 
-def stale(fence: Fence) -> StaleEpoch:
+def stale_epoch_error(fence: Fence) -> StaleEpoch:
     """What to tell of a write whose fence does not stand any more."""
     return StaleEpoch(
         f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
@@ -146,13 +146,13 @@ def release(connection: Connection, job: Release) -> None:
     )
 
 
-def named(connection: Connection, job: DeleteNamed) -> list[int]:
+def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
     """Rows that a delete by name means, and their places in the directory removed: no turn of them is kept any more."""
     # First the directory, where this waits for turns that are being committed; then what they have left.
     if job.prefix:
-        beginning = (job.session_id, job.session_id + _LAST_TEXT)
+        beginning = (job.session_id, job.session_id + _MAX_CHAR)
         connection.execute("DELETE FROM directory WHERE session_id >= ? AND session_id < ?", beginning)
-        found = _rows_beginning(connection, job.session_id)
+        found = _rows_with_prefix(connection, job.session_id)
     else:
         connection.execute("DELETE FROM directory WHERE session_id = ?", (job.session_id,))
         found = _rows_of(connection, job.session_id)
@@ -167,7 +167,7 @@ def _rows_of(connection: Connection, session_id: str) -> list[int]:
         return [int(row) for (row,) in whole]
     owner, _, number = session_id.rpartition(":")
     dialogue = int(number) if number.isdecimal() and len(number) < 19 else ROOT
-    if dialogue == ROOT or SessionKey(owner, dialogue).shown != session_id:
+    if dialogue == ROOT or SessionKey(owner, dialogue).display_name != session_id:
         return []
     rows = connection.execute(
         "SELECT id FROM sessions WHERE session_id = ? AND dialogue = ? AND hidden = 0", (owner, dialogue)
@@ -175,9 +175,9 @@ def _rows_of(connection: Connection, session_id: str) -> list[int]:
     return [int(row) for (row,) in rows.fetchall()]
 
 
-def _rows_beginning(connection: Connection, prefix: str) -> list[int]:
+def _rows_with_prefix(connection: Connection, prefix: str) -> list[int]:
     rows = connection.execute(
-        "SELECT id FROM sessions WHERE session_id >= ? AND session_id < ? AND hidden = 0", (prefix, prefix + _LAST_TEXT)
+        "SELECT id FROM sessions WHERE session_id >= ? AND session_id < ? AND hidden = 0", (prefix, prefix + _MAX_CHAR)
     )
     found = [int(row) for (row,) in rows.fetchall()]
     if ":" in prefix:
@@ -185,18 +185,18 @@ def _rows_beginning(connection: Connection, prefix: str) -> list[int]:
         dialogues = connection.execute(
             "SELECT id, dialogue FROM sessions WHERE session_id = ? AND dialogue <> ? AND hidden = 0", (owner, LINEAR)
         ).fetchall()
-        found += [int(row) for row, number in dialogues if SessionKey(owner, number).shown.startswith(prefix)]
+        found += [int(row) for row, number in dialogues if SessionKey(owner, number).display_name.startswith(prefix)]
     return found
 
 
-def oldest(connection: Connection, job: DeleteOldest) -> list[int]:
+def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
     """Rows of the sessions longest unused, their places in the directory removed."""
     rows = connection.execute(
         "SELECT s.id, s.session_id, s.dialogue FROM sessions s "
         "LEFT JOIN directory d ON d.session_id = s.session_id AND d.dialogue = s.dialogue AND d.busy = 1 "
         "LEFT JOIN engines e ON e.id = d.holder "
         "WHERE s.hidden = 0 AND e.id IS NULL AND s.updated < ? ORDER BY s.updated LIMIT ?",
-        (1e18 if job.before is None else job.before, job.limit),
+        (1e18 if job.cutoff is None else job.cutoff, job.limit),
     ).fetchall()
     for _, session_id, dialogue in rows:
         connection.execute("DELETE FROM directory WHERE session_id = ? AND dialogue = ?", (session_id, dialogue))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from state_pool.disk.checkpoint_store import BATCH, CheckpointStoreAway, Listed, ObjectMissing
+from state_pool.disk.checkpoint_store import LIST_BATCH_SIZE, CheckpointStoreUnavailable, ListedObject, ObjectNotFound
 from state_pool.errors import DatabaseUnusable
 
 
@@ -27,16 +27,16 @@ class FolderStore:
                 "--checkpoint-store"
             )
 
-    def prepare(self, home: str) -> None:
+    def prepare(self, key_prefix: str) -> None:
         """See `CheckpointStore`."""
-        with self._told():
-            (self._folder / home).mkdir(exist_ok=True)
+        with self._translate_errors():
+            (self._folder / key_prefix).mkdir(exist_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
         """See `CheckpointStore`; a crash may leave a file that ends with .part."""
         target = self._folder / key
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
-        with self._told():
+        with self._translate_errors():
             try:
                 with part.open("xb") as file:
                     file.write(data)
@@ -54,35 +54,35 @@ class FolderStore:
 
     def get(self, key: str) -> bytes:
         """See `CheckpointStore`."""
-        with self._told():
+        with self._translate_errors():
             try:
                 return (self._folder / key).read_bytes()
             except FileNotFoundError:
-                raise ObjectMissing(key) from None
+                raise ObjectNotFound(key) from None
 
     def delete(self, key: str) -> None:
         """See `CheckpointStore`."""
-        with self._told():
+        with self._translate_errors():
             (self._folder / key).unlink(missing_ok=True)
 
-    def list(self, home: str) -> Iterator[list[Listed]]:
+    def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
         """See `CheckpointStore`."""
-        with self._told(), os.scandir(self._folder / home) as entries:
-            while batch := list(islice(entries, BATCH)):
-                yield [found for entry in batch if (found := _listed(home, entry)) is not None]
+        with self._translate_errors(), os.scandir(self._folder / key_prefix) as entries:
+            while batch := list(islice(entries, LIST_BATCH_SIZE)):
+                yield [found for entry in batch if (found := _listed(key_prefix, entry)) is not None]
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise CheckpointStoreAway(
+            raise CheckpointStoreUnavailable(
                 f"{error.strerror or error}; make room in the folder, or see to its mount"
             ) from None
 
 
-def _listed(home: str, entry: os.DirEntry[str]) -> Listed | None:
+def _listed(key_prefix: str, entry: os.DirEntry[str]) -> ListedObject | None:
     try:
-        return Listed(f"{home}/{entry.name}", time.time() - entry.stat().st_mtime)
+        return ListedObject(f"{key_prefix}/{entry.name}", time.time() - entry.stat().st_mtime)
     except FileNotFoundError:  # deleted meanwhile
         return None

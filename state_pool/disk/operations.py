@@ -112,7 +112,7 @@ class DeleteOldest:
     """Remove up to `limit` sessions, longest unused first, that no engine runs a turn of."""
 
     limit: int
-    before: float | None
+    cutoff: float | None
     """Only those not used since (Unix time)."""
     count: int = 0
 
@@ -126,7 +126,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectPlace:
+class ObjectLocation:
     """A state that is to be fetched."""
 
     state: int

@@ -1,7 +1,7 @@
 """PostgreSQL in SQLite's place: the same statements through a connection of the same shape.
 
 Optional: needs psycopg (requirements-cluster.txt). Whatever goes wrong is raised as the DB-API's errors of `sqlite3`:
-the rest of this room knows one set of them. A server that is away is a `ServerAway`, and is looked for again at the
+the rest of this room knows one set of them. A server that is away is a `ServerUnavailable`, and is looked for again at the
 next transaction.
 """
 
@@ -19,34 +19,34 @@ from state_pool.config import PoolConfig
 from state_pool.database_address import ServerAddress, parse_server_address
 from state_pool.disk import state_store
 from state_pool.disk.migrations import MIGRATIONS
-from state_pool.disk.state_store import ServerAway
+from state_pool.disk.state_store import ServerUnavailable
 from state_pool.errors import DatabaseUnusable
 
 try:
     import psycopg
 
-    from state_pool.disk.heard_connection import SILENT_S, HeardConnection
+    from state_pool.disk.timeout_connection import READ_TIMEOUT_S, TimeoutConnection
 except ImportError:  # an optional package
     psycopg = None  # type: ignore[assignment]
 
-CONNECT_S = 3
+CONNECT_TIMEOUT_S = 3
 """How long a connection may take to be made."""
-_MEASURE_S = 5.0
-_OTHER_WORDS = (
+_SIZE_INTERVAL_S = 5.0
+_SQL_REPLACEMENTS = (
     ("BEGIN IMMEDIATE", "BEGIN"),
     (" INDEXED BY sessions_by_updated", ""),
     ("(SELECT value FROM json_each(?))", "(SELECT value::bigint FROM json_array_elements_text(?::json))"),
 )
 _SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _TYPES = (("INTEGER", "BIGINT"), ("REAL", "DOUBLE PRECISION"), ("BLOB", "BYTEA"), (" WITHOUT ROWID", ""))
-_LIMITS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout = 2000")
+_TIMEOUT_STATEMENTS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout = 2000")
 """Milliseconds: an engine that is stopped within a transaction must not hold the others up."""
-STATEMENT_PART = 0.75
+STATEMENT_TIMEOUT_SHARE = 0.75
 """Of the time for which a silent server is waited for: a statement may take as long."""
 _TABLES = ("sessions", "turns", "states", "state_chunks")
 
 
-def _address_of(config: PoolConfig) -> ServerAddress:
+def _parse_address(config: PoolConfig) -> ServerAddress:
     """Raises DatabaseUnusable."""
     try:
         return parse_server_address(config.state_db)
@@ -67,15 +67,15 @@ class PostgresStore:
 
     def __init__(self, config: PoolConfig) -> None:
         """Raises DatabaseUnusable."""
-        self._address = _address_of(config)
-        self.name = self._address.shown
+        self._address = _parse_address(config)
+        self.name = self._address.display_name
         self.engine = engine_name(config.service, config.engine)
         self._measured = (0, 0.0)
 
     def open_writer(self) -> state_store.Connection:
         """See `StateStore`."""
         connection = Connection(self._address)
-        with connection.unbounded():  # to change large tables takes its time
+        with connection.without_timeouts():  # to change large tables takes its time
             migrate(connection, self.name)
         return connection
 
@@ -83,10 +83,10 @@ class PostgresStore:
         """See `StateStore`."""
         return Connection(self._address, reads_only=True)
 
-    def open_mover(self) -> None:
+    def open_checkpointer(self) -> None:
         """The server does that itself."""
 
-    def admit_others(self) -> None:
+    def allow_other_engines(self) -> None:
         """They are there."""
 
     def used_bytes(self, connection: state_store.Connection) -> int:
@@ -95,10 +95,10 @@ class PostgresStore:
         if time.monotonic() >= at:
             sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
             used = int(connection.execute(f"SELECT {sizes}").fetchone()[0])
-            self._measured = (used, time.monotonic() + _MEASURE_S)
+            self._measured = (used, time.monotonic() + _SIZE_INTERVAL_S)
         return used
 
-    def explain(self, error: sqlite3.Error) -> DatabaseUnusable:
+    def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
         """See `StateStore`."""
         return DatabaseUnusable(
             f"session database {self.name}: {error}; see to the server, or name another database with --state-db"
@@ -115,22 +115,22 @@ class Connection:
         """Raises DatabaseUnusable, ServerAway."""
         if psycopg is None:
             raise DatabaseUnusable(
-                f"session database {address.shown}: PostgreSQL needs psycopg; pip install -r requirements-cluster.txt"
+                f"session database {address.display_name}: PostgreSQL needs psycopg; pip install -r requirements-cluster.txt"
             )
         self._schema = f"rwkv_{address.schema}" if address.schema else ""
         self._address = address
         self._reads_only = reads_only
         self._connection: Any = None
-        self._is_bounded = True
+        self._has_timeouts = True
         self._connect()
 
     def _connect(self) -> None:
         self.close()
         try:
-            connection = HeardConnection.connect(
-                self._address.given,
+            connection = TimeoutConnection.connect(
+                self._address.dsn,
                 autocommit=True,
-                connect_timeout=CONNECT_S,
+                connect_timeout=CONNECT_TIMEOUT_S,
                 prepare_threshold=2,
                 keepalives_idle=5,
                 keepalives_interval=2,
@@ -140,15 +140,15 @@ class Connection:
             )
         except psycopg.ProgrammingError:  # its message repeats the password, or a piece of it
             raise DatabaseUnusable(
-                f"session database {self._address.shown}: PostgreSQL does not understand the user, the password or the "
+                f"session database {self._address.display_name}: PostgreSQL does not understand the user, the password or the "
                 "options of this address; write what is no letter or digit in them as %XX"
             ) from None
         except (psycopg.Error, OSError) as error:
-            raise ServerAway(str(error).strip()) from None
+            raise ServerUnavailable(str(error).strip()) from None
         self._connection = connection
-        with self._translated():
-            self._bound()
-            for limit in _LIMITS:
+        with self._translate_errors():
+            self._set_timeouts()
+            for limit in _TIMEOUT_STATEMENTS:
                 connection.execute(limit)
             if self._schema:
                 name = psycopg.sql.Identifier(self._schema)
@@ -163,25 +163,25 @@ class Connection:
             if self._connection.closed:
                 self._connect()
             return self._execute(statement, parameters)
-        except ServerAway:
-            if self._connection.fell_silent:
+        except ServerUnavailable:
+            if self._connection.read_timed_out:
                 raise  # it may be at work on the statement still
             self._connect()  # the server may be back already, and only this connection have been lost
             return self._execute(statement, parameters)
 
     def _execute(self, statement: str, parameters: Sequence[Any]) -> Any:
-        with self._translated():
+        with self._translate_errors():
             return self._connection.execute(self._translate(statement), [_value(one) for one in parameters] or None)
 
     def _translate(self, statement: str) -> str:
         if self._reads_only and statement == "BEGIN":
             return _SNAPSHOT
-        for ours, theirs in _OTHER_WORDS:
+        for ours, theirs in _SQL_REPLACEMENTS:
             statement = statement.replace(ours, theirs)
         return statement.replace("?", "%s")
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Errors as those of sqlite3. An error within a transaction is its end: whoever began it rolls it back."""
         try:
             yield
@@ -189,7 +189,7 @@ class Connection:
             raise sqlite3.IntegrityError(str(error)) from None
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             if self._connection.closed or isinstance(error, psycopg.errors.AdminShutdown):
-                raise ServerAway(str(error).strip()) from None
+                raise ServerUnavailable(str(error).strip()) from None
             raise sqlite3.OperationalError(str(error)) from None
         except (psycopg.DataError, psycopg.errors.DataCorrupted, psycopg.errors.IndexCorrupted) as error:
             raise sqlite3.DatabaseError(str(error)) from None
@@ -197,21 +197,21 @@ class Connection:
             raise sqlite3.OperationalError(str(error)) from None
 
     @contextlib.contextmanager
-    def unbounded(self) -> Iterator[None]:
+    def without_timeouts(self) -> Iterator[None]:
         """However long the server works meanwhile, it is waited for."""
-        self._is_bounded = False
-        self._bound()
+        self._has_timeouts = False
+        self._set_timeouts()
         try:
             yield
         finally:
-            self._is_bounded = True
+            self._has_timeouts = True
             with contextlib.suppress(psycopg.Error):  # whatever failed is told, and a connection made anew is bounded
-                self._bound()
+                self._set_timeouts()
 
-    def _bound(self) -> None:
+    def _set_timeouts(self) -> None:
         """A statement ends at the server before the connection to it is given up, so that none runs on behind it."""
-        self._connection.silent_s = SILENT_S if self._is_bounded else float("inf")
-        most_ms = round(1000 * STATEMENT_PART * SILENT_S) if self._is_bounded else 0
+        self._connection.read_timeout_s = READ_TIMEOUT_S if self._has_timeouts else float("inf")
+        most_ms = round(1000 * STATEMENT_TIMEOUT_SHARE * READ_TIMEOUT_S) if self._has_timeouts else 0
         self._connection.execute(f"SET statement_timeout = {most_ms}")
 
     @property
@@ -231,7 +231,7 @@ def _value(parameter: Any) -> Any:
     return bytes(parameter) if isinstance(parameter, memoryview) else parameter
 
 
-def migrate(connection: Connection, shown: str) -> None:
+def migrate(connection: Connection, display_name: str) -> None:
     """Bring the tables to this program's schema, one engine at a time. Raises DatabaseUnusable for a newer one."""
     connection.execute("BEGIN")
     connection.execute("SELECT pg_advisory_xact_lock(7294)")
@@ -243,17 +243,17 @@ def migrate(connection: Connection, shown: str) -> None:
     if found > len(MIGRATIONS):
         connection.execute("ROLLBACK")
         raise DatabaseUnusable(
-            f"session database {shown} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
+            f"session database {display_name} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
             "start the newer version, or name another database with --state-db"
         )
     for version, (name, statements) in enumerate(MIGRATIONS[found:], found + 1):
         for statement in statements:
-            connection.execute(_in_postgres(statement))
+            connection.execute(_to_postgres(statement))
         connection.execute("INSERT INTO schema_migrations VALUES (?, ?, ?)", (version, name, time.time()))
     connection.execute("COMMIT")
 
 
-def _in_postgres(statement: str) -> str:
+def _to_postgres(statement: str) -> str:
     """A statement of the schema in PostgreSQL's types; names sort by their bytes, as SQLite's do."""
     for ours, theirs in _TYPES:
         statement = statement.replace(ours, theirs)

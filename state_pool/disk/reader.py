@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from state_pool.arena import Arena, Noise
+from state_pool.arena import Arena, InvalidStateValues
 from state_pool.crash_points import reach
-from state_pool.disk.checkpoint_objects import CheckpointObjects, DamagedObject
+from state_pool.disk.checkpoint_objects import CheckpointObjects, ObjectCorrupted
 from state_pool.disk.directory import find_session
-from state_pool.disk.faults import in_words
-from state_pool.disk.operations import ListQuery, Loaded, ObjectPlace, StoredParts, StoredSession
-from state_pool.disk.server_patience import LOOK_AGAIN_S, ServerPatience
-from state_pool.disk.state_store import Connection, ServerAway
+from state_pool.disk.error_messages import describe_error
+from state_pool.disk.operations import ListQuery, Loaded, ObjectLocation, StoredParts, StoredSession
+from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
+from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
-from state_pool.disk.verify import Damaged, Loader
+from state_pool.disk.verify import Loader, SessionCorrupted
 from state_pool.disk.writer import Deliver
-from state_pool.errors import DatabaseUnreadable, DirectoryUnreachable, SessionUnread, SessionUnusable
-from state_pool.resharding import cut_anew
+from state_pool.errors import DatabaseReadFailed, DirectoryUnreachable, SessionReadFailed, SessionUnusable
+from state_pool.resharding import reshard_state
 from state_pool.session_page import SessionEntry
 from state_pool.sessions import SessionKey
 
@@ -33,41 +33,41 @@ logger = logging.getLogger(__name__)
 
 LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]
-Listed = tuple[list[SessionEntry], int | None]
+ListResult = tuple[list[SessionEntry], int | None]
 """A page of the list, and how many sessions there are in all if that was asked."""
-Unlooked = DatabaseUnreadable | DirectoryUnreachable
-OnListed = Callable[[Listed | Unlooked], None]
-OnFound = Callable[[list[StoredSession] | Unlooked], None]
+LookupFailed = DatabaseReadFailed | DirectoryUnreachable
+OnListed = Callable[[ListResult | LookupFailed], None]
+OnFound = Callable[[list[StoredSession] | LookupFailed], None]
 """Called with the session and those that it is rebuilt from, nearest first; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadRequest:
     """A session that somebody waits for."""
 
     row: int
     on_loaded: OnLoaded
-    useless: dict[int, SessionUnusable]
+    unusable_states: dict[int, SessionUnusable]
     """States that it is read without, and why."""
-    begun: float
+    started_at: float
     """Monotonic time of the first attempt."""
 
-    def without(self, state: int, error: Exception) -> _Read:
+    def without(self, state: int, error: Exception) -> _ReadRequest:
         """The same without one state more. The log says why."""
         logger.error("the stored state of the session with row %d cannot be used: %s", self.row, error)
-        return replace(self, useless={**self.useless, state: _why_not(error)})
+        return replace(self, unusable_states={**self.unusable_states, state: _unavailable_error(error)})
 
 
 @dataclass(frozen=True, slots=True)
-class _Elsewhere:
+class _StateInStore:
     """A session whose state is an object that is to be fetched."""
 
-    place: ObjectPlace
+    location: ObjectLocation
     replay: list[int]
     num_tokens: int
 
 
-class _Unsound(Damaged):
+class _InvalidStoredState(SessionCorrupted):
     """A stored state from which nothing can go on."""
 
     def __init__(self, state: int, message: str) -> None:
@@ -98,10 +98,10 @@ class Reader:
         self._loader = Loader(connection, arena.layout, arena.fingerprint, arena.vocab)
         self._deliver = deliver
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._server = ServerPatience()
-        self._waiting: list[_Read] = []
+        self._server = ReconnectTimeout()
+        self._waiting: list[_ReadRequest] = []
         """For a server that is away."""
-        self._look_at = 0.0
+        self._retry_at = 0.0
         self._thread = PoolThread("state-pool-reader", self._run, on_death)
 
     @property
@@ -111,7 +111,7 @@ class Reader:
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Ask for a session; the pool bounds how many are asked for at once."""
-        self._jobs.put(lambda: self._load(_Read(row, on_loaded, {}, time.monotonic())))
+        self._jobs.put(lambda: self._load(_ReadRequest(row, on_loaded, {}, time.monotonic())))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Ask for a page of the list of sessions; the pool bounds how many are asked for at once."""
@@ -130,7 +130,9 @@ class Reader:
         while (job := self._next_job()) is not None:
             self._do(job)
         if self._waiting:
-            self._deliver(self._told_to_all(SessionUnread("the session could not be read before the service stopped")))
+            self._deliver(
+                self._fail_waiting(SessionReadFailed("the session could not be read before the service stopped"))
+            )
         self._connection.close()
 
     def _do(self, job: _Job) -> None:
@@ -142,61 +144,63 @@ class Reader:
         if not self._waiting:
             return self._jobs.get()
         with contextlib.suppress(queue.Empty):
-            if (left := self._look_at - time.monotonic()) > 0:
+            if (left := self._retry_at - time.monotonic()) > 0:
                 return self._jobs.get(timeout=left)
-        return self._look_again
+        return self._retry_waiting
 
-    def _look_again(self) -> None:
+    def _retry_waiting(self) -> None:
         """One read tries for all that wait; if it reaches the server, the others follow."""
         self._do(partial(self._load, self._waiting.pop(0)))
-        while self._waiting and self._server.is_there:
+        while self._waiting and self._server.is_connected:
             self._do(partial(self._load, self._waiting.pop(0)))
 
-    def _server_lost(self, read: _Read, error: ServerAway) -> Callable[[], None] | None:
+    def _server_lost(self, read: _ReadRequest, error: ServerUnavailable) -> Callable[[], None] | None:
         """It may have been this connection alone, or the server is started anew; until patience ends it is awaited."""
         self._waiting.append(read)
-        self._look_at = time.monotonic() + LOOK_AGAIN_S
-        if self._server.lasts(read.begun):
+        self._retry_at = time.monotonic() + RECONNECT_INTERVAL_S
+        if self._server.may_retry(read.started_at):
             return None
-        return self._told_to_all(SessionUnread(f"the session could not be read: {in_words(error)}; try again"))
+        return self._fail_waiting(
+            SessionReadFailed(f"the session could not be read: {describe_error(error)}; try again")
+        )
 
-    def _told_to_all(self, failure: SessionUnread) -> Callable[[], None]:
+    def _fail_waiting(self, failure: SessionReadFailed) -> Callable[[], None]:
         reads, self._waiting = self._waiting, []
 
-        def tell() -> None:
+        def report() -> None:
             for read in reads:
                 read.on_loaded(failure)
 
-        return tell
+        return report
 
-    def which_used(self, states: list[int], told: Callable[[set[str] | None], None]) -> None:
-        """Ask which objects rows of these states name; `told` is called on the reader's thread, at worst with None."""
-        self._jobs.put(lambda: self._which_used(states, told))
+    def find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
+        """Ask which objects rows of these states name; `on_used_keys` is called on the reader's thread, at worst with None."""
+        self._jobs.put(lambda: self._find_used_keys(states, on_used_keys))
 
-    def _which_used(self, states: list[int], told: Callable[[set[str] | None], None]) -> None:
+    def _find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
         try:
             used = keys_used(self._connection, states)
         except sqlite3.Error as error:  # a server that is away, say: whoever asked begins anew some day
             logger.warning("the objects that are in use could not be looked up: %s", error)
-            told(None)
+            on_used_keys(None)
         else:
-            told(used)
+            on_used_keys(used)
 
-    def _load(self, read: _Read) -> Callable[[], None] | None:
+    def _load(self, read: _ReadRequest) -> Callable[[], None] | None:
         try:
-            result = self._caught(lambda: self._read(read))
-        except ServerAway as error:
+            result = self._catch_errors(lambda: self._read(read))
+        except ServerUnavailable as error:
             return self._server_lost(read, error)
-        self._server.answered()
-        if isinstance(result, _Elsewhere):
+        self._server.reset()
+        if isinstance(result, _StateInStore):
             self._fetch(read, result)
             return None
-        if isinstance(result, _Unsound):
+        if isinstance(result, _InvalidStoredState):
             return self._load(read.without(result.state, result))
         reach("before_promotion")
         return lambda: read.on_loaded(result)
 
-    def _fetch(self, read: _Read, found: _Elsewhere) -> None:
+    def _fetch(self, read: _ReadRequest, found: _StateInStore) -> None:
         """Have the state's object fetched; without it, what the database has by then has to do.
 
         That may be a later state, whose commit has had this object deleted, or the whole log.
@@ -205,94 +209,98 @@ class Reader:
 
         def fetched(outcome: dict[str, bytes] | Exception) -> None:
             if not isinstance(outcome, Exception):
-                stored = StoredParts(found.place.state, outcome, found.place.layout)
-                result = self._caught(lambda: self._loaded(stored, found.replay, found.num_tokens))
-                if not isinstance(result, _Unsound):
+                stored = StoredParts(found.location.state, outcome, found.location.layout)
+                result = self._catch_errors(lambda: self._loaded(stored, found.replay, found.num_tokens))
+                if not isinstance(result, _InvalidStoredState):
                     reach("before_promotion")
                     self._deliver(lambda: read.on_loaded(result))
                     return
                 outcome = result
-            again = replace(read.without(found.place.state, outcome), begun=time.monotonic())
+            again = replace(read.without(found.location.state, outcome), started_at=time.monotonic())
             self._jobs.put(lambda: self._load(again))
 
-        self._objects.get(found.place, fetched)
+        self._objects.get(found.location, fetched)
 
     def _list(self, query: ListQuery, on_listed: OnListed) -> Callable[[], None]:
-        def listed() -> Listed:
+        def listed() -> ListResult:
             sessions = list_sessions(self._connection, query)
             return sessions, count_sessions(self._connection) if query.counted else None
 
-        page = _looked(listed, "list its sessions")
+        page = _lookup(listed, "list its sessions")
         return lambda: on_listed(page)
 
     def _find(self, key: SessionKey, on_found: OnFound) -> Callable[[], None]:
-        found = _looked(lambda: find_session(self._connection, key), "look a session up")
+        found = _lookup(lambda: find_session(self._connection, key), "look a session up")
         return lambda: on_found(found)
 
-    def _read(self, read: _Read) -> LoadResult | _Elsewhere:
-        stored, replay, num_tokens = self._rows(read.row, read.useless)
-        if not isinstance(stored, ObjectPlace):
+    def _read(self, read: _ReadRequest) -> LoadResult | _StateInStore:
+        stored, replay, num_tokens = self._rows(read.row, read.unusable_states)
+        if not isinstance(stored, ObjectLocation):
             return self._loaded(stored, replay, num_tokens)
         if self._objects is None:
             return SessionUnusable("its state is in a checkpoint store; start with --checkpoint-store to read it")
-        return _Elsewhere(stored, replay, num_tokens)
+        return _StateInStore(stored, replay, num_tokens)
 
     def _rows(
-        self, row: int, useless: dict[int, SessionUnusable]
-    ) -> tuple[StoredParts | ObjectPlace | None, list[int], int]:
+        self, row: int, unusable_states: dict[int, SessionUnusable]
+    ) -> tuple[StoredParts | ObjectLocation | None, list[int], int]:
         """See `Loader.read`; and the number of tokens that the session stands for, at the same moment."""
         self._connection.execute("BEGIN")
         try:
-            stored, replay = self._loader.read(row, useless)
+            stored, replay = self._loader.read(row, unusable_states)
             found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
         finally:
             with contextlib.suppress(sqlite3.Error):  # of a connection that is lost; what was lost with it is told
                 self._connection.execute("ROLLBACK")
         return stored, replay, int(found[0])
 
-    def _caught(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
+    def _catch_errors(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
         """Raises ServerAway."""
         try:
             return read()
         except SessionUnusable as error:
             return error
-        except ServerAway:
+        except ServerUnavailable:
             raise
         except sqlite3.OperationalError as error:
-            return SessionUnread(f"the session could not be read ({error}); try again")
+            return SessionReadFailed(f"the session could not be read ({error}); try again")
         except (sqlite3.DatabaseError, ValueError, OverflowError) as error:
-            return Damaged(f"the session's rows in the database are damaged ({error}); delete it to begin anew")
+            return SessionCorrupted(
+                f"the session's rows in the database are damaged ({error}); delete it to begin anew"
+            )
         except Exception as error:  # out of memory, say: this session's failure, and the thread goes on
             logger.exception("a session could not be read")
-            return SessionUnread(f"the session could not be read ({type(error).__name__}: {error}); try again")
+            return SessionReadFailed(f"the session could not be read ({type(error).__name__}: {error}); try again")
 
     def _loaded(self, stored: StoredParts | None, replay: list[int], num_tokens: int) -> LoadResult:
         """Into (pinned) host memory here, since that takes its time. Raises _Unsound."""
         if stored is None:
             return Loaded(None, replay, 4 * len(replay), num_tokens)
         try:
-            host = self._arena.host_state(cut_anew(stored.parts, stored.layout, self._arena.layout))
-        except Noise as error:
-            raise _Unsound(stored.state, str(error)) from None
+            host = self._arena.host_state(reshard_state(stored.parts, stored.layout, self._arena.layout))
+        except InvalidStateValues as error:
+            raise _InvalidStoredState(stored.state, str(error)) from None
         except ValueError as error:
             return SessionUnusable(f"the stored state does not fit this model ({error})")
         return Loaded(host, replay, sum(map(len, stored.parts.values())) + 4 * len(replay), num_tokens)
 
 
-def _why_not(error: Exception) -> SessionUnusable:
+def _unavailable_error(error: Exception) -> SessionUnusable:
     """What a state that was not got, or cannot be used, is told to be."""
-    if isinstance(error, (DamagedObject, _Unsound)):
-        return Damaged(f"{error}; delete the session to begin anew")
-    return SessionUnread(f"the session could not be read ({error}); try again")
+    if isinstance(error, (ObjectCorrupted, _InvalidStoredState)):
+        return SessionCorrupted(f"{error}; delete the session to begin anew")
+    return SessionReadFailed(f"the session could not be read ({error}); try again")
 
 
-def _looked(look: Callable[[], _Found], what: str) -> _Found | Unlooked:
+def _lookup(query_database: Callable[[], _Found], what: str) -> _Found | LookupFailed:
     """What a look into the database finds, or why it could not `what`."""
     try:
-        return look()
-    except ServerAway as error:
-        return DirectoryUnreachable(f"the session database could not {what}: {in_words(error)}; try again in a moment")
+        return query_database()
+    except ServerUnavailable as error:
+        return DirectoryUnreachable(
+            f"the session database could not {what}: {describe_error(error)}; try again in a moment"
+        )
     except Exception as error:  # a damaged page, out of memory: this look's failure, and the thread goes on
         logger.exception("the session database could not %s", what)
         failure = f"{type(error).__name__}: {error}"
-        return DatabaseUnreadable(f"the session database could not {what} ({failure}); check its disk")
+        return DatabaseReadFailed(f"the session database could not {what} ({failure}); check its disk")

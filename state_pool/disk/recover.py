@@ -55,8 +55,8 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
         for row, name, dialogue in target.execute(
             "SELECT id, session_id, dialogue FROM sessions ORDER BY id"
         ).fetchall():
-            shown = name if dialogue < 0 else f"{name}:{dialogue}"
-            (saved if _is_whole(target, row) else lost).append(shown)
+            display_name = name if dialogue < 0 else f"{name}:{dialogue}"
+            (saved if _is_whole(target, row) else lost).append(display_name)
         for (row,) in target.execute("SELECT id FROM sessions WHERE quarantined = 'lost'").fetchall():
             for old in delete_sessions(target, (row,)):
                 while not delete_chunks(target, old.state, 1000):

@@ -11,7 +11,7 @@ from state_pool.disk.operations import Checkpoint, Done, StoredObject
 
 
 @dataclass(slots=True, eq=False)
-class Staging:
+class StagedState:
     """A state being written: first its chunks, or its object, then the row that points to them."""
 
     job: Checkpoint
@@ -23,29 +23,29 @@ class Staging:
     num_bytes: int = 0
     stored: StoredObject | None = None
     """The object that has its bytes."""
-    put_at: float = 0.0
+    upload_started_at: float = 0.0
     """Unix time before which it was not there."""
 
 
-class StagedStates:
+class StagingQueue:
     """Which state is where."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Staging] = deque()
-        self.uploading: list[Staging] = []
-        self.current: Staging | None = None
+        self.waiting: deque[StagedState] = deque()
+        self.uploading: list[StagedState] = []
+        self.current: StagedState | None = None
         """What the writer's thread is at."""
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.uploading) + (self.current is not None)
 
-    def next(self) -> Staging | None:
+    def next(self) -> StagedState | None:
         """The state to write a piece of now."""
         if self.current is None and self.waiting:
             self.current = self.waiting.popleft()
         return self.current
 
-    def is_uploading(self, staging: Staging) -> bool:
+    def start_upload(self, staging: StagedState) -> bool:
         """Have the state's object put, while others are written; False: a delete has overtaken it."""
         if self.current is not staging:
             return False
@@ -53,7 +53,7 @@ class StagedStates:
         self.uploading.append(staging)
         return True
 
-    def uploaded(self, staging: Staging) -> bool:
+    def finish_upload(self, staging: StagedState) -> bool:
         """The state's object was put: its row is next; False: a delete has overtaken it."""
         if staging not in self.uploading:
             return False
@@ -61,7 +61,7 @@ class StagedStates:
         self.waiting.appendleft(staging)
         return True
 
-    def finish(self, staging: Staging) -> bool:
+    def finish(self, staging: StagedState) -> bool:
         """The state is written, or given up; False: a delete has overtaken it."""
         if staging in self.uploading:
             self.uploading.remove(staging)
@@ -71,7 +71,7 @@ class StagedStates:
         self.current = None
         return True
 
-    def forget(self, rows: set[int]) -> list[Staging]:
+    def forget(self, rows: set[int]) -> list[StagedState]:
         """Give up the states of these sessions; those of them that have a number may have left pieces."""
         gone = [staged for staged in self.waiting if staged.job.session.row in rows]
         for staged in gone:

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from state_pool.errors import DatabaseUnusable
 
 
-class ServerAway(sqlite3.OperationalError):
+class ServerUnavailable(sqlite3.OperationalError):
     """The server cannot be reached, or has ended the connection; whether a commit under way was kept is not known."""
 
 
-class CommitInDoubt(ServerAway):
+class CommitInDoubt(ServerUnavailable):
     """The server was lost after a COMMIT was sent."""
 
 
@@ -49,7 +49,7 @@ class StateStore(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether no other engine has the database open, or will before `admit_others`."""
+        """Whether no other engine has the database open, or will before `allow_other_engines`."""
         ...
 
     def open_writer(self) -> Connection:
@@ -60,11 +60,11 @@ class StateStore(Protocol):
         """A connection that only reads; its transactions see one moment."""
         ...
 
-    def open_mover(self) -> sqlite3.Connection | None:
+    def open_checkpointer(self) -> sqlite3.Connection | None:
         """A connection that moves what was committed to where it stays; None: that is not the program's affair."""
         ...
 
-    def admit_others(self) -> None:
+    def allow_other_engines(self) -> None:
         """The database is in order: other engines of the service may come."""
         ...
 
@@ -72,7 +72,7 @@ class StateStore(Protocol):
         """Bytes in use, free pages not counted."""
         ...
 
-    def explain(self, error: sqlite3.Error) -> DatabaseUnusable:
+    def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
         """The same failure in words that name the database and the remedy."""
         ...
 

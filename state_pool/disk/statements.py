@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
+from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.disk.directory import check_fence
 from state_pool.disk.operations import Append, ListQuery, SessionRow, StoredObject
 from state_pool.disk.state_store import Connection
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
-from state_pool.tuned_state import stored_origin
+from state_pool.tuned_state import format_origin
 
 
 def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:
@@ -35,7 +35,7 @@ def put_session(connection: Connection, session: SessionRow, fingerprint: str) -
             session.num_tokens,
             session.created,
             session.updated,
-            *stored_origin(session.origin, session.adapter),
+            *format_origin(session.origin, session.adapter),
         ),
     )
     if session.key.dialogue > ROOT:
@@ -81,7 +81,7 @@ def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
 def put_chunk(connection: Connection, state: int, number: int, data: memoryview) -> None:
     """One piece of a state that nothing points to yet."""
     at = state * CHUNKS_PER_STATE + number
-    values = (at, piece_checksum(data, at), data)
+    values = (at, chunk_checksum(data, at), data)
     connection.execute("INSERT INTO state_chunks(id, checksum, data) VALUES (?, ?, ?)", values)
 
 
@@ -108,7 +108,7 @@ class StateRow:
         return checksum(words.encode(), *numbers)
 
 
-class OldState(NamedTuple):
+class GarbageState(NamedTuple):
     """A state that no row points to any more: its chunks, or its object, are garbage."""
 
     state: int
@@ -119,17 +119,17 @@ class OldState(NamedTuple):
 _OLD = "SELECT id, object_key, bytes FROM states WHERE session = ?"
 
 
-def put_state(connection: Connection, row: StateRow) -> list[OldState]:
+def put_state(connection: Connection, row: StateRow) -> list[GarbageState]:
     """Make staged chunks, or an object, the session's state; returns the one that it replaces.
 
     A state of an earlier turn than the stored one replaces nothing and is itself returned.
     """
     key, checksum_ = (None, None) if row.stored is None else (row.stored.key, row.stored.checksum)
-    new = OldState(row.state, key, row.num_bytes)
+    new = GarbageState(row.state, key, row.num_bytes)
     found = connection.execute("SELECT turn FROM states WHERE session = ?", (row.session,)).fetchone()
     if found is not None and int(found[0]) > row.turn:
         return [new]
-    old = [OldState(*columns) for columns in connection.execute(_OLD, (row.session,)).fetchall()]
+    old = [GarbageState(*columns) for columns in connection.execute(_OLD, (row.session,)).fetchall()]
     connection.execute("DELETE FROM states WHERE session = ?", (row.session,))
     connection.execute(
         "INSERT INTO states(id, session, turn, num_tokens, fingerprint, "
@@ -173,34 +173,34 @@ def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry
         (json.dumps([*query.newer, *query.deleted]), query.offset + query.limit - first, first),
     )
     stored = [
-        SessionEntry(SessionKey(session_id, dialogue).shown, query.tiers.get(row, Tier.DISK), updated)
+        SessionEntry(SessionKey(session_id, dialogue).display_name, query.tiers.get(row, Tier.DISK), updated)
         for row, session_id, dialogue, updated in rows
     ]
     merged = sorted([*newer, *stored], key=lambda entry: entry.updated, reverse=True) if newer else stored
     return merged[query.offset - first :][: query.limit]
 
 
-def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[OldState]:
+def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[GarbageState]:
     """Remove sessions; returns the states that are garbage now."""
     for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
     return sweep_hidden(connection, rows)
 
 
-def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[OldState]:
+def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[GarbageState]:
     """Really remove hidden sessions that no child needs; a child with a state of its own needs no parent."""
-    garbage: list[OldState] = []
+    garbage: list[GarbageState] = []
     if among is None:
         among = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
     left = sorted(among, reverse=True)  # children mostly have larger numbers than their parents, and go first
     while True:
-        needed = [row for row in left if not _removed(connection, row, garbage)]
+        needed = [row for row in left if not _remove_if_unneeded(connection, row, garbage)]
         if not needed or len(needed) == len(left):
             return garbage
         left = needed
 
 
-def _removed(connection: Connection, row: int, garbage: list[OldState]) -> bool:
+def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageState]) -> bool:
     """Remove a hidden session, unless a child needs it; adds the state it had to the garbage."""
     needed = connection.execute(
         "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
@@ -208,7 +208,7 @@ def _removed(connection: Connection, row: int, garbage: list[OldState]) -> bool:
     ).fetchone()
     if needed is not None:
         return False
-    garbage += [OldState(*found) for found in connection.execute(_OLD, (row,))]
+    garbage += [GarbageState(*found) for found in connection.execute(_OLD, (row,))]
     for statement in (
         "DELETE FROM states WHERE session = ?",
         "DELETE FROM turns WHERE session = ?",

@@ -13,20 +13,20 @@ from typing import Any
 from state_pool.arena import Arena
 from state_pool.codec import part_sizes
 from state_pool.config import PoolConfig
-from state_pool.disk.applier import Small
-from state_pool.disk.checkpoint_objects import CheckpointObjects, home_in, open_checkpoint_store
+from state_pool.disk.applier import SmallJob
+from state_pool.disk.checkpoint_objects import CheckpointObjects, load_key_prefix, open_checkpoint_store
 from state_pool.disk.database import SqliteStore
-from state_pool.disk.directory import last_uses, stored_sessions
-from state_pool.disk.membership import Membership, strike_all
+from state_pool.disk.directory import read_usage_times, stored_sessions
+from state_pool.disk.membership import Membership, remove_all_engines
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, StoredSession
 from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
-from state_pool.expiry import Uses
+from state_pool.expiry import UsageTimes
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
-SWEEP_S = 3600.0
+SWEEP_INTERVAL_S = 3600.0
 """Between two looks for objects that no session has."""
 
 
@@ -67,10 +67,10 @@ class Store:
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
         self._numbers: list[tuple[str, int]] = []
-        self.uses = Uses()
+        self.usage_times = UsageTimes()
         """Of the sessions that were there when it was opened; unless they never expire."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
-        self._database = _database_of(config)
+        self._database = _open_database(config)
         self.path, self.shared, self.is_server = self._database.name, self._database.shared, self._database.is_server
         self._objects: CheckpointObjects | None = None
         self._next_sweep = 0.0
@@ -79,7 +79,7 @@ class Store:
             try:
                 self._open(opened, config, arena, deliver)
             except sqlite3.Error as error:
-                raise self._database.explain(error) from None
+                raise self._database.wrap_error(error) from None
             opened.pop_all()
         self._next_row = self.writer.next_row
         self._deleted: set[int] = set()
@@ -93,17 +93,17 @@ class Store:
         connection = database.open_writer()
         opened.callback(connection.close)
         if database.is_first:
-            strike_all(connection)
+            remove_all_engines(connection)
         if not database.shared:
             self._stored = stored_sessions(connection, "s.hidden = 0")
             self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
         if config.session_ttl > 0:
-            self.uses = last_uses(connection, config.session_ttl)
+            self.usage_times = read_usage_times(connection, config.session_ttl)
         member = Membership(connection, database.engine) if database.shared else None
         reader = database.open_reader()
         opened.callback(reader.close)
         if config.checkpoint_store:
-            self._objects = _objects_of(config, connection, deliver)
+            self._objects = _open_objects(config, connection, deliver)
             opened.callback(self._objects.close)
         self.writer = Writer(
             database,
@@ -117,14 +117,14 @@ class Store:
             member=member,
             sweep=database.is_first,
             objects=self._objects,
-            puts_objects=sum(part_sizes(arena.layout).values()) >= config.checkpoint_store_min_mb * (1 << 20),
+            stores_objects=sum(part_sizes(arena.layout).values()) >= config.checkpoint_store_min_mb * (1 << 20),
         )
-        database.admit_others()
+        database.allow_other_engines()
         self._reader = Reader(reader, arena, deliver, deliver.wake, self._objects)
 
-    def fill(self, index: SessionIndex) -> None:
+    def load_sessions(self, index: SessionIndex) -> None:
         """Enter every stored session, oldest first; where the database is shared, it is asked for each instead."""
-        by_row = {stored.row.row: session_of(stored) for stored in self._stored}
+        by_row = {stored.row.row: build_session(stored) for stored in self._stored}
         for stored in self._stored:
             by_row[stored.row.row].parent = by_row.get(stored.row.parent) if stored.row.parent is not None else None
         for session in sorted(by_row.values(), key=lambda s: s.updated):
@@ -145,9 +145,9 @@ class Store:
         return self.writer.failure or self._reader.failure or of_objects
 
     @property
-    def takes_state(self) -> bool:
+    def has_room_for_state(self) -> bool:
         """Whether the writer's queue has room for another state."""
-        return self.writer.takes_state
+        return self.writer.has_room_for_state
 
     @property
     def degraded(self) -> str | None:
@@ -165,20 +165,20 @@ class Store:
         return self.writer.stats.used_bytes + self.writer.stats.object_bytes - self._limit_bytes
 
     @property
-    def shrinking(self) -> bool:
+    def has_pending_deletes(self) -> bool:
         """Whether deleted sessions still have to leave the file."""
-        return self.writer.collecting or self.writer.queued[0] > 0
+        return self.writer.is_collecting_garbage or self.writer.queued[0] > 0
 
-    def submit(self, job: Small, done: Done) -> None:
+    def submit(self, job: SmallJob, done: Done) -> None:
         """Queue a small write."""
         if isinstance(job, Delete):
             self._deleted.update(job.rows)
             done = self._until_deleted(job, done)
-        self.writer.submit(job, self._counted(done))
+        self.writer.submit(job, self._count_pending(done))
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Queue a state; only while `takes_state`."""
-        self.writer.submit_state(job, self._counted(done))
+        """Queue a state; only while `has_room_for_state`."""
+        self.writer.submit_state(job, self._count_pending(done))
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Read a session back."""
@@ -194,7 +194,7 @@ class Store:
         return [] if self.writer.member is None else list(self.writer.member.names)
 
     @property
-    def looks_after_all(self) -> bool:
+    def is_cleanup_leader(self) -> bool:
         """Whether this engine deletes what has expired for all that share the database."""
         return self.writer.member is not None and self.writer.member.is_first
 
@@ -210,10 +210,10 @@ class Store:
 
     def sweep_objects(self) -> None:
         """Once an hour, one engine for all: have the objects deleted that no session has."""
-        now, ours = time.monotonic(), self.writer.member is None or self.looks_after_all
+        now, ours = time.monotonic(), self.writer.member is None or self.is_cleanup_leader
         if self._objects is not None and ours and now >= self._next_sweep:
-            self._next_sweep = now + SWEEP_S
-            self._objects.sweep(self._reader.which_used)
+            self._next_sweep = now + SWEEP_INTERVAL_S
+            self._objects.sweep(self._reader.find_used_keys)
 
     def close(self) -> None:
         """Write what is queued and let go of the file. Blocks."""
@@ -231,7 +231,7 @@ class Store:
 
         return outcome
 
-    def _counted(self, done: Done) -> Done:
+    def _count_pending(self, done: Done) -> Done:
         self.pending += 1
 
         def outcome(error: Exception | None) -> None:
@@ -241,7 +241,7 @@ class Store:
         return outcome
 
 
-def _database_of(config: PoolConfig) -> StateStore:
+def _open_database(config: PoolConfig) -> StateStore:
     """Raises DatabaseUnusable."""
     if config.on_server:
         from state_pool.disk.postgres import PostgresStore  # its driver takes longer to load than the rest of the pool
@@ -258,14 +258,14 @@ def _database_of(config: PoolConfig) -> StateStore:
     return database
 
 
-def _objects_of(config: PoolConfig, connection: Connection, deliver: CompletionQueue) -> CheckpointObjects:
+def _open_objects(config: PoolConfig, connection: Connection, deliver: CompletionQueue) -> CheckpointObjects:
     """Raises DatabaseUnusable."""
     store = open_checkpoint_store(config.checkpoint_store)
-    home = home_in(store, connection)
-    return CheckpointObjects(store, home, config.transfer_states, deliver.wake)
+    key_prefix = load_key_prefix(store, connection)
+    return CheckpointObjects(store, key_prefix, config.transfer_states, deliver.wake)
 
 
-def session_of(stored: StoredSession) -> Session:
+def build_session(stored: StoredSession) -> Session:
     """A session as the database has it, without its parent."""
     row = stored.row
     session = Session(row.key, row.row, row.created, row.updated)

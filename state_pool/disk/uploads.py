@@ -10,7 +10,7 @@ from state_pool.codec import Layout, part_sizes
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
 from state_pool.disk.operations import StoredObject
-from state_pool.disk.staging import StagedStates, Staging
+from state_pool.disk.staging import StagedState, StagingQueue
 from state_pool.errors import TurnNotStored
 
 
@@ -21,9 +21,9 @@ class Uploads:
         self,
         objects: CheckpointObjects,
         layout: Layout,
-        staged: StagedStates,
+        staged: StagingQueue,
         changed: threading.Condition,
-        failed: Callable[[Staging, Exception], None],
+        failed: Callable[[StagedState, Exception], None],
     ) -> None:
         """`changed`: the writer's lock, under which `staged` is used; `failed`: told of a state that was not put."""
         self._objects = objects
@@ -33,28 +33,30 @@ class Uploads:
         self._changed = changed
         self._failed = failed
 
-    def begin(self, staging: Staging, state: int) -> None:
+    def begin(self, staging: StagedState, state: int) -> None:
         """Have the object of the state with that number put; then its row is next."""
         reach("before_checkpoint")
-        staging.state, staging.num_bytes, staging.put_at = state, self._num_bytes, time.time()
+        staging.state, staging.num_bytes, staging.upload_started_at = state, self._num_bytes, time.time()
         with self._changed:
-            if self._staged.is_uploading(staging):
+            if self._staged.start_upload(staging):
                 job = staging.job
-                self._objects.put(state, job.session.row, job.host, self._order, lambda told: self._put(staging, told))
+                self._objects.put(
+                    state, job.session.row, job.host, self._order, lambda outcome: self._put(staging, outcome)
+                )
 
-    def _put(self, staging: Staging, outcome: StoredObject | Exception) -> None:
+    def _put(self, staging: StagedState, outcome: StoredObject | Exception) -> None:
         reach("within_checkpoint")
         if isinstance(outcome, Exception):
             self._failed(staging, outcome)
             return
         with self._changed:
             staging.stored = outcome
-            if not self._staged.uploaded(staging):
+            if not self._staged.finish_upload(staging):
                 self._objects.delete(outcome.key)
             self._changed.notify()
 
 
-def check_age(staging: Staging) -> None:
+def check_age(staging: StagedState) -> None:
     """Raises TurnNotStored for an object that a sweep may take for an orphan."""
-    if time.time() > staging.put_at + ORPHAN_AGE_S / 2:
+    if time.time() > staging.upload_started_at + ORPHAN_AGE_S / 2:
         raise TurnNotStored("so long after its state was put it may be taken for an orphan; it is stored again")

@@ -10,22 +10,22 @@ from state_pool.codec import (
     LAYOUT_VERSION,
     Layout,
     checksum,
+    chunk_checksum,
     join_parts,
     layout_text,
     part_sizes,
-    piece_checksum,
     unpack_tokens,
 )
-from state_pool.disk.operations import ObjectPlace, StoredObject, StoredParts
+from state_pool.disk.operations import ObjectLocation, StoredObject, StoredParts
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
-from state_pool.resharding import SAME_FORM, has_same_layers
+from state_pool.resharding import SAME_LAYOUT_HINT, has_same_layers
 
 _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 
 
-class Damaged(SessionUnusable):
+class SessionCorrupted(SessionUnusable):
     """Stored rows contradict their checksums or each other: to be quarantined."""
 
 
@@ -41,28 +41,28 @@ class Loader:
         self._vocab = vocab
 
     def read(
-        self, row: int, useless: Mapping[int, SessionUnusable] | None = None
-    ) -> tuple[StoredParts | ObjectPlace | None, list[int]]:
+        self, row: int, unusable_states: Mapping[int, SessionUnusable] | None = None
+    ) -> tuple[StoredParts | ObjectLocation | None, list[int]]:
         """A session's state, or where it is, or None for the zero state, and the token ids that follow it.
 
-        The caller has begun a transaction, so that all of it is of one moment. `useless`: states by their numbers
+        The caller has begun a transaction, so that all of it is of one moment. `unusable_states`: states by their numbers
         that could not be fetched or used, and why.
 
         Raises SessionUnusable (another model's state without the whole history) or Damaged.
         """
         replay: list[int] = []
-        stored: StoredParts | ObjectPlace | None = None
+        stored: StoredParts | ObjectLocation | None = None
         fingerprint = None
         wanted: int | None = row
         while wanted is not None:
             found = self._connection.execute(_SESSION, (wanted,)).fetchone()
             if found is None:
-                raise Damaged(
+                raise SessionCorrupted(
                     "a dialogue that this session continues is missing from the database; delete it to begin anew"
                 )
             parent, turn, fingerprint = found
-            stored, base, why_not = self._state(wanted, useless or {})
-            replay = self._log(wanted, base, int(turn), why_not) + replay
+            stored, base, unavailable_reason = self._state(wanted, unusable_states or {})
+            replay = self._log(wanted, base, int(turn), unavailable_reason) + replay
             if stored is not None:
                 break
             wanted = parent
@@ -76,11 +76,11 @@ class Loader:
         what = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"
         if fingerprint != self._fingerprint:
             raise SessionUnusable(f"the session belongs to another model ({what}); start that one, or delete it")
-        raise Damaged(f"{what}; delete the session to begin anew")
+        raise SessionCorrupted(f"{what}; delete the session to begin anew")
 
     def _state(
-        self, session: int, useless: Mapping[int, SessionUnusable]
-    ) -> tuple[StoredParts | ObjectPlace | None, int, SessionUnusable | None]:
+        self, session: int, unusable_states: Mapping[int, SessionUnusable]
+    ) -> tuple[StoredParts | ObjectLocation | None, int, SessionUnusable | None]:
         """(the state, the turn it follows, None), or (None, 0, why the stored state cannot be used)."""
         found = self._connection.execute(
             "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, "
@@ -93,17 +93,21 @@ class Loader:
         stored = None if key is None else StoredObject(key, bytes(key_checksum or b""))
         row = StateRow(state, session, turn, num_tokens, fingerprint, layout, num_bytes, stored)
         if version == LAYOUT_VERSION and row.checksum() != digest:
-            return None, 0, Damaged("the stored state's description is damaged; delete the session to begin anew")
-        if (why_not := self._mismatch(fingerprint, version, layout)) is not None:
-            return None, 0, why_not
-        if int(state) in useless:
-            return None, 0, useless[int(state)]
+            return (
+                None,
+                0,
+                SessionCorrupted("the stored state's description is damaged; delete the session to begin anew"),
+            )
+        if (unavailable_reason := self._mismatch(fingerprint, version, layout)) is not None:
+            return None, 0, unavailable_reason
+        if int(state) in unusable_states:
+            return None, 0, unusable_states[int(state)]
         known = stored_layout(layout)
         if stored is not None:
-            return ObjectPlace(int(state), session, stored, known), int(turn), None
+            return ObjectLocation(int(state), session, stored, known), int(turn), None
         try:
             return StoredParts(int(state), self._parts(int(state), part_sizes(known)), known), int(turn), None
-        except Damaged as damage:
+        except SessionCorrupted as damage:
             return None, 0, damage
 
     def _mismatch(self, fingerprint: str, version: int, layout: str) -> SessionUnusable | None:
@@ -117,7 +121,7 @@ class Loader:
             )
         known = version == LAYOUT_VERSION
         if not known or not has_same_layers(stored_layout(layout), self._layout):
-            remedy = SAME_FORM if known else "start the version that stored it"
+            remedy = SAME_LAYOUT_HINT if known else "start the version that stored it"
             return SessionUnusable(
                 f"the session was stored with the state layout {layout} (version {version}), this server uses "
                 f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "
@@ -133,15 +137,19 @@ class Loader:
             (low, low + CHUNKS_PER_STATE),
         )
         for at, digest, data in rows:
-            if piece_checksum(data, at) != digest or at != low + len(chunks):
-                raise Damaged(f"chunk {at - low} of the stored state is damaged; delete the session to begin anew")
+            if chunk_checksum(data, at) != digest or at != low + len(chunks):
+                raise SessionCorrupted(
+                    f"chunk {at - low} of the stored state is damaged; delete the session to begin anew"
+                )
             chunks.append(data)
         try:
             return join_parts(chunks, sizes)
         except ValueError as error:
-            raise Damaged(f"the stored state is incomplete ({error}); delete the session to begin anew") from None
+            raise SessionCorrupted(
+                f"the stored state is incomplete ({error}); delete the session to begin anew"
+            ) from None
 
-    def _log(self, session: int, after: int, last: int, why_not: SessionUnusable | None) -> list[int]:
+    def _log(self, session: int, after: int, last: int, unavailable_reason: SessionUnusable | None) -> list[int]:
         """The tokens of turns after+1..last; when the state is no use, they must reach back to the start."""
         tokens: list[int] = []
         expected = after
@@ -151,12 +159,12 @@ class Loader:
         for turn, data, digest in rows:
             expected += 1
             if turn != expected or checksum(data, session, turn) != digest:
-                raise why_not or Damaged(
+                raise unavailable_reason or SessionCorrupted(
                     f"turn {expected} of the session's log is damaged; delete the session to begin anew"
                 )
             tokens += unpack_tokens(data)
         if expected != last:
-            raise why_not or Damaged(
+            raise unavailable_reason or SessionCorrupted(
                 f"turn {expected + 1} of {last} is missing from the session's log; delete it to begin anew"
             )
         return tokens

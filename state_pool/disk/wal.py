@@ -14,10 +14,10 @@ WAL_BYTES = 16 << 20
 """Written bytes after which the log is moved, between jobs."""
 
 
-class Moved(NamedTuple):
+class WalCheckpointResult(NamedTuple):
     """What came of a move."""
 
-    whole: bool
+    is_complete: bool
     """Whether all of the log that was there is in the file, and so survives a loss of power."""
     error: str | None = None
     """Why it failed; None too when it is not whole only because somebody reads what was there before."""
@@ -29,16 +29,18 @@ class WriteAheadLog:
     def __init__(
         self,
         connection: Connection,
-        mover: sqlite3.Connection | None,
+        checkpointer: sqlite3.Connection | None,
         changed: threading.Condition,
         on_death: Callable[[], None],
     ) -> None:
-        """`connection`: the writer's; `mover`: one that moves; `changed`: the writer's lock, notified after a move."""
-        self.rest_to_move = False
-        """Whether there is something to do for `keep_short` at once."""
+        """`connection`: the writer's; `checkpointer`: one that moves; `changed`: the writer's lock, notified after a move."""
+        self.has_uncheckpointed_rest = False
+        """Whether there is something to do for `checkpoint_if_needed` at once."""
         self._connection = connection
         self._changed = changed
-        self._mover = None if mover is None else WalMover(mover, self._moved, on_death)
+        self._checkpointer = (
+            None if checkpointer is None else WalCheckpointer(checkpointer, self._on_checkpoint, on_death)
+        )
         self._bytes = 0
         self._unsynced: list[Callable[[], None]] = []
         """What is to be done when commits survive a loss of power that SQLite may not have synced yet."""
@@ -48,64 +50,64 @@ class WriteAheadLog:
     @property
     def failure(self) -> str | None:
         """Why the mover's thread is gone."""
-        return None if self._mover is None else self._mover.failure
+        return None if self._checkpointer is None else self._checkpointer.failure
 
     @property
-    def is_short(self) -> bool:
+    def is_checkpointed(self) -> bool:
         """Whether there is nothing to move."""
-        return self._mover is None or self._bytes == 0
+        return self._checkpointer is None or self._bytes == 0
 
     def written(self, num_bytes: int) -> None:
         """So much was committed, about."""
         self._bytes += num_bytes
 
-    def when_synced(self, action: Callable[[], None]) -> None:
+    def call_when_synced(self, action: Callable[[], None]) -> None:
         """Do it when all that is committed now survives a loss of power."""
-        if self._mover is None:
+        if self._checkpointer is None:
             action()
         else:
             self._unsynced.append(action)
 
-    def keep_short(self, idle: bool) -> str | None:
+    def checkpoint_if_needed(self, idle: bool) -> str | None:
         """Have it moved when it is long or nothing else is to do; the little that came meanwhile, at once.
 
         Returns what went wrong.
         """
-        if self._mover is None:
+        if self._checkpointer is None:
             return None
-        if not self.rest_to_move:
-            if not self._mover.busy and self._bytes > (0 if idle else WAL_BYTES):
+        if not self.has_uncheckpointed_rest:
+            if not self._checkpointer.busy and self._bytes > (0 if idle else WAL_BYTES):
                 self._bytes = 0
                 self._syncing += self._unsynced
                 self._unsynced = []
-                self._mover.start()
+                self._checkpointer.start()
             return None
-        self.rest_to_move = False
-        most = self._mover.last
-        rest = most if most.error else move(self._connection)
-        if most.whole or rest.whole:
-            _do(self._syncing)
+        self.has_uncheckpointed_rest = False
+        first_result = self._checkpointer.last_result
+        rest = first_result if first_result.error else wal_checkpoint(self._connection)
+        if first_result.is_complete or rest.is_complete:
+            _call_all(self._syncing)
         elif self._syncing:
             self._bytes = max(1, self._bytes)  # it is tried again when nothing else is to do
         return rest.error
 
     def close(self) -> None:
         """End the thread; move what is left."""
-        if self._mover is None:
+        if self._checkpointer is None:
             return
-        self._mover.close()
-        if move(self._connection).whole:
-            _do(self._syncing)
-            _do(self._unsynced)
+        self._checkpointer.close()
+        if wal_checkpoint(self._connection).is_complete:
+            _call_all(self._syncing)
+            _call_all(self._unsynced)
 
-    def _moved(self) -> None:
+    def _on_checkpoint(self) -> None:
         """On the mover's thread."""
         with self._changed:
-            self.rest_to_move = True
+            self.has_uncheckpointed_rest = True
             self._changed.notify()
 
 
-class WalMover:
+class WalCheckpointer:
     """Moves on request what has been committed so far; `on_done` is called on its thread.
 
     Commits go on meanwhile. What they add is left for the next time, and a log that is never whole in the file
@@ -116,11 +118,11 @@ class WalMover:
         self, connection: sqlite3.Connection, on_done: Callable[[], None], on_death: Callable[[], None]
     ) -> None:
         self.busy = False
-        self.last = Moved(False)
+        self.last_result = WalCheckpointResult(False)
         """What came of the last move; not whole while one is under way."""
         self._connection = connection
         self._on_done = on_done
-        self._wanted = threading.Semaphore(0)
+        self._requests = threading.Semaphore(0)
         self._stopping = False
         self._thread = PoolThread("state-pool-wal", self._run, on_death)
 
@@ -132,36 +134,36 @@ class WalMover:
     def start(self) -> None:
         """Begin to move; from the writer's thread, while not `busy`."""
         self.busy = True
-        self.last = Moved(False)
-        self._wanted.release()
+        self.last_result = WalCheckpointResult(False)
+        self._requests.release()
 
     def close(self) -> None:
         """Finish, end the thread, close the connection. Blocks."""
         self._stopping = True
-        self._wanted.release()
+        self._requests.release()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            self._wanted.acquire()
+            self._requests.acquire()
             if self._stopping:
                 break
-            self.last = move(self._connection)
+            self.last_result = wal_checkpoint(self._connection)
             self.busy = False
             self._on_done()
         self._connection.close()
 
 
-def move(connection: Connection) -> Moved:
+def wal_checkpoint(connection: Connection) -> WalCheckpointResult:
     """Move what can be moved without waiting for anybody."""
     try:
         busy, pages, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     except sqlite3.Error as error:
-        return Moved(False, f"the write-ahead log cannot be moved into the database: {error}")
-    return Moved(not busy and moved == pages)
+        return WalCheckpointResult(False, f"the write-ahead log cannot be moved into the database: {error}")
+    return WalCheckpointResult(not busy and moved == pages)
 
 
-def _do(actions: list[Callable[[], None]]) -> None:
+def _call_all(actions: list[Callable[[], None]]) -> None:
     for action in actions:
         action()
     actions.clear()

@@ -10,18 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from state_pool.codec import Layout, chunks_of
+from state_pool.codec import Layout, split_chunks
 from state_pool.crash_points import reach
 from state_pool.disk import statements
-from state_pool.disk.applier import Applier, Small
+from state_pool.disk.applier import Applier, SmallJob
 from state_pool.disk.checkpoint_objects import CheckpointObjects
-from state_pool.disk.faults import as_told, in_words, is_outside
-from state_pool.disk.membership import BEAT_S, Membership, first_state_of
+from state_pool.disk.error_messages import describe_error, is_environment_error, reported_error
+from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, first_state_number
 from state_pool.disk.operations import Append, Checkpoint, Delete, Done
-from state_pool.disk.server_patience import LOOK_AGAIN_S, ServerPatience
-from state_pool.disk.staging import StagedStates, Staging
-from state_pool.disk.state_store import CommitInDoubt, Connection, ServerAway, StateStore
-from state_pool.disk.statements import OldState
+from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
+from state_pool.disk.staging import StagedState, StagingQueue
+from state_pool.disk.state_store import CommitInDoubt, Connection, ServerUnavailable, StateStore
+from state_pool.disk.statements import GarbageState
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.uploads import Uploads, check_age
 from state_pool.disk.wal import WriteAheadLog
@@ -30,14 +30,14 @@ from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
 
 logger = logging.getLogger(__name__)
 
-GROUP_LIMIT = 256
+MAX_JOBS_PER_COMMIT = 256
 """Most small jobs in one transaction."""
 _GARBAGE_CHUNKS = 4
 _GARBAGE_ROUNDS = 8
 """Under constant load, garbage is collected in one of so many rounds."""
 _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
-_COUNT_AGAIN_S = 60.0
+_RECOUNT_INTERVAL_S = 60.0
 """Bytes of objects are counted from change to change; what other engines change, so often."""
 
 Deliver = Callable[[Callable[[], None]], None]
@@ -61,10 +61,10 @@ class Writer:
         member: Membership | None = None,
         sweep: bool = True,
         objects: CheckpointObjects | None = None,
-        puts_objects: bool = False,
+        stores_objects: bool = False,
     ) -> None:
         """`member`: this engine among those that share the database; `sweep`: no other has it open yet;
-        `objects`: where states are beside the database; `puts_objects`: new ones too."""
+        `objects`: where states are beside the database; `stores_objects`: new ones too."""
         self.stats = WriterStats()
         self.member = member
         self._database = database
@@ -74,11 +74,11 @@ class Writer:
         self._queue = queue
         self._deliver = deliver
         self._changed = threading.Condition()
-        self._small: deque[tuple[Small, Done]] = deque()
-        self._staged = StagedStates()
+        self._small_jobs: deque[tuple[SmallJob, Done]] = deque()
+        self._staged = StagingQueue()
         self._objects = objects
         self._uploads: Uploads | None = None
-        if objects is not None and puts_objects:
+        if objects is not None and stores_objects:
             self._uploads = Uploads(objects, layout, self._staged, self._changed, self._state_failed)
         self._next_count = 0.0
         self._stopping = False
@@ -88,9 +88,9 @@ class Writer:
         self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
         self._measure()
         self._rounds = 0
-        self._log = WriteAheadLog(connection, database.open_mover(), self._changed, on_death)
+        self._log = WriteAheadLog(connection, database.open_checkpointer(), self._changed, on_death)
         self._discard(self._sweep_at_start() if sweep else ())
-        self._server = ServerPatience()
+        self._server = ReconnectTimeout()
         self._thread = PoolThread("state-pool-writer", self._run, on_death)
 
     # -- engine thread ---------------------------------------------------------------------------------
@@ -103,30 +103,30 @@ class Writer:
     @property
     def queued(self) -> tuple[int, int]:
         """(small jobs, states) that wait or are being written."""
-        return len(self._small), len(self._staged)
+        return len(self._small_jobs), len(self._staged)
 
     @property
-    def takes_state(self) -> bool:
+    def has_room_for_state(self) -> bool:
         """Whether another state may be handed over; each keeps its host buffer until it is written."""
         return self.queued[1] < self._queue
 
     @property
-    def collecting(self) -> bool:
+    def is_collecting_garbage(self) -> bool:
         """Whether chunks that nothing points to still have to be removed."""
         return bool(self._garbage)
 
-    def submit(self, job: Small, done: Done) -> None:
+    def submit(self, job: SmallJob, done: Done) -> None:
         """Queue a turn, a delete or a mark. Bounded by the callers: a session has one turn under way."""
         with self._changed:
             if isinstance(job, Delete):
                 self._forget_states(set(job.rows))
-            self._small.append((job, done))
+            self._small_jobs.append((job, done))
             self._changed.notify()
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Queue a state; ask `takes_state` first."""
+        """Queue a state; ask `has_room_for_state` first."""
         with self._changed:
-            self._staged.waiting.append(Staging(job, done))
+            self._staged.waiting.append(StagedState(job, done))
             self._changed.notify()
 
     def close(self) -> None:
@@ -141,10 +141,10 @@ class Writer:
         being_written = self._staged.current
         for staged in self._staged.forget(rows):
             if staged.stored is None or staged is not being_written:  # its row may be there before it is deleted
-                self._give_up(staged)
+                self._abandon_state(staged)
             self._report(staged.done, SessionNotFound("the session was deleted while its state was being stored"))
 
-    def _give_up(self, staged: Staging) -> None:
+    def _abandon_state(self, staged: StagedState) -> None:
         """Nothing points to what was written of the state; what is being put goes when it has been."""
         if staged.stored is not None and self._objects is not None:
             self._objects.delete(staged.stored.key)
@@ -154,72 +154,72 @@ class Writer:
     # -- writer thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._round():
+        while self._run_once():
             self._rounds += 1
         if self.member is not None:
-            self._tried(self.member.leave)  # else others notice by themselves
+            self._try(self.member.leave)  # else others notice by themselves
         self._log.close()
         self._connection.close()
 
     @property
     def _has_work(self) -> bool:
         staged = self._staged.waiting or self._staged.current
-        return bool(self._small or staged or self._garbage or self._log.rest_to_move)
+        return bool(self._small_jobs or staged or self._garbage or self._log.has_uncheckpointed_rest)
 
     @property
-    def _patience(self) -> float | None:
+    def _wait_timeout_s(self) -> float | None:
         """Seconds to wait for work; None: until there is some."""
         if self.member is not None:
-            return BEAT_S
-        return None if self._log.is_short else _IDLE_S
+            return HEARTBEAT_INTERVAL_S
+        return None if self._log.is_checkpointed else _IDLE_S
 
-    def _round(self) -> bool:
+    def _run_once(self) -> bool:
         """The turns that wait, then one piece of the rest; False when told to stop and nothing is left."""
         with self._changed:
             if not (self._has_work or (self._stopping and not self._staged.uploading)):
-                self._changed.wait(self._patience)
+                self._changed.wait(self._wait_timeout_s)
             idle = not (self._has_work or self._staged.uploading)
-            group = [self._small.popleft() for _ in range(min(len(self._small), GROUP_LIMIT))]
+            group = [self._small_jobs.popleft() for _ in range(min(len(self._small_jobs), MAX_JOBS_PER_COMMIT))]
             staging = self._staged.next()
-        if self.member is not None and self.member.beat_due:
+        if self.member is not None and self.member.heartbeat_due:
             # If it fails it is due again; meanwhile others may take this engine for lost.
-            self._tried(partial(self._beat, self.member))
+            self._try(partial(self._heartbeat, self.member))
         if group:
             self._commit_group(group)
         if staging is not None:
             self._write_state(staging)
         elif self._garbage and (not group or self._rounds % _GARBAGE_ROUNDS == 0):
             self._collect()
-        self.stats.degraded = self._log.keep_short(idle) or self.stats.degraded
+        self.stats.degraded = self._log.checkpoint_if_needed(idle) or self.stats.degraded
         return not (idle and self._stopping)
 
-    def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
-        begun = time.monotonic()
+    def _commit_group(self, group: list[tuple[SmallJob, Done]]) -> None:
+        started_at = time.monotonic()
         error = self._transaction([job for job, _ in group])
         in_doubt = isinstance(error, CommitInDoubt)
-        while isinstance(error, ServerAway) and self._may_wait(begun):
+        while isinstance(error, ServerUnavailable) and self._wait_to_retry(started_at):
             error = self._transaction([job for job, _ in group])
             in_doubt = in_doubt or isinstance(error, CommitInDoubt)
-        if error is not None and len(group) > 1 and not is_outside(error):
+        if error is not None and len(group) > 1 and not is_environment_error(error):
             # One job of the group is at fault: each for itself, so that the others are kept.
             for job, done in group:
                 error = self._transaction([job])
-                self._report(done, as_told(error, job, in_doubt or isinstance(error, CommitInDoubt)))
+                self._report(done, reported_error(error, job, in_doubt or isinstance(error, CommitInDoubt)))
             return
         for job, done in group:
-            self._report(done, as_told(error, job, in_doubt))
+            self._report(done, reported_error(error, job, in_doubt))
 
-    def _may_wait(self, begun: float) -> bool:
+    def _wait_to_retry(self, started_at: float) -> bool:
         """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again.
 
-        `begun`: as in `ServerPatience`."""
-        if not self._server.lasts(begun) or self._stopping:
+        `started_at`: as in `ReconnectTimeout`."""
+        if not self._server.may_retry(started_at) or self._stopping:
             return False
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(RECONNECT_INTERVAL_S)
         return True
 
-    def _transaction(self, jobs: list[Small]) -> Exception | None:
-        garbage: list[OldState] = []
+    def _transaction(self, jobs: list[SmallJob]) -> Exception | None:
+        garbage: list[GarbageState] = []
 
         def write() -> None:
             self._applier.begin()
@@ -229,7 +229,7 @@ class Writer:
             self._commit()
             reach("after_commit")
 
-        error = self._tried(write)
+        error = self._try(write)
         if error is not None:
             return error
         self._discard(garbage)
@@ -237,7 +237,7 @@ class Writer:
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
         return None
 
-    def _tried(self, work: Callable[[], None]) -> Exception | None:
+    def _try(self, work: Callable[[], None]) -> Exception | None:
         """Do it; what it leaves half done is rolled back. Returns why it failed: the thread goes on."""
         try:
             work()
@@ -250,20 +250,20 @@ class Writer:
         """Of what changes sessions. Raises CommitInDoubt when nothing says whether it was kept."""
         try:
             self._connection.execute("COMMIT")
-        except ServerAway as error:
+        except ServerUnavailable as error:
             raise CommitInDoubt(str(error)) from error
 
-    def _beat(self, member: Membership) -> None:
+    def _heartbeat(self, member: Membership) -> None:
         """Say that this engine lives; what engines that do not have left half written is garbage."""
         self._applier.begin()
-        lost = member.beat()
+        lost = member.heartbeat()
         self._connection.execute("COMMIT")
         for engine in lost:
             logger.warning("engine %d has not been heard of for too long: its sessions may go on elsewhere", engine)
-            first, last = first_state_of(engine), first_state_of(engine + 1)
+            first, last = first_state_number(engine), first_state_number(engine + 1)
             self._garbage.extend(statements.orphaned_states(self._connection, first, last))
 
-    def _begin_pieces(self, staging: Staging) -> None:
+    def _begin_chunks(self, staging: StagedState) -> None:
         self._applier.begin()
         if staging.stored is not None:  # under whichever number; its fence says whether it counts
             check_age(staging)
@@ -278,7 +278,7 @@ class Writer:
         self._next_state += 1
         return self._next_state - 1
 
-    def _write_state(self, staging: Staging) -> None:
+    def _write_state(self, staging: StagedState) -> None:
         """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
         if self._uploads is not None and staging.stored is None:
             self._uploads.begin(staging, self._new_state())
@@ -287,16 +287,20 @@ class Writer:
         try:
             if staging.number == 0 and staging.stored is None:
                 reach("before_checkpoint")
-                staging.chunks.extend(chunks_of(staging.job.host.parts(), list(self._layout)))
+                staging.chunks.extend(split_chunks(staging.job.host.parts(), list(self._layout)))
                 staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
-            self._begin_pieces(staging)
-            while staging.chunks and (written == 0 or not self._small):
+            self._begin_chunks(staging)
+            while staging.chunks and (written == 0 or not self._small_jobs):
                 statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
                 written += len(staging.chunks.popleft())
                 staging.number += 1
                 reach("within_checkpoint")
             done = not staging.chunks
-            old = self._applier.point_to(staging.job, staging.state, staging.num_bytes, staging.stored) if done else []
+            old = (
+                self._applier.publish_state(staging.job, staging.state, staging.num_bytes, staging.stored)
+                if done
+                else []
+            )
             self._commit()
         except Exception as error:  # noqa: BLE001 - of copies and of SQLite; the state's failure, not the thread's
             self._roll_back(error)
@@ -304,16 +308,16 @@ class Writer:
             return
         self._succeeded(written + _TRANSACTION_BYTES)
         if staging.chunks:
-            self._piece_written(staging)
+            self._chunks_written(staging)
         else:
             self._state_written(staging, old)
 
-    def _piece_written(self, staging: Staging) -> None:
+    def _chunks_written(self, staging: StagedState) -> None:
         with self._changed:
             if self._staged.current is not staging:  # a delete overtook it, perhaps before it had a piece to collect
                 self._garbage.append(staging.state)
 
-    def _state_written(self, staging: Staging, old: list[OldState]) -> None:
+    def _state_written(self, staging: StagedState, old: list[GarbageState]) -> None:
         reach("after_checkpoint")
         self.stats.states += 1
         self.stats.state_bytes += staging.num_bytes
@@ -325,18 +329,18 @@ class Writer:
                 return  # a delete overtook it; its Delete job removes the row
         self._report(staging.done, None)
 
-    def _state_failed(self, staging: Staging, error: Exception) -> None:
+    def _state_failed(self, staging: StagedState, error: Exception) -> None:
         in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # else nothing pointed to the pieces
         with self._changed:
             is_current = self._staged.finish(staging)
             # An object that a row may name is left to a sweep; of pieces a delete has taken care.
             is_garbage = is_current if staging.stored is None else not in_doubt
             if is_garbage:
-                self._give_up(staging)
+                self._abandon_state(staging)
             self._changed.notify()
         if not is_current:
             return  # a delete overtook it, and has told
-        self._report(staging.done, as_told(error, staging.job, in_doubt))
+        self._report(staging.done, reported_error(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
         """Remove chunks nothing points to, a few at a time, so that turns are not kept waiting."""
@@ -356,7 +360,7 @@ class Writer:
             self._garbage.popleft()
         self._log.written(_TRANSACTION_BYTES)
 
-    def _discard(self, garbage: Iterable[OldState]) -> None:
+    def _discard(self, garbage: Iterable[GarbageState]) -> None:
         """No row points to these any more, and that is committed; without a store objects are left to a sweep."""
         for old in garbage:
             if old.object_key is None:
@@ -364,9 +368,9 @@ class Writer:
                 continue
             self.stats.object_bytes -= old.num_bytes
             if self._objects is not None:
-                self._log.when_synced(partial(self._objects.delete, old.object_key))
+                self._log.call_when_synced(partial(self._objects.delete, old.object_key))
 
-    def _sweep_at_start(self) -> list[OldState]:
+    def _sweep_at_start(self) -> list[GarbageState]:
         self._connection.execute("BEGIN IMMEDIATE")
         garbage = statements.sweep_hidden(self._connection)
         self._connection.execute("COMMIT")
@@ -374,7 +378,7 @@ class Writer:
 
     def _succeeded(self, num_bytes: int) -> None:
         self.stats.commits += 1
-        self._server.answered()
+        self._server.reset()
         self.stats.degraded = None
         self._log.written(num_bytes)
         self._try_to_measure()
@@ -383,26 +387,26 @@ class Writer:
         try:
             self._measure()
         except sqlite3.Error as error:  # what was written stays so
-            self.stats.degraded = in_words(error)
+            self.stats.degraded = describe_error(error)
 
     def _measure(self) -> None:
         self.stats.used_bytes = self._database.used_bytes(self._connection)
         now = time.monotonic()
         if self._objects is not None and now >= self._next_count:
             self.stats.object_bytes = statements.object_bytes(self._connection)
-            self._next_count = now + _COUNT_AGAIN_S
+            self._next_count = now + _RECOUNT_INTERVAL_S
 
     def _roll_back(self, error: Exception) -> None:
         self.stats.failures += 1
         if isinstance(error, sqlite3.Error):
-            self.stats.degraded = in_words(error)
+            self.stats.degraded = describe_error(error)
         elif not isinstance(error, PoolError):
             logger.error("a write of the state pool failed", exc_info=error)
         if self._connection.in_transaction:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error as second:
-                self.stats.degraded = in_words(second)
+                self.stats.degraded = describe_error(second)
 
     def _report(self, done: Done, error: Exception | None) -> None:
         reach("before_acknowledgement")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Acquire, Release, StoredSession
-from state_pool.disk.store import Store, session_of
+from state_pool.disk.store import Store, build_session
 from state_pool.errors import (
     DialogueNotFound,
     DirectoryUnreachable,
@@ -24,24 +24,24 @@ from state_pool.errors import (
 from state_pool.sessions import ROOT, Fence, Lease, LeaseState, Session, SessionIndex, SessionKey
 from state_pool.turns.lease_queue import LeaseQueue
 
-ASK_AGAIN_S = 0.03
+POLL_INTERVAL_S = 0.03
 """Between two questions for a session that another engine runs a turn of."""
-PATIENCE_S = 10.0
+DATABASE_TIMEOUT_S = 10.0
 """How long a turn waits for a database that does not answer."""
-OTHERS_S = 600.0
+OTHER_ENGINES_TIMEOUT_S = 600.0
 """How long a turn waits for those of other engines: longer than most answers take."""
-_TRY_AGAIN_S = 0.25
+_RETRY_DELAY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _AcquireRequest:
     """Who has the session of a lease, or which dialogue it branches from."""
 
     lease: Lease
     branch_from: int | None
     deadline: float
     """Monotonic time until which the database may fail to answer."""
-    others_end: float
+    others_deadline: float
     """Monotonic time until which turns of other engines are waited for."""
 
 
@@ -53,38 +53,38 @@ class Acquisition:
         store: Store,
         index: SessionIndex,
         tiers: Tiers,
-        supply: LeaseQueue,
-        advance: Callable[[Session], None],
+        lease_queue: LeaseQueue,
+        start_next_turn: Callable[[Session], None],
         refuse_when_full: Callable[[], None],
     ) -> None:
-        """`advance`: the session's next turn may begin; `refuse_when_full`: raises PoolFull for a new session."""
+        """`start_next_turn`: the session's next turn may begin; `refuse_when_full`: raises PoolFull for a new session."""
         self._store = store
         self._index = index
         self._tiers = tiers
-        self._supply = supply
-        self._advance = advance
+        self._supply = lease_queue
+        self._start_next_turn = start_next_turn
         self._refuse_when_full = refuse_when_full
-        self._again: list[tuple[float, Callable[[], None]]] = []
+        self._retries: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def pending(self) -> bool:
         """Whether somebody asks again soon."""
-        return bool(self._again)
+        return bool(self._retries)
 
-    def serve(self) -> None:
+    def poll(self) -> None:
         """Ask again where it is time."""
-        if not self._again:
+        if not self._retries:
             return
         now = time.monotonic()
-        due = [ask for at, ask in self._again if at <= now]
-        self._again = [(at, ask) for at, ask in self._again if at > now]
-        for ask in due:
-            ask()
+        due = [retry for at, retry in self._retries if at <= now]
+        self._retries = [(at, retry) for at, retry in self._retries if at > now]
+        for retry in due:
+            retry()
 
     def begin(self, lease: Lease, branch_from: int | None = None) -> None:
         """Acquire the lease's session, or read the dialogue that a new one begins from; then its state is fetched."""
         now = time.monotonic()
-        self._ask(_Question(lease, branch_from, now + PATIENCE_S, now + OTHERS_S))
+        self._send_request(_AcquireRequest(lease, branch_from, now + DATABASE_TIMEOUT_S, now + OTHER_ENGINES_TIMEOUT_S))
 
     def release(self, session: Session) -> None:
         """No turn of the session runs here any more: another engine's may."""
@@ -93,66 +93,66 @@ class Acquisition:
         session.acquired = False
         current = self._index.get(session.key)
         if current is None or current is session or not current.busy:
-            self._give_back(session.fence)
+            self._release_fence(session.fence)
 
-    def _give_back(self, fence: Fence) -> None:
+    def _release_fence(self, fence: Fence) -> None:
         """Tell the database that a turn is over; engines that ask wait until it knows."""
 
         def answered(error: Exception | None) -> None:
             if error is not None:
-                self._give_back_later(fence)
+                self._release_fence_later(fence)
 
         self._store.submit(Release(fence), answered)
 
-    def _give_back_later(self, fence: Fence) -> None:
-        def again() -> None:
+    def _release_fence_later(self, fence: Fence) -> None:
+        def retry() -> None:
             current = self._index.get(SessionKey(fence.session_id, fence.dialogue))
             if current is not None and current.busy:  # a turn runs here, under the same fence
-                self._give_back_later(fence)
+                self._release_fence_later(fence)
             else:
-                self._give_back(fence)
+                self._release_fence(fence)
 
-        self._again.append((time.monotonic() + _TRY_AGAIN_S, again))
+        self._retries.append((time.monotonic() + _RETRY_DELAY_S, retry))
 
-    def _ask(self, question: _Question) -> None:
-        lease = question.lease
+    def _send_request(self, request: _AcquireRequest) -> None:
+        lease = request.lease
         if lease.state is not LeaseState.WAITING:
             return
-        job = Acquire(lease.session.key.session_id, question.branch_from)
+        job = Acquire(lease.session.key.session_id, request.branch_from)
 
         def answered(error: Exception | None) -> None:
             if error is not None:
                 if job.fence is not None and not lease.branch:
-                    self._give_back_later(job.fence)  # its commit may have been kept though nobody heard
-                self._failed(question, error)
+                    self._release_fence_later(job.fence)  # its commit may have been kept though nobody heard
+                self._failed(request, error)
             elif job.fence is None:
-                self._wait_for_others(question)
+                self._wait_for_others(request)
             else:
                 self._acquired(lease, job)
 
         self._store.submit(job, answered)
 
-    def _failed(self, question: _Question, error: Exception) -> None:
+    def _failed(self, request: _AcquireRequest, error: Exception) -> None:
         now = time.monotonic()
         if isinstance(error, DirectoryUnreachable):
-            self._fail(question.lease, error)
-        elif now < question.deadline:
-            self._again.append((now + _TRY_AGAIN_S, lambda: self._ask(question)))
+            self._fail(request.lease, error)
+        elif now < request.deadline:
+            self._retries.append((now + _RETRY_DELAY_S, lambda: self._send_request(request)))
         else:
-            told = f"the session database has not answered within {PATIENCE_S:g} s ({error}); try again in a moment"
-            self._fail(question.lease, DirectoryUnreachable(told))
+            message = f"the session database has not answered within {DATABASE_TIMEOUT_S:g} s ({error}); try again in a moment"
+            self._fail(request.lease, DirectoryUnreachable(message))
 
-    def _wait_for_others(self, question: _Question) -> None:
-        lease, now = question.lease, time.monotonic()
-        busy = f"session {lease.session.key.shown!r} is busy with a turn of another engine"
+    def _wait_for_others(self, request: _AcquireRequest) -> None:
+        lease, now = request.lease, time.monotonic()
+        busy = f"session {lease.session.key.display_name!r} is busy with a turn of another engine"
         if not lease.wait:
             self._fail(lease, SessionBusy(f"{busy}; wait for it, or send wait: true"))
-        elif now >= question.others_end:
-            waited = f"and has been for {OTHERS_S:g} s, as long as a turn waits"
+        elif now >= request.others_deadline:
+            waited = f"and has been for {OTHER_ENGINES_TIMEOUT_S:g} s, as long as a turn waits"
             self._fail(lease, SessionBusy(f"{busy}, {waited}; send it again when that is over"))
         else:
-            again = replace(question, deadline=now + PATIENCE_S)
-            self._again.append((now + ASK_AGAIN_S, lambda: self._ask(again)))
+            retry = replace(request, deadline=now + DATABASE_TIMEOUT_S)
+            self._retries.append((now + POLL_INTERVAL_S, lambda: self._send_request(retry)))
 
     def _acquired(self, lease: Lease, job: Acquire) -> None:
         session = lease.session
@@ -170,7 +170,7 @@ class Acquisition:
         except PoolError as error:
             self._fail(lease, error)
             return
-        self._supply.want(lease)
+        self._supply.enqueue(lease)
 
     def _begin_branch(self, lease: Lease, job: Acquire) -> None:
         """Raises DialogueNotFound, SessionUnusable, PoolFull."""
@@ -178,30 +178,30 @@ class Acquisition:
         if job.branch_from is not None and job.branch_from != ROOT and not job.stored:
             raise DialogueNotFound(session_id, job.branch_from)
         self._refuse_when_full()
-        lease.reserved = job.dialogue
+        lease.reserved_dialogue = job.dialogue
         if job.stored:
-            source = self._known(job.stored)
+            source = self._cached_dialogue(job.stored)
             _check_usable(source)
             lease.source = lease.session.parent = source
 
-    def _known(self, stored: list[StoredSession]) -> Session:
+    def _cached_dialogue(self, stored: list[StoredSession]) -> Session:
         """The dialogue as memory has it, which is as good as stored since it never changes; entered if it is new."""
         session = self._index.get(stored[0].row.key)
         if session is None or session.row != stored[0].row.row:
             if session is not None:
                 self.drop(session)
-            session = session_of(stored[0])
+            session = build_session(stored[0])
             self._index.add(session)
         at = session
         for ancestor in stored[1:]:
-            at.parent = at.parent or session_of(ancestor)
+            at.parent = at.parent or build_session(ancestor)
             at = at.parent
         return session
 
     def _refresh(self, session: Session, stored: list[StoredSession]) -> None:
         """Have the session in memory be what is stored. Raises SessionUnusable, PoolFull."""
         if not stored:
-            self._begin_anew(session)
+            self._reset(session)
             return
         row = stored[0].row
         if (session.row, session.turn) != (row.row, row.turn):
@@ -212,12 +212,12 @@ class Acquisition:
             session.origin, session.adapter = row.origin, row.adapter
         session.disk_turn, session.disk_tokens = stored[0].disk_turn, stored[0].disk_tokens
         if stored[0].quarantined is not None:
-            self._index.refuse(session, stored[0].quarantined)
+            self._index.mark_unusable(session, stored[0].quarantined)
         elif session.unusable is not None:
-            self._index.accept(session)
+            self._index.mark_usable(session)
         _check_usable(session)
 
-    def _begin_anew(self, session: Session) -> None:
+    def _reset(self, session: Session) -> None:
         """There is no such session, or no more."""
         self._refuse_when_full()
         if not session.exists:
@@ -228,7 +228,7 @@ class Acquisition:
         session.disk_turn, session.disk_tokens = -1, 0
         session.origin = session.adapter = None
         session.created = time.time()
-        self._index.accept(session)
+        self._index.mark_usable(session)
 
     def drop(self, session: Session) -> None:
         """Memory has what the database has no more."""
@@ -240,9 +240,9 @@ class Acquisition:
         lease.state, lease.error = LeaseState.FAILED, error
         if session.active is lease and not lease.branch:
             session.active = None
-            self._advance(session)
+            self._start_next_turn(session)
 
 
 def _check_usable(session: Session) -> None:
     if session.unusable is not None:
-        raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
+        raise SessionUnusable(f"session {session.key.display_name!r}: {session.unusable}")

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from state_pool.adapters import Adapters
-from state_pool.arena import ZERO_SLOT, HostState, Noise
-from state_pool.cache.checkpoints import mark_stored, row_of
+from state_pool.arena import ZERO_SLOT, HostState, InvalidStateValues
+from state_pool.cache.checkpoints import build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, StoredSession
-from state_pool.disk.reader import LoadResult, Unlooked
-from state_pool.disk.store import CompletionQueue, Store, session_of
+from state_pool.disk.reader import LoadResult, LookupFailed
+from state_pool.disk.store import CompletionQueue, Store, build_session
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.resharding import cut_anew
-from state_pool.session_file import NotASession, SessionFile
+from state_pool.resharding import reshard_state
+from state_pool.session_file import InvalidSessionFile, SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
-from state_pool.tuned_state import is_mixture, joint, parted
+from state_pool.tuned_state import is_mixture, join_fingerprint, split_fingerprint
 
-AT_ONCE = 2
+MAX_CONCURRENT = 2
 """Exports and imports under way; each holds a state in host memory."""
 
 OnExported = Callable[[SessionFile | Exception], None]
@@ -37,25 +37,25 @@ class ImportExport:
         tiers: Tiers,
         store: Store | None,
         deliver: CompletionQueue,
-        advance: Callable[[Session], None],
+        start_next_turn: Callable[[Session], None],
         delete_rows: Callable[[tuple[int, ...]], None],
         tuned: TunedStates,
         adapters: Adapters,
     ) -> None:
         self._tuned = tuned
         self._adapters = adapters
-        self._advance = advance
+        self._start_next_turn = start_next_turn
         self._delete_rows = delete_rows
         self._index = index
         self._tiers = tiers
         self._store = store
         self._deliver = deliver
-        self._under_way = 0
+        self._num_active = 0
 
     @property
     def pending(self) -> bool:
         """Whether an export or import is under way."""
-        return self._under_way > 0
+        return self._num_active > 0
 
     def export(self, session_id: str, dialogue: int | None, on_exported: OnExported) -> None:
         """See `StatePool.export`."""
@@ -65,35 +65,35 @@ class ImportExport:
             return
         session = self._index.get(key)
         if session is None or not session.exists:
-            raise _gone(key)
+            raise _not_found_error(key)
         if session.unusable is not None:
-            raise SessionUnusable(f"session {key.shown!r}: {session.unusable}", session_id)
+            raise SessionUnusable(f"session {key.display_name!r}: {session.unusable}", session_id)
         if is_mixture(session.origin):
             raise SessionUnusable(
-                f"session {key.shown!r} is a mixture's, which is kept by its tokens alone", session_id
+                f"session {key.display_name!r} is a mixture's, which is kept by its tokens alone", session_id
             )
         if session.slot is None and session.host is None and session.unlogged:
             raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
-        with self._place():
+        with self._limit_concurrency():
             self._copy_out(session, on_exported)
 
     def _export_shared(self, store: Store, key: SessionKey, on_exported: OnExported) -> None:
         """The database says which turn is the last; memory may have the state after it."""
 
-        def found(stored: list[StoredSession] | Unlooked) -> None:
+        def found(stored: list[StoredSession] | LookupFailed) -> None:
             if isinstance(stored, Exception) or not stored or stored[0].quarantined is not None:
-                self._under_way -= 1
-                on_exported(stored if isinstance(stored, Exception) else _why_not(key, stored))
+                self._num_active -= 1
+                on_exported(stored if isinstance(stored, Exception) else _unavailable_error(key, stored))
                 return
             last, known = stored[0].row, self._index.get(key)
             in_memory = known is not None and (known.slot is not None or known.host is not None)
             if known is not None and in_memory and (known.row, known.turn) == (last.row, last.turn):
                 self._copy_out(known, on_exported)
                 return
-            session = session_of(stored[0])
+            session = build_session(stored[0])
             store.load(last.row, lambda result: self._read(session, on_exported, result))
 
-        with self._place():
+        with self._limit_concurrency():
             store.find(key, found)
 
     def _copy_out(self, session: Session, on_exported: OnExported) -> None:
@@ -109,18 +109,20 @@ class ImportExport:
         elif session.slot == ZERO_SLOT:
             self._deliver(lambda: self._exported(session, on_exported, num_tokens, replay, {}))
         elif session.slot is not None:
-            self._tiers.save(session.slot, arrived, leaves=False)
+            self._tiers.save(session.slot, arrived, frees_slot=False)
         elif self._store is not None:
             self._store.load(session.row, lambda result: self._read(session, on_exported, result))
 
     def _read(self, session: Session, on_exported: OnExported, result: LoadResult) -> None:
-        result = self._tuned.completed(session, result)
+        result = self._tuned.with_origin_state(session, result)
         if isinstance(result, Loaded):
             parts = {} if result.host is None else result.host.parts()
             self._exported(session, on_exported, result.num_tokens, result.replay, parts)
         else:
-            self._under_way -= 1
-            on_exported(_gone(session.key) if session.deleted else result)  # the reader came after the delete
+            self._num_active -= 1
+            on_exported(
+                _not_found_error(session.key) if session.deleted else result
+            )  # the reader came after the delete
 
     def _exported(
         self,
@@ -130,30 +132,32 @@ class ImportExport:
         replay: list[int],
         parts: Mapping[str, memoryview],
     ) -> None:
-        self._under_way -= 1
+        self._num_active -= 1
         arena = self._tiers.arena
         layout = {name: arena.layout[name] for name in parts}
-        on_exported(SessionFile(joint(arena.fingerprint, session.adapter), num_tokens, replay, layout, parts))
+        on_exported(
+            SessionFile(join_fingerprint(arena.fingerprint, session.adapter), num_tokens, replay, layout, parts)
+        )
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
         """See `StatePool.import_session`."""
         arena = self._tiers.arena
-        fingerprint, digest = parted(file.fingerprint)
+        fingerprint, digest = split_fingerprint(file.fingerprint)
         dataclasses.replace(file, fingerprint=fingerprint).check(arena.fingerprint, arena.layout, arena.vocab)
-        adapter = self._adapters.of_digest(digest, f"file for session {session_id!r}") if digest else None
+        adapter = self._adapters.find_by_digest(digest, f"file for session {session_id!r}") if digest else None
         key = checked_key(session_id)
         self._forget_idle(key)
         if self._index.get(key) is not None:
-            raise _taken(key)
-        if not self._tiers.host_has_room() or (self._store is not None and not self._store.takes_state):
+            raise _name_taken_error(key)
+        if not self._tiers.host_has_room() or (self._store is not None and not self._store.has_room_for_state):
             raise PoolFull("too many states are being moved; try again in a moment")
         try:
-            host = arena.host_state(cut_anew(file.parts, file.layout, arena.layout)) if file.parts else None
-        except Noise as error:
-            raise NotASession(f"{error}; export the session from where it works") from None
+            host = arena.host_state(reshard_state(file.parts, file.layout, arena.layout)) if file.parts else None
+        except InvalidStateValues as error:
+            raise InvalidSessionFile(f"{error}; export the session from where it works") from None
         except ValueError as error:
             raise SessionUnusable(f"the state does not fit this model: {error}") from None
-        with self._place():
+        with self._limit_concurrency():
             now = time.time()
             session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
             session.adapter = None if adapter is None else adapter.origin
@@ -164,7 +168,7 @@ class ImportExport:
                 self._imported(session, host, file, error, on_durable)
 
             self._acquire(session, lambda: self._write(session, host, file, done), done)
-            self._tiers.arriving += host is not None
+            self._tiers.num_loading += host is not None
 
     def _forget_idle(self, key: SessionKey) -> None:
         """Where engines share the database, it says whether there is such a session."""
@@ -183,7 +187,7 @@ class ImportExport:
         def acquired(error: Exception | None) -> None:
             session.fence, session.acquired = job.fence, job.fence is not None
             if error is None and (job.fence is None or job.stored):
-                error = _taken(session.key)
+                error = _name_taken_error(session.key)
             if error is not None:
                 done(error)
             else:
@@ -197,8 +201,8 @@ class ImportExport:
             self._deliver(lambda: done(None))
             return
         store, turn = self._store, 0 if host is None else 1
-        state = row_of(session, turn=turn, num_tokens=file.num_tokens - len(file.replay))
-        following = row_of(session, turn=turn + 1, num_tokens=file.num_tokens)
+        state = build_session_row(session, turn=turn, num_tokens=file.num_tokens - len(file.replay))
+        following = build_session_row(session, turn=turn + 1, num_tokens=file.num_tokens)
 
         def stored(error: Exception | None) -> None:
             if error is None and file.replay and not session.deleted:
@@ -219,53 +223,53 @@ class ImportExport:
         error: Exception | None,
         on_durable: OnDurable,
     ) -> None:
-        self._tiers.arriving -= host is not None
-        self._under_way -= 1
+        self._tiers.num_loading -= host is not None
+        self._num_active -= 1
         session.pending = None
         if session.deleted:
-            error = SessionNotFound(f"session {session.key.shown!r} was deleted while it was brought in")
+            error = SessionNotFound(f"session {session.key.display_name!r} was deleted while it was brought in")
         elif error is None:
-            self._accept(session, host, file)
+            self._add_imported(session, host, file)
         elif self._store is not None:
             self._delete_rows((session.row,))
             session.row = self._store.next_row()  # who waits for it begins anew, beyond the reach of that delete
         on_durable(error)
-        self._advance(session)
+        self._start_next_turn(session)
 
-    def _accept(self, session: Session, host: HostState | None, file: SessionFile) -> None:
+    def _add_imported(self, session: Session, host: HostState | None, file: SessionFile) -> None:
         if host is not None and self._store is not None:
-            mark_stored(session, row_of(session, turn=1, num_tokens=file.num_tokens - len(file.replay)))
+            mark_stored(session, build_session_row(session, turn=1, num_tokens=file.num_tokens - len(file.replay)))
         session.turn = (host is not None) + bool(file.replay)
         session.num_tokens = file.num_tokens
         self._index.num_existing += session.exists
         self._index.touch(session, time.time())
-        self._tiers.receive(session, Loaded(host, file.replay, 0, file.num_tokens))
+        self._tiers.add_loaded(session, Loaded(host, file.replay, 0, file.num_tokens))
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _limit_concurrency(self) -> Iterator[None]:
         """One of the places, until the outcome is told; it comes back at once if nothing can be begun."""
-        if self._under_way >= AT_ONCE:
-            raise PoolFull(f"{AT_ONCE} sessions are being exported or imported; try again in a moment")
-        self._under_way += 1
+        if self._num_active >= MAX_CONCURRENT:
+            raise PoolFull(f"{MAX_CONCURRENT} sessions are being exported or imported; try again in a moment")
+        self._num_active += 1
         try:
             yield
         except BaseException:
-            self._under_way -= 1
+            self._num_active -= 1
             raise
 
 
-def _taken(key: SessionKey) -> SessionBusy:
+def _name_taken_error(key: SessionKey) -> SessionBusy:
     name = key.session_id
     return SessionBusy(f"there is a session {name!r} already; delete it first, or choose another id", name)
 
 
-def _why_not(key: SessionKey, stored: list[StoredSession]) -> PoolError:
+def _unavailable_error(key: SessionKey, stored: list[StoredSession]) -> PoolError:
     """Why a session is not exported."""
     if not stored:
-        return _gone(key)
-    return SessionUnusable(f"session {key.shown!r}: {stored[0].quarantined}", key.session_id)
+        return _not_found_error(key)
+    return SessionUnusable(f"session {key.display_name!r}: {stored[0].quarantined}", key.session_id)
 
 
-def _gone(key: SessionKey) -> SessionNotFound:
+def _not_found_error(key: SessionKey) -> SessionNotFound:
     dialogue = "" if key.dialogue == LINEAR else f":{key.dialogue}"
     return SessionNotFound(f"there is no session {key.session_id!r}{dialogue}", key.session_id)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 
-from state_pool.adapters import Adapters, other_adapter
+from state_pool.adapters import Adapters, adapter_mismatch
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Loaded, Quarantined
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
-from state_pool.disk.verify import Damaged
-from state_pool.errors import AdapterNotFound, OtherOrigin, PoolError, SessionUnread, SessionUnusable
+from state_pool.disk.verify import SessionCorrupted
+from state_pool.errors import AdapterNotFound, OriginMismatch, PoolError, SessionReadFailed, SessionUnusable
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 from state_pool.tuned_state import Origin, is_mixture
 
@@ -43,26 +43,26 @@ class LeaseQueue:
     @property
     def pending(self) -> bool:
         """Whether somebody waits."""
-        return bool(self._waiting) or self._tiers.arriving > 0
+        return bool(self._waiting) or self._tiers.num_loading > 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def want(self, lease: Lease) -> None:
+    def enqueue(self, lease: Lease) -> None:
         """Make a lease ready now, or as soon as its state can be read."""
         if lease.source is not None:
             lease.source.readers += 1
-            lease.reads = True
+            lease.is_reader = True
         if not self._try(lease):
             self._waiting.append(lease)
 
-    def withdraw(self, lease: Lease) -> None:
+    def stop_reading(self, lease: Lease) -> None:
         """The lease does not want, or read, its state any more."""
-        if lease.reads and lease.source is not None:
+        if lease.is_reader and lease.source is not None:
             lease.source.readers -= 1
-        lease.reads = False
+        lease.is_reader = False
 
-    def serve(self) -> None:
+    def poll(self) -> None:
         """Try the waiting leases in order; those that still have to wait keep their places."""
         kept: list[Lease] = []
         for _ in range(min(len(self._waiting), _LOOK_AHEAD)):
@@ -75,7 +75,7 @@ class LeaseQueue:
         """Every lease that waits for the session's state, or for its turn, fails."""
         waiting = [lease for lease in self._waiting if lease.source is session and lease.state is LeaseState.WAITING]
         for lease in waiting + list(session.queue):
-            self.withdraw(lease)
+            self.stop_reading(lease)
             lease.state, lease.error = LeaseState.FAILED, error
             if lease.session.active is lease:
                 lease.session.active = None
@@ -88,7 +88,7 @@ class LeaseQueue:
             return True
         if source is None or not source.exists:
             return self._begin(lease)
-        if (error := self._refusal(source, lease)) is not None:
+        if (error := self._mismatch_error(source, lease)) is not None:
             lease.state, lease.error = LeaseState.FAILED, error
             return True
         if lease.tier is None:
@@ -104,13 +104,15 @@ class LeaseQueue:
         lease.state = LeaseState.READY
         return True
 
-    def _refusal(self, source: Session, lease: Lease) -> PoolError | None:
+    def _mismatch_error(self, source: Session, lease: Lease) -> PoolError | None:
         """Why a turn cannot go on with a history as it asks; else its lease has the adapter of that."""
-        shown = source.key.shown
-        error = other_origin(source, origin_of(lease)) or other_adapter(shown, source.adapter, lease.adapter)
+        display_name = source.key.display_name
+        error = origin_mismatch(source, origin_of(lease)) or adapter_mismatch(
+            display_name, source.adapter, lease.adapter
+        )
         if error is None and lease.adapter is None and source.adapter is not None:
             try:
-                lease.adapter = self._adapters.hold_for(shown, source.adapter)
+                lease.adapter = self._adapters.acquire_for_session(display_name, source.adapter)
             except AdapterNotFound as missing:
                 return missing
         return error
@@ -134,35 +136,35 @@ class LeaseQueue:
                 self._tiers.promote(session)
         elif self._store is not None and self._may_load(session):
             session.loading = True
-            self._tiers.arriving += 1
+            self._tiers.num_loading += 1
             wanted = (session.row, session.turn)
             self._store.load(session.row, lambda result: self._loaded(session, wanted, result))
 
     def _may_load(self, session: Session) -> bool:
         """Whether the disk has all of it, and reader and host memory have room."""
-        if session.loading or session.unlogged or self._tiers.arriving >= self._config.transfer_states:
+        if session.loading or session.unlogged or self._tiers.num_loading >= self._config.transfer_states:
             return False
         return self._tiers.host_has_room()
 
     def _loaded(self, session: Session, wanted: tuple[int, int], result: LoadResult) -> None:
-        self._tiers.arriving -= 1
+        self._tiers.num_loading -= 1
         session.loading = False
         if session.deleted or session.slot is not None or session.host is not None:
             return
         if (session.row, session.turn) != wanted:  # another engine's turns came in between
             return
-        result = self._tuned.completed(session, result)
+        result = self._tuned.with_origin_state(session, result)
         if isinstance(result, Loaded):
-            self._tiers.receive(session, result)
+            self._tiers.add_loaded(session, result)
             return
-        if isinstance(result, Damaged):
+        if isinstance(result, SessionCorrupted):
             self._quarantine(session, str(result))
-        told = SessionUnread if isinstance(result, SessionUnread) else SessionUnusable
-        self.fail(session, told(f"session {session.key.shown!r}: {result}"))
+        error_type = SessionReadFailed if isinstance(result, SessionReadFailed) else SessionUnusable
+        self.fail(session, error_type(f"session {session.key.display_name!r}: {result}"))
 
     def _quarantine(self, session: Session, reason: str) -> None:
         """Remember the damage, here and on disk, so that nobody is fed a wrong state later."""
-        self._index.refuse(session, reason)
+        self._index.mark_unusable(session, reason)
         if self._store is not None:
             self._store.submit(Quarantined(session.row, reason), lambda _: None)
 
@@ -172,17 +174,21 @@ def origin_of(lease: Lease) -> Origin | None:
     return lease.mixture if lease.tuned is None else lease.tuned.origin
 
 
-def other_origin(session: Session, asked: Origin | None) -> OtherOrigin | None:
+def origin_mismatch(session: Session, asked: Origin | None) -> OriginMismatch | None:
     """What to tell who asks for a tuned state, or a mixture, that an existing session did not begin from."""
-    began, shown = session.origin, session.key.shown
+    began, display_name = session.origin, session.key.display_name
     if is_mixture(began) and began is not None and (asked is None or asked.digest != began.digest):
-        return OtherOrigin(f"session {shown!r} began with a mixture of {began.name}; name these states, in this order")
+        return OriginMismatch(
+            f"session {display_name!r} began with a mixture of {began.name}; name these states, in this order"
+        )
     if asked is None or (began is not None and began.digest == asked.digest):
         return None
     given = f"a mixture of {asked.name}" if is_mixture(asked) else repr(asked.name)
     remedy = "leave `state` out to continue it, or begin another session"
     if began is None:
         known = "it began with the empty state, or was imported from a file, which does not say"
-        return OtherOrigin(f"session {shown!r} is not known to have begun with {given}: {known}; {remedy}", asked.name)
+        return OriginMismatch(
+            f"session {display_name!r} is not known to have begun with {given}: {known}; {remedy}", asked.name
+        )
     what = f"the tuned state {began.name!r} (digest {began.digest})"
-    return OtherOrigin(f"session {shown!r} began with {what}, not with {given}; {remedy}", asked.name)
+    return OriginMismatch(f"session {display_name!r} began with {what}, not with {given}; {remedy}", asked.name)

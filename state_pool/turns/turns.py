@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from state_pool.adapters import Adapters, other_adapter
-from state_pool.cache.checkpoints import mark_stored, row_of
+from state_pool.adapters import Adapters, adapter_mismatch
+from state_pool.cache.checkpoints import build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
@@ -37,7 +37,7 @@ from state_pool.sessions import (
 )
 from state_pool.tuned_state import Origin
 from state_pool.turns.acquisition import Acquisition
-from state_pool.turns.lease_queue import LeaseQueue, other_origin
+from state_pool.turns.lease_queue import LeaseQueue, origin_mismatch
 
 
 class Turns:
@@ -53,7 +53,7 @@ class Turns:
         tuned: TunedStates,
         adapters: Adapters,
     ) -> None:
-        self.supply = LeaseQueue(config, index, tiers, store, tuned, adapters)
+        self.lease_queue = LeaseQueue(config, index, tiers, store, tuned, adapters)
         self._adapters = adapters
         self._tuned = tuned
         self._config = config
@@ -66,7 +66,9 @@ class Turns:
         self.acquisition: Acquisition | None = None
         """Where other engines share the database: asked before a session's state is."""
         if store is not None and store.shared:
-            self.acquisition = Acquisition(store, index, tiers, self.supply, self.advance, self._check_room)
+            self.acquisition = Acquisition(
+                store, index, tiers, self.lease_queue, self.start_next_turn, self._check_room
+            )
         self._branches: dict[Lease, None] = {}
         """Leases of dialogues that have no number yet, so that a delete finds them."""
         self._unsaved: deque[Callable[[], bool]] = deque()
@@ -81,7 +83,7 @@ class Turns:
     def pending(self) -> bool:
         """Whether a turn or a lease waits for something that `poll` begins."""
         asks = self.acquisition is not None and self.acquisition.pending
-        return self.unsaved or self.supply.pending or asks
+        return self.unsaved or self.lease_queue.pending or asks
 
     @property
     def unsaved(self) -> bool:
@@ -100,15 +102,15 @@ class Turns:
         if session is None:
             self._refuse_when_full()
             now = time.time()
-            session = Session(key, self._row(), now, now)
+            session = Session(key, self._new_row_id(), now, now)
             self._index.add(session)
         if session.unusable is not None and self.acquisition is None:
             raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
-        lease = self._held(Lease(session, session, wait=wait), state, adapter, mixture)
+        lease = self._acquire_resources(Lease(session, session, wait=wait), state, adapter, mixture)
         session.queue.append(lease)
-        self.advance(session)
+        self.start_next_turn(session)
         return lease
 
     def _check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
@@ -117,14 +119,14 @@ class Turns:
         under = self._adapters.get(adapter) if adapter else None
         if session is None or not session.exists or self.acquisition is not None:
             return
-        error = other_origin(session, asked) or other_adapter(session.key.shown, session.adapter, under)
+        error = origin_mismatch(session, asked) or adapter_mismatch(session.key.display_name, session.adapter, under)
         if error is not None:
             raise error
 
-    def _held(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
+    def _acquire_resources(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
         """The lease with what it names, held until it ends."""
-        lease.tuned, lease.mixture = self._tuned.hold(state) if state else None, mixture
-        lease.adapter = self._adapters.hold(adapter) if adapter else None
+        lease.tuned, lease.mixture = self._tuned.acquire(state) if state else None, mixture
+        lease.adapter = self._adapters.acquire(adapter) if adapter else None
         return lease
 
     def checkout_branch(
@@ -138,17 +140,17 @@ class Turns:
             if source is None or not source.exists:
                 raise DialogueNotFound(session_id, parent)
             if source.unusable is not None:
-                raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")
+                raise SessionUnusable(f"session {source.key.display_name!r}: {source.unusable}")
         self._check_origin(source, state, adapter, mixture)
         self._refuse_when_full()
         now = time.time()
         # Its number is only known when the turn is recorded: several branches may run at once.
-        dialogue = Session(SessionKey(session_id, ROOT), self._row(), now, now, parent=source)
-        lease = self._held(Lease(dialogue, source, branch=True), state, adapter, mixture)
+        dialogue = Session(SessionKey(session_id, ROOT), self._new_row_id(), now, now, parent=source)
+        lease = self._acquire_resources(Lease(dialogue, source, branch=True), state, adapter, mixture)
         dialogue.active = lease
         self._branches[lease] = None
         if self.acquisition is None:
-            self.supply.want(lease)
+            self.lease_queue.enqueue(lease)
         else:
             self.acquisition.begin(lease, parent)
         return lease
@@ -165,20 +167,20 @@ class Turns:
                 "session; delete some, or raise --state-db-max-gb"
             )
 
-    def _row(self) -> int:
+    def _new_row_id(self) -> int:
         if self._store is not None:
             return self._store.next_row()
         self._next_row += 1
         return self._next_row
 
-    def advance(self, session: Session) -> None:
+    def start_next_turn(self, session: Session) -> None:
         """Begin the next waiting turn, if none runs or settles; forget a session nobody came to keep."""
         if session.active is not None or session.pending is not None:
             return
         if session.queue:
             session.active = session.queue.pop(0)
             if self.acquisition is None:
-                self.supply.want(session.active)
+                self.lease_queue.enqueue(session.active)
             else:
                 self.acquisition.begin(session.active)
             return
@@ -197,21 +199,21 @@ class Turns:
             self._deliver(lambda: on_durable(error))
             return
         if lease.branch:
-            self._number(lease)
+            self._assign_dialogue(lease)
         turn = PendingTurn(session.turn + 1, list(tokens), on_durable)
         session.pending = turn
         if self._store is not None and self._config.durability == "lazy":
-            self._deliver(lambda: self._conclude(session, turn, None))
+            self._deliver(lambda: self._set_outcome(session, turn, None))
         if self._store is not None and self._stores_log and not session.log_broken:
             session.unlogged += 1
             self.unlogged[session] = None
-            self._store.submit(_append_of(session, turn), lambda error: self._logged(session, turn, error))
+            self._store.submit(_append_job(session, turn), lambda error: self._logged(session, turn, error))
 
-    def _number(self, lease: Lease) -> None:
+    def _assign_dialogue(self, lease: Lease) -> None:
         """A branch becomes the session's newest dialogue."""
         dialogue = lease.session
         session_id = dialogue.key.session_id
-        number = self._index.next_dialogue(session_id) if lease.reserved is None else lease.reserved
+        number = self._index.next_dialogue(session_id) if lease.reserved_dialogue is None else lease.reserved_dialogue
         dialogue.key = SessionKey(session_id, number)
         dialogue.num_tokens = lease.num_tokens
         lease.dialogue_idx = dialogue.key.dialogue
@@ -222,31 +224,31 @@ class Turns:
         """See `StatePool.checkin`."""
         session, turn = lease.session, lease.session.pending
         if lease.state is not LeaseState.READY or turn is None:
-            self._end(lease)
-            self._tiers.slots.drop(slot)
+            self._end_lease(lease)
+            self._tiers.slots.drop_ref(slot)
             return
         turn.slot = slot
         turn.checked_in = True
-        self._end(lease)
+        self._end_lease(lease)
         if self._stores_states:
             self._unsaved.append(lambda: self._store_state(session, turn, slot))
             self.begin_saves()
         elif self._store is None:  # not before: the state is all there is of the turn
-            self._deliver(lambda: self._conclude(session, turn, None))
-        self._settle(session)
+            self._deliver(lambda: self._set_outcome(session, turn, None))
+        self._finish_if_complete(session)
 
     def _store_state(self, session: Session, turn: PendingTurn, slot: int) -> bool:
         """Durability "turn": the whole state goes to disk, and with it the turn."""
         if session.deleted:
             return True
         return self._tiers.checkpoints.store_turn(
-            session, slot, _append_of(session, turn), lambda error: self._conclude(session, turn, error)
+            session, slot, _append_job(session, turn), lambda error: self._set_outcome(session, turn, error)
         )
 
     def release(self, lease: Lease) -> None:
         """See `StatePool.release`."""
         session, turn = lease.session, lease.session.pending
-        self._end(lease)
+        self._end_lease(lease)
         self._branches.pop(lease, None)
         if lease in session.queue:
             session.queue.remove(lease)
@@ -254,24 +256,24 @@ class Turns:
             return
         if turn is None:
             session.active = None
-            self.advance(session)
+            self.start_next_turn(session)
         elif not turn.checked_in:
             turn.checked_in = True
             if not self._stores_log:
-                self._conclude(session, turn, TurnNotStored("the turn was given up before its state was stored"))
-            self._settle(session)
+                self._set_outcome(session, turn, TurnNotStored("the turn was given up before its state was stored"))
+            self._finish_if_complete(session)
 
-    def _end(self, lease: Lease) -> None:
+    def _end_lease(self, lease: Lease) -> None:
         """The lease reads no more."""
-        self.supply.withdraw(lease)
+        self.lease_queue.stop_reading(lease)
         if lease.pinned:
             self._tiers.unpin(lease.read_slot)
             lease.pinned = False
         if lease.tuned is not None:
-            self._tuned.let_go(lease.tuned)
+            self._tuned.drop_ref(lease.tuned)
             lease.tuned = None
         if lease.adapter is not None:
-            self._adapters.let_go(lease.adapter)
+            self._adapters.drop_ref(lease.adapter)
             lease.adapter = None
         if lease.state is not LeaseState.FAILED:
             lease.state = LeaseState.DONE
@@ -285,20 +287,20 @@ class Turns:
         if self._config.durability == "lazy":
             session.log_broken = session.log_broken or error is not None
         else:
-            self._conclude(session, turn, error)
+            self._set_outcome(session, turn, error)
 
-    def _conclude(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
+    def _set_outcome(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
         """The turn's fate is known. A failure is told now; a success when whoever asks next finds the turn."""
         if session.deleted:
-            error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")
+            error = SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran")
         self._tiers.counters.stale_turns += isinstance(error, StaleEpoch)
         turn.outcome = error or True
         session.acquired = session.acquired and error is not None  # the commit has released it
         if error is not None:
-            _tell(turn, error)
-        self._settle(session)
+            _notify(turn, error)
+        self._finish_if_complete(session)
 
-    def _settle(self, session: Session) -> None:
+    def _finish_if_complete(self, session: Session) -> None:
         """When the turn's fate and its state are both known, make it part of the session, or drop it."""
         turn = session.pending
         if turn is None or turn.outcome is None or not turn.checked_in:
@@ -306,13 +308,13 @@ class Turns:
         session.pending = None
         session.active = None
         if turn.outcome is True and not session.deleted:
-            self._accept(session, turn)
-            _tell(turn, None)
+            self._commit_turn(session, turn)
+            _notify(turn, None)
         elif turn.slot is not None:
-            self._tiers.slots.drop(turn.slot)
-        self.advance(session)
+            self._tiers.slots.drop_ref(turn.slot)
+        self.start_next_turn(session)
 
-    def _accept(self, session: Session, turn: PendingTurn) -> None:
+    def _commit_turn(self, session: Session, turn: PendingTurn) -> None:
         self._index.num_existing += not session.exists
         session.turn = turn.turn
         session.num_tokens += len(turn.tokens)
@@ -322,7 +324,7 @@ class Turns:
             return
         self._tiers.park(session, turn.slot)
         if self._stores_states:
-            mark_stored(session, row_of(session))
+            mark_stored(session, build_session_row(session))
         elif self._tiers.checkpoints.is_due(session):
             self._tiers.checkpoints.begin(session)
 
@@ -335,37 +337,37 @@ class Turns:
 
     def delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> DeleteNamed:
         """See `StatePool.delete`; the count is final when the delete is durable."""
-        doomed = self._index.matching(session_id, delete_prefix)
+        to_delete = self._index.matching(session_id, delete_prefix)
         for lease in list(self._branches):
             name = lease.session.key.session_id
-            if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:
+            if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in to_delete:
                 self._discard(lease.session)
         if self.acquisition is None:
-            self.remove(doomed, on_durable)
-            return DeleteNamed(session_id, delete_prefix, len(doomed))
+            self.remove(to_delete, on_durable)
+            return DeleteNamed(session_id, delete_prefix, len(to_delete))
         job = DeleteNamed(session_id, delete_prefix)
-        for session in doomed:
+        for session in to_delete:
             self._discard(session)
         assert self._store is not None
         self._store.submit(job, lambda error: None if on_durable is None else on_durable(error))
         return job
 
-    def remove(self, doomed: list[Session], on_durable: OnDurable | None = None) -> None:
+    def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
         """Take sessions out of every tier."""
-        for session in doomed:
+        for session in to_delete:
             self._discard(session)
-        self.delete_rows(tuple(s.row for s in doomed if s.exists or s.pending is not None), on_durable)
+        self.delete_rows(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
 
     def _discard(self, session: Session) -> None:
         session.deleted = True
-        error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran or waited")
+        error = SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran or waited")
         lease, turn = session.active, session.pending
-        self.supply.fail(session, error)
+        self.lease_queue.fail(session, error)
         if lease is not None and lease.state is not LeaseState.DONE:
             self._branches.pop(lease, None)
             lease.state, lease.error = LeaseState.FAILED, error
         if turn is not None and turn.on_durable is not None:  # not told yet
-            self._deliver(lambda: self._conclude(session, turn, error))
+            self._deliver(lambda: self._set_outcome(session, turn, error))
         self._tiers.forget(session)
         self._index.remove(session)
 
@@ -393,7 +395,7 @@ class Turns:
             self.delete_rows(rows)
 
 
-def _tell(turn: PendingTurn, error: Exception | None) -> None:
+def _notify(turn: PendingTurn, error: Exception | None) -> None:
     """Tell the engine, once."""
     on_durable, turn.on_durable = turn.on_durable, None
     if on_durable is not None:
@@ -401,7 +403,7 @@ def _tell(turn: PendingTurn, error: Exception | None) -> None:
         reach("after_acknowledgement")
 
 
-def _append_of(session: Session, turn: PendingTurn) -> Append:
+def _append_job(session: Session, turn: PendingTurn) -> Append:
     num_tokens = session.num_tokens + len(turn.tokens)
-    row = row_of(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time())
+    row = build_session_row(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time())
     return Append(row, turn.tokens, session.fence)

@@ -11,7 +11,7 @@ import pytest
 from demo import files
 from demo.corpus import structured, tools
 from demo.engine_talker import EngineTalker, engine_talker
-from routes.request.toolbox import FENCE, Function, Toolbox, call_text
+from routes.request.tool_set import FENCE, Function, ToolSet, call_text
 
 pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
 TUNED = files.MODEL.parent / "tuned"
@@ -50,7 +50,7 @@ def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     weather = tools.Listed(tools.TOOLS[0], "get_weather", ("city",), ("city: string",), " // Get weather")
     function = Function("get_weather", "Get weather", parameters, False, "tools[0]")
-    listing = Toolbox((function,), (function,), must_call=False, several=False).listing
+    listing = ToolSet((function,), (function,), must_call=False, several=False).listing
     assert tools.system([weather]) == f"System: {listing}"
     call = json.loads(tools.wish(rng, [weather]).call)
     assert FENCE + tools.fenced(json.dumps(call, ensure_ascii=False)) == call_text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from settings import FLAGS, parse_settings
+from programs.settings import FLAGS, parse_settings
 from test.serving import ROOT, Service
 
 DEPLOY = ROOT / "deploy"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from settings import parse_settings
+from programs.settings import parse_settings
 from test.serving import ROOT
 
 FOLDER = ROOT / "deploy" / "cluster"

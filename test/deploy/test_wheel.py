@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from native.cache_folder import VARIABLE
-from test.bulk.runs import read_jsonl, write_jsonl
+from test.programs.batch.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, free_port, wait_for
 
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "*.db*", "build", "images")
@@ -74,7 +74,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 def test_it_has_every_source_and_the_page(installed: Installed) -> None:
     folders = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("test", "examples")]
     wanted = [path for folder in folders for pattern in SOURCES for path in folder.rglob(pattern)]
-    wanted += [path for path in (ROOT / "web").rglob("*") if path.is_file()]
+    wanted += [path for path in (ROOT / "routes" / "web").rglob("*") if path.is_file()]
     assert len([path for path in wanted if path.suffix == ".cu"]) > 10
     for path in [*wanted, *ROOT.glob("demo/tuned/*"), ROOT / "app.py"]:
         copy = installed.target / path.relative_to(ROOT)
@@ -96,7 +96,7 @@ def test_lines_are_answered_by_the_demo_model(installed: Installed) -> None:
 
 def test_the_library_is_a_name_of_the_engine(installed: Installed, tiny_model: Path) -> None:
     program = (
-        "import rwkv_batch, sys; assert 'library' not in sys.modules\n"
+        "import rwkv_batch, sys; assert 'programs.library' not in sys.modules\n"
         "from rwkv_batch import LLM, PIPELINE, AsyncLLM, SamplingParams\n"
         f"with LLM({str(tiny_model)!r}, max_running=4) as llm:\n"
         "    print(len(llm.generate(['a', 'b'], SamplingParams(max_tokens=2))), rwkv_batch.__file__)\n"

@@ -9,7 +9,7 @@ import torch
 
 from rwkv_batch.errors import ErrorKind, StartupError
 from state_pool.config import PoolConfig
-from test.harness import ask, run, started_engine, tiny_model, turn
+from test.harness import make_request, run, started_engine, tiny_model, turn
 
 PROMPT = "Once upon a time"
 
@@ -34,7 +34,7 @@ PAIR = {"lora_A": (4, 128), "lora_B": (128, 4)}
 
 def text_of(model: Path, **fields: object) -> bytes:
     with started_engine(model, **fields) as engine:
-        return run(engine, ask(PROMPT, ignore_eos=True)).texts[0]
+        return run(engine, make_request(PROMPT, ignore_eos=True)).texts[0]
 
 
 def test_the_text_is_the_adapters(model: Path, adapter: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_session_is_not_continued_under_another_adapter(model: Path, adapter: 
     with started_engine(model, pool, adapters=(f"{adapter}:2.0",)) as engine:
         error = run(engine, turn("s", " again")).finishes[0].error
         assert error is not None and error.kind is ErrorKind.SESSION_UNUSABLE and "another model" in error.message
-        assert engine.machine.status()["adapters"] == [f"{adapter}:2.0"]
+        assert engine.model_runner.status()["adapters"] == [f"{adapter}:2.0"]
 
 
 @pytest.mark.parametrize(

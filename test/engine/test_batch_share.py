@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rwkv_batch.core.batch_share import GATHERED_STEPS, LULL_S, PIECES_ROWS, PIECES_TOKENS, TOKENS_PER_ROW
+from rwkv_batch.core.batch_throttle import (
+    INTERACTIVE_WINDOW_S,
+    MAX_PREFILL_DELAY_STEPS,
+    MAX_ROWS_IN_PIECES,
+    MAX_TOKENS_IN_PIECES,
+    TOKENS_PER_ROW,
+)
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Sequence
@@ -16,9 +22,9 @@ MOST = 8
 class Steps:
     """A scheduler, its steps, and a clock that stands still unless it is set."""
 
-    def __init__(self, most: int = MOST, seats: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
+    def __init__(self, most: int = MOST, req_slots: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
         self.slots = Slots(500)
-        limits = Limits(seats, 10_000, budget, budget, budget, batch_rows_beside=most)
+        limits = Limits(req_slots, 10_000, budget, budget, budget, max_batch_rows_with_interactive=most)
         self.plan = Scheduler(limits, self.slots, has_pieces)
         self.number = 0
         self.now = 1000.0
@@ -28,7 +34,7 @@ class Steps:
         rows = self.plan.schedule(now=self.now)
         read(rows)
         for row in rows:
-            row.sequence.in_step = self.number if row.draws else row.sequence.in_step
+            row.sequence.last_sample_step = self.number if row.samples else row.sequence.last_sample_step
         self.number += 1
         return rows
 
@@ -71,7 +77,12 @@ def test_steps_stay_short_for_a_while_after_the_last_interactive_row() -> None:
     chat = steps.chat()
     steps.step()
     steps.plan.remove(chat)
-    for after, rows in ((0.0, MOST), (LULL_S - 0.1, MOST), (LULL_S, 60), (LULL_S + 60.0, 60)):
+    for after, rows in (
+        (0.0, MOST),
+        (INTERACTIVE_WINDOW_S - 0.1, MOST),
+        (INTERACTIVE_WINDOW_S, 60),
+        (INTERACTIVE_WINDOW_S + 60.0, 60),
+    ):
         steps.now = 1000.0 + after
         assert len(steps.step()) == rows, after
 
@@ -83,7 +94,7 @@ def test_an_interactive_row_that_waits_for_its_session_keeps_steps_short() -> No
     steps.slots.blocked.add(steps.chat())
     for _ in range(3):
         assert len(steps.step()) == MOST
-        steps.now += LULL_S
+        steps.now += INTERACTIVE_WINDOW_S
 
 
 def test_prompts_of_batch_rows_have_half_of_a_short_step() -> None:
@@ -98,7 +109,7 @@ def test_prompts_of_batch_rows_have_half_of_a_short_step() -> None:
         tokens = sum(row.num_tokens for row in of_batch(rows)) - len(decoding)
         assert (len(decoding), tokens) == (MOST // 2, MOST // 2 * TOKENS_PER_ROW)
     steps.plan.remove(chat)
-    steps.now += LULL_S
+    steps.now += INTERACTIVE_WINDOW_S
     rows = steps.step()
     assert sum(row.num_tokens for row in rows) == 30 + 256, "alone they read as much as a step may"
 
@@ -188,7 +199,7 @@ def test_a_first_token_beside_a_batch_waits_for_a_short_step_at_most() -> None:
 
 def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
     """The weights are read for them alone, for few tokens as for many."""
-    steps = Steps(most=0, seats=96, budget=1024, has_pieces=True)
+    steps = Steps(most=0, req_slots=96, budget=1024, has_pieces=True)
     steps.batch(12)
     steps.step()
     late = steps.batch(9, prompt_tokens=3)
@@ -196,20 +207,20 @@ def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
     chat = steps.chat()
     steps.step()
     late = steps.batch(9, prompt_tokens=3)
-    read_in = [late[0] in [row.sequence for row in steps.step()] for _ in range(GATHERED_STEPS)]
-    assert read_in == [False] * (GATHERED_STEPS - 1) + [True]
+    read_in = [late[0] in [row.sequence for row in steps.step()] for _ in range(MAX_PREFILL_DELAY_STEPS)]
+    assert read_in == [False] * (MAX_PREFILL_DELAY_STEPS - 1) + [True]
     steps.batch(9, prompt_tokens=3)
     steps.step()
-    late = steps.batch(16, prompt_tokens=PIECES_TOKENS // 16)
+    late = steps.batch(16, prompt_tokens=MAX_TOKENS_IN_PIECES // 16)
     assert late[0] in [row.sequence for row in steps.step()], "there are enough now"
     steps.plan.remove(chat)
-    steps.now += LULL_S
+    steps.now += INTERACTIVE_WINDOW_S
     late = steps.batch(9, prompt_tokens=3)
     assert late[0] in [row.sequence for row in steps.step()], "nobody waits any more"
 
 
 def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
-    steps = Steps(most=0, seats=96, budget=1024, has_pieces=True)
+    steps = Steps(most=0, req_slots=96, budget=1024, has_pieces=True)
     chat = steps.chat(prompt_tokens=3)
     steps.step()
     steps.plan.remove(chat)
@@ -223,20 +234,20 @@ def prompts_of_batch(rows: list[ScheduledRow], before: list[Sequence]) -> list[S
 
 
 def test_a_step_in_pieces_reads_no_more_prompts_of_batch_rows_than_graphs_hold() -> None:
-    steps = Steps(most=0, seats=192, budget=1024, has_pieces=True)
+    steps = Steps(most=0, req_slots=192, budget=1024, has_pieces=True)
     bulk = steps.batch(12)
     chat = steps.chat()
     steps.step()
     few, many = steps.batch(9, prompt_tokens=200), []
     while any(sequence.num_uncomputed_tokens > 1 for sequence in few):
         many.append(sum(row.num_tokens for row in prompts_of_batch(steps.step(), bulk)))
-    assert max(many) == PIECES_TOKENS
+    assert max(many) == MAX_TOKENS_IN_PIECES
     bulk += few
     short = steps.batch(100, prompt_tokens=8)
-    read = [prompts_of_batch(steps.step(), bulk) for _ in range(3 * GATHERED_STEPS)]
-    assert max(map(len, read)) == PIECES_ROWS and {row.sequence for rows in read for row in rows} == set(short)
+    read = [prompts_of_batch(steps.step(), bulk) for _ in range(3 * MAX_PREFILL_DELAY_STEPS)]
+    assert max(map(len, read)) == MAX_ROWS_IN_PIECES and {row.sequence for rows in read for row in rows} == set(short)
     steps.plan.remove(chat)
-    steps.now += LULL_S
+    steps.now += INTERACTIVE_WINDOW_S
     bulk += short
     steps.batch(9, prompt_tokens=200)
     assert sum(row.num_tokens for row in prompts_of_batch(steps.step(), bulk)) == 1024, "nobody waits any more"

@@ -15,9 +15,9 @@ from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.client import EngineClient, at_socket
+from rwkv_batch.ipc.client import EngineClient, unix_connector
 from rwkv_batch.ipc.server import EngineServer
-from rwkv_batch.ipc.wire import Spent
+from rwkv_batch.ipc.wire import UsageReport
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Usage
 from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
@@ -40,7 +40,7 @@ ANSWERS: dict[Any, Any] = {
     calls.CheckModel("/models/a.pth", ("/models/b.pth:2",)): "RWKV-7, 2 layers of 64",
     calls.CancelJobs("big_batch"): 1,
     calls.CountJobs("big_batch"): 4,
-    calls.EnterClient(Usage("elsewhere", "key", ClientLimits(rows=9), 1, 3)): True,
+    calls.AcquireQuota(Usage("elsewhere", "key", ClientLimits(rows=9), 1, 3)): True,
 }
 
 
@@ -62,7 +62,7 @@ def client(tmp_path: Path) -> Iterator[EngineClient]:
     """Connected to an engine that answers."""
     address = str(tmp_path / "engine.sock")
     EngineServer(Answering(EngineConfig(model_path=""))).listen(address)
-    client = EngineClient(at_socket(address))
+    client = EngineClient(unix_connector(address))
     client.start("test")
     deadline = time.monotonic() + WAIT_S
     while not client.is_connected:
@@ -94,11 +94,11 @@ def test_every_call_is_listed_and_answered_in_its_type(client: EngineClient) -> 
 def test_a_clients_limits_are_held_for_jobs_that_other_engines_run(client: EngineClient) -> None:
     one = Usage("a", "few", ClientLimits(rows=1), 1, 3)
     other = msgspec.structs.replace(one, job_id="b")
-    assert ask(client, calls.EnterClient(one)) is True
-    refused = ask(client, calls.EnterClient(other))
+    assert ask(client, calls.AcquireQuota(one)) is True
+    refused = ask(client, calls.AcquireQuota(other))
     assert isinstance(refused, ServiceError) and refused.info.kind is ErrorKind.OVERLOADED
-    client.spend(Spent("a", 5, done=True))
-    assert ask(client, calls.EnterClient(other)) is True
+    client.report_usage(UsageReport("a", 5, done=True))
+    assert ask(client, calls.AcquireQuota(other)) is True
 
 
 def test_a_call_that_fails_is_answered_with_its_failure(client: EngineClient) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from rwkv_batch.ipc import carried_link, wire
-from rwkv_batch.ipc.carried_link import CarriedLink
+from rwkv_batch.ipc import buffered_link, wire
+from rwkv_batch.ipc.buffered_link import BufferedLink
 
 DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
-Ends = tuple[CarriedLink[Any, Any], CarriedLink[Any, Any]]
+Ends = tuple[BufferedLink[Any, Any], BufferedLink[Any, Any]]
 
 
 @pytest.fixture
 def ends() -> Ends:
-    return CarriedLink(DECODER), CarriedLink(DECODER)
+    return BufferedLink(DECODER), BufferedLink(DECODER)
 
 
-def carry(sender: CarriedLink[Any, Any], receiver: CarriedLink[Any, Any]) -> int:
+def carry(sender: BufferedLink[Any, Any], receiver: BufferedLink[Any, Any]) -> int:
     """Carry what may leave; returns the number of pieces."""
     count = 0
     while pieces := sender.take(0.0):
@@ -30,7 +30,7 @@ def carry(sender: CarriedLink[Any, Any], receiver: CarriedLink[Any, Any]) -> int
 
 
 def test_frames_of_any_length_come_whole_and_in_order(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried_link, "PIECE_BYTES", 100)
+    monkeypatch.setattr(buffered_link, "PIECE_BYTES", 100)
     sender, receiver = ends
     sent = [(number, bytes([number]) * (number * 37)) for number in range(12)]
     for number, message in enumerate(sent):
@@ -50,8 +50,8 @@ def test_what_waits_leaves_together(ends: Ends) -> None:
 
 
 def test_no_more_leaves_than_was_read(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried_link, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(carried_link, "WINDOW_BYTES", 3000)
+    monkeypatch.setattr(buffered_link, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(buffered_link, "WINDOW_BYTES", 3000)
     sender, receiver = ends
     sender.send((0, bytes(10_000)))
     carry(sender, receiver)

@@ -23,7 +23,18 @@ from sampling.registry import sampler_class
 from state_pool.config import PoolConfig
 from test.engine.random_schemas import random_schema
 from test.engine.test_constraints import LOOPS, PERSON, by_row, choice, lark, regex, schema
-from test.harness import TOKENIZER, Running, ask, free_slots, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import (
+    TOKENIZER,
+    RunningJob,
+    eventually_holds,
+    free_slots,
+    make_request,
+    run,
+    started_engine,
+    submit,
+    tiny_model,
+    turn,
+)
 
 PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_decay=0.9)
 FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
@@ -44,12 +55,15 @@ def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest
 @pytest.fixture
 def drawn_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call it, and every token is drawn from now on."""
-    return lambda: monkeypatch.setattr(engine.jobs, "certain_rows", -1)
+    return lambda: monkeypatch.setattr(engine.jobs, "jump_forward_max_rows", -1)
 
 
 def rows() -> list[GenerateRequest]:
-    draws = [SamplingParams(temperature=0.0), SamplingParams(seed=7, top_p=0.9, top_logprobs=3), PENALISED]
-    draws += [SamplingParams(method=Method.NOISE, noise=2.0, seed=3), SamplingParams(top_k=20, seed=1, top_logprobs=0)]
+    samples = [SamplingParams(temperature=0.0), SamplingParams(seed=7, top_p=0.9, top_logprobs=3), PENALISED]
+    samples += [
+        SamplingParams(method=Method.NOISE, noise=2.0, seed=3),
+        SamplingParams(top_k=20, seed=1, top_logprobs=0),
+    ]
     forms = [
         FORM,
         schema(PERSON),
@@ -57,12 +71,18 @@ def rows() -> list[GenerateRequest]:
         regex("id-[0-9]{2}-(foo|bar)-end"),
     ]
     held = [
-        ask(f"row {i}", constraint=form, sampling=how, max_tokens=60) for i, how in enumerate(draws) for form in forms
+        make_request(f"row {i}", constraint=form, sampling=how, max_tokens=60)
+        for i, how in enumerate(samples)
+        for form in forms
     ]
-    return [*held, ask("free", max_tokens=40), ask("several", n=3, constraint=FORM, sampling=PENALISED, max_tokens=50)]
+    return [
+        *held,
+        make_request("free", max_tokens=40),
+        make_request("several", n=3, constraint=FORM, sampling=PENALISED, max_tokens=50),
+    ]
 
 
-def logprobs(running: Running) -> dict[int, list[TokenLogprob]]:
+def logprobs(running: RunningJob) -> dict[int, list[TokenLogprob]]:
     found: dict[int, list[TokenLogprob]] = {}
     for events in running.events:
         for delta in events.deltas:
@@ -70,7 +90,7 @@ def logprobs(running: Running) -> dict[int, list[TokenLogprob]]:
     return found
 
 
-def alike(one: Running, other: Running) -> None:
+def alike(one: RunningJob, other: RunningJob) -> None:
     assert by_row(one) == by_row(other)
     ours, theirs = logprobs(one), logprobs(other)
     for row, entries in ours.items():
@@ -90,9 +110,9 @@ def test_answers_are_those_of_draws_one_by_one(
         return fill(masks, matchers)
 
     monkeypatch.setattr(Masks, "fill", counted)
-    generated = engine.speed.generated_tokens
+    generated = engine.throughput.generated_tokens
     at_once = run(engine, *rows())
-    generated = engine.speed.generated_tokens - generated
+    generated = engine.throughput.generated_tokens - generated
     told = sum(delta.num_tokens for events in at_once.events for delta in events.deltas)
     assert told == sum(end.completion_tokens for end in at_once.finishes.values())
     assert told <= generated <= told + 3 * len(at_once.finishes), "what is read at once is generated, too"
@@ -103,21 +123,29 @@ def test_answers_are_those_of_draws_one_by_one(
 
 
 def test_on_a_cpu_any_number_of_rows_reads_it_at_once(engine: Engine) -> None:
-    assert engine.jobs.certain_rows >= engine.machine.limits.max_running
-    before = engine.jobs.certain_tokens
+    assert engine.jobs.jump_forward_max_rows >= engine.model_runner.limits.max_running
+    before = engine.jobs.jump_forward_tokens
     run(
         engine,
-        *(ask(f"row {i}", constraint=choice("a long answer, certain from its first letter on")) for i in range(40)),
+        *(
+            make_request(f"row {i}", constraint=choice("a long answer, certain from its first letter on"))
+            for i in range(40)
+        ),
     )
-    assert engine.jobs.certain_tokens - before >= 40 * 3
+    assert engine.jobs.jump_forward_tokens - before >= 40 * 3
 
 
 def test_every_end_is_where_it_was(engine: Engine, drawn_one_by_one: Any) -> None:
     """Cut by max_tokens at every place, and by stops that begin, end or lie in text that is certain."""
     stops = (b"swer of", b"oracle", b"The", b" of the oracle is: ", b"matters.\n", b", and", b"!", b"e a", b"is: ")
-    lengths = [ask("x", constraint=FORM, sampling=PENALISED, max_tokens=length) for length in range(1, 28)]
-    ends = [ask("y", constraint=FORM, sampling=PENALISED, stop_strings=[stop], max_tokens=60) for stop in stops]
-    ids = [ask("z", constraint=FORM, stop_ids=[token], max_tokens=60) for token in TOKENIZER.encode("answer oracle")]
+    lengths = [make_request("x", constraint=FORM, sampling=PENALISED, max_tokens=length) for length in range(1, 28)]
+    ends = [
+        make_request("y", constraint=FORM, sampling=PENALISED, stop_strings=[stop], max_tokens=60) for stop in stops
+    ]
+    ids = [
+        make_request("z", constraint=FORM, stop_ids=[token], max_tokens=60)
+        for token in TOKENIZER.encode("answer oracle")
+    ]
     at_once = [run(engine, *some) for some in (lengths, [*ends, *ids])]
     drawn_one_by_one()
     for ran in at_once:
@@ -143,25 +171,29 @@ def test_sessions_keep_what_was_shown(engine: Engine, drawn_one_by_one: Any) -> 
     at_once = talk(f"once{engine.rounds}")
     drawn_one_by_one()
     assert talk(f"single{engine.rounds}") == at_once
-    assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
+    assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
 
 
 def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
     free = free_slots(engine)
     endless = lark('start: ("again and again, " /[a-z]/ ", ")*')
-    jobs = [submit(engine, ask(f"{i}", constraint=endless, ignore_eos=True, max_tokens=10**6)) for i in range(6)]
+    jobs = [
+        submit(engine, make_request(f"{i}", constraint=endless, ignore_eos=True, max_tokens=10**6)) for i in range(6)
+    ]
     for job in jobs:
         assert job.started.wait(60)
         engine.cancel(job.job.job_id)
     assert all(job.wait() for job in jobs)
-    run(engine, ask("x", max_tokens=1, use_prefix_cache=False))
+    run(engine, make_request("x", max_tokens=1, use_prefix_cache=False))
     assert free_slots(engine) == free
-    assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
+    assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
 
 
 def test_a_token_that_is_banned_is_not_taken(engine: Engine) -> None:
     bans = {token: float("-inf") for token in TOKENIZER.encode(" oracle")}
-    ran = submit(engine, ask("x", constraint=FORM, sampling=SamplingParams(logit_bias=bans), max_tokens=60)).wait()
+    ran = submit(
+        engine, make_request("x", constraint=FORM, sampling=SamplingParams(logit_bias=bans), max_tokens=60)
+    ).wait()
     error = next(events.error for events in ran.events if events.error is not None)
     assert error.kind is ErrorKind.INVALID_FIELD and "no token was left" in error.message
 
@@ -180,9 +212,9 @@ def test_what_is_certain_is_what_the_masks_allow_alone() -> None:
         except GrammarError:
             continue
         for _ in range(12):
-            ended, certain = False, matcher.certain()
-            runs += len(certain) > 1
-            for token in certain:
+            ended, jump_forward_tokens = False, matcher.jump_forward_tokens()
+            runs += len(jump_forward_tokens) > 1
+            for token in jump_forward_tokens:
                 assert allowed(matcher) == [token] and not ended
                 ended = matcher.advance(token)
             if ended or (token := draw.choice(allowed(matcher))) == 0 or matcher.advance(token):
@@ -195,19 +227,19 @@ def test_samplers_count_a_run_as_draws_from_one_token(name: str) -> None:
     params = [PENALISED, SamplingParams(seed=9, top_k=50), SamplingParams(temperature=0.0), PENALISED]
     params += [SamplingParams(seed=2, frequency_penalty=2.0, logit_bias={7: 3.0, 400: -2.0})]
     runs = [[5, 9, 5, 400], [7], [8, 8], [300, 5], [7, 400, 7]]
-    device, vocab, seats = torch.device("cpu"), 1000, list(range(5))
+    device, vocab, req_slots = torch.device("cpu"), 1000, list(range(5))
     followed, drawn = (sampler_class(name)(5, vocab, device, [9]) for _ in range(2))
-    for seat, own in enumerate(params):
-        followed.admit(seat, own)
-        drawn.admit(seat, own)
-    followed.follow(seats[1:], runs[1:])
-    followed.follow(seats[:1], runs[:1])
-    for seat, run_of_seat in enumerate(runs):
+    for req_slot, own in enumerate(params):
+        followed.admit(req_slot, own)
+        drawn.admit(req_slot, own)
+    followed.append_tokens(req_slots[1:], runs[1:])
+    followed.append_tokens(req_slots[:1], runs[:1])
+    for req_slot, run_of_seat in enumerate(runs):
         for token in run_of_seat:
             mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
             mask[0, token // 32] = 1 << token % 32
-            assert drawn.sample(torch.randn(1, vocab), [seat], mask).token_ids.tolist() == [token]
+            assert drawn.sample(torch.randn(1, vocab), [req_slot], mask).token_ids.tolist() == [token]
     for step in range(20):
         logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(step)) * 2
-        expected = drawn.sample(logits.clone(), seats).token_ids
-        assert torch.equal(followed.sample(logits.clone(), seats).token_ids, expected)
+        expected = drawn.sample(logits.clone(), req_slots).token_ids
+        assert torch.equal(followed.sample(logits.clone(), req_slots).token_ids, expected)

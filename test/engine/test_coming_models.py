@@ -19,21 +19,21 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc import server
 from rwkv_batch.ipc.process import LogStyle
-from rwkv_batch.runner.drawing import Drawing
-from rwkv_batch.runner.giving_way import CORES_OF_A_THREAD, behind_others
+from rwkv_batch.runner.low_priority import CORES_PER_THREAD, run_at_low_priority
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.pipeline import Pipeline
-from test.harness import ask, run, started_engine, tiny_model
+from rwkv_batch.runner.step_sampling import StepSampler
+from test.harness import make_request, run, started_engine, tiny_model
 
 
-@pytest.mark.parametrize(("threads", "few"), [(1, 1), (CORES_OF_A_THREAD * 2, 2)])
+@pytest.mark.parametrize(("threads", "few"), [(1, 1), (CORES_PER_THREAD * 2, 2)])
 def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: int, few: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert behind_others(torch.get_num_threads) == few and torch.get_num_threads() == threads
+        assert run_at_low_priority(torch.get_num_threads) == few and torch.get_num_threads() == threads
         with pytest.raises(ZeroDivisionError):
-            behind_others(lambda: 1 // 0)
+            run_at_low_priority(lambda: 1 // 0)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -43,7 +43,7 @@ def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: i
 def test_no_thread_is_started_before_there_is_something_to_compute() -> None:
     """Of torch's pool that is not used (`set_compute_threads`): in a process of its own, that has none yet."""
     counted = (
-        "import os, torch; from rwkv_batch.runner.giving_way import set_compute_threads as use\n"
+        "import os, torch; from rwkv_batch.runner.low_priority import set_compute_threads as use\n"
         "before = os.listdir('/proc/self/task'); use(5)\n"
         "print(os.listdir('/proc/self/task') == before, torch.get_num_threads())"
     )
@@ -56,9 +56,9 @@ def priority() -> tuple[int, int]:
     return os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-@pytest.mark.parametrize(("gives_way", "only_idle"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("loads_at_low_priority", "only_idle"), [(True, True), (True, False), (False, False)])
 def test_all_that_takes_long_gives_way(
-    gives_way: bool, only_idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loads_at_low_priority: bool, only_idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what has been made so serves, by threads of the usual priority."""
     seen: dict[str, tuple[int, int]] = {}
@@ -72,15 +72,18 @@ def test_all_that_takes_long_gives_way(
 
         monkeypatch.setattr(owner, name, noted)
 
-    for owner, name in ((ModelRunner, "_load"), (Pipeline, "allocate_slots"), (Drawing, "sampler")):
+    for owner, name in ((ModelRunner, "_load"), (Pipeline, "allocate_slots"), (StepSampler, "sampler")):
         noting(owner, name)
     noting(Pipeline, "forward")
     usual = priority()
     threads = torch.get_num_threads()
-    fields: dict[str, Any] = {"gives_way": gives_way, "only_idle_cores": only_idle}
+    fields: dict[str, Any] = {"loads_at_low_priority": loads_at_low_priority, "only_idle_cores": only_idle}
     with started_engine(tiny_model(tmp_path), max_running=2, **fields) as engine:
-        assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts and torch.get_num_threads() == threads
-    back = (os.SCHED_OTHER, min(19, usual[1] + NICENESS)) if gives_way else usual
+        assert (
+            run(engine, make_request("abc", max_tokens=2, ignore_eos=True)).all_texts
+            and torch.get_num_threads() == threads
+        )
+    back = (os.SCHED_OTHER, min(19, usual[1] + NICENESS)) if loads_at_low_priority else usual
     back = (os.SCHED_IDLE, usual[1]) if only_idle else back
     assert seen == {"_load": back, "allocate_slots": back, "sampler": back, "forward": usual}
 
@@ -89,8 +92,8 @@ def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest
     """To ask wakes the driver, in each engine that comes: it keeps a core for as long as it likes."""
     for name in ("is_available", "device_count", "init"):
         monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError(f"torch.cuda.{name} was asked")))
-    with started_engine(tiny_model(tmp_path), max_running=2, gives_way=True) as engine:
-        assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts
+    with started_engine(tiny_model(tmp_path), max_running=2, loads_at_low_priority=True) as engine:
+        assert run(engine, make_request("abc", max_tokens=2, ignore_eos=True)).all_texts
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -110,15 +113,17 @@ def test_what_keeps_it_from_starting_is_told_the_supervisor_or_logged(
         assert "the supervisor is gone" in caplog.text and "no such file: model.pth" in caplog.text
 
 
-@pytest.mark.parametrize("gives_way", [True, False])
-def test_its_end_gives_way_once_nothing_is_left_to_store(gives_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loads_at_low_priority", [True, False])
+def test_its_end_gives_way_once_nothing_is_left_to_store(
+    loads_at_low_priority: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     for name in ("become_child", "started_engine", "EngineServer"):
         monkeypatch.setattr(server, name, Mock())
     monkeypatch.setattr(server, "_follow_supervisor", lambda *arguments: told.append("drained"))
-    monkeypatch.setattr(server, "stand_back_to_the_end", lambda only_idle: told.append(f"stands back {only_idle}"))
-    config = EngineConfig(model_path="", gives_way=gives_way, only_idle_cores=True)
+    monkeypatch.setattr(server, "lower_process_priority", lambda only_idle: told.append(f"stands back {only_idle}"))
+    config = EngineConfig(model_path="", loads_at_low_priority=loads_at_low_priority, only_idle_cores=True)
     ours, theirs = Pipe()
     server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)
     assert server.EngineServer.return_value.finish.called, "what workers are told last leaves before the process ends"  # type: ignore[attr-defined]
-    assert ours.recv() == ("ready", None) and told == ["drained", "stands back True"][: 1 + gives_way]
+    assert ours.recv() == ("ready", None) and told == ["drained", "stands back True"][: 1 + loads_at_low_priority]

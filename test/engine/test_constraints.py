@@ -21,7 +21,7 @@ from sampling.grammar.constraint import Constraint, Form, SchemaRule
 from sampling.grammar.errors import GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
-from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, tiny_model, turn
 
 PERSON = {
     "type": "object",
@@ -70,20 +70,20 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def mixed_rows() -> list[GenerateRequest]:
     """Rows of all kinds; every other one is not constrained."""
-    draws = {"max_tokens": 80, "sampling": SamplingParams(seed=7, top_p=0.9, presence_penalty=0.5)}
+    samples = {"max_tokens": 80, "sampling": SamplingParams(seed=7, top_p=0.9, presence_penalty=0.5)}
     return [
-        ask("A person:", constraint=schema(PERSON), **draws),
-        ask("Once upon a time", **draws),
-        ask("Yes or no?", constraint=choice("yes", "no", "no | yes?\n")),
-        ask("Greedily"),
-        ask("A number:", constraint=regex("[0-9]{3}-(foo|bar)"), **draws),
-        ask("By noise", sampling=SamplingParams(method=Method.NOISE, noise=2.0, seed=3)),
-        ask("A sum:", constraint=lark('start: N ("+" N)+ "="\nN: /[0-9]{1,3}/'), **draws),
-        ask("As simple", constraint=choice("0", "1"), sampling=SamplingParams(method=Method.NOISE, noise=2.0)),
+        make_request("A person:", constraint=schema(PERSON), **samples),
+        make_request("Once upon a time", **samples),
+        make_request("Yes or no?", constraint=choice("yes", "no", "no | yes?\n")),
+        make_request("Greedily"),
+        make_request("A number:", constraint=regex("[0-9]{3}-(foo|bar)"), **samples),
+        make_request("By noise", sampling=SamplingParams(method=Method.NOISE, noise=2.0, seed=3)),
+        make_request("A sum:", constraint=lark('start: N ("+" N)+ "="\nN: /[0-9]{1,3}/'), **samples),
+        make_request("As simple", constraint=choice("0", "1"), sampling=SamplingParams(method=Method.NOISE, noise=2.0)),
     ]
 
 
-def by_row(running: Running) -> list[tuple[bytes, FinishReason, int]]:
+def by_row(running: RunningJob) -> list[tuple[bytes, FinishReason, int]]:
     ends = (running.finishes[row] for row in range(len(running.finishes)))
     return [(text, end.reason, end.completion_tokens) for text, end in zip(running.all_texts, ends, strict=True)]
 
@@ -109,35 +109,37 @@ def test_rows_give_the_same_alone_and_in_company_in_every_loop_and_sampler(
 
 
 def test_a_text_that_can_go_no_further_ends_without_an_end_token(engine: Engine) -> None:
-    row = ask("Well?", constraint=choice("yes"), ignore_eos=True)
+    row = make_request("Well?", constraint=choice("yes"), ignore_eos=True)
     ended = run(engine, row)
     assert ended.all_texts == [b"yes"]
     assert ended.finishes[0].reason is FinishReason.STOP
-    longest = run(engine, ask("Well?", constraint=choice("yes"), max_tokens=ended.finishes[0].completion_tokens))
+    longest = run(
+        engine, make_request("Well?", constraint=choice("yes"), max_tokens=ended.finishes[0].completion_tokens)
+    )
     assert longest.finishes[0].reason is FinishReason.STOP, "the last token that may be drawn ends it as a whole"
 
 
 def test_an_empty_text_is_an_answer_too(engine: Engine) -> None:
-    ended = run(engine, ask("Well?", constraint=regex("(nothing)?"), ignore_eos=False))
+    ended = run(engine, make_request("Well?", constraint=regex("(nothing)?"), ignore_eos=False))
     assert ended.all_texts[0] in (b"", b"nothing")
-    assert run(engine, ask("Well?", constraint=regex(""), ignore_eos=True)).all_texts == [b""]
+    assert run(engine, make_request("Well?", constraint=regex(""), ignore_eos=True)).all_texts == [b""]
 
 
 def test_max_tokens_cut_it_as_everywhere(engine: Engine) -> None:
-    ended = run(engine, ask("Go", constraint=regex("[a-z]{500}"), max_tokens=4))
+    ended = run(engine, make_request("Go", constraint=regex("[a-z]{500}"), max_tokens=4))
     assert ended.finishes[0].reason is FinishReason.LENGTH
     assert ended.finishes[0].completion_tokens == 4
 
 
 def test_stops_keep_their_meaning(engine: Engine) -> None:
-    row = ask("Count", constraint=lark('start: "one" " two" " three"'), stop_strings=[b" two"])
+    row = make_request("Count", constraint=lark('start: "one" " two" " three"'), stop_strings=[b" two"])
     ended = run(engine, row)
     assert (ended.all_texts[0], ended.finishes[0].reason) == (b"one", FinishReason.STOP)
 
 
 def test_log_probabilities_are_of_what_the_grammar_allows(engine: Engine) -> None:
-    row = ask("Yes or no?", constraint=choice("yes", "no"), sampling=SamplingParams(seed=5, top_logprobs=5))
-    running = run(engine, row, ask("Free"))
+    row = make_request("Yes or no?", constraint=choice("yes", "no"), sampling=SamplingParams(seed=5, top_logprobs=5))
+    running = run(engine, row, make_request("Free"))
     entries = [entry for event in running.events for delta in event.deltas for entry in delta.logprobs or ()]
     assert b"".join(entry.token for entry in entries) == running.all_texts[0]
     allowed = {token for token in TOKENIZER.byte_table if token and any(w.startswith(token) for w in (b"yes", b"no"))}
@@ -148,9 +150,11 @@ def test_log_probabilities_are_of_what_the_grammar_allows(engine: Engine) -> Non
 def test_continuations_of_one_prompt_follow_it_apart(engine: Engine) -> None:
     digits = regex("[0-9]{6}")
     drawn = SamplingParams(seed=11)
-    many = run(engine, ask("Six digits, please:", constraint=digits, n=4, sampling=drawn)).all_texts
+    many = run(engine, make_request("Six digits, please:", constraint=digits, n=4, sampling=drawn)).all_texts
     singles = [
-        run(engine, ask("Six digits, please:", constraint=digits, sampling=SamplingParams(seed=11 + i))).all_texts[0]
+        run(
+            engine, make_request("Six digits, please:", constraint=digits, sampling=SamplingParams(seed=11 + i))
+        ).all_texts[0]
         for i in range(4)
     ]
     assert many == singles
@@ -165,7 +169,7 @@ def test_sessions_keep_what_was_drawn(engine: Engine) -> None:
     prompt = "User: yes or no?" + first.all_texts[0].decode()
     second = run(engine, turn(name, "\n\nAnd a number?", constraint=regex("[0-9]{4}")))
     whole = TOKENIZER.encode("User: yes or no?") + TOKENIZER.encode(first.all_texts[0].decode())
-    replayed = ask([*whole, *TOKENIZER.encode("\n\nAnd a number?")], constraint=regex("[0-9]{4}"))
+    replayed = make_request([*whole, *TOKENIZER.encode("\n\nAnd a number?")], constraint=regex("[0-9]{4}"))
     assert run(engine, replayed).all_texts == second.all_texts, prompt
 
 
@@ -205,7 +209,7 @@ def test_what_cannot_be_served_is_refused_by_place(
     engine: Engine, constraint: Constraint, place: str, said: str
 ) -> None:
     with pytest.raises(ServiceError) as refused:
-        run(engine, ask("x", constraint=constraint))
+        run(engine, make_request("x", constraint=constraint))
     info = refused.value.info
     assert (info.kind, info.field) == (ErrorKind.INVALID_FIELD, place), info
     assert any(part in info.message for part in said.split("|")), info
@@ -229,20 +233,20 @@ def test_what_cannot_be_served_is_refused_by_place(
 )
 def test_a_refusal_shows_what_was_given(engine: Engine, constraint: Constraint, given: str) -> None:
     with pytest.raises(ServiceError) as refused:
-        run(engine, ask("x", constraint=constraint))
+        run(engine, make_request("x", constraint=constraint))
     assert refused.value.info.given == given
 
 
 def test_a_schema_that_is_not_strict_leaves_out_what_it_cannot_hold(engine: Engine) -> None:
     loose = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"], "not": {}}
-    ended = run(engine, ask("x", constraint=schema({**loose, "additionalProperties": False}, strict=False)))
+    ended = run(engine, make_request("x", constraint=schema({**loose, "additionalProperties": False}, strict=False)))
     assert isinstance(json.loads(ended.all_texts[0])["a"], int)
 
 
 def test_a_token_that_no_grammar_allows_ends_that_request_alone(engine: Engine) -> None:
     banned = {i: float("-inf") for i, token in enumerate(TOKENIZER.byte_table) if token.startswith(b"y")}
-    failing = submit(engine, ask("x", constraint=choice("yes"), sampling=SamplingParams(logit_bias=banned)))
-    beside = submit(engine, ask("y", constraint=choice("yes")), ask("free"))
+    failing = submit(engine, make_request("x", constraint=choice("yes"), sampling=SamplingParams(logit_bias=banned)))
+    beside = submit(engine, make_request("y", constraint=choice("yes")), make_request("free"))
     error = failing.wait().events[-1].error
     assert error is not None and (error.kind, error.field) == (ErrorKind.INVALID_FIELD, "logit_bias")
     assert error.message == (
@@ -254,15 +258,15 @@ def test_a_token_that_no_grammar_allows_ends_that_request_alone(engine: Engine) 
 
 def test_a_grammar_too_ambiguous_to_follow_ends_its_request_alone(engine: Engine) -> None:
     wild = lark('start: s\ns: s s | s s s | "a" | ""')
-    failing = submit(engine, ask("x", constraint=wild, max_tokens=400, ignore_eos=True))
-    beside = submit(engine, ask("y", constraint=schema(PERSON), max_tokens=60), ask("free"))
+    failing = submit(engine, make_request("x", constraint=wild, max_tokens=400, ignore_eos=True))
+    beside = submit(engine, make_request("y", constraint=schema(PERSON), max_tokens=60), make_request("free"))
     assert beside.wait().finishes.keys() == {0, 1}
     error = failing.wait().events[-1].error
     assert error is not None and error.field == "grammar", failing.all_texts
 
 
 def test_a_thought_may_stand_before_it(engine: Engine) -> None:
-    row = ask("x", constraint=regex("[0-9]{3}", after="e"), max_tokens=400, sampling=SamplingParams(seed=2))
+    row = make_request("x", constraint=regex("[0-9]{3}", after="e"), max_tokens=400, sampling=SamplingParams(seed=2))
     text = run(engine, row).all_texts[0].decode(errors="replace")
     thought, _, answer = text.partition("e")
     assert len(answer) == 3 and answer.isdigit(), text
@@ -280,9 +284,9 @@ def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monke
 
     monkeypatch.setattr(GrammarCompiler, "compile", held)
     with started_engine(model) as engine:
-        cancelled = submit(engine, ask("x", constraint=choice("a")))
+        cancelled = submit(engine, make_request("x", constraint=choice("a")))
         assert entered.wait(60)
-        free = run(engine, ask("free rows do not wait for a compiler"))
+        free = run(engine, make_request("free rows do not wait for a compiler"))
         assert free.finishes[0].reason is not FinishReason.ERROR
         engine.cancel(cancelled.job.job_id)
         gate.set()
@@ -293,18 +297,18 @@ def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monke
 
 def test_a_draw_that_fails_ends_constrained_rows_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started_engine(model, overlap_on_cpu=True) as engine:
-        run(engine, ask("warm", constraint=choice("a")))
+        run(engine, make_request("warm", constraint=choice("a")))
 
         def failing(*arguments: Any) -> Any:
             raise RuntimeError("the masks are broken")
 
-        free = submit(engine, ask("free", max_tokens=30, ignore_eos=True))
+        free = submit(engine, make_request("free", max_tokens=30, ignore_eos=True))
         with monkeypatch.context() as patched:
-            patched.setattr(engine.machine._drawing._masks, "fill", failing)
-            held = submit(engine, ask("held", constraint=choice("yes"))).wait()
+            patched.setattr(engine.model_runner._step_sampler._masks, "fill", failing)
+            held = submit(engine, make_request("held", constraint=choice("yes"))).wait()
         assert held.events[-1].error is not None and "masks are broken" in held.events[-1].error.message
         assert free.wait().finishes[0].completion_tokens == 30
-        assert run(engine, ask("held", constraint=choice("yes"))).all_texts == [b"yes"]
+        assert run(engine, make_request("held", constraint=choice("yes"))).all_texts == [b"yes"]
 
 
 def test_a_grammar_whose_masks_take_long_is_found_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

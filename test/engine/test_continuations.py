@@ -11,10 +11,10 @@ from test.engine.test_scheduler import job, per_job, read, scheduler
 
 
 def test_forked_rows_leave_the_reserve_to_others() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     for _ in range(2):
         running, rows = job(8, client="a")
-        running.seated += 1  # another row of the job
+        running.num_running += 1  # another row of the job
         plan.add_forked(rows)
     assert len(plan.schedule()) == 15
     newcomer, rows = job(1, client="b")
@@ -23,38 +23,38 @@ def test_forked_rows_leave_the_reserve_to_others() -> None:
 
 
 def test_queued_continuations_of_a_cancelled_job_are_forgotten() -> None:
-    plan, _ = scheduler(seats=1)
+    plan, _ = scheduler(req_slots=1)
     plan.add(*job(1))
     plan.schedule()
     running, children = job(3)
     plan.add_forked(children)
-    assert plan.places.waiting_rows == 3
-    assert plan.forget_waiting(running) == children and plan.places.waiting_rows == 0
-    assert not plan.places.interactive.forked
+    assert plan.admission.waiting_rows == 3
+    assert plan.forget_waiting(running) == children and plan.admission.waiting_rows == 0
+    assert not plan.admission.interactive.forked
 
 
 def jobs_that_read_for_several(plan: Scheduler, count: int, client: str, rows: int) -> list[RunningJob]:
     made = []
     for _ in range(count):
         running, sequences = job(rows, prompt_tokens=5, client=client)
-        sequences[0].draws = False
+        sequences[0].samples = False
         plan.add(running, sequences[:1])
         made.append(running)
     return made
 
 
 def test_no_more_prompts_are_read_for_several_while_continuations_wait() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     _, children = job(20, client="a")
     plan.add_forked(children)
     plan.schedule()
     assert children[-1].phase is Phase.WAITING
     jobs_that_read_for_several(plan, 5, "a", 20)
-    assert all(row.sequence.draws for row in plan.schedule())
+    assert all(row.sequence.samples for row in plan.schedule())
 
 
 def test_batch_prompts_read_for_several_do_not_keep_interactive_ones_waiting() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     _, children = job(20, client="a")
     plan.add_forked(children)
     plan.schedule()
@@ -64,24 +64,24 @@ def test_batch_prompts_read_for_several_do_not_keep_interactive_ones_waiting() -
 
 def test_a_clients_continuations_do_not_keep_other_clients_prompts_waiting() -> None:
     """Its rows may run for hours, and the rest of them wait as long."""
-    plan, slots = scheduler(seats=16)
+    plan, slots = scheduler(req_slots=16)
     _, children = job(8, client="hog")
     _, more = job(8, client="hog")
     plan.add_forked(children)
     plan.add_forked(more)
     read(plan.schedule())
-    assert plan.places.waiting_rows
+    assert plan.admission.waiting_rows
     hog, other = jobs_that_read_for_several(plan, 1, "hog", 2)[0], jobs_that_read_for_several(plan, 1, "other", 2)[0]
     rows = per_job(plan.schedule())
     assert rows[other] == 1 and rows[hog] == 0, "its own continuations go first"
     for sequence in [*children, *more]:
         end(plan, slots, sequence) if sequence.phase is Phase.RUNNING else plan.forget_waiting(sequence.job)
     assert per_job(plan.schedule())[hog] == 1
-    assert not plan.places.interactive.num_held_for_several
+    assert not plan.admission.interactive.num_held_shared_prefixes
 
 
 def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     plan.add(*job(8, client="a"))
     plan.add(*job(8, client="b"))
     plan.schedule()
@@ -94,21 +94,21 @@ def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -
         plan.add_forked(children)
     for number in range(30):
         jobs_that_read_for_several(plan, 1, f"late{number}", 2)
-    assert all(row.sequence.draws for row in plan.schedule())
+    assert all(row.sequence.samples for row in plan.schedule())
 
 
 @pytest.mark.parametrize("seats", [1, 2, 3, 4, 6, 8, 16, 64, 320])
-def test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with(seats: int) -> None:
+def test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with(req_slots: int) -> None:
     """Turns that wait hold half the slots. All else that waits, of both classes, must not hold the other half."""
-    plan, slots = scheduler(seats=seats, slots=10_000)
-    usable = seats + max(4, seats // 8)  # the fewest that a runner has
+    plan, slots = scheduler(req_slots=req_slots, slots=10_000)
+    usable = req_slots + max(4, req_slots // 8)  # the fewest that a runner has
     first = len(slots.free)
-    for number in range(4 * seats):
+    for number in range(4 * req_slots):
         jobs_that_read_for_several(plan, 1, f"talk{number}", 2)
         jobs_that_read_for_several(plan, 1, f"bulk{number}", 9)
-    for _ in range(4 * seats):
+    for _ in range(4 * req_slots):
         rows = [row.sequence for row in plan.schedule()]
-        reading = [sequence for sequence in rows if not sequence.draws]
+        reading = [sequence for sequence in rows if not sequence.samples]
         if not reading:
             break
         for sequence in reading:

@@ -14,14 +14,25 @@ import torch
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core import batch_share
+from rwkv_batch.core import batch_throttle
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
-from rwkv_batch.runner.drawing import Drawing, Launched
+from rwkv_batch.runner.step_sampling import InFlightStep, StepSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, Running, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
+from test.harness import (
+    TOKENIZER,
+    RunningJob,
+    call,
+    free_slots,
+    make_request,
+    run,
+    started_engine,
+    submit,
+    tiny_model,
+    turn,
+)
 from test.serving import wait_for
 
 SAMPLED = SamplingParams(
@@ -44,42 +55,42 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 def test_alone_or_among_two_hundred_others(engine: Engine, sampling: SamplingParams) -> None:
     rng = random.Random(3)
     prompt = "The weather in Paris is"
-    alone = run(engine, ask(prompt, sampling=sampling, max_tokens=40)).texts[0]
+    alone = run(engine, make_request(prompt, sampling=sampling, max_tokens=40)).texts[0]
     others = [
-        ask("x" * rng.randint(1, 90), max_tokens=rng.randint(1, 60), sampling=SamplingParams(seed=i, top_k=20))
+        make_request("x" * rng.randint(1, 90), max_tokens=rng.randint(1, 60), sampling=SamplingParams(seed=i, top_k=20))
         for i in range(200)
     ]
     crowd = submit(engine, *others)
-    among = run(engine, ask(prompt, sampling=sampling, max_tokens=40)).texts[0]
+    among = run(engine, make_request(prompt, sampling=sampling, max_tokens=40)).texts[0]
     assert among == alone
     assert len(crowd.wait().finishes) == 200
     other_seed = SamplingParams(temperature=1.0, seed=8)
-    assert run(engine, ask(prompt, sampling=other_seed, max_tokens=40)).texts[0] != alone
+    assert run(engine, make_request(prompt, sampling=other_seed, max_tokens=40)).texts[0] != alone
 
 
 def test_chunks_of_a_prompt_do_not_change_the_text(model: Path, engine: Engine) -> None:
     prompt = "one two three " * 60
-    whole = run(engine, ask(prompt, max_tokens=24)).texts[0]
+    whole = run(engine, make_request(prompt, max_tokens=24)).texts[0]
     with started_engine(model, prefill_chunk=7, prefill_tokens_per_step=7) as chopping:
-        assert run(chopping, ask(prompt, max_tokens=24)).texts[0] == whole
+        assert run(chopping, make_request(prompt, max_tokens=24)).texts[0] == whole
 
 
 def test_deltas_make_up_the_text(engine: Engine) -> None:
-    whole = run(engine, ask("Hello", chunk_size=0, max_tokens=30))
+    whole = run(engine, make_request("Hello", chunk_size=0, max_tokens=30))
     assert len(whole.events) == 1
     for chunk_size in (1, 4, 7):
-        pieces = run(engine, ask("Hello", chunk_size=chunk_size, max_tokens=30))
+        pieces = run(engine, make_request("Hello", chunk_size=chunk_size, max_tokens=30))
         assert pieces.texts == whole.texts
         assert sum(delta.num_tokens for events in pieces.events for delta in events.deltas) == 30
 
 
 def test_counts_and_reasons(engine: Engine) -> None:
-    long = run(engine, ask("Hello there", max_tokens=9)).finishes[0]
+    long = run(engine, make_request("Hello there", max_tokens=9)).finishes[0]
     assert (long.reason, long.completion_tokens) == (FinishReason.LENGTH, 9)
     assert long.prompt_tokens == len(TOKENIZER.encode("Hello there"))
-    text = run(engine, ask("Hello there", max_tokens=9)).texts[0].decode(errors="ignore")
+    text = run(engine, make_request("Hello there", max_tokens=9)).texts[0].decode(errors="ignore")
     stop = text[3:6].encode()
-    stopped = run(engine, ask("Hello there", max_tokens=9, stop_strings=[stop]))
+    stopped = run(engine, make_request("Hello there", max_tokens=9, stop_strings=[stop]))
     assert stopped.finishes[0].reason is FinishReason.STOP
     assert stop not in stopped.texts[0] and text.encode().startswith(stopped.texts[0])
 
@@ -87,12 +98,12 @@ def test_counts_and_reasons(engine: Engine) -> None:
 def test_n_continuations_equal_rows_of_their_own(engine: Engine) -> None:
     sampling = SamplingParams(temperature=1.0, seed=100)
     prompt = "Tell me a story about"
-    together = run(engine, ask(prompt, n=4, sampling=sampling), ask("another", max_tokens=3))
+    together = run(engine, make_request(prompt, n=4, sampling=sampling), make_request("another", max_tokens=3))
     for i in range(4):
-        alone = run(engine, ask(prompt, sampling=SamplingParams(temperature=1.0, seed=100 + i)))
+        alone = run(engine, make_request(prompt, sampling=SamplingParams(temperature=1.0, seed=100 + i)))
         assert together.texts[i] == alone.texts[0]
     assert together.finishes[4].completion_tokens == 3
-    one_token = run(engine, ask("a", n=3, sampling=sampling))
+    one_token = run(engine, make_request("a", n=3, sampling=sampling))
     assert len(one_token.finishes) == 3
 
 
@@ -100,14 +111,14 @@ def test_many_shared_prompts_over_few_slots(model: Path) -> None:
     """Prompts read for several rows hold slots; they must never hold all of them."""
     pool = PoolConfig(state_db="", l1_sessions=1, prefix_cache_slots=1)
     with started_engine(model, pool, max_running=4) as engine:
-        jobs = [submit(engine, ask(f"hello there number {i}", n=2, max_tokens=4)) for i in range(60)]
+        jobs = [submit(engine, make_request(f"hello there number {i}", n=2, max_tokens=4)) for i in range(60)]
         assert all(len(job.wait().finishes) == 2 for job in jobs)
 
 
 def test_bulk_does_not_starve_an_interactive_request(engine: Engine) -> None:
-    bulk = submit(engine, *[ask("bulk row " * 20, max_tokens=10**4, ignore_eos=True) for _ in range(1000)])
+    bulk = submit(engine, *[make_request("bulk row " * 20, max_tokens=10**4, ignore_eos=True) for _ in range(1000)])
     assert bulk.answered.wait(60) and bulk.refusal is None
-    quick = run(engine, ask("hi", max_tokens=4))
+    quick = run(engine, make_request("hi", max_tokens=4))
     assert quick.finishes[0].completion_tokens == 4
     assert not bulk.done.is_set(), "the interactive request waited for the bulk job"
     engine.cancel(bulk.job.job_id)
@@ -117,21 +128,21 @@ def test_bulk_does_not_starve_an_interactive_request(engine: Engine) -> None:
 def test_queue_is_bounded_and_a_refused_job_leaves_nothing(model: Path) -> None:
     with started_engine(model, max_waiting_rows=10) as engine:
         with pytest.raises(ServiceError) as refusal:
-            run(engine, *[ask("x") for _ in range(11)])
+            run(engine, *[make_request("x") for _ in range(11)])
         assert refusal.value.info.kind is ErrorKind.OVERLOADED
         assert "10" in str(refusal.value) and refusal.value.info.retry_after_s
-        assert len(run(engine, *[ask("x") for _ in range(10)]).finishes) == 10
+        assert len(run(engine, *[make_request("x") for _ in range(10)]).finishes) == 10
 
 
 def test_a_job_that_another_engine_has_admitted_is_not_refused(model: Path) -> None:
     with started_engine(model, max_waiting_rows=10, max_waiting_rows_per_client=5) as engine:
         for client in ("", "key"):
-            assert len(run(engine, *[ask("x") for _ in range(11)], client=client, attempt=1).finishes) == 11
+            assert len(run(engine, *[make_request("x") for _ in range(11)], client=client, attempt=1).finishes) == 11
 
 
 def test_cancel_frees_every_slot(engine: Engine) -> None:
     before = free_slots(engine)
-    jobs = [submit(engine, *[ask("cancel me", max_tokens=100000, ignore_eos=True)] * 3) for _ in range(40)]
+    jobs = [submit(engine, *[make_request("cancel me", max_tokens=100000, ignore_eos=True)] * 3) for _ in range(40)]
     assert jobs[0].started.wait(60)
     for job in jobs:
         engine.cancel(job.job.job_id)
@@ -142,7 +153,7 @@ def test_cancel_frees_every_slot(engine: Engine) -> None:
 
 def test_timeout_ends_the_rows(engine: Engine) -> None:
     for seconds in (0.3, 3.0, 30.0):  # on a busy machine nothing may be drawn for a while
-        ended = run(engine, ask("endless", max_tokens=10**6, ignore_eos=True), timeout_s=seconds)
+        ended = run(engine, make_request("endless", max_tokens=10**6, ignore_eos=True), timeout_s=seconds)
         assert ended.finishes[0].reason is FinishReason.TIMEOUT
         if ended.finishes[0].completion_tokens:
             break
@@ -150,8 +161,10 @@ def test_timeout_ends_the_rows(engine: Engine) -> None:
 
 
 def test_label_is_cancelled_together(engine: Engine) -> None:
-    kept = submit(engine, ask("keep", max_tokens=10**6, ignore_eos=True), label="v1")
-    cleaned = [submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), label="big_batch") for _ in range(3)]
+    kept = submit(engine, make_request("keep", max_tokens=10**6, ignore_eos=True), label="v1")
+    cleaned = [
+        submit(engine, make_request("x", max_tokens=10**6, ignore_eos=True), label="big_batch") for _ in range(3)
+    ]
     assert all(job.answered.wait(60) for job in cleaned)
     assert call(engine, "count_label", label="big_batch") == 3
     assert call(engine, "status")["jobs"] == {"v1": 1, "big_batch": 3}
@@ -165,24 +178,24 @@ def test_label_is_cancelled_together(engine: Engine) -> None:
 
 def test_wrong_ids_are_refused_by_field(engine: Engine) -> None:
     for field, row in {
-        "prompt": ask([70000]),
-        "stop_tokens": ask("x", stop_ids=[65536]),
-        "logit_bias": ask("x", sampling=SamplingParams(logit_bias={-1: 1.0})),
+        "prompt": make_request([70000]),
+        "stop_tokens": make_request("x", stop_ids=[65536]),
+        "logit_bias": make_request("x", sampling=SamplingParams(logit_bias={-1: 1.0})),
     }.items():
         with pytest.raises(ServiceError) as refusal:
             run(engine, row)
         assert refusal.value.info.field == field and refusal.value.info.kind is ErrorKind.INVALID_FIELD
     with pytest.raises(ServiceError):
-        run(engine, ask([]))
+        run(engine, make_request([]))
 
 
 @pytest.mark.parametrize(
     ("rows", "field"),
     [
         ([turn("twice", "one"), turn("twice", "two")], "session_id"),
-        ([turn("twice", "one"), ask("two")], "session_id"),
+        ([turn("twice", "one"), make_request("two")], "session_id"),
         ([turn("twice", "one", n=2)], "session_id"),
-        ([ask("x", session=SessionTurn(session_id="empty", resume_prompt=[]))], "prompt"),
+        ([make_request("x", session=SessionTurn(session_id="empty", resume_prompt=[]))], "prompt"),
     ],
     ids=["two turns", "a row beside", "two continuations", "nothing to read"],
 )
@@ -194,8 +207,8 @@ def test_what_is_no_turn_of_a_session_is_refused(engine: Engine, rows: list[Gene
 
 
 def test_logprobs_come_with_the_text(engine: Engine) -> None:
-    plain = run(engine, ask("Hello", max_tokens=6))
-    told = run(engine, ask("Hello", max_tokens=6, sampling=SamplingParams(temperature=0.0, top_logprobs=3)))
+    plain = run(engine, make_request("Hello", max_tokens=6))
+    told = run(engine, make_request("Hello", max_tokens=6, sampling=SamplingParams(temperature=0.0, top_logprobs=3)))
     entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
     assert told.texts == plain.texts
     assert b"".join(entry.token for entry in entries) == told.texts[0]
@@ -207,27 +220,27 @@ def test_logprobs_come_with_the_text(engine: Engine) -> None:
 
 def test_mixed_parameters_share_a_step(engine: Engine) -> None:
     kinds = [SamplingParams(temperature=0.0), SAMPLED, SamplingParams(top_p=0.5, seed=1), SamplingParams(seed=2)]
-    alone = [run(engine, ask("mixed", sampling=kind)).texts[0] for kind in kinds]
-    together = run(engine, *[ask("mixed", sampling=kind) for kind in kinds])
+    alone = [run(engine, make_request("mixed", sampling=kind)).texts[0] for kind in kinds]
+    together = run(engine, *[make_request("mixed", sampling=kind) for kind in kinds])
     assert together.all_texts == alone
 
 
 def test_a_failing_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_slots(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.machine, "launch", lambda *_: 1 / 0)
-        failed = submit(engine, ask("x")).wait()
+        patch.setattr(engine.model_runner, "launch", lambda *_: 1 / 0)
+        failed = submit(engine, make_request("x")).wait()
     assert failed.events[-1].error is not None and "ZeroDivisionError" in failed.events[-1].error.message
-    assert run(engine, ask("x", max_tokens=2)).finishes[0].completion_tokens == 2
+    assert run(engine, make_request("x", max_tokens=2)).finishes[0].completion_tokens == 2
     assert free_slots(engine) == free
 
 
 def test_stopped_engine_refuses(model: Path) -> None:
     with started_engine(model) as engine:
-        running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
+        running = submit(engine, make_request("x", max_tokens=10**6, ignore_eos=True))
         assert running.started.wait(60)
     assert running.wait().events[-1].error is not None
-    refused = submit(engine, ask("x"))
+    refused = submit(engine, make_request("x"))
     assert refused.refusal is not None and refused.refusal.info.kind is ErrorKind.DRAINING
 
 
@@ -239,35 +252,35 @@ def test_whatever_ends_loading_is_raised_by_start(model: Path, monkeypatch: pyte
     engine = Engine(EngineConfig(model_path=str(model), pool=PoolConfig(state_db=""), devices=("cpu",)))
     with pytest.raises(SystemExit):
         engine.start()
-    late = submit(engine, ask("x"))
+    late = submit(engine, make_request("x"))
     assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
 
 
 def test_a_sampler_is_made_once_for_all_its_names(engine: Engine) -> None:
-    wanted = engine.machine.sampler("")
+    wanted = engine.model_runner.sampler("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(wanted), "__init__", lambda *_: pytest.fail("made twice"))
-        assert engine.machine.sampler("flashinfer") is wanted
+        assert engine.model_runner.sampler("flashinfer") is wanted
 
 
 def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started_engine(model) as engine:
-        running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
+        running = submit(engine, make_request("x", max_tokens=10**6, ignore_eos=True))
         assert running.started.wait(60)
         answers: queue.Queue[Any] = queue.Queue()
 
-        def lost(*_: object) -> Launched:
+        def lost(*_: object) -> InFlightStep:
             engine.call(calls.ListSessions(10, 0), answers.put)  # too late for an engine that still runs
             raise RuntimeError("the device is lost")
 
-        monkeypatch.setattr(engine.machine, "is_lost", lambda: True)
-        monkeypatch.setattr(engine.machine, "launch", lost)
+        monkeypatch.setattr(engine.model_runner, "is_device_lost", lambda: True)
+        monkeypatch.setattr(engine.model_runner, "launch", lost)
         error = running.wait().events[-1].error
         assert error is not None and error.kind is ErrorKind.ENGINE_LOST
         assert answers.get(timeout=60).info.kind is ErrorKind.ENGINE_LOST
         engine._thread.join(60)
         assert not engine.is_alive
-        late = submit(engine, ask("x"))
+        late = submit(engine, make_request("x"))
         assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
 
 
@@ -282,18 +295,18 @@ def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(
 ) -> None:
     """And not the jobs of the step alone: nobody would know what became of the rows that were to be let in."""
     with started_engine(model) as engine:
-        launch, late = engine.machine.launch, []
+        launch, late = engine.model_runner.launch, []
 
-        def in_pieces(rows: Any, after: Any = (), between: Any = None) -> Launched:
+        def in_pieces(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
             if between is not None:
-                late.append(submit(engine, ask("x")))
+                late.append(submit(engine, make_request("x")))
                 between()
             return launch(rows, after)
 
-        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
-        monkeypatch.setattr(engine.machine, "launch", in_pieces)
-        monkeypatch.setattr(engine.scheduler, "first_tokens", lambda _: 1 / 0)
-        bulk = submit(engine, *[ask("x")] * 9)
+        monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
+        monkeypatch.setattr(engine.model_runner, "launch", in_pieces)
+        monkeypatch.setattr(engine.scheduler, "schedule_interactive_prefill", lambda _: 1 / 0)
+        bulk = submit(engine, *[make_request("x")] * 9)
         for lost in (bulk.wait().events[-1], late[0].wait().events[-1]):
             assert lost.error is not None and lost.error.kind is ErrorKind.ENGINE_LOST
         engine._thread.join(60)
@@ -306,25 +319,29 @@ def test_what_comes_while_the_host_is_at_work_on_a_step_is_let_in(
 ) -> None:
     """Before the inputs of a step with batch work are made, and before clients are told what one has drawn."""
     with started_engine(model) as engine:
-        asked, launch, let_in = getattr(engine.machine, at_work), engine.machine.launch, engine._let_in._launch
-        late: list[Running] = []
+        asked, launch, let_in = (
+            getattr(engine.model_runner, at_work),
+            engine.model_runner.launch,
+            engine._interleaver._launch,
+        )
+        late: list[RunningJob] = []
         launched: list[int] = []
 
         def while_it_comes(*given: Any, **named: Any) -> Any:
-            if not late and engine.scheduler.places.batch.num_running:
-                late.append(submit(engine, ask("x", max_tokens=1)))
+            if not late and engine.scheduler.admission.batch.num_running:
+                late.append(submit(engine, make_request("x", max_tokens=1)))
             return asked(*given, **named)
 
-        def in_order(rows: Any, after: Any = (), between: Any = None) -> Launched:
+        def in_order(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
             launched.extend([len(rows)] if late else [])
             return launch(rows, after)
 
         within: list[int] = []
-        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
-        monkeypatch.setattr(engine.machine, at_work, while_it_comes)
-        monkeypatch.setattr(engine.machine, "launch", in_order)
-        engine._let_in._launch = lambda rows: within.append(len(rows)) or let_in(rows)  # type: ignore[func-returns-value]
-        bulk = submit(engine, *[ask("a prompt", max_tokens=20, ignore_eos=True)] * 9)
+        monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
+        monkeypatch.setattr(engine.model_runner, at_work, while_it_comes)
+        monkeypatch.setattr(engine.model_runner, "launch", in_order)
+        engine._interleaver._launch = lambda rows: within.append(len(rows)) or let_in(rows)  # type: ignore[func-returns-value]
+        bulk = submit(engine, *[make_request("a prompt", max_tokens=20, ignore_eos=True)] * 9)
         assert all(finish.completion_tokens == 20 for finish in bulk.wait().finishes.values())
         assert late[0].wait().finishes[0].completion_tokens == 1
         assert within == [1] and launched[:2] == [1, 9], "it went before the rows of the batch"
@@ -333,17 +350,17 @@ def test_what_comes_while_the_host_is_at_work_on_a_step_is_let_in(
 def test_nothing_is_kept_of_the_last_step_with_batch_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt would stay in memory for as long as nobody comes."""
     with started_engine(model) as engine:
-        launch, seen = engine.machine.launch, []
+        launch, seen = engine.model_runner.launch, []
 
-        def launched(rows: Any, after: Any = (), between: Any = None) -> Launched:
-            seen.append(len(engine._let_in._under_way))
+        def launched(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
+            seen.append(len(engine._interleaver._step_jobs))
             return launch(rows, after)
 
-        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
-        monkeypatch.setattr(engine.machine, "launch", launched)
-        run(engine, *[ask("a prompt", max_tokens=4)] * 9)
+        monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
+        monkeypatch.setattr(engine.model_runner, "launch", launched)
+        run(engine, *[make_request("a prompt", max_tokens=4)] * 9)
         assert max(seen) == 1
-        wait_for(lambda: not engine._let_in._under_way, 20, "the job is forgotten")
+        wait_for(lambda: not engine._interleaver._step_jobs, 20, "the job is forgotten")
 
 
 def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_come(
@@ -351,18 +368,20 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
 ) -> None:
     """A step that reads a thousand tokens of them takes longer than one in which all rows decode."""
     with started_engine(model) as engine:
-        launch, told = engine.machine.launch, []
+        launch, told = engine.model_runner.launch, []
 
-        def launched(rows: Any, after: Any = (), between: Any = None) -> Launched:
+        def launched(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
             if any(row.num_tokens > 1 for row in rows):
                 told.append((rows[0].sequence.job.is_batch, between is not None))
             return launch(rows, after)
 
-        monkeypatch.setattr(batch_share, "LULL_S", math.inf)  # however long it takes from one job to the next
-        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
-        monkeypatch.setattr(engine.machine, "launch", launched)
+        monkeypatch.setattr(
+            batch_throttle, "INTERACTIVE_WINDOW_S", math.inf
+        )  # however long it takes from one job to the next
+        monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
+        monkeypatch.setattr(engine.model_runner, "launch", launched)
         for rows in (9, 1, 9):
-            run(engine, *[ask("a prompt of some tokens")] * rows)
+            run(engine, *[make_request("a prompt of some tokens")] * rows)
         assert set(told[:1]) == {(True, False)}, "nobody else is there"
         assert set(told[1:]) == {(False, False), (True, True)}, "nothing goes before a prompt that is waited for"
 
@@ -370,14 +389,14 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
 def test_steps_on_a_cpu_leave_their_logits_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory taken anew costs a page fault for each 4 KiB, and all compute threads wait for it."""
     seen: list[torch.Tensor] = []  # kept, so that no address is given twice
-    plain = Drawing.draw
+    plain = StepSampler.sample
 
-    def draw(self: Drawing, step: Launched, logits: torch.Tensor, last_tokens: Any) -> None:
+    def sample(self: StepSampler, step: InFlightStep, logits: torch.Tensor, last_tokens: Any) -> None:
         seen.append(logits)
         plain(self, step, logits, last_tokens)
 
-    monkeypatch.setattr(Drawing, "draw", draw)
+    monkeypatch.setattr(StepSampler, "sample", sample)
     with started_engine(tiny_model(tmp_path)) as engine:
-        run(engine, *(ask(f"row {i}", max_tokens=8, ignore_eos=True) for i in range(5)))
+        run(engine, *(make_request(f"row {i}", max_tokens=8, ignore_eos=True) for i in range(5)))
     assert len(seen) >= 8
     assert {logits.data_ptr() for logits in seen} == {seen[0].data_ptr()}

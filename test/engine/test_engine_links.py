@@ -26,7 +26,7 @@ from rwkv_batch.ipc.wire import (
     to_worker_decoder,
 )
 from rwkv_batch.request import Delta, Job, JobEvents, Load, SessionTurn
-from test.harness import ask
+from test.harness import make_request
 from test.serving import wait_for
 
 HERE = Heartbeat(Load(0, 0))
@@ -60,7 +60,7 @@ class Scripted:
 
 
 def job(name: str, **fields: Any) -> Job:
-    return Job(job_id=name, rows=[ask([1], **fields)])
+    return Job(job_id=name, rows=[make_request([1], **fields)])
 
 
 class Worker:
@@ -174,7 +174,7 @@ class Engine:
         self.sinks: dict[str, Any] = {}
         self.cancelled: list[str] = []
 
-    def when_delivered(self, act: Any) -> None: ...
+    def on_delivered(self, callback: Any) -> None: ...
 
     def submit(self, asked: Job, sink: Any, admitted: Any) -> None:
         self.sinks[asked.job_id] = sink
@@ -219,19 +219,19 @@ def test_a_process_that_ends_waits_until_its_workers_have_what_they_were_told(re
     wait_for(lambda: "long" in engine.sinks, 60, "the job has come")
     text = b"x" * (8 << 20)
     engine.sinks["long"](JobEvents(job_id="long", deltas=[Delta(0, text, 1)], done=True))
-    server._tell_all()
+    server._flush_events()
     (peer,) = server._peers
-    assert not peer.is_told
+    assert not peer.is_flushed
     if reads:
         ends = threading.Thread(target=server.finish, args=(3600,))
         ends.start()
         told = list(_until_batch(worker))
         assert isinstance(told[-1], EventBatch) and told[-1].events[0].deltas[0].text == text
         ends.join(60)
-        assert not ends.is_alive() and peer.is_told
+        assert not ends.is_alive() and peer.is_flushed
     else:
         server.finish(0.01)
-        assert not peer.is_told
+        assert not peer.is_flushed
     worker.close()
     serving.join(60)
 

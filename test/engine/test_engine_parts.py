@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.core.batch_share import PIECES_ROWS, PIECES_TOKENS
+from rwkv_batch.core.batch_throttle import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine, Step
@@ -21,14 +21,25 @@ from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest, Priority, PromptLogprobs
 from rwkv_batch.runner.decode_graphs import LastTokens
-from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.model_runner import ModelRunner
+from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.adapter_files import random_experts, write_adapter
-from test.harness import Running, ask, call, free_slots, run, standing_still, started_engine, submit, tiny_model, turn
+from test.harness import (
+    RunningJob,
+    call,
+    free_slots,
+    make_request,
+    paused_engine,
+    run,
+    started_engine,
+    submit,
+    tiny_model,
+    turn,
+)
 from test.serving import wait_for
 from test.state_files import random_state, write_state
 
@@ -42,21 +53,23 @@ class StandIn:
     Its logits are overwritten by every launch, as those are.
     """
 
-    def __init__(self, machine: ModelRunner) -> None:
-        self._machine = machine
-        machine._tokens = LastTokens(machine.limits.num_seats, machine.device, machine.device, machine.steps_in_flight)
-        self.places: list[Any] = []
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._machine = model_runner
+        model_runner._tokens = LastTokens(
+            model_runner.limits.num_req_slots, model_runner.device, model_runner.device, model_runner.steps_in_flight
+        )
+        self.admission: list[Any] = []
         self.pieces: PromptPieces | None = None
         """what steps have pieces with; decode steps have one between the two of each"""
-        self.max_rows = machine.limits.rows_in_step
-        self.logits = machine._logits = torch.empty(2 * self.max_rows, machine.vocab)
+        self.max_rows = model_runner.limits.rows_in_step
+        self.logits = model_runner._logits = torch.empty(2 * self.max_rows, model_runner.vocab)
         self.steps: list[int] = []
         """rows of each step"""
         self.fails = False
 
     def run_logits(
         self,
-        seats: Sequence[int],
+        req_slots: Sequence[int],
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         adapters: Sequence[int] | None = None,
@@ -67,36 +80,36 @@ class StandIn:
             between()
         if self.fails:
             raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
-        assert 0 < len(seats) <= self.max_rows and adapters is None
-        self.steps.append(len(seats))
-        tokens = self._machine._tokens.to_feed[list(seats)].tolist()
-        rows = list(range(len(seats)))
+        assert 0 < len(req_slots) <= self.max_rows and adapters is None
+        self.steps.append(len(req_slots))
+        tokens = self._machine._tokens.input_tokens[list(req_slots)].tolist()
+        rows = list(range(len(req_slots)))
         inputs = step_inputs([[token] for token in tokens], list(read_slots), list(write_slots), rows)
         return self._machine.pipeline.forward(inputs, self.logits)
 
     def run(
         self,
-        seats: Sequence[int],
+        req_slots: Sequence[int],
         read_slots: Sequence[int],
         write_slots: Sequence[int],
-        undrawn: Sequence[int] = (),
+        deferred: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
-        logits = self.run_logits(seats, read_slots, write_slots, adapters, between)
-        rows = [row for row in range(len(seats)) if row not in undrawn]
-        tokens = torch.zeros(len(seats), dtype=torch.int64)
-        tokens[rows] = self._machine.sampler("").sample(logits[rows], [seats[row] for row in rows]).token_ids
-        drawn = [seats[row] for row in rows]
-        self._machine._tokens.drawn[drawn] = tokens[rows]
+        logits = self.run_logits(req_slots, read_slots, write_slots, adapters, between)
+        rows = [row for row in range(len(req_slots)) if row not in deferred]
+        tokens = torch.zeros(len(req_slots), dtype=torch.int64)
+        tokens[rows] = self._machine.sampler("").sample(logits[rows], [req_slots[row] for row in rows]).token_ids
+        sampled_tokens = [req_slots[row] for row in rows]
+        self._machine._tokens.sampled_tokens[sampled_tokens] = tokens[rows]
         return tokens
 
 
 class PromptPieces:
     """What `runner.PromptPieces` does, without a GPU: something is called before the step is computed."""
 
-    def __init__(self, machine: ModelRunner) -> None:
-        self._machine = machine
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._machine = model_runner
         self.steps: list[tuple[int, int]] = []
         """rows and tokens of each step"""
 
@@ -137,12 +150,12 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
     overlaps = request.param == "overlapped"
     with started_engine(model, pool, overlap_on_cpu=overlaps, states=poet(model)) as engine:
-        engine.machine.graphs.decode = StandIn(engine.machine)  # type: ignore[assignment]
+        engine.model_runner.graphs.decode = StandIn(engine.model_runner)  # type: ignore[assignment]
         yield engine
 
 
 def graphs(engine: Engine) -> StandIn:
-    found = engine.machine.graphs.decode
+    found = engine.model_runner.graphs.decode
     assert isinstance(found, StandIn)
     return found
 
@@ -150,20 +163,21 @@ def graphs(engine: Engine) -> StandIn:
 def mixture() -> list[GenerateRequest]:
     """Rows of many lengths and kinds, some with log-probabilities, some that several rows share."""
     rows = [
-        ask("x" * (1 + 7 * i % 90), max_tokens=1 + i % 30, sampling=SamplingParams(seed=i, top_k=20)) for i in range(90)
+        make_request("x" * (1 + 7 * i % 90), max_tokens=1 + i % 30, sampling=SamplingParams(seed=i, top_k=20))
+        for i in range(90)
     ]
-    rows += [ask("told", sampling=SamplingParams(temperature=0.0, top_logprobs=2)), ask("many", n=5)]
+    rows += [make_request("told", sampling=SamplingParams(temperature=0.0, top_logprobs=2)), make_request("many", n=5)]
     return rows
 
 
-def crowd(engine: Engine, max_tokens: int) -> list[Running]:
+def crowd(engine: Engine, max_tokens: int) -> list[RunningJob]:
     """20 rows that decode, none of them a batch's, which would stand aside while a prompt is read."""
-    jobs = [submit(engine, *[ask("bulk", max_tokens=max_tokens, ignore_eos=True)] * 5) for _ in range(4)]
+    jobs = [submit(engine, *[make_request("bulk", max_tokens=max_tokens, ignore_eos=True)] * 5) for _ in range(4)]
     assert all(job.answered.wait(60) for job in jobs)
     return jobs
 
 
-def cancel(engine: Engine, jobs: list[Running]) -> None:
+def cancel(engine: Engine, jobs: list[RunningJob]) -> None:
     """And wait for their ends."""
     for job in jobs:
         engine.cancel(job.job.job_id)
@@ -182,7 +196,8 @@ def test_constrained_rows_draw_apart_from_the_graph(
     words = Constraint(form=Form.CHOICE, source='["yes, certainly", "no, never at all", "perhaps tomorrow"]')
     digits = Constraint(form=Form.REGEX, source="[0-9]{8}")
     held = [
-        ask(f"x{i}", constraint=words if i % 2 else digits, sampling=SamplingParams(seed=i, top_k=20)) for i in range(9)
+        make_request(f"x{i}", constraint=words if i % 2 else digits, sampling=SamplingParams(seed=i, top_k=20))
+        for i in range(9)
     ]
     alone = run(whole, *held).all_texts
     assert run(engine, *mixture(), *held).all_texts == [*wanted_of_mixture, *alone]
@@ -193,22 +208,22 @@ def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
     bulk = crowd(engine, max_tokens=10**6)
     wait_for(lambda: graphs(engine).steps[-1:] == [20], 30, "all of them decode")
     graphs(engine).steps.clear()
-    run(engine, ask("a long prompt " * 60, max_tokens=3))
+    run(engine, make_request("a long prompt " * 60, max_tokens=3))
     assert graphs(engine).steps[:4] == [20] * 4, "the prompt's chunks leave the decoding rows alone"
     cancel(engine, bulk)
 
 
 def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the first token of a new row is there before the next ones of all others."""
-    launch, parts = engine.machine.launch, []
+    launch, parts = engine.model_runner.launch, []
 
-    def launching(rows: list[ScheduledRow], *after: Any) -> Launched:
+    def launching(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
         parts.append("read" if rows[0].num_tokens > 1 else "decode")
         return launch(rows, *after)
 
-    monkeypatch.setattr(engine.machine, "launch", launching)
+    monkeypatch.setattr(engine.model_runner, "launch", launching)
     bulk = crowd(engine, max_tokens=10**6)
-    run(engine, ask("a long prompt " * 60, max_tokens=3))
+    run(engine, make_request("a long prompt " * 60, max_tokens=3))
     cancel(engine, bulk)
     first = parts.index("decode")
     assert "read" in parts[first:]
@@ -217,9 +232,9 @@ def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pyt
 
 def test_mixtures_that_a_graph_has_no_room_for_decode_while_another_is_read(whole: Engine, engine: Engine) -> None:
     graphs(engine).max_rows = 8
-    plain = [ask(f"plain {i}", max_tokens=60, ignore_eos=True) for i in range(4)]
-    mixed = [ask(f"mixed {i}", mixture=BOTH, max_tokens=60, ignore_eos=True) for i in range(3)]
-    late = ask("it comes later", mixture=BOTH, max_tokens=4, ignore_eos=True)
+    plain = [make_request(f"plain {i}", max_tokens=60, ignore_eos=True) for i in range(4)]
+    mixed = [make_request(f"mixed {i}", mixture=BOTH, max_tokens=60, ignore_eos=True) for i in range(3)]
+    late = make_request("it comes later", mixture=BOTH, max_tokens=4, ignore_eos=True)
     wanted = [run(whole, *rows).all_texts for rows in (plain, mixed, [late])]
     jobs = [submit(engine, *plain), submit(engine, *mixed)]
     assert all(job.answered.wait(60) for job in jobs)
@@ -230,9 +245,14 @@ def test_mixtures_that_a_graph_has_no_room_for_decode_while_another_is_read(whol
 def test_logits_that_wait_for_a_mask_are_those_of_their_rows(whole: Engine, engine: Engine) -> None:
     """Prompts of mixtures, long ones and scored ones are read beside rows whose constraint waits for the last token."""
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{80}")
-    held = [ask(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50)) for i in range(3)]
-    late = [ask(f"one more {i}", mixture=BOTH, max_tokens=3, ignore_eos=True) for i in range(6)]
-    late += [ask("how likely is this text " * 4, max_tokens=2, prompt_logprobs=PromptLogprobs()) for _ in range(2)]
+    held = [
+        make_request(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50))
+        for i in range(3)
+    ]
+    late = [make_request(f"one more {i}", mixture=BOTH, max_tokens=3, ignore_eos=True) for i in range(6)]
+    late += [
+        make_request("how likely is this text " * 4, max_tokens=2, prompt_logprobs=PromptLogprobs()) for _ in range(2)
+    ]
     wanted = run(whole, *held).all_texts
     job = submit(engine, *held)
     assert job.answered.wait(60)
@@ -247,16 +267,24 @@ def test_rows_that_no_graph_can_hold_go_apart(model: Path, monkeypatch: pytest.M
     write_adapter(model.parent / "experts.pth", random_experts(3, layers=3, width=64))
     own: Any = {"served_adapters": (f"experts={model.parent / 'experts.pth'}:2.0",), "states": poet(model)}
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{30}")
-    rows = [ask(f"plain {i}", max_tokens=25, ignore_eos=True) for i in range(4)]
-    rows += [ask(f"routed {i}", adapter="experts", max_tokens=25, ignore_eos=True) for i in range(3)]
-    rows += [ask(f"held {i}", adapter="experts", constraint=form, sampling=SamplingParams(seed=i)) for i in range(2)]
-    rows += [ask("held as well", constraint=form), ask("both", mixture=BOTH, adapter="experts", max_tokens=9)]
-    rows += [ask("how likely", adapter="experts", max_tokens=2, prompt_logprobs=PromptLogprobs())]
+    rows = [make_request(f"plain {i}", max_tokens=25, ignore_eos=True) for i in range(4)]
+    rows += [make_request(f"routed {i}", adapter="experts", max_tokens=25, ignore_eos=True) for i in range(3)]
+    rows += [
+        make_request(f"held {i}", adapter="experts", constraint=form, sampling=SamplingParams(seed=i)) for i in range(2)
+    ]
+    rows += [
+        make_request("held as well", constraint=form),
+        make_request("both", mixture=BOTH, adapter="experts", max_tokens=9),
+    ]
+    rows += [make_request("how likely", adapter="experts", max_tokens=2, prompt_logprobs=PromptLogprobs())]
     with started_engine(model, **own) as whole:
-        wanted, without = run(whole, *rows).all_texts, run(whole, ask("routed 0", max_tokens=25, ignore_eos=True))
+        wanted, without = (
+            run(whole, *rows).all_texts,
+            run(whole, make_request("routed 0", max_tokens=25, ignore_eos=True)),
+        )
     assert wanted[4] != without.all_texts[0]
     with started_engine(model, overlap_on_cpu=True, **own) as engine:
-        engine.machine.graphs.decode = StandIn(engine.machine)  # type: ignore[assignment]
+        engine.model_runner.graphs.decode = StandIn(engine.model_runner)  # type: ignore[assignment]
         assert run(engine, *rows).all_texts == wanted
         assert max(graphs(engine).steps) == 5, "the rows without an adapter"
 
@@ -264,19 +292,21 @@ def test_rows_that_no_graph_can_hold_go_apart(model: Path, monkeypatch: pytest.M
 def test_text_that_is_certain_is_read_whatever_its_length(model: Path, whole: Engine) -> None:
     """In chunks of four, so that of some runs one token is left, which no draw has put into the row's seat."""
     forms = [Constraint(form=Form.REGEX, source="[a-z]" + "-certain" * n + "[0-9]{6}") for n in range(1, 9)]
-    rows = [ask("x", constraint=form, max_tokens=60, sampling=SamplingParams(seed=3, top_k=50)) for form in forms]
+    rows = [
+        make_request("x", constraint=form, max_tokens=60, sampling=SamplingParams(seed=3, top_k=50)) for form in forms
+    ]
     wanted = [run(whole, row).all_texts for row in rows]
     for overlaps in (False, True):
         with started_engine(model, prefill_chunk=4, overlap_on_cpu=overlaps) as engine:
-            engine.machine.graphs.decode = StandIn(engine.machine)  # type: ignore[assignment]
+            engine.model_runner.graphs.decode = StandIn(engine.model_runner)  # type: ignore[assignment]
             assert [run(engine, row).all_texts for row in rows] == wanted
-            assert engine.jobs.certain_tokens > 0
+            assert engine.jobs.jump_forward_tokens > 0
 
 
 def test_sessions_go_on(model: Path, engine: Engine) -> None:
     with started_engine(model, PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)) as whole:
         wanted = [run(whole, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)]
-    crowd = submit(engine, *[ask("bulk", max_tokens=300, ignore_eos=True)] * 10)
+    crowd = submit(engine, *[make_request("bulk", max_tokens=300, ignore_eos=True)] * 10)
     assert [run(engine, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)] == wanted
     engine.cancel(crowd.job.job_id)
     crowd.wait()
@@ -292,13 +322,13 @@ def test_prompts_of_a_batch_are_read_in_pieces_by_graphs_while_interactive_reque
     wanted_of_mixture: list[bytes], whole: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All say what they say alone, whatever is let in."""
-    chat = ask("x" * 200, max_tokens=3)
+    chat = make_request("x" * 200, max_tokens=3)
     wanted = run(whole, chat).all_texts
-    machine = engine.machine
-    pieces = graphs(engine).pieces = machine.graphs.prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
-    monkeypatch.setattr(engine.scheduler._batch_share, "_has_pieces", True)
-    let_in, launch = [], engine._let_in._launch
-    engine._let_in._launch = lambda rows: let_in.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
+    model_runner = engine.model_runner
+    pieces = graphs(engine).pieces = model_runner.graphs.prompt_pieces = PromptPieces(model_runner)  # type: ignore[assignment]
+    monkeypatch.setattr(engine.scheduler._batch_throttle, "_has_pieces", True)
+    let_in, launch = [], engine._interleaver._launch
+    engine._interleaver._launch = lambda rows: let_in.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
     run(engine, chat)
     for _ in range(20):  # a machine in use may have every chat come when no piece is launched
         bulk = submit(engine, *mixture())
@@ -309,7 +339,9 @@ def test_prompts_of_a_batch_are_read_in_pieces_by_graphs_while_interactive_reque
             break
     assert isinstance(pieces, PromptPieces) and pieces.steps and let_in
     rows, tokens = (max(sizes) for sizes in zip(*pieces.steps, strict=True))
-    assert rows <= PIECES_ROWS + 1 and tokens <= PIECES_TOKENS + 200, "and an interactive prompt, one step in four"
+    assert rows <= MAX_ROWS_IN_PIECES + 1 and tokens <= MAX_TOKENS_IN_PIECES + 200, (
+        "and an interactive prompt, one step in four"
+    )
 
 
 def test_pieces_of_prompts_that_cannot_be_captured_are_done_without(
@@ -320,33 +352,36 @@ def test_pieces_of_prompts_that_cannot_be_captured_are_done_without(
     def run_pieces(*_: Any) -> Tensor:
         raise CaptureError("a piece could not be captured: OutOfMemoryError")
 
-    machine = engine.machine
-    pieces = machine.graphs.prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
+    model_runner = engine.model_runner
+    pieces = model_runner.graphs.prompt_pieces = PromptPieces(model_runner)  # type: ignore[assignment]
     monkeypatch.setattr(pieces, "run", run_pieces)
-    hidden = machine.pipeline.hidden
+    hidden = model_runner.pipeline.hidden
     graphs(engine).pieces = SimpleNamespace(hidden=lambda inputs, between: (between(), hidden(inputs))[1])  # type: ignore[assignment]
-    monkeypatch.setattr(engine.scheduler._batch_share, "_has_pieces", True)
-    run(engine, ask("x", max_tokens=2))
+    monkeypatch.setattr(engine.scheduler._batch_throttle, "_has_pieces", True)
+    run(engine, make_request("x", max_tokens=2))
     assert run(engine, *mixture()).all_texts == wanted_of_mixture
-    assert machine.graphs.prompt_pieces is None and machine.graphs.decode is not None
+    assert model_runner.graphs.prompt_pieces is None and model_runner.graphs.decode is not None
 
 
 def test_prompts_that_are_let_in_leave_logits_alone_that_wait_for_a_mask(model: Path, whole: Engine) -> None:
     """They come when the first part of a step is read, and rows of the next step wait for the second."""
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{80}")
-    held = [ask(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50)) for i in range(3)]
+    held = [
+        make_request(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50))
+        for i in range(3)
+    ]
     wanted = run(whole, *held).all_texts
-    chats = [[ask(f"{k} and {i} are numbers", max_tokens=2) for i in range(4)] for k in range(4)]
-    bulk = [ask("bulk " * (1 + i % 5), max_tokens=60, ignore_eos=True) for i in range(6)]
-    prompts = [ask(f"read {k} " * 600, max_tokens=2) for k in range(12)]
+    chats = [[make_request(f"{k} and {i} are numbers", max_tokens=2) for i in range(4)] for k in range(4)]
+    bulk = [make_request("bulk " * (1 + i % 5), max_tokens=60, ignore_eos=True) for i in range(6)]
+    prompts = [make_request(f"read {k} " * 600, max_tokens=2) for k in range(12)]
     with started_engine(model, overlap_on_cpu=True, max_running=96) as engine:
-        machine = engine.machine
-        machine.graphs.decode = StandIn(machine)  # type: ignore[assignment]
-        graphs(engine).pieces = machine.graphs.prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
-        engine.scheduler._batch_share._has_pieces = True
+        model_runner = engine.model_runner
+        model_runner.graphs.decode = StandIn(model_runner)  # type: ignore[assignment]
+        graphs(engine).pieces = model_runner.graphs.prompt_pieces = PromptPieces(model_runner)  # type: ignore[assignment]
+        engine.scheduler._batch_throttle._has_pieces = True
         run(engine, chats[0][0])
-        jobs: list[Running] = []
-        conclude, read = engine._conclude, machine.read
+        jobs: list[RunningJob] = []
+        conclude, read = engine._process_outputs, model_runner.read
         concluded: list[Step] = []
 
         def remembering(step: Step, *look: Any) -> None:
@@ -354,17 +389,19 @@ def test_prompts_that_are_let_in_leave_logits_alone_that_wait_for_a_mask(model: 
             conclude(step, *look)
             concluded.pop()
 
-        def reading(part: Launched) -> Any:
-            drawn = read(part)
+        def reading(part: InFlightStep) -> Any:
+            sampled_tokens = read(part)
             parts = concluded[-1].parts if concluded else []
             at = next((number for number, other in enumerate(parts) if other is part), len(parts))  # or a step let in
             later = {row.sequence for other in parts[at + 1 :] for row in other.rows}
-            waiting = {row.sequence for step in engine._in_flight for other in step.parts for row in other.undrawn_rows}
+            waiting = {
+                row.sequence for step in engine._in_flight for other in step.parts for row in other.deferred_rows
+            }
             if later & waiting and len(jobs) < 80:
                 jobs.extend(submit(engine, *chat) for chat in chats)  # more than one, since places of logits differ
-            return drawn
+            return sampled_tokens
 
-        engine._conclude, machine.read = remembering, reading  # type: ignore[method-assign]
+        engine._process_outputs, model_runner.read = remembering, reading  # type: ignore[method-assign]
         job = submit(engine, *held)
         assert job.answered.wait(60)
         batch = submit(engine, *bulk, *prompts, priority=Priority.BATCH)
@@ -375,46 +412,48 @@ def test_prompts_that_are_let_in_leave_logits_alone_that_wait_for_a_mask(model: 
 
 def test_too_little_memory_for_prompts_ends_those_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_slots(engine)
-    forward = engine.machine.pipeline.forward
+    forward = engine.model_runner.pipeline.forward
 
     def refusing(inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         if inputs.max_seqlen > 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(inputs, out)
 
-    bulk = submit(engine, *[ask("bulk", max_tokens=60, ignore_eos=True)] * 5)
-    monkeypatch.setattr(engine.machine.pipeline, "forward", refusing)
-    large = submit(engine, ask("a long prompt " * 30), ask("short")).wait()
+    bulk = submit(engine, *[make_request("bulk", max_tokens=60, ignore_eos=True)] * 5)
+    monkeypatch.setattr(engine.model_runner.pipeline, "forward", refusing)
+    large = submit(engine, make_request("a long prompt " * 30), make_request("short")).wait()
     error = large.events[-1].error
     assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
     assert all(finish.completion_tokens == 60 for finish in bulk.wait().finishes.values())
-    assert run(engine, ask("short")).finishes[0].completion_tokens == 16
+    assert run(engine, make_request("short")).finishes[0].completion_tokens == 16
     assert call(engine, "status")["free_slots"] == free
 
 
 def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job with rows in both parts, sessions that are closing, sessions whose prompts are read."""
     free = free_slots(engine)
-    launch, failing = engine.machine.launch, threading.Event()
+    launch, failing = engine.model_runner.launch, threading.Event()
 
-    def sometimes(rows: list[ScheduledRow], *after: Any) -> Launched:
+    def sometimes(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
         if any(row.sequence.phase is Phase.CLOSING for row in rows):
             failing.set()  # while the long prompt is read, and those of some sessions
         if failing.is_set() and any(row.num_tokens > 1 for row in rows):
             raise RuntimeError("broken")
         return launch(rows, *after)
 
-    monkeypatch.setattr(engine.machine, "launch", sometimes)
-    with standing_still(engine):
-        both = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), ask("y " * 5000, max_tokens=2))
+    monkeypatch.setattr(engine.model_runner, "launch", sometimes)
+    with paused_engine(engine):
+        both = submit(
+            engine, make_request("x", max_tokens=10**6, ignore_eos=True), make_request("y " * 5000, max_tokens=2)
+        )
         prompts = ["hello " * count for count in (40, 40, 400, 1000)]
         jobs = [submit(engine, turn(f"c{i}", prompt, max_tokens=4)) for i, prompt in enumerate(prompts)]
     assert both.wait().events[-1].error is not None
     for job in jobs:
         job.wait()
     assert [job.events[-1].error is None for job in jobs] == [True, True, False, False]
-    monkeypatch.setattr(engine.machine, "launch", launch)
-    run(engine, ask("x", max_tokens=2))
+    monkeypatch.setattr(engine.model_runner, "launch", launch)
+    run(engine, make_request("x", max_tokens=2))
     call(engine, "session_delete", session_id="c", delete_prefix=True)
     assert call(engine, "status")["free_slots"] == free
 
@@ -423,24 +462,24 @@ def test_rows_that_a_failed_mask_has_ended_are_in_no_later_part(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job's constrained prompt and its rows that decode: the draw of the one fails before the others are launched."""
-    launch, draw = engine.machine.launch, engine.machine.draw_constrained
+    launch, draw = engine.model_runner.launch, engine.model_runner.sample_constrained
     ended: list[ScheduledRow] = []
 
-    def watched(rows: list[ScheduledRow], *after: Any) -> Launched:
+    def watched(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
         ended.extend(row for row in rows if not row.sequence.is_in_steps)
         return launch(rows, *after)
 
-    def failing(step: Launched) -> Any:
+    def failing(step: InFlightStep) -> Any:
         if any(row.num_tokens > 1 for row in step.rows):
             raise RuntimeError("no mask")
         return draw(step)
 
     free = free_slots(engine)
-    monkeypatch.setattr(engine.machine, "launch", watched)
-    monkeypatch.setattr(engine.machine, "draw_constrained", failing)
+    monkeypatch.setattr(engine.model_runner, "launch", watched)
+    monkeypatch.setattr(engine.model_runner, "sample_constrained", failing)
     words = Constraint(form=Form.CHOICE, source='["yes", "no"]')
-    long = ask("y " * 1500, max_tokens=8, constraint=words)
-    job = submit(engine, *[ask("x", max_tokens=10**5, ignore_eos=True)] * 3, long).wait()
+    long = make_request("y " * 1500, max_tokens=8, constraint=words)
+    job = submit(engine, *[make_request("x", max_tokens=10**5, ignore_eos=True)] * 3, long).wait()
     assert job.events[-1].error is not None and not ended
-    assert run(engine, ask("short")).finishes[0].completion_tokens == 16
+    assert run(engine, make_request("short")).finishes[0].completion_tokens == 16
     assert call(engine, "status")["free_slots"] == free

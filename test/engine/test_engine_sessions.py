@@ -18,17 +18,17 @@ from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason
-from rwkv_batch.runner.drawing import Launched
+from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import (
     TOKENIZER,
-    Running,
-    ask,
+    RunningJob,
     call,
     free_slots,
+    make_request,
+    paused_engine,
     run,
-    standing_still,
     started_engine,
     submit,
     tiny_model,
@@ -56,20 +56,20 @@ def conversation(engine: Engine, session_id: str, prompts: list[str], **fields: 
 
 def test_a_turn_is_told_before_it_can_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one that was kept as its engine was lost would be taken again by another: also of a single step."""
-    record, told = engine.keeper.record_turn, list[bool]()
+    record, told = engine.state_manager.record_turn, list[bool]()
 
     def noted(sequence: Sequence, acknowledge: Any) -> None:
         told.append(any(delta.session_tokens == 0 for events in job.events for delta in events.deltas))
         record(sequence, acknowledge)
 
-    monkeypatch.setattr(engine.keeper, "record_turn", noted)
-    with standing_still(engine):
-        job = submit(engine, turn("told", "Hello", max_tokens=1), tells_ids=True)
+    monkeypatch.setattr(engine.state_manager, "record_turn", noted)
+    with paused_engine(engine):
+        job = submit(engine, turn("told", "Hello", max_tokens=1), return_token_ids=True)
     assert job.wait().refusal is None
     assert told == [True]
 
 
-def drawn_ids(job: Running) -> list[int]:
+def drawn_ids(job: RunningJob) -> list[int]:
     """Token ids of the shown text, from a job that asked for log-probabilities."""
     entries = [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or []]
     return [TOKENIZER.byte_table.index(entry.token) for entry in entries]
@@ -83,7 +83,7 @@ def test_a_session_equals_the_whole_conversation_in_one_prompt(engine: Engine, t
     for prompt in prompts:
         told += TOKENIZER.encode(prompt)
         in_session = run(engine, turn(f"whole-{temperature}", prompt, sampling=sampling, max_tokens=12))
-        alone = run(engine, ask(list(told), sampling=sampling, max_tokens=12))
+        alone = run(engine, make_request(list(told), sampling=sampling, max_tokens=12))
         assert in_session.texts == alone.texts
         assert in_session.finishes[0].prompt_tokens == len(told)
         told += drawn_ids(in_session)
@@ -92,7 +92,7 @@ def test_a_session_equals_the_whole_conversation_in_one_prompt(engine: Engine, t
 def test_a_stop_inside_tokens_is_not_in_the_state(engine: Engine) -> None:
     """The state ends before the stop, whatever was read ahead: the next turn equals a retelling."""
     prompt, next_prompt = "Once upon a time", " and then"
-    free = run(engine, ask(prompt, max_tokens=20, ignore_eos=True)).texts[0]
+    free = run(engine, make_request(prompt, max_tokens=20, ignore_eos=True)).texts[0]
     text = free.decode(errors="ignore")
     at = len(text) // 2
     stop = text[at : at + 5].encode()
@@ -104,7 +104,9 @@ def test_a_stop_inside_tokens_is_not_in_the_state(engine: Engine) -> None:
     shown = _tokens_before(engine, prompt, cut)
     assert (
         second
-        == run(engine, ask(TOKENIZER.encode(prompt) + shown + TOKENIZER.encode(next_prompt), max_tokens=10)).texts[0]
+        == run(
+            engine, make_request(TOKENIZER.encode(prompt) + shown + TOKENIZER.encode(next_prompt), max_tokens=10)
+        ).texts[0]
     )
 
 
@@ -113,7 +115,7 @@ def test_a_stop_makes_nothing_be_read_again(engine: Engine, how: str) -> None:
     """What was read ahead is taken back: the turn's beginning, however long, is not computed a second time."""
     prompt = f"{how}: " + "once upon a time there was " * 20
     sampling = SamplingParams(temperature=0.0, top_logprobs=0)
-    ids = drawn_ids(run(engine, ask(prompt, max_tokens=14, ignore_eos=True, sampling=sampling)))
+    ids = drawn_ids(run(engine, make_request(prompt, max_tokens=14, ignore_eos=True, sampling=sampling)))
     pieces = [TOKENIZER.byte_table[token] for token in ids]
     late = next(i for i in range(5, 13) if ids[i] not in ids[:i])
     across = pieces[late - 1][-1:] + pieces[late][:1]  # the end of one token and the beginning of the next
@@ -132,7 +134,7 @@ def _tokens_before(engine: Engine, prompt: str, cut: int) -> list[int]:
     sampling = SamplingParams(temperature=0.0, top_logprobs=0)
     ids: list[int] = []
     length = 0
-    for token in drawn_ids(run(engine, ask(prompt, max_tokens=20, ignore_eos=True, sampling=sampling))):
+    for token in drawn_ids(run(engine, make_request(prompt, max_tokens=20, ignore_eos=True, sampling=sampling))):
         piece = TOKENIZER.byte_table[token]
         if length + len(piece) > cut:
             return ids + (TOKENIZER.encode_bytes(piece[: cut - length]) if cut > length else [])
@@ -145,7 +147,7 @@ def test_random_stops_never_leak_into_the_state(engine: Engine) -> None:
     rng = random.Random(5)
     for case in range(12):
         prompt = f"case {case}: the"
-        free = run(engine, ask(prompt, max_tokens=16, ignore_eos=True)).texts[0].decode(errors="ignore")
+        free = run(engine, make_request(prompt, max_tokens=16, ignore_eos=True)).texts[0].decode(errors="ignore")
         if len(free) < 8:
             continue
         at = rng.randrange(2, len(free) - 3)
@@ -156,11 +158,11 @@ def test_random_stops_never_leak_into_the_state(engine: Engine) -> None:
         cut = len(whole.texts[0])
         after = run(engine, turn(f"r{case}", " next", max_tokens=6)).texts[0]
         ids = TOKENIZER.encode(prompt) + _tokens_before(engine, prompt, cut) + TOKENIZER.encode(" next")
-        assert after == run(engine, ask(ids, max_tokens=6)).texts[0]
+        assert after == run(engine, make_request(ids, max_tokens=6)).texts[0]
 
 
 def test_turns_of_one_session_keep_their_order(engine: Engine) -> None:
-    with standing_still(engine):
+    with paused_engine(engine):
         first = submit(engine, turn("order", "one", max_tokens=12))
         second = submit(engine, turn("order", " two", max_tokens=12))
         third = submit(engine, turn("order", " three", wait=False))
@@ -207,15 +209,15 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
     pool = PoolConfig(state_db=db, durability=words, l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, overlap_on_cpu=overlap) as engine:
         conversation(engine, "s", ["one"], max_tokens=6)
-        free, launch = free_slots(engine), engine.machine.launch
+        free, launch = free_slots(engine), engine.model_runner.launch
 
-        def failing(rows: list[ScheduledRow], *after: Any) -> Launched:
+        def failing(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
             if any(row.sequence.phase is Phase.CLOSING for row in rows):
                 raise RuntimeError("broken")
             return launch(rows, *after)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.machine, "launch", failing)
+            patch.setattr(engine.model_runner, "launch", failing)
             failed = run(engine, turn("s", " two", max_tokens=6))
         assert failed.events[-1].error is None
         finish, is_kept = failed.finishes[0], durability in ("log", "lazy")
@@ -235,19 +237,19 @@ def writer_that_waits(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error | None = None
 ) -> Iterator[threading.Event]:
     """Turns are recorded and not committed until the gate opens; then they are, or fail with `error`."""
-    gate, commit = threading.Event(), engine.machine.pool._store.writer._transaction
+    gate, commit = threading.Event(), engine.model_runner.pool._store.writer._transaction
 
     def late(jobs: list[Any]) -> sqlite3.Error | None:
         gate.wait()
         return error or commit(jobs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.machine.pool._store.writer, "_transaction", late)
+        patch.setattr(engine.model_runner.pool._store.writer, "_transaction", late)
         yield gate
         gate.set()
 
 
-def recorded(engine: Engine, running: Running) -> None:
+def recorded(engine: Engine, running: RunningJob) -> None:
     """Wait until the job's turn is recorded, and nothing is told of it yet."""
     wait_for(lambda: any(row.has_answered for row in list(engine.jobs._leased)), 30, "the turn is recorded")
     assert not running.done.is_set()
@@ -261,13 +263,13 @@ def test_a_turn_that_is_recorded_at_the_end_is_told_its_fate(
     with started_engine(model, pool) as engine:
         conversation(engine, "s", ["one"], max_tokens=6)
         wanted = conversation(engine, "twin", ["one", " two", " three"][:: 1 if error is None else 2], max_tokens=6)
-        endless = submit(engine, ask("endless", max_tokens=10**6, ignore_eos=True))
-        close = engine.machine.pool.close
+        endless = submit(engine, make_request("endless", max_tokens=10**6, ignore_eos=True))
+        close = engine.model_runner.pool.close
         with writer_that_waits(engine, monkeypatch, error) as gate:
             last = submit(engine, turn("s", " two", max_tokens=6))
             recorded(engine, last)
             # The pool is closed after every job was told of the end.
-            monkeypatch.setattr(engine.machine.pool, "close", lambda: (gate.set(), close()))
+            monkeypatch.setattr(engine.model_runner.pool, "close", lambda: (gate.set(), close()))
             engine.stop()
         assert endless.wait().events[-1].error is not None
         assert last.wait().events[-1].error is None
@@ -281,7 +283,7 @@ def test_a_turn_that_is_recorded_at_the_end_is_told_its_fate(
 def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(rows: list[ScheduledRow], *after: Any) -> Launched:
+    def lost(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
         raise RuntimeError("the device is lost")
 
     pool = PoolConfig(state_db=str(tmp_path / "s.db"))
@@ -290,14 +292,14 @@ def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
         with writer_that_waits(engine, monkeypatch):
             last = submit(engine, turn("s", "one", max_tokens=6))
             recorded(engine, last)
-            monkeypatch.setattr(engine.machine, "is_lost", lambda: True)
-            monkeypatch.setattr(engine.machine, "launch", lost)
+            monkeypatch.setattr(engine.model_runner, "is_device_lost", lambda: True)
+            monkeypatch.setattr(engine.model_runner, "launch", lost)
             other = submit(engine, turn("other", "one"))
             errors = [job.wait().events[-1].error for job in (last, other)]
         assert all(error is not None and "the device is lost" in error.message for error in errors)
         assert ["/state/status" in error.message for error in errors if error is not None] == [True, False]
         assert not last.finishes
-        engine.machine.pool.close()
+        engine.model_runner.pool.close()
     with started_engine(model, pool) as engine:
         assert conversation(engine, "s", [" two"], max_tokens=6) == [wanted]
 
@@ -365,10 +367,10 @@ def test_a_session_goes_on_as_it_is_under_another_storage_of_the_weights(
 def test_prefix_cache_changes_no_text(model: Path) -> None:
     header = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
     with started_engine(model, PoolConfig(state_db="", prefix_cache_slots=0)) as plain:
-        wanted = [run(plain, ask(header + tail)).texts[0] for tail in ("one", "two", "three", "four")]
+        wanted = [run(plain, make_request(header + tail)).texts[0] for tail in ("one", "two", "three", "four")]
     with started_engine(model) as caching:
-        ended = [run(caching, ask(header + tail)) for tail in ("one", "two", "three", "four")]
-        together = run(caching, *[ask(header.upper() + tail) for tail in ("one", "two", "three", "four")])
+        ended = [run(caching, make_request(header + tail)) for tail in ("one", "two", "three", "four")]
+        together = run(caching, *[make_request(header.upper() + tail) for tail in ("one", "two", "three", "four")])
     assert [job.texts[0] for job in ended] == wanted
     assert ended[-1].finishes[0].cached_tokens >= 32
     cached = sorted(finish.cached_tokens for finish in together.finishes.values())

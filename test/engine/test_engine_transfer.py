@@ -13,7 +13,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.config import PoolConfig
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
-from state_pool.turns.import_export import AT_ONCE
+from state_pool.turns.import_export import MAX_CONCURRENT
 from test.harness import WAIT_S, call, run, started_engine, submit, tiny_model, turn
 
 
@@ -35,13 +35,13 @@ def test_a_fault_of_ours_is_told_and_the_place_comes_back(model: Path, monkeypat
             raise RuntimeError("no memory for that")
 
         for target in ("rwkv_batch.core.session_transfer.decode", "state_pool.pool.StatePool.import_session"):
-            for _ in range(2 * AT_ONCE):
+            for _ in range(2 * MAX_CONCURRENT):
                 with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory") as told:
                     patched.setattr(target, fails)
                     call(engine, "session_import", session_id="t", content=content)
                 assert told.value.info.kind is ErrorKind.INTERNAL
         for target in (SessionFile, "encode"), (StatePool, "export"):
-            for _ in range(2 * AT_ONCE):
+            for _ in range(2 * MAX_CONCURRENT):
                 with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory"):
                     patched.setattr(*target, fails)
                     call(engine, "session_export", session_id="s")
@@ -52,10 +52,10 @@ def test_no_file_is_made_where_none_is_wanted(model: Path, monkeypatch: pytest.M
     monkeypatch.setattr(SessionFile, "encode", lambda file: pytest.fail("it was made"))
     with started_engine(model) as engine:
         run(engine, turn("s", "User: one"))
-        for _ in range(2 * AT_ONCE):
-            assert call(engine, "session_export", session_id="s", wants_file=False) == b""
+        for _ in range(2 * MAX_CONCURRENT):
+            assert call(engine, "session_export", session_id="s", include_file=False) == b""
         with pytest.raises(ServiceError, match="nobody"):
-            call(engine, "session_export", session_id="nobody", wants_file=False)
+            call(engine, "session_export", session_id="nobody", include_file=False)
 
 
 def test_what_is_asked_at_the_end_is_refused_and_not_forgotten() -> None:
@@ -78,7 +78,7 @@ def test_the_engine_ends_when_a_thread_of_its_pool_does(
         raise SystemExit("a fault of the program")
 
     with started_engine(model, PoolConfig(state_db=str(tmp_path / "s.db"))) as engine:
-        store = engine.machine.pool._store
+        store = engine.model_runner.pool._store
         assert store is not None
         monkeypatch.setattr(store.writer, "_commit_group", dies)
         job = submit(engine, turn("s", "User: one")).wait()

@@ -6,30 +6,32 @@ import logging
 
 import pytest
 
-from rwkv_batch.core.failures import as_table
+from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.errors import NameTaken
-from state_pool.session_file import NotASession
+from state_pool.session_file import InvalidSessionFile
 
 
 def test_a_failure_of_a_request_names_its_field() -> None:
-    info = as_table("the file could not be read", {NotASession: "body"})(NotASession("is no session")).info
+    info = error_translator("the file could not be read", {InvalidSessionFile: "body"})(
+        InvalidSessionFile("is no session")
+    ).info
     assert (info.kind, info.field, info.message) == (ErrorKind.INVALID_FIELD, "body", "body: is no session")
 
 
 def test_the_pools_failures_keep_their_kind() -> None:
-    info = as_table("the state could not be loaded")(NameTaken("a state", "poet")).info
+    info = error_translator("the state could not be loaded")(NameTaken("a state", "poet")).info
     assert (info.kind, info.field) == (ErrorKind.NAME_TAKEN, "name")
 
 
 def test_what_is_told_already_stays_as_it_is() -> None:
     error = ServiceError(ErrorKind.DRAINING, "stopping")
-    assert as_table("the state could not be loaded", {ServiceError: "file"})(error) is error
+    assert error_translator("the state could not be loaded", {ServiceError: "file"})(error) is error
 
 
 def test_a_fault_of_ours_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        info = as_table("the state could not be loaded")(KeyError("emb")).info
+        info = error_translator("the state could not be loaded")(KeyError("emb")).info
     assert info.kind is ErrorKind.INTERNAL
     assert info.message == "the state could not be loaded: KeyError: 'emb'"
     assert caplog.records[0].exc_info is not None and "the state could not be loaded" in caplog.text

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from rwkv_batch.core.admission import LENT_STEPS
+from rwkv_batch.core.admission import BATCH_TURN_STEPS
 from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Phase, Sequence
@@ -27,7 +27,7 @@ def clients(plan: Scheduler) -> Counter[str]:
 
 def test_hi_beside_three_bulk_requests_of_one_client() -> None:
     """32 seats: it waited for their rows to end."""
-    plan, _ = scheduler(seats=32)
+    plan, _ = scheduler(req_slots=32)
     for _ in range(3):
         plan.add(*job(200, client="bulk"))
         read(plan.schedule())
@@ -38,7 +38,7 @@ def test_hi_beside_three_bulk_requests_of_one_client() -> None:
 
 @pytest.mark.parametrize("bulk_clients", [1, 3, 40])
 def test_interactive_rows_displace_batch_rows_down_to_a_quarter(bulk_clients: int) -> None:
-    plan, _ = scheduler(seats=32, slots=1000)
+    plan, _ = scheduler(req_slots=32, slots=1000)
     for number in range(bulk_clients):
         plan.add(*job(200, client=f"bulk{number}"))
     read(plan.schedule())
@@ -49,32 +49,32 @@ def test_interactive_rows_displace_batch_rows_down_to_a_quarter(bulk_clients: in
     interactive = [row for row in rows if not row.sequence.job.is_batch]
     assert len(rows) == 32
     assert len(interactive) == 2 + 16, "the reserve, and as many rows as may be paused"
-    assert plan.places.paused_rows == 16
+    assert plan.admission.paused_rows == 16
 
 
 def test_paused_rows_keep_slot_and_seat_and_go_on_first() -> None:
-    plan, slots = scheduler(seats=16, slots=100)
+    plan, slots = scheduler(req_slots=16, slots=100)
     bulk, bulk_rows = job(50, client="bulk")
     plan.add(bulk, bulk_rows)
     before = [row.sequence for row in plan.schedule()]
-    places = {sequence: (sequence.slot, sequence.seat) for sequence in before}
+    admission = {sequence: (sequence.slot, sequence.req_slot) for sequence in before}
     chats = [job(1, client="chat") for _ in range(6)]
     for running, rows in chats:
         plan.add(running, rows)
     now = {row.sequence for row in plan.schedule()}
     paused = [sequence for sequence in before if sequence not in now]
     assert len(paused) == 5 and set(bulk_rows[10:15]) == set(paused), "the youngest give way"
-    assert all((s.slot, s.seat, s.phase) == (*places[s], Phase.RUNNING) for s in paused)
-    taken = [(s.slot, s.seat) for s in {*now, *paused}]
-    assert len({slot for slot, _ in taken}) == len({seat for _, seat in taken}) == len(taken)
+    assert all((s.slot, s.req_slot, s.phase) == (*admission[s], Phase.RUNNING) for s in paused)
+    taken = [(s.slot, s.req_slot) for s in {*now, *paused}]
+    assert len({slot for slot, _ in taken}) == len({req_slot for _, req_slot in taken}) == len(taken)
     for _, rows in chats:
         end(plan, slots, rows[0])
     assert {row.sequence for row in plan.schedule()} == set(before), "before the rows that have not begun"
-    assert plan.places.paused_rows == 0
+    assert plan.admission.paused_rows == 0
 
 
 def test_clients_share_the_places() -> None:
-    plan, _ = scheduler(seats=32, slots=1000)
+    plan, _ = scheduler(req_slots=32, slots=1000)
     plan.add(*job(500, client="early"))
     assert clients(plan) == {"early": 30}
     for _ in range(5):
@@ -90,7 +90,7 @@ def test_of_clients_with_equally_many_rows_the_one_served_longest_ago_is_next() 
         queue.add(*job(4, client=client))
     served = []
     for _ in range(6):
-        rows = queue.turns().take()
+        rows = queue.waiting_clients().pop()
         served.append(rows.client)
         queue.end(queue.start(rows.jobs[0], 0))
     assert served == ["a", "b", "c"] * 2
@@ -101,12 +101,12 @@ def test_jobs_that_another_engine_had_begun_go_before_those_that_have_not() -> N
     jobs = [job(1, attempt=attempt) for attempt in (0, 0, 1, 2, 0)]
     for running, rows in jobs:
         queue.add(running, rows)
-    order = list(queue.turns().take().jobs)
+    order = list(queue.waiting_clients().pop().jobs)
     assert order == [jobs[number][0] for number in (2, 3, 0, 1, 4)]
 
 
 def test_a_client_of_many_jobs_gets_no_more_than_one_of_few() -> None:
-    plan, _ = scheduler(seats=32, slots=1000)
+    plan, _ = scheduler(req_slots=32, slots=1000)
     for _ in range(20):
         plan.add(*job(9, client="many"))
     plan.add(*job(100, client="one"))
@@ -114,7 +114,7 @@ def test_a_client_of_many_jobs_gets_no_more_than_one_of_few() -> None:
 
 
 def test_interactive_clients_share_too() -> None:
-    plan, _ = scheduler(seats=16, slots=1000)
+    plan, _ = scheduler(req_slots=16, slots=1000)
     for _ in range(200):
         plan.add(*job(1, client="hog"))
     assert clients(plan) == {"hog": 16}
@@ -124,7 +124,7 @@ def test_interactive_clients_share_too() -> None:
 
 
 def test_interactive_floods_leave_batch_work_its_part() -> None:
-    plan, slots = scheduler(seats=32, slots=1000)
+    plan, slots = scheduler(req_slots=32, slots=1000)
     plan.add(*job(100, client="bulk"))
     read(plan.schedule())
     least = 32
@@ -140,7 +140,7 @@ def test_interactive_floods_leave_batch_work_its_part() -> None:
 
 
 def test_batch_work_that_comes_into_a_flood_begins() -> None:
-    plan, slots = scheduler(seats=16, slots=1000)
+    plan, slots = scheduler(req_slots=16, slots=1000)
     plan.add(*job(8, client="flood")), plan.add(*job(8, client="flood"))
     running = [row.sequence for row in plan.schedule()]
     plan.add(*job(20, client="bulk"))
@@ -153,14 +153,14 @@ def test_batch_work_that_comes_into_a_flood_begins() -> None:
 
 def test_the_only_place_is_lent_to_batch_work_for_a_while() -> None:
     """--max-running 1: a flood of short interactive rows leaves batch work its part, and waits for it only so long."""
-    plan, slots = scheduler(seats=1, slots=10)
+    plan, slots = scheduler(req_slots=1, slots=10)
     plan.add(*job(50, client="bulk"))
     steps, ran, waited, longest, finished = 0, 0, 0, 0, 0
     for _ in range(2000):
-        if not plan.places.interactive.num_waiting:
+        if not plan.admission.interactive.num_waiting:
             plan.add(*job(1, client="flood"))
         rows = plan.schedule()
-        assert len(rows) == 1 and plan.places.paused_rows <= 1
+        assert len(rows) == 1 and plan.admission.paused_rows <= 1
         read(rows)
         sequence = rows[0].sequence
         ran += 1
@@ -175,12 +175,12 @@ def test_the_only_place_is_lent_to_batch_work_for_a_while() -> None:
             finished += 1
             end(plan, slots, sequence)
     assert steps > 1000, "batch work gets its part"
-    assert longest <= LENT_STEPS + 1, "and gives the place back"
+    assert longest <= BATCH_TURN_STEPS + 1, "and gives the place back"
     assert finished > 50
 
 
 def test_batch_work_alone_gives_the_only_place_up_at_once() -> None:
-    plan, _ = scheduler(seats=1, slots=10)
+    plan, _ = scheduler(req_slots=1, slots=10)
     plan.add(*job(50, client="bulk"))
     for _ in range(10):
         read(plan.schedule())
@@ -190,12 +190,12 @@ def test_batch_work_alone_gives_the_only_place_up_at_once() -> None:
 
 
 def test_a_row_that_cannot_start_displaces_nobody() -> None:
-    plan, slots = scheduler(seats=16, slots=15)
+    plan, slots = scheduler(req_slots=16, slots=15)
     plan.add(*job(50, client="bulk"))
     before = {row.sequence for row in plan.schedule()}
     chat, rows = job(1, client="chat")
     plan.add(chat, rows)
-    assert {row.sequence for row in plan.schedule()} == before and plan.places.paused_rows == 0
+    assert {row.sequence for row in plan.schedule()} == before and plan.admission.paused_rows == 0
     slots.free.append(99)
     slots.blocked.add(rows[0])
     assert {row.sequence for row in plan.schedule()} == before
@@ -205,15 +205,15 @@ def test_a_row_that_cannot_start_displaces_nobody() -> None:
 
 def test_slots_that_are_out_are_asked_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool begins to make room at every question; rows that have their slot go on meanwhile."""
-    plan, slots = scheduler(seats=16, slots=16)
+    plan, slots = scheduler(req_slots=16, slots=16)
     bulk, bulk_rows = job(50, client="bulk")
     plan.add(bulk, bulk_rows)
     read(plan.schedule())
     chat, chat_rows = job(1, client="first")
     plan.add(chat, chat_rows)
     paused = bulk_rows[14]
-    plan.places.batch.pause(paused)
-    plan.leave(paused)
+    plan.admission.batch.pause(paused)
+    plan.remove_running(paused)
     asked: list[None] = []
     monkeypatch.setattr(slots, "allocate", lambda: asked.append(None))
     for number in range(50):
@@ -224,16 +224,16 @@ def test_slots_that_are_out_are_asked_for_once_a_step(monkeypatch: pytest.Monkey
 
 
 def test_a_job_without_seats_may_take_the_reserve_again() -> None:
-    plan, slots = scheduler(seats=16)
+    plan, slots = scheduler(req_slots=16)
     running, rows = job(2, client="chat")
     plan.add(running, rows[:1])
     plan.schedule()
     end(plan, slots, rows[0])
-    assert running.seated == 0
+    assert running.num_running == 0
     plan.add(*job(50, client="bulk"))
     plan.schedule()
     plan.add(running, rows[1:])
-    assert per_job(plan.schedule())[running] == 1 and plan.places.paused_rows == 0
+    assert per_job(plan.schedule())[running] == 1 and plan.admission.paused_rows == 0
 
 
 class Checked:
@@ -241,8 +241,8 @@ class Checked:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.seats, self.num_slots = self.rng.choice([(1, 3), (2, 4), (8, 9), (16, 40)])
-        self.plan, self.slots = scheduler(seats=self.seats, slots=self.num_slots, budget=48, chunk=8)
+        self.req_slots, self.num_slots = self.rng.choice([(1, 3), (2, 4), (8, 9), (16, 40)])
+        self.plan, self.slots = scheduler(req_slots=self.req_slots, slots=self.num_slots, budget=48, chunk=8)
         self.rows: dict[Sequence, int] = {}
         """live rows -> tokens they still draw"""
 
@@ -269,20 +269,22 @@ class Checked:
         assert rows or not self.rows, "rows that may run, do"
         read(rows)
         for row in rows:
-            self.rows[row.sequence] -= row.draws
+            self.rows[row.sequence] -= row.samples
             if self.rows[row.sequence] == 0:
                 self.end(row.sequence)
 
     def check(self, stepped: set[Sequence]) -> None:
         begun = [sequence for sequence in self.rows if sequence.phase is Phase.RUNNING]
-        assert len(begun) == self.plan.running_rows + self.plan.places.paused_rows
-        assert len(begun) + self.plan.places.waiting_rows == len(self.rows)
-        assert self.plan.running_rows <= self.seats and self.plan.places.paused_rows <= self.plan.limits.max_paused
-        assert len({sequence.seat for sequence in begun}) == len(begun) <= self.plan.limits.num_seats
+        assert len(begun) == self.plan.running_rows + self.plan.admission.paused_rows
+        assert len(begun) + self.plan.admission.waiting_rows == len(self.rows)
+        assert (
+            self.plan.running_rows <= self.req_slots and self.plan.admission.paused_rows <= self.plan.limits.max_paused
+        )
+        assert len({sequence.req_slot for sequence in begun}) == len(begun) <= self.plan.limits.num_req_slots
         slots = [sequence.slot for sequence in begun] + self.slots.free
         assert sorted(slots) == list(range(2, self.num_slots + 2))
-        seated = Counter(sequence.job for sequence in begun if sequence in self.plan._running)
-        assert all(sequence.job.seated == seated[sequence.job] for sequence in self.rows)
+        num_running = Counter(sequence.job for sequence in begun if sequence in self.plan._running)
+        assert all(sequence.job.num_running == num_running[sequence.job] for sequence in self.rows)
         assert stepped <= set(begun)
 
 
@@ -299,4 +301,4 @@ def test_whatever_comes_and_goes(seed: int) -> None:
     while checked.rows:
         checked.step()
     assert not checked.plan.has_work
-    assert not checked.plan.places.interactive._clients and not checked.plan.places.batch._clients
+    assert not checked.plan.admission.interactive._clients and not checked.plan.admission.batch._clients

@@ -13,7 +13,7 @@ import pytest
 from rwkv_batch.engine import Engine
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import ask, call, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
 
 TIMES = 64
 """A few types of ctypes' arrays are left over however often."""
@@ -29,11 +29,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def rows(engine: Engine, number: int) -> None:
     stops = [b"\n\n", b"aa%d" % number]
-    run(engine, ask("Once", sampling=SAMPLED, max_tokens=2, stop_strings=stops))
+    run(engine, make_request("Once", sampling=SAMPLED, max_tokens=2, stop_strings=stops))
 
 
 def cancelled(engine: Engine, number: int) -> None:
-    running = submit(engine, ask("Once", max_tokens=500, chunk_size=1))
+    running = submit(engine, make_request("Once", max_tokens=500, chunk_size=1))
     assert running.started.wait(60)
     engine.cancel(running.job.job_id)
     running.wait()
@@ -64,6 +64,6 @@ def test_a_request_leaves_no_circles(engine: Engine, one: Callable[[Engine, int]
     with without_collector():
         for number in range(TIMES):
             one(engine, number)
-        assert settles(engine, lambda: not engine.load.rows)
+        assert eventually_holds(engine, lambda: not engine.load.rows)
         left = gc.collect()
     assert left < TIMES

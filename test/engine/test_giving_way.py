@@ -16,10 +16,10 @@ from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, Priority
-from rwkv_batch.runner.drawing import Launched
+from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import Running, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
+from test.harness import RunningJob, call, free_slots, make_request, run, started_engine, submit, tiny_model, turn
 
 STEPS_BETWEEN = 8
 
@@ -53,7 +53,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
 def bulk() -> list[GenerateRequest]:
     """Rows of every kind whose sampler remembers what was drawn."""
     rows = [
-        ask(
+        make_request(
             f"bulk row {i} " * (1 + i % 5),
             max_tokens=20 + 3 * i,
             ignore_eos=True,
@@ -64,20 +64,22 @@ def bulk() -> list[GenerateRequest]:
         )
         for i in range(14)
     ]
-    return [*rows, ask("many", n=5, max_tokens=30, ignore_eos=True, sampling=SamplingParams(seed=50))]
+    return [*rows, make_request("many", n=5, max_tokens=30, ignore_eos=True, sampling=SamplingParams(seed=50))]
 
 
-def chat_until(engine: Engine, job: Running) -> None:
+def chat_until(engine: Engine, job: RunningJob) -> None:
     """Interactive requests of four clients come every few steps, however busy this thread is, until the job ends."""
-    launch, steps, chats = engine.machine.launch, itertools.count(), list[Running]()
+    launch, steps, chats = engine.model_runner.launch, itertools.count(), list[RunningJob]()
 
-    def launching(*arguments: Any) -> Launched:
+    def launching(*arguments: Any) -> InFlightStep:
         if next(steps) % STEPS_BETWEEN == 0:
-            chats.extend(submit(engine, ask("hi", max_tokens=3, ignore_eos=True), client=f"chat{i}") for i in range(4))
+            chats.extend(
+                submit(engine, make_request("hi", max_tokens=3, ignore_eos=True), client=f"chat{i}") for i in range(4)
+            )
         return launch(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.machine, "launch", launching)
+        patched.setattr(engine.model_runner, "launch", launching)
         job.wait()
     for chat in chats:
         chat.wait()
@@ -122,10 +124,10 @@ def test_sessions_that_gave_way_go_on_as_if_nothing_had_been(engine: Engine, pau
 @pytest.mark.parametrize("way", ["cancel", "timeout"])
 def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence], way: str) -> None:
     free = free_slots(engine)
-    endless = [ask("endless", max_tokens=10**6, ignore_eos=True)] * 10
+    endless = [make_request("endless", max_tokens=10**6, ignore_eos=True)] * 10
     job = submit(engine, *endless, client="bulk", timeout_s=1000.0 if way == "timeout" else None)
     assert job.started.wait(60)
-    chats = [submit(engine, ask("hi", max_tokens=10**6, ignore_eos=True), client=f"c{i}") for i in range(4)]
+    chats = [submit(engine, make_request("hi", max_tokens=10**6, ignore_eos=True), client=f"c{i}") for i in range(4)]
     for chat in chats:
         assert chat.started.wait(60)
     assert paused
@@ -138,30 +140,30 @@ def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence
     for chat in chats:
         engine.cancel(chat.job.job_id)
         chat.wait()
-    run(engine, *[ask("after", max_tokens=2)] * 12)
+    run(engine, *[make_request("after", max_tokens=2)] * 12)
     status = call(engine, "status")
     assert (status["free_slots"], status["paused_rows"], status["running_rows"]) == (free, 0, 0)
-    assert len(engine.scheduler.places.free_seats) == engine.machine.limits.num_seats
+    assert len(engine.scheduler.admission.free_req_slots) == engine.model_runner.limits.num_req_slots
 
 
 def test_a_client_has_a_queue_place_of_its_own(model: Path) -> None:
     with started_engine(model, max_waiting_rows=40, max_waiting_rows_per_client=20) as engine:
         with pytest.raises(ServiceError) as refusal:
-            run(engine, *[ask("x")] * 21, client="greedy")
+            run(engine, *[make_request("x")] * 21, client="greedy")
         assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
         assert "21 more would pass the limit of 20" in str(refusal.value)
         assert "--max-waiting-rows-per-client" in str(refusal.value)
-        assert len(run(engine, *[ask("x", max_tokens=2)] * 20, client="greedy").finishes) == 20
-        assert len(run(engine, *[ask("x", max_tokens=2)] * 40).finishes) == 40, "of nobody in particular"
+        assert len(run(engine, *[make_request("x", max_tokens=2)] * 20, client="greedy").finishes) == 20
+        assert len(run(engine, *[make_request("x", max_tokens=2)] * 40).finishes) == 40, "of nobody in particular"
 
 
 def test_what_others_have_queued_does_not_fill_a_clients_place(model: Path) -> None:
     with started_engine(model, max_running=1, max_waiting_rows=40) as engine:
-        hog = submit(engine, *[ask("x", max_tokens=10**6, ignore_eos=True)] * 30, client="hog")
+        hog = submit(engine, *[make_request("x", max_tokens=10**6, ignore_eos=True)] * 30, client="hog")
         assert hog.started.wait(60)
-        refused = submit(engine, *[ask("x")] * 2, client="hog").wait().refusal
+        refused = submit(engine, *[make_request("x")] * 2, client="hog").wait().refusal
         assert refused is not None and "29 rows of this client wait" in str(refused) and "limit of 30" in str(refused)
-        assert run(engine, ask("hi", max_tokens=2), client="other").finishes[0].completion_tokens == 2
+        assert run(engine, make_request("hi", max_tokens=2), client="other").finishes[0].completion_tokens == 2
         engine.cancel(hog.job.job_id)
         hog.wait()
 
@@ -172,23 +174,25 @@ def test_nobody_waits_for_the_prefix_of_a_row_that_gave_way(model: Path, paused:
     endless = {"max_tokens": 10**6, "ignore_eos": True}
     pool = PoolConfig(state_db="")
     with started_engine(model, pool, max_running=4, prefill_tokens_per_step=8, prefill_chunk=8) as engine:
-        run(engine, ask(system + "first", max_tokens=1))
-        launch, chats = engine.machine.launch, list[Running]()
+        run(engine, make_request(system + "first", max_tokens=1))
+        launch, chats = engine.model_runner.launch, list[RunningJob]()
 
-        def launching(rows: list[ScheduledRow], *more: Any) -> Launched:
+        def launching(rows: list[ScheduledRow], *more: Any) -> InFlightStep:
             if any(row.sequence.cache_points for row in rows) and not chats:  # it has begun to read
-                chats.extend(submit(engine, ask("hi", **endless), client=name) for name in ("a", "b"))
+                chats.extend(submit(engine, make_request("hi", **endless), client=name) for name in ("a", "b"))
             return launch(rows, *more)
 
-        rows = [ask("x", **endless), ask("y", **endless), ask(system + "second", **endless)]
+        rows = [make_request("x", **endless), make_request("y", **endless), make_request(system + "second", **endless)]
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(engine.machine, "launch", launching)
+            patched.setattr(engine.model_runner, "launch", launching)
             jobs = [submit(engine, *rows, client="bulk", priority=Priority.BATCH)]
             assert jobs[0].started.wait(60)
         jobs += chats
         assert len(jobs) == 3 and all(job.started.wait(60) for job in jobs)
         assert [sequence.row for sequence in paused] == [2] and paused[0].cache_points, "it was reading"
-        assert submit(engine, ask(system + "third", max_tokens=1), client="c").done.wait(60), "another reads it"
+        assert submit(engine, make_request(system + "third", max_tokens=1), client="c").done.wait(60), (
+            "another reads it"
+        )
         for job in jobs:
             engine.cancel(job.job.job_id)
             job.wait()

@@ -45,11 +45,11 @@ class Machine:
 class Stream:
     cuda_stream = 0
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, model_runner: Machine) -> None:
+        self.model_runner = model_runner
         self.work: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
         """(whether it may run, what it does)"""
-        machine.streams.append(self)
+        model_runner.streams.append(self)
 
     def put(self, act: Callable[[], None], may_run: Callable[[], bool] = lambda: True) -> None:
         self.work.append((may_run, act))
@@ -62,7 +62,7 @@ class Stream:
 
     def synchronize(self) -> None:
         while self.work:
-            assert self.machine.step(), "streams wait for each other"
+            assert self.model_runner.step(), "streams wait for each other"
 
 
 class Event:
@@ -84,7 +84,7 @@ class Event:
     def synchronize(self) -> None:
         wanted = self.asked
         while self.done < wanted:
-            assert self.stream is not None and self.stream.machine.step(), "nothing brings it about"
+            assert self.stream is not None and self.stream.model_runner.step(), "nothing brings it about"
 
 
 class Copier:
@@ -102,9 +102,9 @@ class Stages:
     """Of which each adds its number to what it is given, and the last one tells; the first reads from the host."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.machine = Machine(seed)
-        streams = iter([Stream(self.machine) for _ in range(STAGES)])
-        self.streams = list(self.machine.streams)
+        self.model_runner = Machine(seed)
+        streams = iter([Stream(self.model_runner) for _ in range(STAGES)])
+        self.streams = list(self.model_runner.streams)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(torch.cuda, "device", lambda device: None)
@@ -143,16 +143,16 @@ class Stages:
         place, last, rows = self.places[number], number == STAGES - 1, len(values)
         read = self.staged.on_device[number]["values"][:rows]
         assert read.tolist() == values, "it reads what another step was filled with"
-        given = read.repeat(2 * WIDTH) if place._given is None else place._given[: 2 * rows * WIDTH]
+        given = read.repeat(2 * WIDTH) if place._input is None else place._input[: 2 * rows * WIDTH]
         assert torch.equal(given[:rows], read + sum(range(number))), "it is given what another step has left"
         made = given + number
-        if place._given is not None:
-            place._given.fill_(-1)
+        if place._input is not None:
+            place._input.fill_(-1)
         if last:
             self.drawn[:rows] = made[:rows]
         else:
-            assert place._result is not None
-            place._result[: 2 * rows * WIDTH] = made
+            assert place._output is not None
+            place._output[: 2 * rows * WIDTH] = made
         self.staged.on_device[number]["values"].fill_(-1)
 
 
@@ -163,7 +163,7 @@ def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def test_every_step_draws_what_it_was_given_however_late_the_streams_are(stages: Stages) -> None:
     """As many steps on their way as there may be, in two parts each, and now and then one whose launch fails."""
-    dice = stages.machine.dice
+    dice = stages.model_runner.dice
     flight: deque[tuple[list[int], Any]] = deque()
     for number in range(80):
         for _ in range(dice.randint(1, 2)):
@@ -172,7 +172,7 @@ def test_every_step_draws_what_it_was_given_however_late_the_streams_are(stages:
         if dice.random() < 0.1:
             stages.launch([number], fails=True)
         for _ in range(dice.randint(0, 12)):
-            stages.machine.step()
+            stages.model_runner.step()
         while len(flight) > 2 * DEPTH:
             wanted, drawn = flight.popleft()
             if dice.random() < 0.1:

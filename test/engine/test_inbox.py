@@ -29,7 +29,7 @@ def test_what_is_on_its_way_when_the_inbox_is_closed_is_done() -> None:
 
     def end() -> None:
         inbox.close()
-        inbox.do_all()
+        inbox.run_all()
 
     putting = threading.Thread(target=lambda: taken.append(inbox.put(lambda: done.append(1))))
     ending = threading.Thread(target=end)
@@ -49,7 +49,7 @@ def test_nothing_is_taken_by_a_closed_inbox() -> None:
     assert inbox.put(lambda: done.append(1))
     inbox.close()
     assert not inbox.put(lambda: done.append(2))
-    inbox.do_all()
+    inbox.run_all()
     assert (woken, done) == ([1], [1])
 
 
@@ -57,7 +57,7 @@ def test_within_a_step_only_arrivals_are_taken_up_to_another_command() -> None:
     inbox, done = Inbox(lambda: None), list[str]()
     for name in ("a", "b", "status", "c"):
         inbox.put(lambda name=name: done.append(name), is_arrival=name != "status")  # type: ignore[misc]
-    assert inbox.do_arrivals() and done == ["a", "b"]
-    assert not inbox.do_arrivals() and done == ["a", "b"]
-    inbox.do_all()
+    assert inbox.run_arrivals() and done == ["a", "b"]
+    assert not inbox.run_arrivals() and done == ["a", "b"]
+    inbox.run_all()
     assert done == ["a", "b", "status", "c"]

@@ -9,13 +9,13 @@ import torch
 
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.layer_split import (
+    balance_half_layers,
+    balance_layers,
     check_layers,
-    cut_layers,
-    deal_layers,
     head_cost,
     relative_speeds,
-    runs_of,
     split_layers,
+    to_layer_ranges,
 )
 from rwkv_batch.runner.pipeline import Pipeline
 from test.harness import tiny_model
@@ -24,16 +24,16 @@ CPU = torch.device("cpu")
 
 
 def test_the_head_counts() -> None:
-    assert deal_layers(32, 1.24, [1.0] * 4, [32] * 4) == [8, 8, 9, 7]
-    assert deal_layers(32, 2.6, [1.0] * 4, [32] * 4) == [8, 9, 9, 6]
-    assert deal_layers(32, 1.24, [1.0] * 2, [32] * 2) == [17, 15]
-    assert deal_layers(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
+    assert balance_layers(32, 1.24, [1.0] * 4, [32] * 4) == [8, 8, 9, 7]
+    assert balance_layers(32, 2.6, [1.0] * 4, [32] * 4) == [8, 9, 9, 6]
+    assert balance_layers(32, 1.24, [1.0] * 2, [32] * 2) == [17, 15]
+    assert balance_layers(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
 
 
 def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
     size = 65536 * 4096 / 215e6  # of 7.2B
-    assert deal_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
-    assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [8, 8, 9, 7]
+    assert balance_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
+    assert balance_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [8, 8, 9, 7]
 
 
 def test_layers_are_cut_where_that_spares_the_slowest_stage_much() -> None:
@@ -45,17 +45,17 @@ def test_layers_are_cut_where_that_spares_the_slowest_stage_much() -> None:
         (6, [5.5, 5.5, 5.5, 5.5, 5.5, 4.5]),
     ]:
         head, speeds, most = head_cost(size, stages), [1.0] * stages, [32] * stages
-        assert cut_layers(deal_layers(32, head, speeds, most), head, speeds, most) == wanted
+        assert balance_half_layers(balance_layers(32, head, speeds, most), head, speeds, most) == wanted
 
 
 def test_no_layer_is_cut_that_both_stages_have_no_memory_for() -> None:
     head = head_cost(65536 * 4096 / 215e6, 4)
     for most, wanted in [([8, 8, 9, 8], [8, 8, 8.5, 7.5]), ([8, 8, 8, 8], [8, 8, 8, 8])]:
-        assert cut_layers(deal_layers(32, head, [1.0] * 4, most), head, [1.0] * 4, most) == wanted
+        assert balance_half_layers(balance_layers(32, head, [1.0] * 4, most), head, [1.0] * 4, most) == wanted
 
 
 def test_a_cut_layer_is_held_by_both_stages() -> None:
-    assert runs_of([8.5, 8, 8.5, 7]) == [
+    assert to_layer_ranges([8.5, 8, 8.5, 7]) == [
         (0, 9, (False, True)),
         (8, 17, (True, True)),
         (16, 25, (True, False)),
@@ -64,17 +64,17 @@ def test_a_cut_layer_is_held_by_both_stages() -> None:
 
 
 def test_a_faster_device_gets_more() -> None:
-    assert deal_layers(30, 0.0, [2.0, 1.0], [30, 30]) == [20, 10]
+    assert balance_layers(30, 0.0, [2.0, 1.0], [30, 30]) == [20, 10]
 
 
 def test_memory_bounds_a_stage_and_the_others_take_the_rest() -> None:
-    assert deal_layers(32, 1.5, [1.0, 1.0], [10, 32]) == [10, 22]
+    assert balance_layers(32, 1.5, [1.0, 1.0], [10, 32]) == [10, 22]
     with pytest.raises(ValueError, match="memory for 10, 20 layers, together 30, of the model's 32"):
-        deal_layers(32, 1.5, [1.0, 1.0], [10, 20])
+        balance_layers(32, 1.5, [1.0, 1.0], [10, 20])
 
 
 def test_every_stage_has_a_layer_even_beside_a_large_head() -> None:
-    assert deal_layers(3, 9.0, [1.0] * 3, [3] * 3) == [1, 1, 1]
+    assert balance_layers(3, 9.0, [1.0] * 3, [3] * 3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("given", [(2, 2), (1, 1, 1, 1), (4, 0, -1), (1, 1), (0.5, 1, 1.5), (1.25, 1.25, 1.5)])

@@ -11,7 +11,7 @@ import torch
 from rwkv_batch.model.layer import linears_of
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import open_weights
-from rwkv_batch.runner.layer_stream import PLACES, StreamedLayers
+from rwkv_batch.runner.layer_stream import NUM_BUFFERS, StreamedLayers
 from rwkv_batch.runner.pipeline import Pipeline
 from test.harness import tiny_model
 
@@ -46,7 +46,7 @@ def test_layers_in_turn_compute_the_same(plain: tuple[Path, str, list[Any]], res
     stage.layers = StreamedLayers(iter(stage.layers), resident, torch.device("cpu"))
     stays = min(6, max(1, resident))  # layer 0 has no twin
     assert (len(stage.layers), stage.num_streamed) == (6, 6 - stays)
-    assert len(stage.layers.on_device) == stays + min(PLACES, 6 - stays)
+    assert len(stage.layers.on_device) == stays + min(NUM_BUFFERS, 6 - stays)
     for logits, got in zip(wanted, two_steps(streamed), strict=True):
         assert torch.equal(logits, got)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rwkv_batch.config import WHOLE_STEPS
-from rwkv_batch.core.let_in import MOST_LET_IN, LetIn
 from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.prefill_interleaver import MAX_INTERLEAVED_STEPS, PrefillInterleaver
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
 from rwkv_batch.engine import Step
-from rwkv_batch.runner.drawing import Launched
-from rwkv_batch.runner.graph_pieces import MANY_PARAMETERS, Pieces, piece_layers
+from rwkv_batch.runner.graph_pieces import MIN_PARAMETERS, Pieces, piece_layers
+from rwkv_batch.runner.step_sampling import InFlightStep
 from test.engine.test_scheduler import Slots, job, read
 
 PIECES = 16
@@ -29,7 +29,9 @@ class Device:
 
     def __init__(self, places: int = 320) -> None:
         self.plan = Scheduler(Limits(places, 10_000, 1024, 1024, 1024), Slots(10_000))
-        self.let_in: LetIn[Step] = LetIn(self._take, self.plan.first_tokens, self._launch, self._conclude)
+        self.prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
+            self._take, self.plan.schedule_interactive_prefill, self._launch, self._process_outputs
+        )
         self.now = 0.0
         self.coming: list[tuple[float, Sequence]] = []
         """(when, row) of requests that come"""
@@ -50,14 +52,14 @@ class Device:
     def step(self) -> list[ScheduledRow]:
         self._take()
         rows = self.plan.schedule()
-        between = self.let_in.begin(rows)
-        self.let_in.look()
+        between = self.prefill_interleaver.begin(rows)
+        self.prefill_interleaver.interleave_now()
         for _ in range(PIECES - 1 if between is not None else 0):
             self.now += PIECE_MS
             assert between is not None
             between()
         self._end(rows, PIECE_MS if between is not None else PROMPT_MS)
-        self.let_in.end()
+        self.prefill_interleaver.finish()
         return rows
 
     def _take(self) -> bool:
@@ -70,16 +72,16 @@ class Device:
     def _launch(self, rows: list[ScheduledRow]) -> Step:
         self.let_in_within.append(rows)
         self._end(rows, PROMPT_MS)
-        return Step(0, [Launched(rows, rows)])
+        return Step(0, [InFlightStep(rows, rows)])
 
     def _end(self, rows: list[ScheduledRow], ms: float) -> None:
         self.now += ms
         read(rows)
         for row in rows:
-            if row.draws:
+            if row.samples:
                 self.first_at.setdefault(row.sequence, self.now)
 
-    def _conclude(self, step: Step) -> None:
+    def _process_outputs(self, step: Step) -> None:
         assert step.parts
 
 
@@ -115,20 +117,22 @@ def test_no_job_is_let_into_a_step_that_has_rows_of_it() -> None:
     rows = device.step()  # where it decodes beside the batch
     asked: list[Collection[RunningJob]] = []
 
-    def plan(under_way: Collection[RunningJob]) -> list[ScheduledRow]:
-        asked.append(under_way)
+    def plan(running_jobs: Collection[RunningJob]) -> list[ScheduledRow]:
+        asked.append(running_jobs)
         return []
 
-    let_in: LetIn[Step] = LetIn(lambda: True, plan, device._launch, device._conclude)
-    between = let_in.begin(rows)
+    prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
+        lambda: True, plan, device._launch, device._process_outputs
+    )
+    between = prefill_interleaver.begin(rows)
     assert between is not None
     between()
     assert asked == [{row.sequence.job for row in rows}]
     assert chat.job in asked[0]
     later = device.chat_at(device.now)
     device._take()
-    assert [row.sequence for row in device.plan.first_tokens(asked[0])] == [later]
-    assert device.plan.first_tokens([*asked[0], later.job]) == []
+    assert [row.sequence for row in device.plan.schedule_interactive_prefill(asked[0])] == [later]
+    assert device.plan.schedule_interactive_prefill([*asked[0], later.job]) == []
 
 
 def test_a_scored_prompt_is_not_let_in() -> None:
@@ -153,8 +157,8 @@ def test_a_step_lets_in_so_many_steps_of_prompts_and_no_more() -> None:
     began = device.now
     rows = device.step()
     assert {row.sequence for row in rows} == set(bulk)
-    assert len(device.let_in_within) == MOST_LET_IN
-    assert device.now - began == PIECES * PIECE_MS + MOST_LET_IN * PROMPT_MS
+    assert len(device.let_in_within) == MAX_INTERLEAVED_STEPS
+    assert device.now - began == PIECES * PIECE_MS + MAX_INTERLEAVED_STEPS * PROMPT_MS
 
 
 def test_batch_work_has_one_launch_in_seven_however_many_requests_come() -> None:
@@ -172,7 +176,7 @@ def test_batch_work_has_one_launch_in_seven_however_many_requests_come() -> None
     assert device.coming, "there are more than are answered"
     launches = len(of_batch) + len(device.let_in_within)
     assert launches >= sum(of_batch) * 5, "prompts are let in, and batch rows stand aside"
-    assert sum(of_batch) * (2 * MOST_LET_IN + 1) >= launches - MOST_LET_IN
+    assert sum(of_batch) * (2 * MAX_INTERLEAVED_STEPS + 1) >= launches - MAX_INTERLEAVED_STEPS
 
 
 def test_a_long_prompt_goes_on_between_the_next_pieces() -> None:
@@ -206,8 +210,8 @@ def test_rows_of_a_job_that_is_under_way_are_not_let_in() -> None:
     plan.add(running, rows)
     other, (single,) = job(1, 40, client="chat")
     plan.add(other, [single])
-    assert [row.sequence for row in plan.first_tokens({running})] == [single]
-    assert {row.sequence for row in plan.first_tokens(set())} == {*rows, single}
+    assert [row.sequence for row in plan.schedule_interactive_prefill({running})] == [single]
+    assert {row.sequence for row in plan.schedule_interactive_prefill(set())} == {*rows, single}
 
 
 def test_a_step_without_batch_rows_is_not_in_pieces() -> None:
@@ -224,13 +228,13 @@ def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None
     _, (chat,) = job(1, 5)
     _, batch = job(9)
     comes = [False, True, True]
-    let_in: LetIn[Step] = LetIn(
+    prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
         lambda: comes.pop(0),
-        lambda _: [ScheduledRow(chat, 5, draws=True)],
-        lambda rows: told.append("prompt") or Step(7, [Launched(rows, rows)]),  # type: ignore[func-returns-value]
+        lambda _: [ScheduledRow(chat, 5, samples=True)],
+        lambda rows: told.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
         lambda step: told.append(f"conclude {step.number}"),
     )
-    between = let_in.begin([ScheduledRow(sequence, 1, draws=True) for sequence in batch])
+    between = prefill_interleaver.begin([ScheduledRow(sequence, 1, samples=True) for sequence in batch])
     assert between is not None
     between()
     told.append("piece")
@@ -239,7 +243,7 @@ def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None
     told.append("piece")
     between()
     assert told == ["piece", "prompt", "piece", "conclude 7", "prompt"]
-    let_in.end()
+    prefill_interleaver.finish()
     assert told[5:] == ["conclude 7"]
 
 
@@ -247,32 +251,32 @@ def test_what_comes_before_the_first_piece_goes_before_it_and_is_concluded_behin
     told: list[str] = []
     _, (chat,) = job(1, 5)
     _, batch = job(9)
-    rows = [ScheduledRow(sequence, 1, draws=True) for sequence in batch]
+    rows = [ScheduledRow(sequence, 1, samples=True) for sequence in batch]
     comes = [True, False, True, True, True]
-    let_in: LetIn[Step] = LetIn(
+    prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
         lambda: comes.pop(0),
-        lambda _: [ScheduledRow(chat, 5, draws=True)],
-        lambda rows: told.append("prompt") or Step(7, [Launched(rows, rows)]),  # type: ignore[func-returns-value]
+        lambda _: [ScheduledRow(chat, 5, samples=True)],
+        lambda rows: told.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
         lambda step: told.append(f"conclude {step.number}"),
     )
-    let_in.look()
+    prefill_interleaver.interleave_now()
     assert not told and len(comes) == 5, "no step with batch work was begun"
-    between = let_in.begin(rows)
+    between = prefill_interleaver.begin(rows)
     assert between is not None
-    let_in.look()
+    prefill_interleaver.interleave_now()
     told.append("first piece")
-    let_in.look()
+    prefill_interleaver.interleave_now()
     assert told == ["prompt", "first piece"], "one at a time"
     between()
     assert told[2:] == ["conclude 7", "prompt"], "there may have been more than a step held"
-    let_in.end()
-    let_in.look()
-    let_in.end()
+    prefill_interleaver.finish()
+    prefill_interleaver.interleave_now()
+    prefill_interleaver.finish()
     assert told[4:] == ["conclude 7", "prompt", "conclude 7"], "until the next step"
-    let_in.look()
+    prefill_interleaver.interleave_now()
     assert told[7:] == [], "as many as a step lets in"
-    assert let_in.begin([ScheduledRow(chat, 5, draws=True)]) is None
-    let_in.look()
+    assert prefill_interleaver.begin([ScheduledRow(chat, 5, samples=True)]) is None
+    prefill_interleaver.interleave_now()
     assert told[7:] == [], "a step without batch work is not waited for"
 
 
@@ -299,25 +303,25 @@ def test_pieces_are_launched_one_ahead_of_the_device() -> None:
 def test_a_step_holds_a_first_token_until_it_is_known() -> None:
     _, (chat,) = job(1, 5)
     _, (bulk, *_) = job(9)
-    row = ScheduledRow(chat, 5, draws=True)
-    assert Step(0, [Launched([row], [row])]).holds_first_token
-    assert not Step(0, [Launched([ScheduledRow(chat, 3, draws=False)], [])]).holds_first_token
-    other = ScheduledRow(bulk, 1, draws=True)
-    assert not Step(0, [Launched([other], [other])]).holds_first_token
-    chat.output.push(5, None)
-    assert not Step(0, [Launched([row], [row])]).holds_first_token
+    row = ScheduledRow(chat, 5, samples=True)
+    assert Step(0, [InFlightStep([row], [row])]).samples_first_token
+    assert not Step(0, [InFlightStep([ScheduledRow(chat, 3, samples=False)], [])]).samples_first_token
+    other = ScheduledRow(bulk, 1, samples=True)
+    assert not Step(0, [InFlightStep([other], [other])]).samples_first_token
+    chat.output.append_token(5, None)
+    assert not Step(0, [InFlightStep([row], [row])]).samples_first_token
 
 
 @pytest.mark.parametrize(
     ("told", "layers", "streamed", "stages", "parameters", "found"),
     [
-        (0, 32, 0, 1, MANY_PARAMETERS, 2),
-        (0, 61, 0, 1, MANY_PARAMETERS, 4),
-        (0, 24, 0, 1, MANY_PARAMETERS - 1, 0),
+        (0, 32, 0, 1, MIN_PARAMETERS, 2),
+        (0, 61, 0, 1, MIN_PARAMETERS, 4),
+        (0, 24, 0, 1, MIN_PARAMETERS - 1, 0),
         (3, 24, 0, 1, 10**8, 3),
-        (WHOLE_STEPS, 32, 0, 1, MANY_PARAMETERS, 0),
-        (2, 32, 1, 1, MANY_PARAMETERS, 0),
-        (2, 16, 0, 2, MANY_PARAMETERS, 0),
+        (WHOLE_STEPS, 32, 0, 1, MIN_PARAMETERS, 0),
+        (2, 32, 1, 1, MIN_PARAMETERS, 0),
+        (2, 16, 0, 2, MIN_PARAMETERS, 0),
     ],
 )
 def test_steps_of_large_models_on_one_gpu_have_pieces_unless_told_otherwise(

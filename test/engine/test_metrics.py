@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.token_times import TokenTimes
+from rwkv_batch.ipc.token_latency import TokenLatency
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents
 
 FINISH = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
@@ -23,14 +23,14 @@ def sample(text: str, name: str) -> float:
     return float(found[1])
 
 
-def rendered(times: TokenTimes) -> str:
+def rendered(times: TokenLatency) -> str:
     registry = CollectorRegistry()
     registry.register(times)
     return generate_latest(registry).decode()
 
 
 def test_first_tokens_and_the_times_between() -> None:
-    times = TokenTimes()
+    times = TokenLatency()
     times.arrived("a", 10.0)
     times.observe([JobEvents(job_id="a", deltas=[Delta(0, b"x", 1)])], 10.2)
     times.observe([JobEvents(job_id="a", deltas=[Delta(0, b"xx", 4), Delta(1, b"x", 2)])], 10.28)
@@ -47,7 +47,7 @@ def test_first_tokens_and_the_times_between() -> None:
 
 
 def test_a_row_that_comes_whole_and_a_job_that_is_gone_say_nothing_of_times() -> None:
-    times = TokenTimes()
+    times = TokenLatency()
     times.arrived("whole", 0.0)
     times.observe([JobEvents(job_id="whole", deltas=[Delta(0, b"x", 9, FINISH)], done=True)], 5.0)
     times.arrived("gone", 0.0)

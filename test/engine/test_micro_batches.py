@@ -18,7 +18,7 @@ from rwkv_batch.runner.memory import Memory
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_scheduler import Slots, job
-from test.harness import ask, run, started_engine, submit, tiny_model, turn
+from test.harness import make_request, run, started_engine, submit, tiny_model, turn
 
 LAYOUTS: list[dict[str, Any]] = [
     {"devices": ("cpu",) * 3, "micro_batches": 3},
@@ -42,10 +42,12 @@ def mixture() -> list[GenerateRequest]:
         prompt = [dice.randrange(1, 60_000) for _ in range(dice.choice([1, 2, 40, 90]))]
         sampling = SamplingParams(temperature=i % 3 / 2, seed=i, top_k=40, presence_penalty=0.5)
         rows.append(
-            ask(prompt, max_tokens=dice.choice([1, 2, 9, 30]), sampling=sampling, stop_ids=[dice.randrange(99)])
+            make_request(
+                prompt, max_tokens=dice.choice([1, 2, 9, 30]), sampling=sampling, stop_ids=[dice.randrange(99)]
+            )
         )
-    rows.append(ask([5, 6, 7], n=5, sampling=SamplingParams(seed=11)))
-    rows.append(ask([9], sampling=SamplingParams(temperature=0.0, top_logprobs=2)))
+    rows.append(make_request([5, 6, 7], n=5, sampling=SamplingParams(seed=11)))
+    rows.append(make_request([9], sampling=SamplingParams(temperature=0.0, top_logprobs=2)))
     return rows
 
 
@@ -87,7 +89,7 @@ def test_sessions_go_on_as_on_one_stage(model: Path, layout: dict[str, Any], tmp
             state_db=str(tmp_path / f"{durability}.db"), durability=durability, l1_sessions=1, retain_tokens=-1
         )
         with started_engine(model, config, **layout) as engine:
-            beside = submit(engine, *[ask([i, 2], max_tokens=200, ignore_eos=True) for i in range(20)])
+            beside = submit(engine, *[make_request([i, 2], max_tokens=200, ignore_eos=True) for i in range(20)])
             assert talk(engine, "s", range(4)) == wanted[:4]
             engine.cancel(beside.job.job_id)
             assert {finish.reason for finish in beside.wait().finishes.values()} <= {
@@ -123,7 +125,7 @@ class Pipe:
             self.flight.append((self.number, rows, self._launch(rows)))
             self.number += 1
         if self.flight and (not rows or len(self.flight) >= self.depth):
-            self._conclude(*self.flight.pop(0)[1:])
+            self._process_outputs(*self.flight.pop(0)[1:])
         return bool(rows or self.flight)
 
     def _launch(self, rows: list[ScheduledRow]) -> float:
@@ -139,17 +141,17 @@ class Pipe:
             sequence = row.sequence
             self.steps[sequence] += 1
             sequence.num_computed_tokens += row.num_tokens
-            if row.draws:
+            if row.samples:
                 self.drawn_at[sequence] = at
                 sequence.token_ids.append(PENDING)
-                sequence.in_step = self.number
+                sequence.last_sample_step = self.number
         return at
 
-    def _conclude(self, rows: list[ScheduledRow], drawn: float) -> None:
+    def _process_outputs(self, rows: list[ScheduledRow], drawn: float) -> None:
         self.host = max(self.host, drawn)
         for row in rows:
             sequence = row.sequence
-            if row.draws:
+            if row.samples:
                 known = sequence.token_ids.index(PENDING)
                 sequence.token_ids[known] = 7
                 sequence.output.tokens.append(7)
@@ -157,8 +159,8 @@ class Pipe:
                     self.plan.remove(sequence)
 
 
-def limits(groups: int, seats: int = 64, budget: int = 64) -> Limits:
-    return Limits(seats, 10_000, budget, 16, budget, groups)
+def limits(groups: int, req_slots: int = 64, budget: int = 64) -> Limits:
+    return Limits(req_slots, 10_000, budget, 16, budget, groups)
 
 
 def rows_of(count: int, max_tokens: int, prompt_tokens: int = 1) -> tuple[Any, list[Sequence]]:
@@ -210,19 +212,19 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
 )
 def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits: list[int]) -> None:
     """Turns of the first group, of ten rows, until a prompt is read that comes at once, and one right behind it."""
-    pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, held_prompt_tokens=held))
+    pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, min_gathered_prefill_tokens=held))
     pipe.plan.add(*rows_of(40, max_tokens=1000))
     for _ in range(20):
         pipe.turn()
     found = []
     for _ in range(2):
-        while pipe.plan._turn != 0:  # the next step is the first group's
+        while pipe.plan._next_group != 0:  # the next step is the first group's
             pipe.turn()
         newcomer, rows = rows_of(1, max_tokens=1, prompt_tokens=tokens)
         pipe.plan.add(newcomer, rows)
         turns = 0
         while rows[0].num_computed_tokens == 0:
-            turns += pipe.plan._turn == 0
+            turns += pipe.plan._next_group == 0
             pipe.turn()
         found.append(turns)
     assert found == waits

@@ -11,15 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.progress import Progress
 from demo.random_weights import write_random_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.fleet.progress import Progress
 from rwkv_batch.request import GenerateRequest, JobEvents, PromptLogprobs
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, free_slots, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import (
+    TOKENIZER,
+    call,
+    eventually_holds,
+    free_slots,
+    make_request,
+    run,
+    started_engine,
+    submit,
+    tiny_model,
+    turn,
+)
 from test.model.test_model import oracle
 from test.state_files import random_state, write_state
 
@@ -49,7 +60,7 @@ def engine_with_states(model: Path, **fields: Any) -> Iterator[Engine]:
     pool = PoolConfig(**{"state_db": "", **fields.pop("pool", {})})
     with started_engine(model, pool, states=states, **fields) as engine:
         yield engine
-        assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
+        assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])
@@ -91,15 +102,15 @@ def test_the_text_is_drawn_from_the_mixed_logits(model: Path, engine: Engine, mi
         SamplingParams(temperature=0.0, presence_penalty=2, frequency_penalty=0.5, penalty_decay=0.9, logit_bias=bans),
         SamplingParams(temperature=1.0, top_p=0.8, top_k=40, seed=5, logit_bias=bans),
     ):
-        text = run(engine, ask(ids, mixture=mix, sampling=params, max_tokens=6)).texts[0]
+        text = run(engine, make_request(ids, mixture=mix, sampling=params, max_tokens=6)).texts[0]
         assert text == reference_text(model, ids, mix, params, 6)
 
 
 def test_one_member_alone_is_that_state(engine: Engine) -> None:
-    alone = run(engine, ask("hello", state="poet", **GREEDY)).texts
-    assert run(engine, ask("hello", mixture=[("poet", 7.0)], **GREEDY)).texts == alone
-    assert run(engine, ask("hello", mixture=[("poet", 1.0), ("poet", 1.0)], **GREEDY)).texts == alone
-    assert run(engine, ask("hello", mixture=[("poet", 1.0), ("pirate", 0.0)], **GREEDY)).texts == alone
+    alone = run(engine, make_request("hello", state="poet", **GREEDY)).texts
+    assert run(engine, make_request("hello", mixture=[("poet", 7.0)], **GREEDY)).texts == alone
+    assert run(engine, make_request("hello", mixture=[("poet", 1.0), ("poet", 1.0)], **GREEDY)).texts == alone
+    assert run(engine, make_request("hello", mixture=[("poet", 1.0), ("pirate", 0.0)], **GREEDY)).texts == alone
 
 
 def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
@@ -108,7 +119,7 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     for i in range(56):
         prompt = f"row {i} " + "and more of it " * (i % 7) * 3
         kind: dict[str, Any] = {"mixture": MIXES[i % 5]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 4]}
-        rows.append(ask(prompt, max_tokens=4 + i % 9, ignore_eos=True, **kind))
+        rows.append(make_request(prompt, max_tokens=4 + i % 9, ignore_eos=True, **kind))
     turns = [turn(f"mix-{engine.rounds}-{i}", f"turn {i}", state=NAMES[i % 3], **GREEDY) for i in range(8)]
     jobs = [submit(engine, *rows[at : at + 7]) for at in range(0, 56, 7)] + [submit(engine, one) for one in turns]
     texts = [text for job in jobs for text in job.wait().all_texts]
@@ -119,22 +130,25 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
 
 def test_continuations_and_a_limit_that_is_reached(engine: Engine) -> None:
     mix = [("poet", 1.0), ("", 1.0)]
-    three = run(engine, ask("Tell me", mixture=mix, n=3, **GREEDY))
-    assert set(three.all_texts) == {run(engine, ask("Tell me", mixture=mix, **GREEDY)).texts[0]}
+    three = run(engine, make_request("Tell me", mixture=mix, n=3, **GREEDY))
+    assert set(three.all_texts) == {run(engine, make_request("Tell me", mixture=mix, **GREEDY)).texts[0]}
     assert three.finishes[0].completion_tokens == 8
 
 
 def test_slots_come_back_from_mixtures_that_are_cancelled(model: Path) -> None:
     with engine_with_states(model, max_running=4) as engine:
         free = free_slots(engine)
-        jobs = [submit(engine, ask("go on", mixture=MIXES[2], max_tokens=10_000, ignore_eos=True)) for _ in range(6)]
+        jobs = [
+            submit(engine, make_request("go on", mixture=MIXES[2], max_tokens=10_000, ignore_eos=True))
+            for _ in range(6)
+        ]
         assert jobs[0].started.wait(60)
         for job in jobs:
             engine.cancel(job.job.job_id)
             job.wait()
-        run(engine, ask("hello"))
-        pool = engine.machine.pool
-        assert settles(engine, lambda: pool.num_free + len(pool.tuned.slots) == free)
+        run(engine, make_request("hello"))
+        pool = engine.model_runner.pool
+        assert eventually_holds(engine, lambda: pool.num_free + len(pool.tuned.slots) == free)
 
 
 def test_many_mixtures_share_few_slots(model: Path) -> None:
@@ -142,8 +156,8 @@ def test_many_mixtures_share_few_slots(model: Path) -> None:
     pool = {"l1_sessions": 0, "prefix_cache_slots": 0, "state_slots": 1}
     with engine_with_states(model, max_running=3, pool=pool) as engine:
         mixes = [[(NAMES[i % 3], 1.0), (NAMES[(i + 1) % 3], 1.0), ("", 0.5)] for i in range(12)]
-        rows = [ask(f"few {i}", mixture=mix, **GREEDY) for i, mix in enumerate(mixes)]
-        jobs = [submit(engine, row) for row in [*rows, *(ask(f"plain {i}", **GREEDY) for i in range(8))]]
+        rows = [make_request(f"few {i}", mixture=mix, **GREEDY) for i, mix in enumerate(mixes)]
+        jobs = [submit(engine, row) for row in [*rows, *(make_request(f"plain {i}", **GREEDY) for i in range(8))]]
         texts = [job.wait().texts[0] for job in jobs]
         assert texts == [run(engine, job.job.rows[0]).texts[0] for job in jobs]
 
@@ -151,7 +165,7 @@ def test_many_mixtures_share_few_slots(model: Path) -> None:
 def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
     mix = [("poet", 2.0), ("", -1.0)]
     sampling = SamplingParams(temperature=0.0, top_logprobs=2)
-    told = run(engine, ask("hello", mixture=mix, sampling=sampling, max_tokens=4))
+    told = run(engine, make_request("hello", mixture=mix, sampling=sampling, max_tokens=4))
     entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
     assert all(entry.top[0][1] <= 0 and entry.logprob == entry.top[0][1] for entry in entries) and entries
 
@@ -159,12 +173,12 @@ def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("row", "kind", "why"),
     [
-        (ask("a", mixture=[("poet", 1.0), ("", -1.0)]), ErrorKind.INVALID_FIELD, "must add up to more than 0"),
-        (ask("a", mixture=[("poet", 1.0), ("nobody", 1.0)]), ErrorKind.STATE_NOT_FOUND, "'nobody'"),
-        (ask("a", mixture=[("", 1.0)] * 17), ErrorKind.INVALID_FIELD, "has 17 states, the limit is 16"),
+        (make_request("a", mixture=[("poet", 1.0), ("", -1.0)]), ErrorKind.INVALID_FIELD, "must add up to more than 0"),
+        (make_request("a", mixture=[("poet", 1.0), ("nobody", 1.0)]), ErrorKind.STATE_NOT_FOUND, "'nobody'"),
+        (make_request("a", mixture=[("", 1.0)] * 17), ErrorKind.INVALID_FIELD, "has 17 states, the limit is 16"),
         (turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]), ErrorKind.INVALID_FIELD, "is kept by its tokens"),
         (
-            ask("a b", mixture=[("", 1.0)] * 2, prompt_logprobs=PromptLogprobs(start=1, top=1)),
+            make_request("a b", mixture=[("", 1.0)] * 2, prompt_logprobs=PromptLogprobs(start=1, top=1)),
             ErrorKind.INVALID_FIELD,
             "what is scored is read from one state",
         ),
@@ -173,7 +187,7 @@ def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
 )
 def test_refused(engine: Engine, row: GenerateRequest, kind: ErrorKind, why: str) -> None:
     with pytest.raises(ServiceError) as refused:
-        run(engine, ask("good"), row) if row.session is None else run(engine, row)
+        run(engine, make_request("good"), row) if row.session is None else run(engine, row)
     assert refused.value.info.kind is kind and why in refused.value.info.message
     assert refused.value.info.field in ("states", "state")
     assert call(engine, "status")["running_rows"] == 0
@@ -182,10 +196,10 @@ def test_refused(engine: Engine, row: GenerateRequest, kind: ErrorKind, why: str
 def test_more_members_than_half_the_slots_are_refused(model: Path) -> None:
     pool = {"l1_sessions": 0, "prefix_cache_slots": 0}
     with engine_with_states(model, max_running=1, pool=pool) as engine:
-        slots = engine.machine.pool.num_slots
+        slots = engine.model_runner.pool.num_slots
         with pytest.raises(ServiceError, match="by its slots"):
-            run(engine, ask("a", mixture=[("", 1.0)] * (slots // 2 + 1)))
-        run(engine, ask("a", mixture=[("", 1.0)] * (slots // 2), **GREEDY))
+            run(engine, make_request("a", mixture=[("", 1.0)] * (slots // 2 + 1)))
+        run(engine, make_request("a", mixture=[("", 1.0)] * (slots // 2), **GREEDY))
 
 
 def test_a_mixture_under_a_name(model: Path, tmp_path: Path) -> None:
@@ -194,20 +208,20 @@ def test_a_mixture_under_a_name(model: Path, tmp_path: Path) -> None:
     with engine_with_states(model, pool=pool) as engine:
         info = call(engine, "state_add", name="duo", mixture=mix)
         assert info.mixture == mix and info.is_kept
-        text = run(engine, ask("hello", state="duo", **GREEDY)).texts[0]
-        assert text == run(engine, ask("hello", mixture=mix, **GREEDY)).texts[0]
+        text = run(engine, make_request("hello", state="duo", **GREEDY)).texts[0]
+        assert text == run(engine, make_request("hello", mixture=mix, **GREEDY)).texts[0]
         assert run(engine, turn("s", "hello", state="duo", **GREEDY)).texts[0] == text
-        engine.keeper.parked.clear()
+        engine.state_manager.parked.clear()
         for name, members, why in (("duo", mix, "already"), ("poet", mix, "already"), ("x", [("no", 1.0)], "'no'")):
             with pytest.raises(ServiceError, match=why):
                 call(engine, "state_add", name=name, mixture=members)
         with pytest.raises(ServiceError, match="there is a mixture 'duo'"):
             call(engine, "state_add", name="duo", content=b"x")
     with engine_with_states(model, pool=pool) as engine:
-        assert run(engine, ask("hello", state="duo", **GREEDY)).texts[0] == text
+        assert run(engine, make_request("hello", state="duo", **GREEDY)).texts[0] == text
         call(engine, "state_remove", name="poet")
         with pytest.raises(ServiceError, match="no tuned state 'poet'"):
-            run(engine, ask("hello", state="duo"))
+            run(engine, make_request("hello", state="duo"))
         call(engine, "state_remove", name="duo")
         assert "duo" not in [info.name for info in call(engine, "state_list")]
     assert not list((tmp_path / "s.db.states").iterdir())
@@ -225,7 +239,7 @@ def whole_conversation(engine: Engine, session_id: str, mix: list[tuple[str, flo
         sampling = SamplingParams(temperature=0.0, top_logprobs=0, logit_bias={0: float("-inf")})
         told = run(engine, turn(session_id, prompt, mixture=mix, sampling=sampling, max_tokens=9, **fields))
         assert told.finishes[0].error is None, told.finishes[0].error
-        alone = run(engine, ask(list(said), mixture=mix, sampling=sampling, max_tokens=9))
+        alone = run(engine, make_request(list(said), mixture=mix, sampling=sampling, max_tokens=9))
         assert told.texts == alone.texts and told.finishes[0].prompt_tokens == len(said)
         entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
         said += [TOKENIZER.byte_table.index(entry.token) for entry in entries]
@@ -241,7 +255,7 @@ def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
     mix, other = MIXES[1], MIXES[2]
     with engine_with_states(model, pool=pool, overlap_on_cpu=overlap) as engine:
         texts = whole_conversation(engine, "one", mix)
-        parked = engine.keeper.parked
+        parked = engine.state_manager.parked
         assert len(parked.slots) == 2, "its members are parked"
         goes_on = run(engine, turn("one", " and", mixture=mix, **GREEDY)).finishes[0]
         assert goes_on.prompt_tokens - goes_on.cached_tokens <= 2, "what was parked is not read again"
@@ -272,34 +286,34 @@ def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
             run(engine, turn("plain", "x", mixture=mix, **GREEDY))
         with pytest.raises(ServiceError, match="kept by its tokens alone"):
             call(engine, "session_export", session_id="one")
-        engine.keeper.parked.clear()
+        engine.state_manager.parked.clear()
 
 
 def test_a_later_turn_that_was_kept_before_its_engine_was_lost_is_not_taken_again(model: Path, tmp_path: Path) -> None:
     """The end of each turn is lost on its way; the second begins from what the first has parked."""
     with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db")}) as engine:
         for prompt in SAID[:2]:
-            kept = run(engine, turn("s", prompt, mixture=MIXES[1], chunk_size=1, **GREEDY), tells_ids=True)
+            kept = run(engine, turn("s", prompt, mixture=MIXES[1], chunk_size=1, **GREEDY), return_token_ids=True)
             progress = Progress(kept.job)
             for delta in [delta for events in kept.events for delta in events.deltas][:4]:
-                progress.take(JobEvents(job_id="x", deltas=[delta]))
-            rest = progress.rest()
-            assert rest is not None
-            error = run(engine, *rest.rows).finishes[0].error
+                progress.record(JobEvents(job_id="x", deltas=[delta]))
+            remaining_job = progress.remaining_job()
+            assert remaining_job is not None
+            error = run(engine, *remaining_job.rows).finishes[0].error
             assert error is not None and error.kind is ErrorKind.ENGINE_LOST and "may have been kept" in error.message
-        engine.keeper.parked.clear()
+        engine.state_manager.parked.clear()
 
 
 def test_a_stop_inside_tokens_is_not_in_a_mixtures_session(model: Path, tmp_path: Path) -> None:
     with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db")}) as engine:
         mix = MIXES[1]
-        free = run(engine, ask(SAID[0], mixture=mix, max_tokens=20, ignore_eos=True)).texts[0]
+        free = run(engine, make_request(SAID[0], mixture=mix, max_tokens=20, ignore_eos=True)).texts[0]
         text = free.decode(errors="ignore")
         stop = text[len(text) // 2 :][:5].encode()
         fields: dict[str, Any] = {"mixture": mix, "max_tokens": 20, "ignore_eos": True, "stop_strings": [stop]}
         texts = [run(engine, turn(name, SAID[0], **fields)).texts[0] for name in ("parked", "read again")]
         assert texts == [free[: free.index(stop)]] * 2
         parked = run(engine, turn("parked", " and then", mixture=mix, **GREEDY)).texts
-        engine.keeper.parked.clear()
+        engine.state_manager.parked.clear()
         assert run(engine, turn("read again", " and then", mixture=mix, **GREEDY)).texts == parked
-        engine.keeper.parked.clear()
+        engine.state_manager.parked.clear()

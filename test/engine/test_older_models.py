@@ -13,15 +13,15 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.runner.model_runner import ModelRunner
-from rwkv_batch.runner.pipeline import as_served
+from rwkv_batch.runner.pipeline import resolve_backends
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import ask, run, started_engine, turn
+from test.harness import make_request, run, started_engine, turn
 from test.state_files import random_state, write_state
 
 PROMPTS = [f"{word}, once upon a time there was a" for word in ("Now", "So", "And then", "But", "Then")]
 SAMPLED = SamplingParams(temperature=1.0, top_k=40, seed=5)
-EXACT = cpu_library.build_problem() is None
+EXACT = cpu_library.build_unavailable_reason() is None
 """Without packed matrices the last bits of a product depend on the company."""
 
 
@@ -31,11 +31,11 @@ def test_an_older_model_is_served_as_any_other(tmp_path: Path, version: str) -> 
     save_file(random_older_weights(version, 3, 128, vocab=65536), model)
     states = () if version == "4" else (f"warm={write_state(tmp_path / 'warm.pth', random_state(1))}",)
     with started_engine(model, pool, states=states) as engine:
-        status = engine.machine.status()
+        status = engine.model_runner.status()
         assert status["model_version"].startswith(f"RWKV-{version}") and "cuda kernels" in status["decode_graphs"]
         begins = {"state": "warm"} if states else {}
-        rows = [ask(prompt, sampling=SAMPLED, ignore_eos=True) for prompt in PROMPTS]
-        rows += [ask(PROMPTS[0], sampling=SAMPLED, ignore_eos=True, **begins)]
+        rows = [make_request(prompt, sampling=SAMPLED, ignore_eos=True) for prompt in PROMPTS]
+        rows += [make_request(PROMPTS[0], sampling=SAMPLED, ignore_eos=True, **begins)]
         texts = run(engine, *rows).texts
         together = [texts[i] for i in range(len(rows))]
         assert (together[0] != together[-1]) == bool(states)
@@ -52,10 +52,10 @@ def test_an_older_model_beside_one_with_small_states_has_states_as_it_can(tmp_pa
     model = tmp_path / "model.safetensors"
     save_file(random_older_weights("6", 2, 128, vocab=65536), model)
     both = ("wkv_state", "kernels")
-    with started_engine(model, wkv_state="int8", kernels="cuda", preferred=both) as engine:
-        status = engine.machine.status()
+    with started_engine(model, wkv_state="int8", kernels="cuda", auto_fallback_fields=both) as engine:
+        status = engine.model_runner.status()
         assert status["wkv_state"] == "float32" and status["kernels"]["used"] in ("cpu", "naive")
-        assert len(run(engine, ask(PROMPTS[0], ignore_eos=True)).texts[0]) > 0
+        assert len(run(engine, make_request(PROMPTS[0], ignore_eos=True)).texts[0]) > 0
     for fields, named in (({"wkv_state": "int8"}, "wkv_state"), ({"kernels": "cuda"}, '"kernels": "auto"')):
         with pytest.raises(StartupError, match=named):
             ModelRunner(EngineConfig(model_path=str(model), devices=("cpu",), **fields), lambda: None)  # type: ignore[arg-type]
@@ -71,10 +71,10 @@ def test_what_is_only_preferred_is_kept_where_it_can_be_had(
     other = {"cuda": "cpu", "cpu": "cuda:1"}.get(kernels, "cpu")
     own = {"cuda": "cuda:1", "cpu": "cpu"}.get(kernels, "cuda:1")
     for devices in ((own,), (other,), (own, other)):
-        assert as_served(version, devices, config) == {"kernels": kernels, "wkv_state": "int8"}
-    config = msgspec.structs.replace(config, preferred=("wkv_state", "kernels"))
+        assert resolve_backends(version, devices, config) == {"kernels": kernels, "wkv_state": "int8"}
+    config = msgspec.structs.replace(config, auto_fallback_fields=("wkv_state", "kernels"))
     form = "int8" if version == "RWKV-7" else "auto"
     here = "auto" if (version, kernels) == ("RWKV-6", "cuda") else kernels
-    assert as_served(version, (own,), config) == {"kernels": here, "wkv_state": form}
+    assert resolve_backends(version, (own,), config) == {"kernels": here, "wkv_state": form}
     there = kernels if kernels == "naive" else "auto"
-    assert as_served(version, (own, other), config) == {"kernels": there, "wkv_state": form}
+    assert resolve_backends(version, (own, other), config) == {"kernels": there, "wkv_state": form}

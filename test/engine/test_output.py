@@ -29,13 +29,13 @@ def run(tokens: list[int], **fields: object) -> tuple[bytes, FinishReason | None
     deltas = []
     reason = None
     for token in tokens:
-        reason = output.push(token)
+        reason = output.append_token(token)
         if reason is not None:
             break
-        if (delta := output.take_delta()) is not None:
+        if (delta := output.pop_delta()) is not None:
             deltas.append(delta)
-    output.give_up_holding()
-    last = output.take_delta(DONE)
+    output.flush_held_text()
+    last = output.pop_delta(DONE)
     assert last is not None
     deltas.append(last)
     return b"".join(delta.text for delta in deltas), reason, output, deltas
@@ -63,25 +63,27 @@ def test_stop_id_is_not_shown() -> None:
     assert output.tokens[-1] == 24281
 
 
-@pytest.mark.parametrize("tells_ids", [False, True])
-def test_what_is_taken_is_what_is_pushed_and_then_worth_sending(tells_ids: bool) -> None:
+@pytest.mark.parametrize("return_token_ids", [False, True])
+def test_what_is_taken_is_what_is_pushed_and_then_worth_sending(return_token_ids: bool) -> None:
     dice = random.Random(7)
     for _ in range(300):
         letters = [*spell("abc "), 0, 24281, *TOKENIZER.encode("é\n\n")]
         strings = [bytes(dice.choices(b"ab ", k=dice.choice([2, 3]))) for _ in range(dice.choice([0, 0, 1, 3]))]
         fields = {"stop_strings": strings, "ignore_eos": dice.random() < 0.7, "max_tokens": dice.choice([1, 7, 99])}
         asked = request(**fields, stop_ids=[24281] if dice.random() < 0.3 else [], chunk_size=dice.choice([0, 1, 3]))
-        one, two = (RowOutput(2, asked, StopRules(asked, TABLE), TABLE, tells_ids) for _ in range(2))
+        one, two = (RowOutput(2, asked, StopRules(asked, TABLE), TABLE, return_token_ids) for _ in range(2))
         reason = None
         while reason is None:
             token = dice.choice(letters)
             logprob = TokenLogprob(TABLE[token], -1.0, []) if dice.random() < 0.2 else None
-            reason = two.push(token, logprob)
-            assert one.take(token, logprob) == (two.take_delta() if reason is None else reason)
-            assert (one.is_holding == two.is_holding and one.first_held_token() == two.first_held_token()) or reason
+            reason = two.append_token(token, logprob)
+            assert one.process_token(token, logprob) == (two.pop_delta() if reason is None else reason)
+            assert (
+                one.has_held_text == two.has_held_text and one.first_held_token() == two.first_held_token()
+            ) or reason
             if len(two.tokens) == 40:
                 break
-        assert one.take_delta(DONE) == two.take_delta(DONE) and one.shown_tokens() == two.shown_tokens()
+        assert one.pop_delta(DONE) == two.pop_delta(DONE) and one.shown_tokens() == two.shown_tokens()
 
 
 @pytest.mark.parametrize("chunk_size", [0, 1, 3, 100])
@@ -96,12 +98,12 @@ def test_stop_string_across_tokens(chunk_size: int) -> None:
 def test_text_that_is_held_is_shown_with_the_token_that_ends_the_row(last: int, reason: FinishReason) -> None:
     asked = request(stop_strings=[b"STOP"], stop_ids=[24281], max_tokens=6)
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
-    assert [output.push(token) for token in [*spell("one S"), last]] == [None] * 5 + [reason]
+    assert [output.append_token(token) for token in [*spell("one S"), last]] == [None] * 5 + [reason]
     shown = b"one S" if reason is FinishReason.STOP else b"one ST"
-    delta = output.take_delta(DONE)
+    delta = output.pop_delta(DONE)
     assert delta is not None
     assert (delta.text, output.shown_tokens()) == (shown, (spell(shown.decode()), b""))
-    assert not output.is_holding
+    assert not output.has_held_text
 
 
 def test_half_a_stop_is_shown_in_the_end() -> None:
@@ -124,10 +126,10 @@ def test_held_text_names_its_first_token() -> None:
     asked = request(stop_strings=[b"xyz"])
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
     for token in spell("abx"):
-        output.push(token)
-    assert output.is_holding and output.first_held_token() == 2
-    output.push(spell("q")[0])
-    assert not output.is_holding
+        output.append_token(token)
+    assert output.has_held_text and output.first_held_token() == 2
+    output.append_token(spell("q")[0])
+    assert not output.has_held_text
 
 
 def test_chunks_gather_tokens() -> None:
@@ -168,8 +170,8 @@ def test_log_probabilities_do_not_gather_for_a_text_that_is_wanted_whole() -> No
         output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
         sizes = []
         for token in spell("x" * 1000):
-            output.push(token, TokenLogprob(b"x", -1.0, []))
-            if (delta := output.take_delta()) is not None:
+            output.append_token(token, TokenLogprob(b"x", -1.0, []))
+            if (delta := output.pop_delta()) is not None:
                 sizes.append(len(delta.logprobs or []))
             assert len(output._logprobs) <= 256
         assert sizes == [256] * 3
@@ -256,9 +258,9 @@ def test_the_cost_of_a_byte_does_not_grow_with_the_number_of_stops(monkeypatch: 
 def test_rows_with_the_same_stops_share_one_automaton() -> None:
     cache = StopRulesCache(TABLE)
     asked = request(stop_strings=[b"STOP", b"END"], stop_ids=[261])
-    first = cache.of(asked)
-    assert cache.of(request(stop_strings=[b"END", b"STOP"], stop_ids=[261], max_tokens=3)) is first
-    assert cache.of(request(stop_strings=[b"END"], stop_ids=[261])) is not first
+    first = cache.build(asked)
+    assert cache.build(request(stop_strings=[b"END", b"STOP"], stop_ids=[261], max_tokens=3)) is first
+    assert cache.build(request(stop_strings=[b"END"], stop_ids=[261])) is not first
     del first
     assert not cache._rules, "kept only while rows use it"
 
@@ -268,7 +270,7 @@ def test_log_probabilities_are_of_shown_tokens_only() -> None:
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
     told: list[bytes] = []
     for token in [*spell("ab"), *spell("c"), *spell("d")]:
-        reason = output.push(token, TokenLogprob(TABLE[token], -1.0, []))
-        delta = output.take_delta(DONE if reason else None)
+        reason = output.append_token(token, TokenLogprob(TABLE[token], -1.0, []))
+        delta = output.pop_delta(DONE if reason else None)
         told += [entry.token for entry in (delta.logprobs or [])] if delta else []
     assert told == [b"a", b"b"]

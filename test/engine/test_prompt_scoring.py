@@ -13,9 +13,9 @@ import torch
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
-from rwkv_batch.runner import prompt_scores
+from rwkv_batch.runner import prompt_logprobs
 from sampling.params import SamplingParams
-from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, tiny_model, turn
 from test.logprob_oracle import LogprobOracle
 
 CLOSE = 1e-4
@@ -46,10 +46,10 @@ def oracle(model: Path) -> LogprobOracle:
 
 
 def score(ids: list[int], **fields: Any) -> GenerateRequest:
-    return ask(ids, **{"max_tokens": 0, "prompt_logprobs": ALL, **fields})
+    return make_request(ids, **{"max_tokens": 0, "prompt_logprobs": ALL, **fields})
 
 
-def told(ran: Running, row: int = 0) -> list[TokenLogprob]:
+def told(ran: RunningJob, row: int = 0) -> list[TokenLogprob]:
     deltas = [delta for events in ran.events for delta in events.deltas if delta.row == row]
     return [entry for delta in deltas for entry in delta.prompt_logprobs or ()]
 
@@ -75,7 +75,7 @@ def test_a_batch_of_prompts_of_different_lengths(engine: Engine, oracle: Logprob
 
 
 def test_a_prompt_is_scored_and_continued(engine: Engine, oracle: LogprobOracle) -> None:
-    plain = run(engine, ask(LONG, max_tokens=8))
+    plain = run(engine, make_request(LONG, max_tokens=8))
     scored = run(engine, score(LONG, max_tokens=8))
     assert scored.texts == plain.texts
     check(told(scored), oracle, LONG)
@@ -95,12 +95,12 @@ def test_rows_beside_are_the_same_bit_by_bit(engine: Engine) -> None:
     sampled = SamplingParams(temperature=1.0, seed=4, top_logprobs=2)
     prompt = SOME[1]
 
-    def entries(ran: Running) -> list[TokenLogprob]:
+    def entries(ran: RunningJob) -> list[TokenLogprob]:
         return [entry for events in ran.events for delta in events.deltas for entry in delta.logprobs or ()]
 
-    alone = run(engine, ask(prompt, sampling=sampled, max_tokens=30))
+    alone = run(engine, make_request(prompt, sampling=sampled, max_tokens=30))
     crowd = submit(engine, *[score(LONG, use_prefix_cache=False) for _ in range(12)])
-    among = run(engine, ask(prompt, sampling=sampled, max_tokens=30))
+    among = run(engine, make_request(prompt, sampling=sampled, max_tokens=30))
     assert (among.texts, entries(among)) == (alone.texts, entries(alone))
     assert len(crowd.wait().finishes) == 12
 
@@ -130,7 +130,7 @@ def test_a_cached_prefix_is_no_further_than_what_is_scored(engine: Engine, oracl
     shared = TOKENIZER.encode("This beginning is the same for every prompt, and it is long enough to be kept. " * 12)
     ends = [TOKENIZER.encode(f" Question {i}?") for i in range(6)]
     for end in ends:
-        run(engine, ask(shared + end, max_tokens=1))
+        run(engine, make_request(shared + end, max_tokens=1))
     whole = run(engine, score(shared + ends[0]))
     check(told(whole), oracle, shared + ends[0])
     assert whole.finishes[0].cached_tokens == 0
@@ -146,7 +146,7 @@ def test_there_are_never_logits_of_a_whole_prompt(
     engine: Engine, oracle: LogprobOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    stage = engine.machine.pipeline.stages[-1]
+    stage = engine.model_runner.pipeline.stages[-1]
     real = stage.logits_of
 
     def logits_of(x: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -154,13 +154,18 @@ def test_there_are_never_logits_of_a_whole_prompt(
         return real(x, tokens, out)
 
     monkeypatch.setattr(stage, "logits_of", logits_of)
-    monkeypatch.setattr(prompt_scores, "HEAD_ROWS", 7)
+    monkeypatch.setattr(prompt_logprobs, "HEAD_ROWS", 7)
     check(told(run(engine, score(LONG))), oracle, LONG)
     assert max(taken) == 7 and sum(taken) == len(LONG) - 1
 
 
 def test_a_row_that_only_reads(engine: Engine) -> None:
-    ran = run(engine, ask(LONG, max_tokens=0), ask("a", max_tokens=0), ask("a b", n=2, max_tokens=0))
+    ran = run(
+        engine,
+        make_request(LONG, max_tokens=0),
+        make_request("a", max_tokens=0),
+        make_request("a b", n=2, max_tokens=0),
+    )
     assert [finish.reason for finish in ran.finishes.values()] == [FinishReason.LENGTH] * 4
     assert ran.all_texts == [b""] * 4
     assert not any(told(ran, row) for row in range(4))
@@ -186,12 +191,12 @@ def test_cancelled_while_it_is_scored(engine: Engine) -> None:
         (turn("scored", "a b", prompt_logprobs=ALL), "session_id"),
         (turn("scored", "a b", candidates=[[5]]), "session_id"),
         (turn("scored", "a b", max_tokens=0), "max_tokens"),
-        (ask("a b", max_tokens=-1), "max_tokens"),
-        (ask("a b", candidates=[[5], []]), "candidates"),
-        (ask("a b", candidates=[[70000]]), "candidates"),
-        (ask("a b", candidates=[[5]], n=2), "candidates"),
-        (ask("a b", prompt_logprobs=PromptLogprobs(start=0)), "prompt_logprobs"),
-        (ask("a b", prompt_logprobs=PromptLogprobs(top=-1)), "prompt_logprobs"),
+        (make_request("a b", max_tokens=-1), "max_tokens"),
+        (make_request("a b", candidates=[[5], []]), "candidates"),
+        (make_request("a b", candidates=[[70000]]), "candidates"),
+        (make_request("a b", candidates=[[5]], n=2), "candidates"),
+        (make_request("a b", prompt_logprobs=PromptLogprobs(start=0)), "prompt_logprobs"),
+        (make_request("a b", prompt_logprobs=PromptLogprobs(top=-1)), "prompt_logprobs"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_by_name(engine: Engine, row: GenerateRequest, field: str) -> None:
@@ -203,10 +208,10 @@ def test_what_cannot_be_scored_is_refused_by_name(engine: Engine, row: GenerateR
 def test_the_end_token_is_told_with_the_drawn_ones(engine: Engine) -> None:
     """It was drawn and has no text; whoever scores by `echo` counts on an entry for each drawn token."""
     forced = SamplingParams(temperature=0.0, logit_bias={0: 1e9}, top_logprobs=1)
-    ran = run(engine, ask("Hello", sampling=forced))
+    ran = run(engine, make_request("Hello", sampling=forced))
     entries = [entry for events in ran.events for delta in events.deltas for entry in delta.logprobs or ()]
     assert [entry.token for entry in entries] == [b""] and ran.texts[0] == b""
     assert (ran.finishes[0].reason, ran.finishes[0].completion_tokens) == (FinishReason.STOP, 1)
     stopped = SamplingParams(temperature=0.0, logit_bias={11: 1e9}, top_logprobs=1)
-    ran = run(engine, ask("Hello", sampling=stopped, stop_ids=[11]))
+    ran = run(engine, make_request("Hello", sampling=stopped, stop_ids=[11]))
     assert not [entry for events in ran.events for delta in events.deltas for entry in delta.logprobs or ()]

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 
 from rwkv_batch.core.limits import BATCH_PART
-from rwkv_batch.core.prompt_turns import LEAST_SHARE, share_out
+from rwkv_batch.core.prefill_budget import MIN_TOKENS_PER_JOB, split_budget
 from test.engine.test_scheduler import job, read, scheduler
 
 
 def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter() -> None:
-    plan, _ = scheduler(seats=64, budget=64, chunk=64)
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=64)
     plan.add(*job(20, prompt_tokens=500, client="bulk"))
     plan.schedule()
     for number in range(6):
@@ -26,7 +26,7 @@ def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quar
 
 
 def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -> None:
-    plan, _ = scheduler(seats=64, budget=64, chunk=64, beside=16)
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=64, beside=16)
     plan.add(*job(20, client="bulk"))
     read(plan.schedule())
     decoding = plan.schedule()
@@ -52,23 +52,23 @@ def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -
 
 def test_batch_rows_do_not_stand_aside_for_a_row_that_takes_certain_text() -> None:
     """It has had its first token, and reads what a grammar leaves no choice in."""
-    plan, _ = scheduler(seats=64, budget=64, chunk=16)
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=16)
     plan.add(*job(20, client="bulk"))
     chat, chat_rows = job(1, prompt_tokens=5, client="chat")
     plan.add(chat, chat_rows)
     for _ in range(3):
         read(plan.schedule())
     chat_rows[0].token_ids += range(40)
-    chat_rows[0].untold = [*range(40)]
+    chat_rows[0].uncounted_ids = [*range(40)]
     for _ in range(3):
         rows = plan.schedule()
-        assert chat_rows[0] in [row.sequence for row in rows if row.num_tokens > 1 or row.draws]
+        assert chat_rows[0] in [row.sequence for row in rows if row.num_tokens > 1 or row.samples]
         assert sum(row.sequence.job.is_batch for row in rows) == 20
         read(rows)
 
 
 def test_clients_share_the_prompt_budget() -> None:
-    plan, _ = scheduler(seats=64, budget=64, chunk=64)
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=64)
     for _ in range(10):
         plan.add(*job(1, prompt_tokens=500, client="many"))
     plan.add(*job(1, prompt_tokens=500, client="one"))
@@ -88,10 +88,10 @@ def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> N
     ]
     per_row: Counter[int] = Counter()
     for turn in range(clients * jobs * 12):
-        step = share_out(running, budget, lambda _: 500, turn)
+        step = split_budget(running, budget, lambda _: 500, turn)
         assert budget - clients * jobs < sum(count for _, count in step) <= budget
         assert len({id(row) for row, _ in step}) == len(step)
-        most = max(LEAST_SHARE, budget // clients // jobs)
+        most = max(MIN_TOKENS_PER_JOB, budget // clients // jobs)
         assert all(count <= most for _, count in step)
         for row, count in step:
             per_row[running.index(row)] += count

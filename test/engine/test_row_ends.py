@@ -17,7 +17,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, WAIT_S, Running, ask, submit, tiny_model, turn
+from test.harness import TOKENIZER, WAIT_S, RunningJob, make_request, submit, tiny_model, turn
 
 HEADER = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
 ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
@@ -36,7 +36,7 @@ class Stepped:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.engine._inbox.do_all()
+            self.engine._inbox.run_all()
             self.engine.step()
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -48,13 +48,13 @@ class Stepped:
                 time.sleep(0.002)  # the pool's threads are at work
             assert steps < 2000 and time.monotonic() < deadline, f"not within {steps} steps: {what}"
 
-    def end(self, job: Running) -> Running:
+    def end(self, job: RunningJob) -> RunningJob:
         self.until(job.done.is_set, "the job ends")
         return job
 
-    def cancel(self, job: Running) -> None:
+    def cancel(self, job: RunningJob) -> None:
         self.engine.cancel(job.job.job_id)
-        self.engine._inbox.do_all()
+        self.engine._inbox.run_all()
 
     @property
     def rows(self) -> list[Sequence]:
@@ -62,17 +62,17 @@ class Stepped:
 
     @property
     def free(self) -> int:
-        return self.engine.machine.pool.num_free
+        return self.engine.model_runner.pool.num_free
 
     def check_idle(self, free: int | None = None) -> None:
         """Nothing is left of any row."""
         self.until(lambda: not self.engine.jobs._jobs, "all jobs have ended")
         self.step(3)
-        places = self.engine.scheduler.places
-        assert (self.rows, places.waiting_rows, places.paused_rows) == ([], 0, 0)
-        assert len(places.free_seats) == self.engine.machine.limits.num_seats
+        admission = self.engine.scheduler.admission
+        assert (self.rows, admission.waiting_rows, admission.paused_rows) == ([], 0, 0)
+        assert len(admission.free_req_slots) == self.engine.model_runner.limits.num_req_slots
         assert free is None or self.free == free
-        assert self.engine.machine.pool.check_integrity() == []
+        assert self.engine.model_runner.pool.check_integrity() == []
         assert self.engine.jobs.check_integrity() == []
 
 
@@ -86,7 +86,7 @@ def stepped(model: Path, pool: PoolConfig | None = None, **fields: Any) -> Itera
     try:
         yield Stepped(engine)
     finally:
-        engine.machine.pool.close()
+        engine.model_runner.pool.close()
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])
@@ -98,7 +98,7 @@ def loop(model: Path, request: pytest.FixtureRequest) -> Iterator[Stepped]:
 def test_a_border_of_a_cancelled_row_is_not_awaited(loop: Stepped) -> None:
     """Rows that share a prefix wait for the one that reads it; when it is cancelled, another reads it."""
     header = "cancelled: " + HEADER
-    first, second = (submit(loop.engine, ask(header + tail, max_tokens=3)) for tail in ("one", "two"))
+    first, second = (submit(loop.engine, make_request(header + tail, max_tokens=3)) for tail in ("one", "two"))
     loop.step(2)
     assert [row.job.spec.job_id for row in loop.rows] == [first.job.job_id], "the second waits for what they share"
     assert loop.rows[0].cache_points
@@ -113,11 +113,11 @@ def test_a_border_whose_state_is_not_cached_is_not_awaited(
 ) -> None:
     """For want of a slot, or because the cache wants none; the slot that was meant for it is free again."""
     free, header = loop.free, f"refused by {refusing}: " + HEADER
-    first, second = (submit(loop.engine, ask(header + tail, max_tokens=3)) for tail in ("one", "two"))
+    first, second = (submit(loop.engine, make_request(header + tail, max_tokens=3)) for tail in ("one", "two"))
     loop.step(2)
     assert len(loop.rows) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(loop.engine.machine.pool, refusing, lambda *_: None)
+        patched.setattr(loop.engine.model_runner.pool, refusing, lambda *_: None)
         loop.until(lambda: not loop.rows[0].cache_points, "the border is behind it")
     loop.step(2)
     assert len(loop.rows) == 2, "the second reads it all by itself"
@@ -127,18 +127,18 @@ def test_a_border_whose_state_is_not_cached_is_not_awaited(
 
 
 def test_a_row_that_wants_no_cached_prefix_leaves_none(loop: Stepped) -> None:
-    free, cache = loop.free, loop.engine.machine.pool.stats()["prefix_cache"]
+    free, cache = loop.free, loop.engine.model_runner.pool.stats()["prefix_cache"]
     for tail in ("one", "two", "three"):
-        asked = ask(f"uncached: {HEADER}{tail}", max_tokens=2, use_prefix_cache=False)
+        asked = make_request(f"uncached: {HEADER}{tail}", max_tokens=2, use_prefix_cache=False)
         assert loop.end(submit(loop.engine, asked)).finishes[0].cached_tokens == 0
-    assert loop.engine.machine.pool.stats()["prefix_cache"] == cache
+    assert loop.engine.model_runner.pool.stats()["prefix_cache"] == cache
     loop.check_idle(free)
 
 
 def test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it(loop: Stepped) -> None:
     free = loop.free
-    job = submit(loop.engine, ask("hello there", n=3, use_prefix_cache=False, **ENDLESS))
-    loop.until(lambda: any(row.draws for row in job_rows(loop, job)), "the prompt is read for all")
+    job = submit(loop.engine, make_request("hello there", n=3, use_prefix_cache=False, **ENDLESS))
+    loop.until(lambda: any(row.samples for row in job_rows(loop, job)), "the prompt is read for all")
     assert any(row.shared is not None for row in job_rows(loop, job))
     loop.cancel(job)
     loop.end(job)
@@ -146,7 +146,7 @@ def test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it(l
     loop.check_idle(free)
 
 
-def job_rows(loop: Stepped, job: Running) -> list[Sequence]:
+def job_rows(loop: Stepped, job: RunningJob) -> list[Sequence]:
     """Rows of a job that have not ended, waiting ones too."""
     running = loop.engine.jobs._jobs.get(job.job.job_id)
     return [] if running is None else list(running.live)
@@ -154,11 +154,11 @@ def job_rows(loop: Stepped, job: Running) -> list[Sequence]:
 
 def test_continuations_of_a_cancelled_job_leave_the_queue(loop: Stepped) -> None:
     free = loop.free
-    job = submit(loop.engine, ask("hello there", n=12, use_prefix_cache=False, **ENDLESS))
-    loop.until(lambda: sum(row.phase is Phase.RUNNING and row.draws for row in job_rows(loop, job)) >= 3, "some run")
-    assert loop.engine.scheduler.places.waiting_rows >= 8
+    job = submit(loop.engine, make_request("hello there", n=12, use_prefix_cache=False, **ENDLESS))
+    loop.until(lambda: sum(row.phase is Phase.RUNNING and row.samples for row in job_rows(loop, job)) >= 3, "some run")
+    assert loop.engine.scheduler.admission.waiting_rows >= 8
     loop.cancel(job)
-    assert loop.engine.scheduler.places.waiting_rows == 0
+    assert loop.engine.scheduler.admission.waiting_rows == 0
     loop.end(job)
     assert sorted(job.finishes) == list(range(12))
     loop.check_idle(free)
@@ -166,9 +166,13 @@ def test_continuations_of_a_cancelled_job_leave_the_queue(loop: Stepped) -> None
 
 def test_a_prompt_read_for_several_ends_each_row_once(loop: Stepped) -> None:
     """The row that has read it is none of theirs: it ends with the fork."""
-    job = submit(loop.engine, ask("hello there", n=2, max_tokens=4), ask("other", n=2, max_tokens=9, ignore_eos=True))
+    job = submit(
+        loop.engine,
+        make_request("hello there", n=2, max_tokens=4),
+        make_request("other", n=2, max_tokens=9, ignore_eos=True),
+    )
     loop.until(lambda: len(job_rows(loop, job)) == 4, "both prompts are read")
-    assert all(row.draws for row in job_rows(loop, job))
+    assert all(row.samples for row in job_rows(loop, job))
     loop.end(job)
     assert sorted(job.finishes) == [0, 1, 2, 3]  # the sink asserts that none ends twice
     loop.check_idle()
@@ -176,9 +180,9 @@ def test_a_prompt_read_for_several_ends_each_row_once(loop: Stepped) -> None:
 
 def test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for(loop: Stepped) -> None:
     free = loop.free
-    job = submit(loop.engine, ask("hello there " * 40, n=3, use_prefix_cache=False, **ENDLESS))
+    job = submit(loop.engine, make_request("hello there " * 40, n=3, use_prefix_cache=False, **ENDLESS))
     loop.step(2)
-    assert [row.draws for row in job_rows(loop, job)] == [False]
+    assert [row.samples for row in job_rows(loop, job)] == [False]
     loop.cancel(job)
     assert sorted(loop.end(job).finishes) == [0, 1, 2]
     loop.check_idle(free)
@@ -187,18 +191,18 @@ def test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for(loop:
 def test_a_queued_turn_of_a_deleted_session_leaves_the_queue(loop: Stepped) -> None:
     free = loop.free
     loop.end(submit(loop.engine, turn("doomed", "begin", max_tokens=2)))
-    busy = submit(loop.engine, *[ask("busy", **ENDLESS)] * 4)
+    busy = submit(loop.engine, *[make_request("busy", **ENDLESS)] * 4)
     loop.until(lambda: len(loop.rows) == 3, "its rows run")
-    others = [submit(loop.engine, ask("busy", **ENDLESS)) for _ in range(3)]
+    others = [submit(loop.engine, make_request("busy", **ENDLESS)) for _ in range(3)]
     loop.until(lambda: len(loop.rows) == 4, "all places are taken")
     queued = submit(loop.engine, turn("doomed", " go on", **ENDLESS))
     loop.step(2)
-    waiting = loop.engine.scheduler.places.waiting_rows
+    waiting = loop.engine.scheduler.admission.waiting_rows
     assert [row.phase for row in job_rows(loop, queued)] == [Phase.WAITING]
-    assert loop.engine.machine.pool.delete("doomed") == 1
+    assert loop.engine.model_runner.pool.delete("doomed") == 1
     error = loop.end(queued).finishes[0].error
     assert error is not None and error.kind is ErrorKind.SESSION_NOT_FOUND
-    assert loop.engine.scheduler.places.waiting_rows == waiting - 1
+    assert loop.engine.scheduler.admission.waiting_rows == waiting - 1
     for job in (busy, *others):
         loop.cancel(job)
         loop.end(job)
@@ -211,7 +215,7 @@ def test_a_turn_that_is_kept_is_not_told_that_it_timed_out(
 ) -> None:
     """Its deadline passes between its last token and the moment when it is on disk."""
     with stepped(model, PoolConfig(state_db=str(tmp_path / "s.db")), overlap_on_cpu=overlap) as loop:
-        gate, writer = threading.Event(), loop.engine.machine.pool._store.writer  # type: ignore[union-attr]
+        gate, writer = threading.Event(), loop.engine.model_runner.pool._store.writer  # type: ignore[union-attr]
         commit = writer._transaction
         monkeypatch.setattr(writer, "_transaction", lambda jobs: (gate.wait(), commit(jobs))[1])
         job = submit(loop.engine, turn("s", "one", max_tokens=4, ignore_eos=True), timeout_s=1000.0)
@@ -234,8 +238,8 @@ def test_a_turn_that_is_still_drawing_times_out(loop: Stepped) -> None:
 
 
 def test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id(loop: Stepped) -> None:
-    loop.end(named(loop, "same", ask("a", max_tokens=1), timeout_s=100.0))
-    later = named(loop, "same", ask("a", **ENDLESS))
+    loop.end(named(loop, "same", make_request("a", max_tokens=1), timeout_s=100.0))
+    later = named(loop, "same", make_request("a", **ENDLESS))
     loop.step()
     loop.engine.jobs.expire(time.monotonic() + 101)
     loop.step(2)
@@ -245,9 +249,9 @@ def test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id(loop: 
     loop.check_idle()
 
 
-def named(loop: Stepped, job_id: str, *rows: GenerateRequest, **fields: Any) -> Running:
+def named(loop: Stepped, job_id: str, *rows: GenerateRequest, **fields: Any) -> RunningJob:
     """A job with this id."""
-    running = Running(Job(job_id=job_id, rows=list(rows), **fields))
+    running = RunningJob(Job(job_id=job_id, rows=list(rows), **fields))
     loop.engine.submit(running.job, running.sink, running.admitted)
     return running
 
@@ -258,18 +262,18 @@ def test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end(model: Path) -> 
         free = loop.free
         job = submit(loop.engine, turn("s", "one", max_tokens=3, ignore_eos=True), priority=Priority.BATCH)
         loop.until(lambda: any(len(row.token_ids) - row.prompt_end == 3 for row in loop.rows), "it is launched")
-        row, places = loop.rows[0], loop.engine.scheduler.places
+        row, admission = loop.rows[0], loop.engine.scheduler.admission
         assert len(row.output.tokens) < 3
-        places.queue_of(row.job).pause(row)
-        loop.engine.scheduler.leave(row)
+        admission.queue_of(row.job).pause(row)
+        loop.engine.scheduler.remove_running(row)
         while loop.engine._in_flight:
-            loop.engine._conclude(loop.engine._in_flight.popleft())
-        assert (row.phase, places.paused_rows) == (Phase.CLOSING, 0)
+            loop.engine._process_outputs(loop.engine._in_flight.popleft())
+        assert (row.phase, admission.paused_rows) == (Phase.CLOSING, 0)
         assert loop.end(job).finishes[0].reason is FinishReason.LENGTH
         again = loop.end(submit(loop.engine, turn("s", " two", max_tokens=3, ignore_eos=True)))
         loop.end(submit(loop.engine, turn("twin", "one", max_tokens=3, ignore_eos=True)))
         assert loop.end(submit(loop.engine, turn("twin", " two", max_tokens=3, ignore_eos=True))).texts == again.texts
-        assert loop.engine.machine.pool.delete("s") == loop.engine.machine.pool.delete("twin") == 1
+        assert loop.engine.model_runner.pool.delete("s") == loop.engine.model_runner.pool.delete("twin") == 1
         loop.check_idle(free)
 
 
@@ -277,24 +281,24 @@ def test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row(loop: Steppe
     """It is in one step more, which reads its last token for the session; a row that waits is in the same step."""
     free = loop.free
     first = submit(loop.engine, turn("closing", "one", max_tokens=3, ignore_eos=True))
-    others = [submit(loop.engine, ask("busy", **ENDLESS)) for _ in range(4)]
+    others = [submit(loop.engine, make_request("busy", **ENDLESS)) for _ in range(4)]
     loop.until(lambda: any(row.phase is Phase.CLOSING for row in job_rows(loop, first)), "the turn has its answer")
-    assert loop.engine.scheduler.places.waiting_rows == 1
+    assert loop.engine.scheduler.admission.waiting_rows == 1
     loop.step()
-    assert loop.engine.scheduler.places.waiting_rows == 0
+    assert loop.engine.scheduler.admission.waiting_rows == 0
     assert loop.end(first).finishes[0].reason is FinishReason.LENGTH
     for job in others:
         loop.cancel(job)
         loop.end(job)
-    assert loop.engine.machine.pool.delete("closing") == 1
+    assert loop.engine.model_runner.pool.delete("closing") == 1
     loop.check_idle(free)
 
 
 def test_text_held_for_a_stop_is_shown_at_a_timeout(loop: Stepped) -> None:
     """The text so far is the beginning of a stop string, and may not have become one."""
-    said = loop.end(submit(loop.engine, ask("hold", max_tokens=8, ignore_eos=True))).texts[0]
+    said = loop.end(submit(loop.engine, make_request("hold", max_tokens=8, ignore_eos=True))).texts[0]
     held = {**ENDLESS, "chunk_size": 1, "stop_strings": [said + b" and no further"]}
-    job = submit(loop.engine, ask("hold", **held), timeout_s=1000.0)
+    job = submit(loop.engine, make_request("hold", **held), timeout_s=1000.0)
     loop.until(lambda: any(len(row.output.tokens) == 4 for row in job_rows(loop, job)), "some is held")
     tokens = job_rows(loop, job)[0].output.tokens
     assert not job.texts
@@ -310,11 +314,11 @@ def test_a_failed_job_tells_nothing_behind_its_error(model: Path, monkeypatch: p
     with stepped(model, overlap_on_cpu=True) as loop:
         free = loop.free
         told = {"prompt_logprobs": PromptLogprobs(), "use_prefix_cache": False}
-        job = submit(loop.engine, ask("a prompt of many steps " * 20, max_tokens=0, **told))
+        job = submit(loop.engine, make_request("a prompt of many steps " * 20, max_tokens=0, **told))
         loop.step(2)
         assert loop.engine._in_flight and not job.done.is_set()
         with monkeypatch.context() as patched:
-            patched.setattr(loop.engine.machine, "launch", lambda *_: 1 // 0)
+            patched.setattr(loop.engine.model_runner, "launch", lambda *_: 1 // 0)
             loop.step()
         loop.step(3)
         assert not loop.engine._in_flight
@@ -327,11 +331,11 @@ def test_prompts_read_for_several_never_hold_all_slots(model: Path) -> None:
     pool = PoolConfig(state_db="", l1_sessions=0, l2_sessions=0, prefix_cache_slots=0)
     with stepped(model, pool, max_running=4) as loop:
         free = loop.free
-        held = [loop.engine.machine.pool.allocate() for _ in range(free - 4)]  # as sessions would
-        jobs = [submit(loop.engine, ask(f"hello there number {i}", n=3, max_tokens=4)) for i in range(12)]
+        held = [loop.engine.model_runner.pool.allocate() for _ in range(free - 4)]  # as sessions would
+        jobs = [submit(loop.engine, make_request(f"hello there number {i}", n=3, max_tokens=4)) for i in range(12)]
         for job in jobs:
             assert len(loop.end(job).finishes) == 3
         for slot in held:
             assert slot is not None
-            loop.engine.machine.pool.free(slot)
+            loop.engine.model_runner.pool.free(slot)
         loop.check_idle(free)

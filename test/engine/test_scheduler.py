@@ -31,21 +31,21 @@ class Slots:
         return self.free.pop() if self.free else None
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.prompt_end = sequence.drawn_start = len(sequence.token_ids)
+        sequence.prompt_end = sequence.sampled_start = len(sequence.token_ids)
 
     def add_spare(self, sequence: Sequence) -> None:
         if (slot := self.allocate()) is not None:
             sequence.spare_slot = slot
 
-    def give_way(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         pass
 
 
 def scheduler(
-    seats: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, beside: int = 0
+    req_slots: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, beside: int = 0
 ) -> tuple[Scheduler, Slots]:
     source = Slots(slots)
-    return Scheduler(Limits(seats, 10_000, budget, chunk, beside or budget), source), source
+    return Scheduler(Limits(req_slots, 10_000, budget, chunk, beside or budget), source), source
 
 
 def job(rows: int, prompt_tokens: int = 1, client: str = "", attempt: int = 0) -> tuple[RunningJob, list[Sequence]]:
@@ -64,12 +64,12 @@ def per_job(rows: list[ScheduledRow]) -> Counter[RunningJob]:
 def read(rows: list[ScheduledRow]) -> None:
     for row in rows:
         row.sequence.num_computed_tokens += row.num_tokens
-        if row.draws:
+        if row.samples:
             row.sequence.token_ids.append(7)
 
 
 def test_jobs_share_free_seats_evenly() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     jobs = [job(100), job(100), job(100)]
     for running, rows in jobs:
         plan.add(running, rows)
@@ -77,7 +77,7 @@ def test_jobs_share_free_seats_evenly() -> None:
 
 
 def test_a_newcomer_finds_a_seat_beside_a_bulk_job() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     plan.add(*job(1000))
     assert len(plan.schedule()) == 15
     newcomer, rows = job(1)
@@ -86,16 +86,16 @@ def test_a_newcomer_finds_a_seat_beside_a_bulk_job() -> None:
 
 
 def test_seats_and_slots_are_bounds() -> None:
-    plan, _ = scheduler(seats=8, slots=3)
+    plan, _ = scheduler(req_slots=8, slots=3)
     plan.add(*job(10))
-    assert len(plan.schedule()) == 3 and plan.places.waiting_rows == 7
-    alone, _ = scheduler(seats=1)
+    assert len(plan.schedule()) == 3 and plan.admission.waiting_rows == 7
+    alone, _ = scheduler(req_slots=1)
     alone.add(*job(2))
     assert len(alone.schedule()) == 1
 
 
 def test_a_freed_seat_is_taken_in_the_next_step() -> None:
-    plan, slots = scheduler(seats=2)
+    plan, slots = scheduler(req_slots=2)
     running, rows = job(3)
     plan.add(running, rows)
     first = plan.schedule()
@@ -111,13 +111,13 @@ def test_prompts_are_read_in_chunks_within_the_budget() -> None:
     sizes = []
     for _ in range(4):
         rows = plan.schedule()
-        sizes.append([(row.num_tokens, row.draws) for row in rows])
+        sizes.append([(row.num_tokens, row.samples) for row in rows])
         read(rows)
     assert sizes == [[(16, False)], [(16, False)], [(16, False)], [(2, True)]]
 
 
 def test_prompt_budget_is_shared_between_jobs() -> None:
-    plan, _ = scheduler(seats=32, budget=64, chunk=16)
+    plan, _ = scheduler(req_slots=32, budget=64, chunk=16)
     bulk, bulk_rows = job(8, prompt_tokens=500)
     quick, quick_rows = job(1, prompt_tokens=20)
     plan.add(bulk, bulk_rows)
@@ -126,11 +126,11 @@ def test_prompt_budget_is_shared_between_jobs() -> None:
     assert sum(row.num_tokens for row in rows) == 64
     assert per_job(rows)[quick] == 1
     read(rows)
-    assert any(row.sequence.job is quick and row.draws for row in plan.schedule())
+    assert any(row.sequence.job is quick and row.samples for row in plan.schedule())
 
 
 def test_decoding_rows_are_in_every_step_whatever_is_read_beside_them() -> None:
-    plan, _ = scheduler(seats=32, budget=16, chunk=16)
+    plan, _ = scheduler(req_slots=32, budget=16, chunk=16)
     plan.add(*job(4))
     decoding = plan.schedule()
     read(decoding)
@@ -194,7 +194,7 @@ def test_rows_behind_a_busy_session_let_others_pass() -> None:
 
 
 def test_continuations_go_first() -> None:
-    plan, _ = scheduler(seats=2, slots=1)
+    plan, _ = scheduler(req_slots=2, slots=1)
     plan.add(*job(1))
     _, children = job(1)
     plan.add_forked(children)
@@ -202,19 +202,19 @@ def test_continuations_go_first() -> None:
 
 
 def test_prompts_read_for_several_rows_never_hold_all_seats() -> None:
-    plan, _ = scheduler(seats=16)
+    plan, _ = scheduler(req_slots=16)
     for _ in range(10):
         running, rows = job(1, prompt_tokens=5)
-        rows[0].draws = False
+        rows[0].samples = False
         plan.add(running, rows)
     plain, plain_rows = job(1)
     plan.add(plain, plain_rows)
     rows = plan.schedule()
-    assert sum(not row.sequence.draws for row in rows) == 2 and plain_rows[0] in {row.sequence for row in rows}
+    assert sum(not row.sequence.samples for row in rows) == 2 and plain_rows[0] in {row.sequence for row in rows}
 
 
 def test_long_prompts_take_turns() -> None:
-    plan, _ = scheduler(seats=16, budget=64, chunk=512)
+    plan, _ = scheduler(req_slots=16, budget=64, chunk=512)
     plan.add(*job(1, prompt_tokens=10_000))
     read(plan.schedule())
     for _ in range(5):
@@ -244,12 +244,12 @@ def test_prompts_left_over_do_not_wait_for_their_groups_turn() -> None:
 
 
 def test_forgetting_a_job_empties_the_queue() -> None:
-    plan, _ = scheduler(seats=2)
+    plan, _ = scheduler(req_slots=2)
     running, rows = job(5)
     plan.add(running, rows)
     plan.schedule()
     assert len(plan.forget_waiting(running)) == 4  # one sits, one seat is kept for other jobs
-    assert plan.places.waiting_rows == 0 and len(plan.running_of(running)) == 1
+    assert plan.admission.waiting_rows == 0 and len(plan.running_of(running)) == 1
 
 
 def test_only_a_row_that_closed_its_turn_has_answered() -> None:
@@ -258,12 +258,12 @@ def test_only_a_row_that_closed_its_turn_has_answered() -> None:
     plan.add(running, rows)
     plan.schedule()
     for row in rows:
-        row.output.push(ord("a"))
+        row.output.append_token(ord("a"))
     cancelled, closing = rows
     plan.remove(cancelled)
     assert (cancelled.phase, cancelled.has_answered) == (Phase.DONE, False)  # although it has drawn and has no seat
     closing.phase = Phase.CLOSING
-    plan.give_up_seat(closing)
+    plan.release_req_slot(closing)
     assert closing.has_answered and closing.is_in_steps
     plan.remove(closing)
     assert (closing.phase, closing.has_answered, closing.is_in_steps) == (Phase.ANSWERED, True, False)
@@ -274,25 +274,25 @@ def test_only_a_token_that_was_drawn_is_fed_back() -> None:
     plan, _ = scheduler(chunk=4)
     plan.add(*job(1, prompt_tokens=3))
     (first,) = plan.schedule()
-    assert not first.feeds_back
+    assert not first.uses_device_token
     read([first])
     row = first.sequence
     row.matcher = cast(Matcher, object())  # only rows under a grammar take tokens without a draw
     (drawn,) = plan.schedule()
-    assert drawn.feeds_back
+    assert drawn.uses_device_token
     read([drawn])
     row.token_ids += [5, 6, 7, 8]
-    row.untold = [5, 6, 7, 8]
+    row.uncounted_ids = [5, 6, 7, 8]
     sizes = []
     for _ in range(2):
         (step,) = plan.schedule()
-        sizes.append((step.num_tokens, step.draws, step.feeds_back))
+        sizes.append((step.num_tokens, step.samples, step.uses_device_token))
         read([step])
     assert sizes == [(4, False, False), (1, True, False)]
     row.token_ids[-1] = PENDING  # it draws behind the run before its sampler is told of that
-    assert plan.schedule()[0].feeds_back
-    row.token_ids[-1], row.untold = 7, []
-    assert plan.schedule()[0].feeds_back
+    assert plan.schedule()[0].uses_device_token
+    row.token_ids[-1], row.uncounted_ids = 7, []
+    assert plan.schedule()[0].uses_device_token
 
 
 def test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step() -> None:
@@ -303,5 +303,5 @@ def test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step() -> None:
         (scheduled,) = plan.schedule(oldest=step)
         row.num_computed_tokens += scheduled.num_tokens
         row.token_ids.append(PENDING)
-        row.in_step = step
+        row.last_sample_step = step
     assert plan.schedule(oldest=row.request.max_tokens) == []

@@ -18,7 +18,7 @@ from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.adapter_library import AdapterLibrary
 from state_pool.config import PoolConfig
 from test.adapter_files import random_lora, write_adapter
-from test.harness import ask, call, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
 from test.state_files import random_state, write_state
 
 ADAPTERS = tuple(f"lora{i}" for i in range(8))
@@ -55,8 +55,8 @@ def engine_with_adapters(model: Path, db: str = "", **fields: Any) -> Iterator[E
     }
     with started_engine(model, pool, **given, **fields) as engine:
         yield engine
-        slots = engine.machine.pool
-        assert settles(engine, lambda: slots.check_integrity() == [] and slots.adapters.num_held == 0)
+        slots = engine.model_runner.pool
+        assert eventually_holds(engine, lambda: slots.check_integrity() == [] and slots.adapters.num_refs == 0)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def of_all_kinds() -> list[GenerateRequest]:
             fields["state"] = STATES[i // 2 % 8]
         if i % 6 in (3, 4) and i % 4 < 2:
             fields["mixture"] = MIXES[i // 6 % 4]
-        rows.append(ask((SYSTEM if i % 3 == 0 else "") + f"row {i}", **fields))
+        rows.append(make_request((SYSTEM if i % 3 == 0 else "") + f"row {i}", **fields))
     return rows
 
 
@@ -98,21 +98,25 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     alone = []
     for row in [*turns, *rows]:
         what = {name: getattr(row, name) for name in ("state", "adapter", "mixture", "max_tokens")}
-        alone.append(run(engine, ask(row.prompt, ignore_eos=True, use_prefix_cache=False, **what)).texts[0])
+        alone.append(run(engine, make_request(row.prompt, ignore_eos=True, use_prefix_cache=False, **what)).texts[0])
     assert texts == alone and len(set(texts)) > 56
 
 
 def test_a_rows_text_is_that_of_the_merged_model(model: Path, engine: Engine) -> None:
     names = ADAPTERS[:2]
-    texts = run(engine, *(ask("Once upon a time", adapter=name, ignore_eos=True) for name in names)).all_texts
+    texts = run(engine, *(make_request("Once upon a time", adapter=name, ignore_eos=True) for name in names)).all_texts
     for name, text in zip(names, texts, strict=True):
         with started_engine(model, adapters=(f"{model.parent / name}.pth:2.0",)) as merged:
-            assert run(merged, ask("Once upon a time", ignore_eos=True)).texts[0] == text
+            assert run(merged, make_request("Once upon a time", ignore_eos=True)).texts[0] == text
 
 
 def test_no_prefix_is_shared_across_adapters(engine: Engine) -> None:
     def read(number: int, **fields: Any) -> int:
-        return run(engine, ask(f"Another one. {SYSTEM}{number}", max_tokens=1, **fields)).finishes[0].cached_tokens
+        return (
+            run(engine, make_request(f"Another one. {SYSTEM}{number}", max_tokens=1, **fields))
+            .finishes[0]
+            .cached_tokens
+        )
 
     under = [{"adapter": "lora0"}, {"adapter": "lora1"}, {}, {"adapter": "lora0", "state": "state0"}]
     for fields in under:
@@ -120,8 +124,8 @@ def test_no_prefix_is_shared_across_adapters(engine: Engine) -> None:
 
 
 def test_continuations_have_their_prompts_adapter(engine: Engine) -> None:
-    several = run(engine, ask("Tell me", adapter="lora2", n=3, max_tokens=6, ignore_eos=True))
-    alone = run(engine, ask("Tell me", adapter="lora2", max_tokens=6, ignore_eos=True)).texts[0]
+    several = run(engine, make_request("Tell me", adapter="lora2", n=3, max_tokens=6, ignore_eos=True))
+    alone = run(engine, make_request("Tell me", adapter="lora2", max_tokens=6, ignore_eos=True)).texts[0]
     assert set(several.all_texts) == {alone}
 
 
@@ -161,18 +165,18 @@ def test_a_session_keeps_its_adapter(model: Path, tmp_path: Path) -> None:
 
 def test_rows_keep_an_adapter_that_is_unloaded_under_them(engine: Engine, model: Path) -> None:
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
-    wanted = run(engine, ask("Go on", adapter="lora7", **fields)).texts[0]
-    job = submit(engine, ask("Go on", adapter="lora7", chunk_size=1, **fields))
+    wanted = run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0]
+    job = submit(engine, make_request("Go on", adapter="lora7", chunk_size=1, **fields))
     assert job.started.wait(60)
     call(engine, "adapter_remove", name="lora7")
     with pytest.raises(ServiceError, match=r"no adapter 'lora7' is loaded .*'lora0'") as refused:
-        run(engine, ask("a", adapter="lora7"))
+        run(engine, make_request("a", adapter="lora7"))
     assert (refused.value.info.kind, refused.value.info.field) == (ErrorKind.ADAPTER_NOT_FOUND, "adapter")
     call(engine, "adapter_add", name="other", file="lora1.pth", scale=2.0)  # not into its place
     assert job.wait().texts[0] == wanted
     call(engine, "adapter_add", name="lora7", file="lora7.pth", scale=2.0)
     call(engine, "adapter_remove", name="other")
-    assert run(engine, ask("Go on", adapter="lora7", **fields)).texts[0] == wanted
+    assert run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0] == wanted
 
 
 def test_what_requests_load_is_there_after_a_restart(model: Path, tmp_path: Path) -> None:
@@ -185,14 +189,14 @@ def test_what_requests_load_is_there_after_a_restart(model: Path, tmp_path: Path
             and info.rank == 4
             and info.bytes == 4 * sum(t.numel() for t in random_lora(20, 3, 128).values())
         )
-        wanted = run(engine, ask("a", adapter="mine", ignore_eos=True)).texts
+        wanted = run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts
     with engine_with_adapters(model, db, names=()) as engine:
-        assert run(engine, ask("a", adapter="mine", ignore_eos=True)).texts == wanted
+        assert run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts == wanted
     write_adapter(file, random_lora(21, 3, 128))
     with engine_with_adapters(model, db, names=()) as engine:
         assert "has changed" in call(engine, "adapter_list")[0].error
         with pytest.raises(ServiceError, match=r"no adapter 'mine'"):
-            run(engine, ask("a", adapter="mine"))
+            run(engine, make_request("a", adapter="mine"))
         call(engine, "adapter_remove", name="mine")
         assert call(engine, "adapter_list") == []
 
@@ -203,7 +207,7 @@ def test_engines_that_share_a_list_write_it_at_once(tmp_path: Path) -> None:
     def many_times(_: int) -> None:
         library = AdapterLibrary(config, lambda command: True, lambda: ServiceError(ErrorKind.INTERNAL, "closed"))
         for _ in range(200):
-            library._keep()
+            library._save()
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(many_times, range(3)))
@@ -254,7 +258,7 @@ def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes
             call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
     assert told.value.info.kind is ErrorKind.INTERNAL and call(engine, "adapter_list") == before
     call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
-    assert run(engine, ask("a", adapter="next")).texts
+    assert run(engine, make_request("a", adapter="next")).texts
     call(engine, "adapter_remove", name="next")
 
 

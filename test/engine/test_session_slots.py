@@ -51,20 +51,20 @@ def test_a_row_without_its_second_slot_does_not_run_ahead(engine: Engine, monkey
     """So what it draws too far need not be taken back: it could not be."""
     wanted = conversation(engine, "with")
     asked: list[Sequence] = []
-    monkeypatch.setattr(engine.keeper, "add_spare", asked.append)
+    monkeypatch.setattr(engine.state_manager, "add_spare", asked.append)
     assert conversation(engine, "without") == wanted
     assert all(row.spare_slot == NO_SLOT for row in asked) and len(asked) > 100, "it asks again at every step"
 
 
 def test_a_row_without_its_second_slot_gets_one_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = conversation(engine, "with")
-    add_spare, asked = engine.keeper.add_spare, []
+    add_spare, asked = engine.state_manager.add_spare, []
 
     def late(sequence: Sequence) -> None:
         asked.append(sequence)
         if asked.count(sequence) > 5:
             add_spare(sequence)
 
-    monkeypatch.setattr(engine.keeper, "add_spare", late)
+    monkeypatch.setattr(engine.state_manager, "add_spare", late)
     assert conversation(engine, "late") == wanted
     assert {asked.count(row) for row in asked if len(row.output.tokens) == 30} == {6}, "and then decodes in every step"

@@ -13,7 +13,7 @@ import torch
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from state_pool.config import PoolConfig
-from test.harness import ask, call, free_slots, run, started_engine, submit, tiny_model, turn
+from test.harness import call, free_slots, make_request, run, started_engine, submit, tiny_model, turn
 
 STAGES: dict[str, Any] = {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True, "max_running": 12}
 PARTS = pytest.mark.parametrize("stage", [0, 1, 2], ids=["first stage", "middle stage", "last stage"])
@@ -35,9 +35,9 @@ class Faulty:
 
     def __init__(self, engine: Engine, stage: int, patch: pytest.MonkeyPatch) -> None:
         self.error: Exception | None = None
-        self._forward = engine.machine.pipeline.stages[stage].forward
+        self._forward = engine.model_runner.pipeline.stages[stage].forward
         self.raised = threading.Event()
-        patch.setattr(engine.machine.pipeline.stages[stage], "forward", self)
+        patch.setattr(engine.model_runner.pipeline.stages[stage], "forward", self)
 
     def __call__(self, *args: Any) -> Any:
         if self.error is not None:
@@ -52,7 +52,7 @@ def test_too_little_memory_on_any_stage_is_a_429(engine: Engine, stage: int, mon
     wanted = run(engine, turn("s", "hello", max_tokens=8)).texts[0]
     free = free_slots(engine)
     faulty = Faulty(engine, stage, monkeypatch)
-    jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
+    jobs = [submit(engine, make_request(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
     for job in jobs:
         assert job.started.wait(60)
     faulty.error = torch.OutOfMemoryError("CUDA out of memory (for a test)")
@@ -74,8 +74,8 @@ def test_a_lost_device_ends_the_engine_and_the_next_one_serves(
         wanted = [run(engine, turn("a", text, max_tokens=8)).texts[0] for text in ("hello", "more")]
         assert run(engine, turn("s", "hello", max_tokens=8)).texts[0] == wanted[0]
         faulty = Faulty(engine, stage, monkeypatch)
-        monkeypatch.setattr(engine.machine, "is_lost", lambda: faulty.raised.is_set())
-        jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
+        monkeypatch.setattr(engine.model_runner, "is_device_lost", lambda: faulty.raised.is_set())
+        jobs = [submit(engine, make_request(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
         for job in jobs:
             assert job.started.wait(60)
         faulty.error = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -85,6 +85,6 @@ def test_a_lost_device_ends_the_engine_and_the_next_one_serves(
             assert error is not None and error.kind is ErrorKind.ENGINE_LOST
         engine._thread.join(60)
         assert not engine.is_alive
-        engine.machine.pool.close()  # the process that holds it is replaced
+        engine.model_runner.pool.close()  # the process that holds it is replaced
     with started_engine(model, config, **STAGES) as engine:
         assert run(engine, turn("s", "more", max_tokens=8)).texts[0] == wanted[1]

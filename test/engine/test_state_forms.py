@@ -15,13 +15,13 @@ import torch
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.model.state_form import HEAD_BYTES, unpack_int8
+from rwkv_batch.model.state_format import HEAD_BYTES, unpack_int8
 from rwkv_batch.runner.state_copy import HostTensors
-from state_pool.codec import CHUNKS_PER_STATE, piece_checksum
+from state_pool.codec import CHUNKS_PER_STATE, chunk_checksum
 from state_pool.config import PoolConfig
-from state_pool.resharding import cut_anew
+from state_pool.resharding import reshard_state
 from state_pool.session_file import SessionFile, decode
-from test.harness import ask, call, run, started_engine, tiny_model, turn
+from test.harness import call, make_request, run, started_engine, tiny_model, turn
 from test.state_files import random_state, write_state
 
 INT8: dict[str, Any] = {"wkv_state": "int8"}
@@ -112,7 +112,7 @@ def test_sessions_go_on_over_any_split_of_layers(model: Path, tmp_path: Path, be
             call(engine, "session_import", session_id=after, content=content)
             for name in (after, NAMES[i + 1]):
                 file = decode(call(engine, "session_export", session_id=name))
-                assert file.layout == engine.machine.arena.layout != stored.layout
+                assert file.layout == engine.model_runner.arena.layout != stored.layout
                 if name == after:
                     assert meaning(file) == meaning(stored)
             given = turn(after, f" turn 2 of {NAMES[0]}", max_tokens=8, ignore_eos=True, use_prefix_cache=False)
@@ -126,7 +126,7 @@ def meaning(file: SessionFile) -> list[bytes]:
     whole = {
         name: (kind, (3, *shape[1:])) for name, (kind, shape) in zip(("stage0.wkv", "stage0.shift"), forms, strict=True)
     }
-    return [bytes(part) for part in cut_anew(file.parts, file.layout, whole).values()]
+    return [bytes(part) for part in reshard_state(file.parts, file.layout, whole).values()]
 
 
 def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, list[bytes]]) -> None:
@@ -163,7 +163,7 @@ def test_a_stored_state_that_is_noise_is_told_in_every_form(model: Path, tmp_pat
         for at, data in connection.execute(firsts).fetchall():
             bits = noise.get(form, struct.pack("<H", 0xBF80))  # a scale of -1
             data = data[: end - len(bits)] + bits + data[end:]
-            stored = (data, piece_checksum(data, at), at)
+            stored = (data, chunk_checksum(data, at), at)
             connection.execute("UPDATE state_chunks SET data = ?, checksum = ? WHERE id = ?", stored)
         connection.execute("DELETE FROM turns WHERE session IN (SELECT id FROM sessions WHERE session_id = 'short')")
     with started_engine(model, pool, wkv_state=form) as engine:
@@ -180,14 +180,14 @@ def test_a_tuned_state_is_packed_into_its_slot(model: Path, tmp_path: Path) -> N
     wkv = random_state(1)
     file = write_state(tmp_path / "poet.pth", wkv)
     with started_engine(model, states=(f"poet={file}",), devices=("cpu", "cpu"), **INT8) as engine:
-        host = engine.machine.pool.tuned.get("poet").host
+        host = engine.model_runner.pool.tuned.get("poet").host
         assert isinstance(host, HostTensors)
         kept = torch.cat([unpack_int8(host.tensors[f"stage{i}.wkv"]) for i in range(2)])
         assert ((kept - wkv).abs() <= wkv.abs().amax(-1, keepdim=True) / 126).all()
-        own, other = (run(engine, ask("Once", state=name, ignore_eos=True)).texts[0] for name in ("poet", ""))
+        own, other = (run(engine, make_request("Once", state=name, ignore_eos=True)).texts[0] for name in ("poet", ""))
     assert own != other
 
 
 def test_the_layout_names_the_form(model: Path) -> None:
     with started_engine(model, **INT8) as engine:
-        assert json.dumps(engine.machine.arena.layout["stage0.wkv"]) == json.dumps(["uint8", [3, 2, HEAD_BYTES]])
+        assert json.dumps(engine.model_runner.arena.layout["stage0.wkv"]) == json.dumps(["uint8", [3, 2, HEAD_BYTES]])

@@ -32,14 +32,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def rows(*num_tokens: int) -> list[ScheduledRow]:
     sequence: Any = SimpleNamespace()
-    return [ScheduledRow(sequence, count, draws=False) for count in num_tokens]
+    return [ScheduledRow(sequence, count, samples=False) for count in num_tokens]
 
 
 def test_rows_that_only_read_have_generated_nothing(clock: Clock) -> None:
     counted = Throughput()
     counted.count(rows(30, 5, 1), 1, started=99.0, launched=99.1)
-    figures = counted.figures()
-    assert (figures["generated_tokens"], figures["computed_tokens"]) == (1, 36)
+    stats = counted.stats()
+    assert (stats["generated_tokens"], stats["computed_tokens"]) == (1, 36)
 
 
 def test_time_that_two_steps_share_counts_once(clock: Clock) -> None:
@@ -49,7 +49,7 @@ def test_time_that_two_steps_share_counts_once(clock: Clock) -> None:
     counted.count(rows(1), 1, started=99.0, launched=99.1)  # began before the first had ended
     clock.now = 110.0
     counted.count(rows(1), 1, started=109.5, launched=109.6)  # after a pause
-    assert counted.figures()["busy_s"] == 3.5
+    assert counted.stats()["busy_s"] == 3.5
 
 
 def test_rates_are_of_the_last_seconds_and_what_is_older_is_forgotten(clock: Clock) -> None:
@@ -59,11 +59,11 @@ def test_rates_are_of_the_last_seconds_and_what_is_older_is_forgotten(clock: Clo
         counted.count(rows(3), 1, started=clock.now - 0.1, launched=clock.now)
     assert len(counted._window) <= WINDOW_S + 1
     clock.now += 1.0
-    figures = counted.figures()
-    assert 0.8 <= figures["generated_tokens_per_s"] <= 1.2
-    assert 2.4 <= figures["computed_tokens_per_s"] <= 3.6
+    stats = counted.stats()
+    assert 0.8 <= stats["generated_tokens_per_s"] <= 1.2
+    assert 2.4 <= stats["computed_tokens_per_s"] <= 3.6
     clock.now += WINDOW_S
-    assert counted.figures()["generated_tokens_per_s"] == 0.0
+    assert counted.stats()["generated_tokens_per_s"] == 0.0
 
 
 def test_the_log_says_how_interactive_rows_came_to_their_first_tokens(
@@ -76,7 +76,7 @@ def test_the_log_says_how_interactive_rows_came_to_their_first_tokens(
         job = SimpleNamespace(is_batch=is_batch, submitted_at=came)
         sequence: Any = SimpleNamespace(job=job, prompt_tokens=30, queue_s=0.1, output=SimpleNamespace(tokens=[]))
         sequence.num_computed_tokens, sequence.token_ids = 30, [0] * 31
-        return ScheduledRow(sequence, 30, draws=True)
+        return ScheduledRow(sequence, 30, samples=True)
 
     Throughput().count([row(98.0, False), row(90.0, True)], 2, started=99.0, launched=99.2)
     (steps, first) = (

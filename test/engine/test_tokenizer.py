@@ -147,7 +147,7 @@ def test_threads_that_ask_first_make_one_table(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.05)
         return object()
 
-    monkeypatch.setattr(tokenizers, "_made_encoder", functools.cache(slow))
+    monkeypatch.setattr(tokenizers, "_load_encoder", functools.cache(slow))
 
     def ask() -> None:
         all_ask.wait()

@@ -17,7 +17,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import GenerateRequest
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
 from test.model.test_model import oracle
 from test.state_files import random_state, write_state
 
@@ -46,7 +46,7 @@ def engine_with_states(model: Path, db: str = "", **fields: object) -> Iterator[
     pool = PoolConfig(**{"state_db": db, "l1_sessions": 4, "l2_sessions": 4, **fields.pop("pool", {})})  # type: ignore[dict-item]
     with started_engine(model, pool, **{"states": states, "models_dir": str(model.parent), **fields}) as engine:
         yield engine
-        assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
+        assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])
@@ -70,7 +70,7 @@ def test_rows_go_on_from_the_state_as_the_reference_does(model: Path, engine: En
         for _ in range(8):
             expected.append(int(torch.as_tensor(logits).argmax()))
             logits, state = reference.forward([expected[-1]], state)
-        text = run(engine, ask(ids, state=name, max_tokens=8, ignore_eos=True)).texts[0]
+        text = run(engine, make_request(ids, state=name, max_tokens=8, ignore_eos=True)).texts[0]
         assert text == b"".join(TOKENIZER.byte_table[token] for token in expected)
 
 
@@ -80,7 +80,7 @@ def mixed_rows(prefix: str, count: int) -> list[GenerateRequest]:
     for i in range(count):
         name = (*NAMES, "")[i % 4]
         prompt = (SYSTEM if i % 3 == 0 else "") + f"{prefix} {i}"
-        rows.append(ask(prompt, state=name, max_tokens=4 + i % 9, ignore_eos=True))
+        rows.append(make_request(prompt, state=name, max_tokens=4 + i % 9, ignore_eos=True))
     return rows
 
 
@@ -94,7 +94,10 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     assert all(job.refusal is None for job in together)
     alone = [
         run(
-            engine, ask(row.prompt, state=row.state, max_tokens=row.max_tokens, ignore_eos=True, use_prefix_cache=False)
+            engine,
+            make_request(
+                row.prompt, state=row.state, max_tokens=row.max_tokens, ignore_eos=True, use_prefix_cache=False
+            ),
         )
         for row in [*turns, *rows]
     ]
@@ -103,19 +106,21 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
 
 
 def test_continuations_share_one_reading_of_the_state(engine: Engine) -> None:
-    several = run(engine, ask("Tell me", state="poet", n=3, max_tokens=6, ignore_eos=True))
-    one_token = run(engine, ask("a", state="poet", n=3, max_tokens=6, ignore_eos=True))
+    several = run(engine, make_request("Tell me", state="poet", n=3, max_tokens=6, ignore_eos=True))
+    one_token = run(engine, make_request("a", state="poet", n=3, max_tokens=6, ignore_eos=True))
     for found, prompt in ((several, "Tell me"), (one_token, "a")):
-        assert set(found.all_texts) == {run(engine, ask(prompt, state="poet", max_tokens=6, ignore_eos=True)).texts[0]}
+        assert set(found.all_texts) == {
+            run(engine, make_request(prompt, state="poet", max_tokens=6, ignore_eos=True)).texts[0]
+        }
 
 
 def test_a_prefix_is_shared_among_rows_of_one_state_only(engine: Engine) -> None:
     for name in ("pirate", "poet", ""):
-        first = [run(engine, ask(f"{SYSTEM}{i}", state=name, ignore_eos=True)) for i in range(3)]
+        first = [run(engine, make_request(f"{SYSTEM}{i}", state=name, ignore_eos=True)) for i in range(3)]
         assert first[0].finishes[0].cached_tokens == 0
         assert first[2].finishes[0].cached_tokens > 32
         for i, job in enumerate(first):
-            fresh = run(engine, ask(f"{SYSTEM}{i}", state=name, ignore_eos=True, use_prefix_cache=False))
+            fresh = run(engine, make_request(f"{SYSTEM}{i}", state=name, ignore_eos=True, use_prefix_cache=False))
             assert job.texts == fresh.texts
 
 
@@ -132,26 +137,26 @@ def test_a_session_goes_on_from_the_state_it_began_with(engine: Engine) -> None:
     first = run(engine, turn("s", "hello", state="clerk", max_tokens=1, ignore_eos=True))
     second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
     ids = told(["hello", " again"], [first.texts[0]])
-    whole = run(engine, ask(ids, state="clerk", max_tokens=6, ignore_eos=True))
+    whole = run(engine, make_request(ids, state="clerk", max_tokens=6, ignore_eos=True))
     assert second.texts == whole.texts
-    assert second.texts != run(engine, ask(ids, max_tokens=6, ignore_eos=True)).texts
+    assert second.texts != run(engine, make_request(ids, max_tokens=6, ignore_eos=True)).texts
     assert run(engine, turn("s", " once more", state="clerk")).refusal is None
 
 
 def test_a_stop_is_taken_back_to_the_state(engine: Engine) -> None:
     """A turn whose first token is a stop is read anew, from the tuned state and not from zero."""
-    free = run(engine, ask("stop", state="poet", max_tokens=8, ignore_eos=True)).texts[0]
+    free = run(engine, make_request("stop", state="poet", max_tokens=8, ignore_eos=True)).texts[0]
     stop = free[:2]
     first = run(engine, turn("stops", "stop", state="poet", max_tokens=8, ignore_eos=True, stop_strings=[stop]))
     assert first.texts[0] == b""
     after = run(engine, turn("stops", " next", max_tokens=6, ignore_eos=True)).texts[0]
     whole = TOKENIZER.encode("stop") + TOKENIZER.encode(" next")
-    assert after == run(engine, ask(whole, state="poet", max_tokens=6, ignore_eos=True)).texts[0]
+    assert after == run(engine, make_request(whole, state="poet", max_tokens=6, ignore_eos=True)).texts[0]
 
 
 def test_dialogues_begin_from_the_state(engine: Engine) -> None:
     root = run(engine, turn("tree", "one", branch_from=0, state="poet", max_tokens=6, ignore_eos=True))
-    assert root.texts == run(engine, ask("one", state="poet", max_tokens=6, ignore_eos=True)).texts
+    assert root.texts == run(engine, make_request("one", state="poet", max_tokens=6, ignore_eos=True)).texts
     child = turn("tree", " two", branch_from=root.finishes[0].dialogue_idx, state="pirate")
     with pytest.raises(ServiceError, match="began with the tuned state 'poet'") as refused:
         run(engine, child)
@@ -182,9 +187,9 @@ def test_a_second_turn_that_waits_is_judged_by_what_the_first_began(engine: Engi
 
 
 def test_an_unknown_state_is_named_with_those_there_are(engine: Engine) -> None:
-    for row in (ask("hello", state="nobody"), turn("unknown", "hello", state="nobody")):
+    for row in (make_request("hello", state="nobody"), turn("unknown", "hello", state="nobody")):
         with pytest.raises(ServiceError, match=r"'nobody'.*'pirate', 'poet', 'clerk'") as refused:
-            run(engine, ask("good"), row) if row.session is None else run(engine, row)
+            run(engine, make_request("good"), row) if row.session is None else run(engine, row)
         assert refused.value.info.kind is ErrorKind.STATE_NOT_FOUND and refused.value.info.field == "state"
 
 
@@ -207,10 +212,10 @@ def test_a_session_survives_a_restart(model: Path, tmp_path: Path, rebuilt: bool
     ids = told(["hello", " again"], [first.texts[0]])
     with engine_with_states(model, str(db), **options) as engine:
         second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
-        assert second.texts == run(engine, ask(ids, state="poet", max_tokens=6, ignore_eos=True)).texts
+        assert second.texts == run(engine, make_request(ids, state="poet", max_tokens=6, ignore_eos=True)).texts
         again = run(engine, turn("d", " again", branch_from=1, max_tokens=6, ignore_eos=True))
         ids = told(["hello", " again"], [branch.texts[0]])
-        assert again.texts == run(engine, ask(ids, state="pirate", max_tokens=6, ignore_eos=True)).texts
+        assert again.texts == run(engine, make_request(ids, state="pirate", max_tokens=6, ignore_eos=True)).texts
         with pytest.raises(ServiceError, match="began with the tuned state 'poet'"):
             run(engine, turn("s", " more", state="pirate"))
 
@@ -228,7 +233,7 @@ def test_a_state_that_is_missing_when_a_session_is_rebuilt_is_named(model: Path,
         call(engine, "state_add", name="other-name", file="poet.pth")
         second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
         ids = told(["hello", " again"], [first.texts[0]])
-        assert second.texts == run(engine, ask(ids, state="other-name", max_tokens=6, ignore_eos=True)).texts
+        assert second.texts == run(engine, make_request(ids, state="other-name", max_tokens=6, ignore_eos=True)).texts
 
 
 def _raise_row_error(engine: Engine, row: GenerateRequest) -> None:
@@ -257,24 +262,25 @@ def test_states_share_few_slots(model: Path, tmp_path: Path) -> None:
         jobs = [submit(engine, row) for row in [*turns, *rows]]
         texts = [job.wait().texts[0] for job in jobs]
         alone = [
-            run(engine, ask(r.prompt, state=r.state, max_tokens=r.max_tokens, ignore_eos=True)) for r in [*turns, *rows]
+            run(engine, make_request(r.prompt, state=r.state, max_tokens=r.max_tokens, ignore_eos=True))
+            for r in [*turns, *rows]
         ]
         assert texts == [job.texts[0] for job in alone]
 
 
 def test_states_come_and_go_while_rows_run(model: Path, tmp_path: Path) -> None:
     with engine_with_states(model, str(tmp_path / "s.db"), max_running=2) as engine:
-        expected = run(engine, ask("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0]
-        jobs = [submit(engine, ask("go", state="poet", max_tokens=10, ignore_eos=True)) for _ in range(8)]
+        expected = run(engine, make_request("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0]
+        jobs = [submit(engine, make_request("go", state="poet", max_tokens=10, ignore_eos=True)) for _ in range(8)]
         removed = call(engine, "state_remove", name="poet")
         assert removed.name == "poet" and removed.orientation == "value_key"
         assert {job.wait().texts[0] for job in jobs} == {expected}
         with pytest.raises(ServiceError, match="no tuned state 'poet'"):
-            run(engine, ask("go", state="poet"))
+            run(engine, make_request("go", state="poet"))
         with pytest.raises(ServiceError, match="no tuned state 'poet'"):
             call(engine, "state_remove", name="poet")
         call(engine, "state_add", name="poet", file="poet.pth")
-        assert run(engine, ask("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0] == expected
+        assert run(engine, make_request("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0] == expected
 
 
 def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp_path: Path) -> None:
@@ -284,11 +290,11 @@ def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp
         assert info.is_kept and info.file == "sent" and info.digest
         call(engine, "state_add", name="gone", file="clerk.pth")
         call(engine, "state_remove", name="gone")
-        text = run(engine, ask("go", state="sent", ignore_eos=True)).texts[0]
+        text = run(engine, make_request("go", state="sent", ignore_eos=True)).texts[0]
     (tmp_path / "s.db.states" / ".half.safetensors").write_bytes(b"half")
     with engine_with_states(model, db, states=()) as engine:
         assert [(info.name, info.file) for info in call(engine, "state_list")] == [("sent", "sent")]
-        assert run(engine, ask("go", state="sent", ignore_eos=True)).texts[0] == text
+        assert run(engine, make_request("go", state="sent", ignore_eos=True)).texts[0] == text
     assert [path.name for path in (tmp_path / "s.db.states").iterdir()] == ["sent.safetensors"]
     other = write_random_model(tmp_path / "other.pth", layers=2, width=128)
     with started_engine(other, PoolConfig(state_db=db)) as engine:
@@ -310,8 +316,8 @@ def test_a_state_that_cannot_be_kept_is_an_error_and_the_engine_goes_on(model: P
         left = {path.name for path in (tmp_path / "s.db.states").iterdir()}
         assert left == {"sent.safetensors", "duo.mixture.json"}, "nothing half written"
         with pytest.raises(ServiceError, match="no tuned state 'sent'"):
-            run(engine, ask("go", state="sent"))
-        assert run(engine, ask("go")).texts
+            run(engine, make_request("go", state="sent"))
+        assert run(engine, make_request("go")).texts
 
 
 def test_decode_parameters_are_kept_with_a_state_and_with_a_mixture(model: Path, tmp_path: Path) -> None:

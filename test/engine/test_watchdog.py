@@ -11,8 +11,8 @@ import pytest
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.request import FinishReason, Job
-from rwkv_batch.runner.drawing import Launched
-from test.harness import Running, ask, run, started_engine, submit, tiny_model
+from rwkv_batch.runner.step_sampling import InFlightStep
+from test.harness import RunningJob, make_request, run, started_engine, submit, tiny_model
 from test.serving import wait_for
 
 
@@ -29,10 +29,10 @@ def clock() -> Clock:
     return Clock()
 
 
-def look(dog: Watchdog, clock: Clock, rounds: list[int | None], every_s: float = 0.5) -> list[bool]:
+def look(dog: Watchdog, clock: Clock, loop_count: list[int | None], every_s: float = 0.5) -> list[bool]:
     """What the watchdog says at each look."""
     said = []
-    for count in rounds:
+    for count in loop_count:
         clock.now += every_s
         said.append(dog.hangs(count))
     return said
@@ -69,58 +69,60 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_an_idle_loop_comes_round(engine: Engine) -> None:
-    before = engine.rounds
+    before = engine.loop_count
     assert before is not None
-    wait_for(lambda: engine.rounds > before + 1, 30, "the loop comes round")  # type: ignore[operator]
+    wait_for(lambda: engine.loop_count > before + 1, 30, "the loop comes round")  # type: ignore[operator]
 
 
 def test_a_blocked_step_stops_the_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, gate, launch = threading.Event(), threading.Event(), engine.machine.launch
+    entered, gate, launch = threading.Event(), threading.Event(), engine.model_runner.launch
 
-    def blocked(*arguments: Any) -> Launched:
+    def blocked(*arguments: Any) -> InFlightStep:
         entered.set()
         gate.wait()
         return launch(*arguments)
 
-    monkeypatch.setattr(engine.machine, "launch", blocked)
-    job = submit(engine, ask("x", max_tokens=1))
+    monkeypatch.setattr(engine.model_runner, "launch", blocked)
+    job = submit(engine, make_request("x", max_tokens=1))
     assert entered.wait(60)
-    stuck = engine.rounds
-    submit(engine, ask("y", max_tokens=1))
-    assert engine.rounds == stuck is not None
+    stuck = engine.loop_count
+    submit(engine, make_request("y", max_tokens=1))
+    assert engine.loop_count == stuck is not None
     gate.set()
     job.wait()
-    wait_for(lambda: engine.rounds > stuck, 30, "the loop comes round")  # type: ignore[operator]
+    wait_for(lambda: engine.loop_count > stuck, 30, "the loop comes round")  # type: ignore[operator]
 
 
 def test_a_sampler_in_the_making_is_no_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
 
     def slowly(*arguments: object, **_: object) -> object:
-        seen.append(engine.rounds)
-        return engine.machine.sampler(""), {}
+        seen.append(engine.loop_count)
+        return engine.model_runner.sampler(""), {}
 
-    monkeypatch.setattr("rwkv_batch.runner.drawing.choose_sampler", slowly)
-    run(engine, ask("x", max_tokens=1), sampler="naive")
-    assert seen == [None] and engine.rounds is not None
+    monkeypatch.setattr("rwkv_batch.runner.step_sampling.choose_sampler", slowly)
+    run(engine, make_request("x", max_tokens=1), sampler="naive")
+    assert seen == [None] and engine.loop_count is not None
 
 
 def test_deadlines_of_ended_jobs_are_forgotten(engine: Engine) -> None:
     for _ in range(200):
-        run(engine, ask("x", max_tokens=1), timeout_s=86_400.0)
+        run(engine, make_request("x", max_tokens=1), timeout_s=86_400.0)
     assert len(engine.jobs._deadlines) <= 66
 
 
 def test_an_old_deadline_does_not_end_a_new_job_of_the_same_id(engine: Engine) -> None:
-    def submitted(tokens: int, timeout_s: float | None) -> Running:
-        running = Running(Job(job_id="same", rows=[ask("x", max_tokens=tokens, ignore_eos=True)], timeout_s=timeout_s))
+    def submitted(tokens: int, timeout_s: float | None) -> RunningJob:
+        running = RunningJob(
+            Job(job_id="same", rows=[make_request("x", max_tokens=tokens, ignore_eos=True)], timeout_s=timeout_s)
+        )
         engine.submit(running.job, running.sink, running.admitted)
         return running
 
     submitted(1, 0.2).wait()
     second = submitted(10**6, None)
     assert second.started.wait(60)
-    end = submit(engine, ask("y", max_tokens=10**6, ignore_eos=True), timeout_s=0.5).wait()
+    end = submit(engine, make_request("y", max_tokens=10**6, ignore_eos=True), timeout_s=0.5).wait()
     assert end.finishes[0].reason is FinishReason.TIMEOUT
     assert not second.done.is_set()
     engine.cancel("same")

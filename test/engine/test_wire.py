@@ -12,7 +12,7 @@ import pytest
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.wire import EventBatch, SocketLink, in_frames
+from rwkv_batch.ipc.wire import EventBatch, SocketLink, split_frames
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogprob
 from test.serving import wait_for
 
@@ -167,7 +167,7 @@ def news(seed: int) -> list[JobEvents]:
 @pytest.mark.parametrize("seed", range(30))
 def test_news_of_a_step_go_in_frames_of_bounded_size(seed: int) -> None:
     sent, bound = news(seed), 50_000
-    frames = list(in_frames(sent, bound))
+    frames = list(split_frames(sent, bound))
     largest = max((len(msgspec.msgpack.encode(delta)) for event in sent for delta in event.deltas), default=0)
     for frame in frames:
         assert len(msgspec.msgpack.encode([EventBatch(frame)])) <= max(bound, largest) + 2_000
@@ -181,8 +181,8 @@ def test_news_of_a_step_go_in_frames_of_bounded_size(seed: int) -> None:
 
 def test_few_news_go_in_one_frame() -> None:
     events = [JobEvents(job_id="j", deltas=[Delta(0, b"abc", 1)]), JobEvents(job_id="k", deltas=[], done=True)]
-    assert list(in_frames(events)) == [events]
-    assert list(in_frames([])) == []
+    assert list(split_frames(events)) == [events]
+    assert list(split_frames([])) == []
 
 
 def test_a_frame_that_is_too_long_is_not_sent(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

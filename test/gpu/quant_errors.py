@@ -14,19 +14,19 @@ from torch import Tensor
 from bench.tools.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
-from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS, FEW_ROWS_ON_HOPPER
-from rwkv_batch.kernels.cuda.entrance import finished
-from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.input_projections import finish_projections
 from rwkv_batch.kernels.cuda.layer import GROUPED_ORDER
 from rwkv_batch.kernels.cuda.ops import CudaOps
-from rwkv_batch.kernels.cuda.packed_codes import CODES_ROWS
+from rwkv_batch.kernels.cuda.packed_weights import WEIGHT_ONLY_ROWS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda.row_codes import added_up
-from rwkv_batch.kernels.cuda.wide import has_wide
+from rwkv_batch.kernels.cuda.quantised_rows import sum_partials
+from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS, SKINNY_ROWS_ON_HOPPER
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 
 GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)
@@ -52,9 +52,15 @@ def limit_of(name: str) -> float:
     rows = int(name.rsplit(maxsplit=1)[-1].removeprefix("B"))
     if not name.startswith("fp8"):
         return EXACT
-    if not has_wide(GPU):
-        return ROUNDED if rows > FEW_ROWS[Format.FP8] else EXACT
-    return ROUNDED if rows > CODES_ROWS[Format.FP8] else IN_PARTS if rows > FEW_ROWS_ON_HOPPER[Format.FP8] else EXACT
+    if not has_hopper_gemm(GPU):
+        return ROUNDED if rows > SKINNY_ROWS[Format.FP8] else EXACT
+    return (
+        ROUNDED
+        if rows > WEIGHT_ONLY_ROWS[Format.FP8]
+        else IN_PARTS
+        if rows > SKINNY_ROWS_ON_HOPPER[Format.FP8]
+        else EXACT
+    )
 
 
 @torch.inference_mode()
@@ -64,10 +70,10 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
     The same inputs for both, so that what one piece errs is not what the next is held against.
     """
     weights = random_file(size, GPU)
-    stage = random_stage(size, GPU, StateForm.FP32, dtype=format_)
+    stage = random_stage(size, GPU, StateFormat.FP32, dtype=format_)
     meant = {name: _meaning(name, tensor, format_) for name, tensor in weights.tensors.items()}
     whole = dataclasses.replace(weights, tensors=meant)
-    loader = LayerLoader(whole, Precision(GPU, torch.float32, torch.float32, StateForm.FP32))
+    loader = LayerLoader(whole, Precision(GPU, torch.float32, torch.float32, StateFormat.FP32))
     head, errors = loader.head().linear, {}
     assert stage.head is not None
     for rows in PIECE_ROWS:
@@ -75,14 +81,17 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
         given = [mixed[GROUPED_ORDER.index(name)].float() for name in "rwkvag"]
         for i in range(2):
             mine, true = stage.layers[i], loader.layer(i)
-            got, wanted = finished(stage.ops.project(mine, mixed)), NaiveOps().project(true, torch.stack(given))
+            got, wanted = (
+                finish_projections(stage.ops.project(mine, mixed)),
+                NaiveOps().project(true, torch.stack(given)),
+            )
             for name in ("r", "w", "k", "v", "a", "g", "v_gate"):
                 y, z = getattr(got, name), getattr(wanted, name)
                 if y is not None:
                     errors[f"layer {i} {name} B{rows}"] = _error(y.float(), z)
             x = mixed[0]
             errors[f"layer {i} output B{rows}"] = _error(mine.output(x).float(), true.output(x.float()))
-            y = added_up(stage.ops.channel_mix(mine, x))
+            y = sum_partials(stage.ops.channel_mix(mine, x))
             errors[f"layer {i} ffn B{rows}"] = _error(y.float(), NaiveOps().channel_mix(true, x.float()))
         errors[f"head B{rows}"] = _error(stage.head.linear.to_fp32(x), head(x.float()))
     return errors
@@ -107,7 +116,7 @@ def _linear_errors(format_: Format) -> Iterator[tuple[str, float]]:
     stored = [quantise(torch.randn(n, 1024, device=GPU) / 32, format_) for n in (1024, 96, 544)]
     linears, x = [CudaQuantLinear(s) for s in stored], torch.randn(3, 5, 1024, device=GPU, dtype=torch.float16)
     ys = [torch.full((5, s.out_features), torch.nan, device=GPU, dtype=torch.float16) for s in stored]
-    multiply_few([QuantMap(linear, x[i], ys[i], Activation.RELU_SQUARED) for i, linear in enumerate(linears)])
+    multiply_few([QuantGemm(linear, x[i], ys[i], Activation.RELU_SQUARED) for i, linear in enumerate(linears)])
     for i, s in enumerate(stored):
         yield f"{format_} grouped {i} B5", _error(ys[i].float(), torch.relu(x[i].float() @ dequantise(s).T).square())
 
@@ -123,7 +132,7 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
             true = hidden.float() @ meaning.T
             yield (
                 f"{format_} sparse {n}x{k} B{rows}",
-                _error(added_up(sparse_value_quantised(value, hidden)).float(), true),
+                _error(sum_partials(sparse_value_quantised(value, hidden)).float(), true),
             )
         for rows in VALUE_ROWS:
             hidden = torch.relu(torch.randn(rows, k, device=GPU, dtype=torch.float16))

@@ -9,7 +9,7 @@ import torch
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
 
@@ -24,6 +24,6 @@ def random_stage(layers: int, slots: int) -> Stage:
     tensors = random_weights(layers, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)
     weights = Weights(Path("random"), tensors, ModelShape(layers, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
     half = torch.float16
-    stage = Stage(weights, 0, layers, Precision(GPU, half, half, StateForm.FP16), CudaOps())
+    stage = Stage(weights, 0, layers, Precision(GPU, half, half, StateFormat.FP16), CudaOps())
     stage.allocate_slots(slots)
     return stage

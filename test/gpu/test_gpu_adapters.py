@@ -20,15 +20,15 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 from test.adapter_files import random_experts, write_adapter
 from test.gpu.test_gpu_forward import SLOTS, fast_stage, make_weights, true_stage
-from test.harness import ask, call, run, started_engine
+from test.harness import call, make_request, run, started_engine
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -130,7 +130,7 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
     """Twice, with adapters dealt anew, and without: what it draws is what the forward says."""
     fast, _ = stages
     assert fast.state is not None
-    graphs = DecodeGraphs(graph_stages([fast], 96, 2), 76, None)
+    graphs = DecodeGraphs(make_graph_stages([fast], 96, 2), 76, None)
     fed = torch.arange(rows) + 3
     slots = list(range(2, 2 + rows))
     for numbers in (dealt(rows), dealt(rows)[::-1], None):
@@ -139,7 +139,7 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
             adapters=None if numbers is None else torch.tensor(numbers),
         )
         wanted = logits(fast, inputs)
-        graphs.tokens.remember(list(range(rows)), fed)
+        graphs.tokens.store(list(range(rows)), fed)
         got = graphs.run_logits(list(range(rows)), [0] * rows, slots, numbers)
         error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
         assert error.max() < 1e-2
@@ -148,7 +148,7 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
 def test_another_adapter_may_take_a_place(stages: tuple[Stage, Stage]) -> None:
     """A graph finds the one that is there when it runs."""
     fast, true = stages
-    graphs = DecodeGraphs(graph_stages([fast], 16, 2), 4, None)
+    graphs = DecodeGraphs(make_graph_stages([fast], 16, 2), 4, None)
     weights = len(fast.layers), fast.width
     for seed in (50, 51):
         fast.adapters.drop(9), true.adapters.drop(9)
@@ -157,7 +157,7 @@ def test_another_adapter_may_take_a_place(stages: tuple[Stage, Stage]) -> None:
         inputs = dataclasses.replace(step_inputs([[7], [8]], [0, 0], [2, 3], [0, 1]), adapters=torch.tensor([9, 0]))
         wanted = logits(true, inputs)
         logits(fast, inputs)
-        graphs.tokens.remember([0, 1], [7, 8])
+        graphs.tokens.store([0, 1], [7, 8])
         got = graphs.run_logits([0, 1], [0, 0], [2, 3], [9, 0])
         assert ((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 0.03
 
@@ -171,11 +171,11 @@ def test_the_engine_serves_them_in_graphs() -> None:
     with started_engine(files.ensure_model(), served_adapters=(entry,), **settings) as engine:
         call(engine, "adapter_add", name="spanish", file="spanish.safetensors", scale=1.0)
         adapters = {"French": "french", "Spanish": "spanish"}
-        rows = [ask(prompts[name], adapter=adapters.get(name, ""), stop_ids=[261]) for name in prompts] * 12
+        rows = [make_request(prompts[name], adapter=adapters.get(name, ""), stop_ids=[261]) for name in prompts] * 12
         texts = [text.strip().decode() for text in run(engine, *rows).all_texts]
         assert call(engine, "status")["decode_graphs"] == "used"
         assert set(texts[::3]) == {"Merci beaucoup."} and set(texts[1::3]) == {"Muchas gracias."}
-        without = run(engine, ask(prompts["Chinese"], stop_ids=[261])).all_texts[0].strip().decode()
+        without = run(engine, make_request(prompts["Chinese"], stop_ids=[261])).all_texts[0].strip().decode()
         assert set(texts[2::3]) == {without}
         call(engine, "adapter_remove", name="french")
         assert run(engine, rows[1]).all_texts[0].strip() == b"Muchas gracias."
@@ -230,7 +230,8 @@ def test_the_engine_serves_experts_beside_graphs(tmp_path: Path) -> None:
     with started_engine(model, served_adapters=(entry,), devices=("cuda:0",), max_running=64) as engine:
         prompts = [f"English: I have {i} books.\n\nFrench:" for i in range(8)]
         rows = [
-            ask(text, adapter="experts" * (i % 2), max_tokens=24, ignore_eos=True) for i, text in enumerate(prompts)
+            make_request(text, adapter="experts" * (i % 2), max_tokens=24, ignore_eos=True)
+            for i, text in enumerate(prompts)
         ]
         alone = [run(engine, row).all_texts[0] for row in rows]
         together = run(engine, *rows).all_texts
@@ -245,8 +246,8 @@ def test_beside_small_weights(dtype: Format) -> None:
     as much as plain torch says of the same codes."""
     weights = make_weights("wide")
     limit = 0.5 if dtype is Format.FP8 else 0.3  # of more than a few rows fp8 products round their inputs to e4m3, too
-    fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateForm.FP32, dtype), CudaOps())
-    true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 2, StateForm.FP32, dtype), NaiveOps())
+    fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP32, dtype), CudaOps())
+    true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 2, StateFormat.FP32, dtype), NaiveOps())
     for stage in (fast, true):
         stage.allocate_slots(SLOTS)
         stage.adapters.put(1, pairs(2, 4096, 16, 1))

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cuda import entrance as cuda_entrance
-from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_types
+from rwkv_batch.kernels.cuda import input_projections as cuda_entrance
+from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_mm_dtypes
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda.row_codes import CodedMix, RowCodes, Shares, added_up, quantise_rows
-from rwkv_batch.kernels.cuda.wide import has_wide
+from rwkv_batch.kernels.cuda.quantised_rows import PartialSums, QuantisedMix, QuantisedRows, quantise_rows, sum_partials
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
-from rwkv_batch.model.layer import Entrance, Projections
+from rwkv_batch.model.layer import Projections, Prologue
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
@@ -45,11 +45,11 @@ ROUNDED_IN_PARTS = 6e-3
 @pytest.fixture(scope="module")
 def stage() -> Stage:
     """Two layers of 7.2B's shape in fp8."""
-    if not scaled_types(GPU) or not has_wide(GPU):
+    if not scaled_mm_dtypes(GPU) or not has_hopper_gemm(GPU):
         pytest.skip("products of codes are not ours here")
     tensors = random_weights(2, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
     weights = Weights(Path("random"), tensors, ModelShape(2, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateForm.FP16, Format.FP8), CudaOps())
+    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP16, Format.FP8), CudaOps())
 
 
 def step(lengths: list[int]) -> StepInputs:
@@ -68,7 +68,7 @@ def parts_of(halves: Tensor) -> Tensor:
     return torch.stack([first, ((halves - first.half()) * 8).to(torch.float8_e5m2)], dim=1)
 
 
-def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> tuple[Tensor | CodedMix, Tensor]:
+def mix(stage: Stage, entrance: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
     """Mixed inputs of random rows, the same ones each time, and the shifts behind them."""
     generator = torch.Generator(GPU).manual_seed(sum(lengths))
     sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
@@ -84,10 +84,10 @@ def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> t
 def test_codes_are_those_of_the_halves(stage: Stage, lengths: list[int]) -> None:
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
-    for entrance, count in ((layer.time_entrance, 3), (layer.channel_entrance, 1)):
+    for entrance, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
         plain, shift = mix(stage, entrance, lengths, halves=True)
         mixed, shift_too = mix(stage, entrance, lengths, halves=False)
-        assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+        assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.halves, plain[2:])
         for i in range(count):
@@ -102,14 +102,14 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
     """As by launches of their own, whatever the other rows hold, and each time."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
-    mixed, _ = mix(stage, layer.time_entrance, [1] * rows, halves=False)
-    assert isinstance(mixed, CodedMix)
+    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
+    assert isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
     held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
     del held
     got = stage.ops.project(layer, mixed)
     with monkeypatch.context() as context:
-        context.setattr(cuda_entrance, "_enters_at_once", lambda layer, tokens: False)
+        context.setattr(cuda_entrance, "_fits_one_quantised_launch", lambda layer, tokens: False)
         apart = stage.ops.project(layer, mixed)
     for name in names:
         y, z = getattr(got, name).float(), getattr(apart, name).float()
@@ -128,10 +128,10 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
 def test_parts_add_up_to_the_halves(stage: Stage, lengths: list[int]) -> None:
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
-    for entrance, count in ((layer.time_entrance, 3), (layer.channel_entrance, 1)):
+    for entrance, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
         plain, shift = mix(stage, entrance, lengths, halves=True)
         mixed, shift_too = mix(stage, entrance, lengths, halves=False)
-        assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+        assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.halves, plain[2:])
         for i in range(count):
@@ -148,9 +148,9 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
     kept = torch.arange(rows, device=GPU) % 3 == 0
     held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
     del held
-    plain, _ = mix(stage, layer.time_entrance, [1] * rows, halves=True)
-    mixed, _ = mix(stage, layer.time_entrance, [1] * rows, halves=False)
-    assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+    plain, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=True)
+    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
+    assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
     got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
     for name in names:
@@ -167,34 +167,34 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
     x = normal(rows, WIDTH)
     parts = parts_of(x)
     others = torch.where(kept[:, None, None], parts.view(torch.uint8), 0x31).view(torch.float8_e5m2)
-    y, z = layer.output(RowCodes(parts, None)), layer.output(x).float()
+    y, z = layer.output(QuantisedRows(parts, None)), layer.output(x).float()
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
-    assert torch.equal(layer.output(RowCodes(others, None))[kept], y[kept])
-    shares = stage.ops.output(layer, RowCodes(parts, None))
-    assert isinstance(shares, Shares)
-    assert torch.equal(added_up(shares), y), "what blocks add up themselves"
+    assert torch.equal(layer.output(QuantisedRows(others, None))[kept], y[kept])
+    shares = stage.ops.output(layer, QuantisedRows(parts, None))
+    assert isinstance(shares, PartialSums)
+    assert torch.equal(sum_partials(shares), y), "what blocks add up themselves"
     y, z = (
-        added_up(stage.ops.channel_mix(layer, RowCodes(parts, None))),
-        added_up(stage.ops.channel_mix(layer, x)).float(),
+        sum_partials(stage.ops.channel_mix(layer, QuantisedRows(parts, None))),
+        sum_partials(stage.ops.channel_mix(layer, x)).float(),
     )
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
     if rows > MAX_SPARSE_ROWS:  # those of fewer are read as sparse as all are
-        assert torch.equal(added_up(stage.ops.channel_mix(layer, RowCodes(others, None)))[kept], y[kept])
+        assert torch.equal(sum_partials(stage.ops.channel_mix(layer, QuantisedRows(others, None)))[kept], y[kept])
 
 
 @pytest.mark.parametrize("rows", VALUE_ROWS)
 @pytest.mark.parametrize("n", [WIDTH, 1056])
 def test_value_is_multiplied_as_its_inputs_lie(rows: int, n: int) -> None:
     """As the same codes where they lie by outputs, to the bit where blocks share k alike; whatever other rows hold."""
-    if not scaled_types(GPU) or not has_wide(GPU):
+    if not scaled_mm_dtypes(GPU) or not has_hopper_gemm(GPU):
         pytest.skip("it is held in both orders here")
     stored = quantise(torch.randn(n, 4096, device=GPU) / 64, Format.FP8)
-    value, by_outputs = CudaQuantValue(stored), CudaQuantLinear(stored)
-    assert value.num_bytes == by_outputs.num_bytes, "it is held once"
+    value, output_major = CudaQuantValue(stored), CudaQuantLinear(stored)
+    assert value.num_bytes == output_major.num_bytes, "it is held once"
     hidden = torch.relu(normal(rows, 4096))
     held = torch.full((1 << 24,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
     del held
-    y, wanted = value(hidden), by_outputs(hidden)
+    y, wanted = value(hidden), output_major(hidden)
     same = torch.equal(y, wanted) if rows in SAME_PLAN else True
     assert same and ((y.float() - wanted.float()).norm() / wanted.float().norm()).item() < 1e-3
     kept = torch.arange(rows, device=GPU) % 3 == 0
@@ -203,8 +203,8 @@ def test_value_is_multiplied_as_its_inputs_lie(rows: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("rows", PARTED)
-@pytest.mark.parametrize("form", [StateForm.INT8, StateForm.FP16, StateForm.FP32])
-def test_wkv_gives_its_output_in_parts(stage: Stage, rows: int, form: StateForm) -> None:
+@pytest.mark.parametrize("form", [StateFormat.INT8, StateFormat.FP16, StateFormat.FP32])
+def test_wkv_gives_its_output_in_parts(stage: Stage, rows: int, form: StateFormat) -> None:
     """Those of the halves that it gives to adapters."""
     layer = stage.layers[1]
     parts = Projections(*normal(7, rows, WIDTH).unbind())
@@ -213,5 +213,5 @@ def test_wkv_gives_its_output_in_parts(stage: Stage, rows: int, form: StateForm)
         inputs.adapters = torch.zeros(rows, dtype=torch.int64) if has_adapters else None
         state = StateArena(rows + 2, 1, stage.shape, GPU, form, torch.float16).layer_wkv(0)
         outputs.append(stage.ops.time_mix(layer, parts, first, state, inputs)[0])
-    assert isinstance(outputs[1], RowCodes)
+    assert isinstance(outputs[1], QuantisedRows)
     assert torch.equal(outputs[1].codes.view(torch.uint8), parts_of(outputs[0]).view(torch.uint8))

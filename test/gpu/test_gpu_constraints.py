@@ -16,11 +16,11 @@ from demo.files import ensure_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
 from sampling.grammar.constraint import Constraint, Form
-from sampling.naive import forbid
+from sampling.naive import apply_masks
 from sampling.params import SamplingParams
 from test.engine.test_constraints import PERSON, choice, mixed_rows, regex, schema
 from test.gpu.test_sampling_gpu import GPU, VOCAB, made, mixed, random_logits
-from test.harness import ask, call, run, started_engine, turn
+from test.harness import call, make_request, run, started_engine, turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 256, "prefill_tokens_per_step": 4096}
@@ -50,11 +50,11 @@ def random_masks(rows: int, seed: int) -> torch.Tensor:
 def test_masked_draws_equal_the_definition(name: str, rows: int) -> None:
     params = mixed(rows)
     sampler, naive = made(name, params), made("naive", params)
-    seats, different = list(range(rows)), 0
+    req_slots, different = list(range(rows)), 0
     for step in range(4):
         logits, masks = random_logits(rows, step), random_masks(rows, step)
-        expected = naive.sample(logits.clone(), seats, masks).token_ids
-        tokens = sampler.sample(logits.clone(), seats, masks).token_ids
+        expected = naive.sample(logits.clone(), req_slots, masks).token_ids
+        tokens = sampler.sample(logits.clone(), req_slots, masks).token_ids
         words = masks.gather(1, (tokens // 32).unsqueeze(1)).squeeze(1)
         assert ((words >> (tokens % 32).int()) & 1).bool().all(), "a forbidden token was drawn"
         different += int((tokens != expected).sum())
@@ -67,8 +67,8 @@ def test_what_is_forbidden_is_minus_infinity_and_nothing_else_changes() -> None:
     rapid = made("rapid", mixed(12))
     logits, masks = random_logits(12, 1), random_masks(12, 2)
     expected = logits.clone()
-    forbid(expected, masks)
-    rapid.forbid(logits, masks)  # type: ignore[attr-defined]
+    apply_masks(expected, masks)
+    rapid.apply_masks(logits, masks)  # type: ignore[attr-defined]
     assert torch.equal(logits, expected)
 
 
@@ -85,9 +85,9 @@ def crowd(constrained: bool) -> list[GenerateRequest]:
     rows = []
     for i in range(60):
         free = SamplingParams(seed=i, top_k=40)
-        rows.append(ask(f"English: sentence {i}\n\nChinese:", max_tokens=24, sampling=free, ignore_eos=True))
+        rows.append(make_request(f"English: sentence {i}\n\nChinese:", max_tokens=24, sampling=free, ignore_eos=True))
         if constrained:
-            rows.append(ask(f"A person {i}:", max_tokens=90, sampling=free, constraint=schema(PERSON)))
+            rows.append(make_request(f"A person {i}:", max_tokens=90, sampling=free, constraint=schema(PERSON)))
     return rows
 
 
@@ -125,7 +125,7 @@ def test_two_stages_and_sessions(tmp_path: Path) -> None:
 
 def test_log_probabilities_are_of_what_is_allowed(engine: Engine) -> None:
     asked = SamplingParams(temperature=0.0, top_logprobs=4)
-    row = ask("x", constraint=Constraint(form=Form.CHOICE, source='["yes"]'), sampling=asked)
+    row = make_request("x", constraint=Constraint(form=Form.CHOICE, source='["yes"]'), sampling=asked)
     running = run(engine, row)
     entries = [entry for event in running.events for delta in event.deltas for entry in delta.logprobs or ()]
     assert b"".join(entry.token for entry in entries) == b"yes"
@@ -135,14 +135,14 @@ def test_log_probabilities_are_of_what_is_allowed(engine: Engine) -> None:
 def test_text_that_is_certain_is_read_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As drawn one by one, but for near ties: the number of tokens chooses the matrix kernels."""
     how = SamplingParams(seed=4, top_k=20, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.95)
-    rows = [ask(f"A person {i}:", constraint=schema(PERSON), sampling=how, max_tokens=90) for i in range(24)]
-    before = engine.jobs.certain_tokens
+    rows = [make_request(f"A person {i}:", constraint=schema(PERSON), sampling=how, max_tokens=90) for i in range(24)]
+    before = engine.jobs.jump_forward_tokens
     at_once = run(engine, *rows)
-    taken = engine.jobs.certain_tokens - before
+    taken = engine.jobs.jump_forward_tokens - before
     assert taken > 24 * 4
-    monkeypatch.setattr(engine.jobs, "certain_rows", -1)
+    monkeypatch.setattr(engine.jobs, "jump_forward_max_rows", -1)
     one_by_one = run(engine, *rows)
-    assert engine.jobs.certain_tokens == before + taken
+    assert engine.jobs.jump_forward_tokens == before + taken
     assert sum(a == b for a, b in zip(at_once.all_texts, one_by_one.all_texts, strict=True)) >= 18
     for text in at_once.all_texts:
         if text.endswith(b"}"):

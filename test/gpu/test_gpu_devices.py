@@ -16,7 +16,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.gpu.test_gpu_engine import same, translations
-from test.harness import ask, call, run, started_engine, submit, turn
+from test.harness import call, make_request, run, started_engine, submit, turn
 
 FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_GPU: dict[str, Any] = {"max_running": 128, "prefill_tokens_per_step": 2048}
@@ -51,9 +51,9 @@ def test_each_device_holds_its_layers_and_their_states(model: Path, devices: tup
 def mixture() -> list[GenerateRequest]:
     """Translations, greedy, among rows that are drawn, with log-probabilities and shared prompts."""
     rows = translations(20)
-    rows += [ask(f"English: {i}\n\nChinese:", sampling=SamplingParams(seed=i, top_k=40)) for i in range(20)]
-    rows += [ask("English: hello\n\nChinese:", sampling=SamplingParams(temperature=0.0, top_logprobs=2))]
-    return [*rows, ask("English: How are you?\n\nChinese:", n=4)]
+    rows += [make_request(f"English: {i}\n\nChinese:", sampling=SamplingParams(seed=i, top_k=40)) for i in range(20)]
+    rows += [make_request("English: hello\n\nChinese:", sampling=SamplingParams(temperature=0.0, top_logprobs=2))]
+    return [*rows, make_request("English: How are you?\n\nChinese:", n=4)]
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
@@ -84,7 +84,7 @@ def test_layers_cut_in_half_give_the_text_of_one_device(model: Path, devices: tu
 
 def remembered(engine: Engine) -> list[bool]:
     """Whether each session knows its name, asked beside rows that decode."""
-    bulk = submit(engine, *[ask("English: hello\n\nChinese:", max_tokens=300, ignore_eos=True)] * 40)
+    bulk = submit(engine, *[make_request("English: hello\n\nChinese:", max_tokens=300, ignore_eos=True)] * 40)
     known = []
     for i, name in enumerate(NAMES):
         asked = "\n\nUser: What is my name?\n\nAssistant:"
@@ -144,7 +144,7 @@ def test_what_is_handed_over_arrives_whole(
     source, target = torch.device(devices[0]), torch.device(devices[-1])
     size, depth = 1 << 20, 5
     link = Link(source, target, size, torch.float16, depth)
-    for place in link._places:
+    for place in link._buffers:
         place.fill_(float("nan"))
     made = torch.empty(size, dtype=torch.float16, device=source)
     busy = [torch.randn(2048, 2048, device=device) for device in (source, target)]
@@ -165,7 +165,7 @@ def test_what_is_handed_over_arrives_whole(
 
 def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple[str, ...]) -> None:
     """A send behind a second of work, and streams of the target that share its few hardware queues."""
-    from rwkv_batch.runner.links import Link, hand_over
+    from rwkv_batch.runner.links import Link, copy_to_device
 
     source, target = torch.device(devices[0]), torch.device(devices[-1])
     if source == target:
@@ -173,7 +173,7 @@ def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple
     link = Link(source, target, 1 << 20, torch.float16, 5)
     streams = [torch.cuda.Stream(target) for _ in range(32)]
     values = torch.ones(1 << 20, dtype=torch.float16, device=source)
-    hand_over(values, target)
+    copy_to_device(values, target)
     torch.cuda.synchronize(source)
     with torch.cuda.device(source):
         torch.cuda._sleep(3_000_000_000)
@@ -186,14 +186,14 @@ def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple
     assert not busy.query(), "they have waited for the source"
     into = torch.zeros_like(values, device=target)
     link.receive(number, into, len(into))
-    assert torch.equal(hand_over(values, target), into)
+    assert torch.equal(copy_to_device(values, target), into)
 
 
 def test_one_row_alone_and_many_give_the_same_state(model: Path, devices: tuple[str, ...]) -> None:
     """Micro-batches: a greedy row's text alone and beside rows that come and go on all stages."""
     with started_engine(model, devices=devices, **ON_GPU) as engine:
         alone = [run(engine, row).all_texts for row in translations(8)]
-        beside = [submit(engine, *[ask(f"English: {i}\n\nChinese:", max_tokens=8 + i)]) for i in range(60)]
+        beside = [submit(engine, *[make_request(f"English: {i}\n\nChinese:", max_tokens=8 + i)]) for i in range(60)]
         again = [submit(engine, row) for row in translations(8)]
         texts = [one.wait().all_texts for one in again]
         for one in beside:

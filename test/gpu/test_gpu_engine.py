@@ -19,7 +19,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_state_forms import NAMES, talk
-from test.harness import TOKENIZER, ask, call, free_slots, run, started_engine, submit, turn
+from test.harness import TOKENIZER, call, free_slots, make_request, run, started_engine, submit, turn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,8 +45,8 @@ def translations(pairs: int) -> list[GenerateRequest]:
     """Held-out sentences both ways, greedy."""
     rows = []
     for english, chinese in held_pairs(pairs, 1):
-        rows.append(ask(f"English: {english}\n\nChinese:", max_tokens=64, stop_ids=[261]))
-        rows.append(ask(f"Chinese: {chinese}\n\nEnglish:", max_tokens=64, stop_ids=[261]))
+        rows.append(make_request(f"English: {english}\n\nChinese:", max_tokens=64, stop_ids=[261]))
+        rows.append(make_request(f"Chinese: {chinese}\n\nEnglish:", max_tokens=64, stop_ids=[261]))
     return rows
 
 
@@ -55,8 +55,8 @@ def same(one: list[bytes], other: list[bytes]) -> float:
 
 
 def test_graphs_and_the_overlapped_loop_serve(engine: Engine) -> None:
-    run(engine, ask("warm", max_tokens=4))
-    assert engine.machine.overlaps
+    run(engine, make_request("warm", max_tokens=4))
+    assert engine.model_runner.overlaps
     assert call(engine, "status")["decode_graphs"] == "used"
 
 
@@ -86,14 +86,15 @@ def test_sessions_that_were_parked_say_what_others_say(model: Path, tmp_path: Pa
 def test_few_rows_with_long_prompts(model: Path, rows: int) -> None:
     """Fewer rows than a step of prompts could have."""
     with started_engine(model, devices=("cuda:0",), max_running=rows, prefill_tokens_per_step=16384) as few:
-        texts = run(few, *[ask(f"English: {i}\n\nChinese:", max_tokens=4) for i in range(2 * rows)]).all_texts
+        texts = run(few, *[make_request(f"English: {i}\n\nChinese:", max_tokens=4) for i in range(2 * rows)]).all_texts
         assert len(texts) == 2 * rows and call(few, "status")["decode_graphs"] == "used"
 
 
 def test_overlapped_equals_plain(model: Path) -> None:
     rows = translations(100)
     sampled = [
-        ask(f"English: {i}\n\nChinese:", max_tokens=20, sampling=SamplingParams(seed=i, top_k=40)) for i in range(40)
+        make_request(f"English: {i}\n\nChinese:", max_tokens=20, sampling=SamplingParams(seed=i, top_k=40))
+        for i in range(40)
     ]
     with started_engine(model, overlap=False, **ON_GPU) as plain:
         wanted = run(plain, *rows).all_texts, run(plain, *sampled).all_texts
@@ -106,7 +107,7 @@ def test_sessions_remember_and_end_before_their_stops(engine: Engine) -> None:
     for i, name in enumerate(["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]):
         told = f"User: My name is {name}.\n\nAssistant:"
         run(engine, turn(f"s{i}", told, max_tokens=40, stop_ids=[261, 24281]))
-    bulk = submit(engine, *[ask("English: hello\n\nChinese:", max_tokens=400, ignore_eos=True)] * 100)
+    bulk = submit(engine, *[make_request("English: hello\n\nChinese:", max_tokens=400, ignore_eos=True)] * 100)
     for i, name in enumerate(["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]):
         asked = "\n\nUser: What is my name?\n\nAssistant:"
         answer = run(engine, turn(f"s{i}", asked, max_tokens=40, stop_ids=[261, 24281])).texts[0].decode()
@@ -125,7 +126,7 @@ def test_a_session_equals_one_prompt_of_the_same_tokens(engine: Engine) -> None:
     for prompt in prompts:
         told += TOKENIZER.encode(prompt)
         ended = run(engine, turn("whole", prompt, sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
-        alone = run(engine, ask(list(told), sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
+        alone = run(engine, make_request(list(told), sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
         assert ended.texts == alone.texts
         entries = [entry for events in ended.events for delta in events.deltas for entry in delta.logprobs or []]
         text, ids = b"", []
@@ -155,12 +156,12 @@ def test_states_agree_with_the_cpu(model: Path) -> None:
 
 def test_cancelled_rows_free_every_slot(engine: Engine) -> None:
     free = free_slots(engine)
-    jobs = [submit(engine, *[ask("x", max_tokens=10**6, ignore_eos=True)] * 50) for _ in range(8)]
+    jobs = [submit(engine, *[make_request("x", max_tokens=10**6, ignore_eos=True)] * 50) for _ in range(8)]
     assert jobs[0].started.wait(30)
     for job in jobs:
         engine.cancel(job.job.job_id)
         job.wait()
-    run(engine, ask("x", max_tokens=2))
+    run(engine, make_request("x", max_tokens=2))
     assert free_slots(engine) >= free, "or one more: a session that was on its way to host memory has arrived"
 
 

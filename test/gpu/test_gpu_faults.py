@@ -16,12 +16,12 @@ from torch import Tensor
 
 from demo.files import ensure_model
 from rwkv_batch.errors import ErrorKind, StartupError
-from rwkv_batch.kernels.cuda.wide import MAX_TALL_ROWS
+from rwkv_batch.kernels.cuda.hopper_gemm import MAX_MULTI_TILE_ROWS
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.pipeline import Pipeline
 from test.gpu.test_gpu_engine import same, translations
-from test.harness import Running, ask, call, run, started_engine, submit
+from test.harness import RunningJob, call, make_request, run, started_engine, submit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,9 +54,9 @@ def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
     if where == "draw":
         draw = RapidSampler.sample_on_device
 
-        def drawing(self: RapidSampler, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+        def drawing(self: RapidSampler, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
             refuse()
-            draw(self, logits, seats, out)
+            draw(self, logits, req_slots, out)
 
         patch.setattr(RapidSampler, "sample_on_device", drawing)
         return
@@ -79,7 +79,7 @@ def test_without_graphs_when_they_cannot_be_captured(
     model: Path, wanted: list[bytes], warmup: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_memory_while_capturing(monkeypatch, where)
-    many = {**ON_GPU, "max_running": MAX_TALL_ROWS + 16}  # side streams are for more than that
+    many = {**ON_GPU, "max_running": MAX_MULTI_TILE_ROWS + 16}  # side streams are for more than that
     with started_engine(model, warmup=warmup, **many) as engine:
         first = run(engine, *translations(30)).all_texts
         assert same(first, wanted) >= 0.95
@@ -111,10 +111,10 @@ def no_memory_left() -> Iterator[None]:
 
 
 def prompts(rows: int, tokens: int) -> list[GenerateRequest]:
-    return [ask([300 + i] * tokens, max_tokens=3, use_prefix_cache=False) for i in range(rows)]
+    return [make_request([300 + i] * tokens, max_tokens=3, use_prefix_cache=False) for i in range(rows)]
 
 
-def ended(job: Running) -> ErrorKind | None:
+def ended(job: RunningJob) -> ErrorKind | None:
     """The kind of error a job ends with."""
     error = job.wait().events[-1].error
     return None if error is None else error.kind
@@ -156,7 +156,7 @@ def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path, monkeypatch: 
     monkeypatch.setattr(Pipeline, "forward", hungry)
     large = {**ON_GPU, "max_running": 512, "prefill_tokens_per_step": 16384}
     with started_engine(model, warmup=False, **large) as engine:
-        run(engine, ask("x", max_tokens=3))
+        run(engine, make_request("x", max_tokens=3))
         free = call(engine, "status")["free_slots"]
         torch.cuda.empty_cache()
         with no_memory_left():

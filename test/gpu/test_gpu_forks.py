@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from supervisor.child import Child
-from supervisor.engines import PRELOADED
-from supervisor.forks import ForkedContext
-from test.harness import ask, call, run, started_engine, tiny_model
+from programs.serve.child import Child
+from programs.serve.engines import PRELOAD_MODULE
+from programs.serve.fork_context import ForkedContext
+from test.harness import call, make_request, run, started_engine, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 START_S = 120.0
@@ -21,13 +21,16 @@ def answer(model: str, name: str, pipe: Connection) -> None:
     """Main function of the process: an engine on the GPU, and what it makes of a row."""
     with started_engine(Path(model), devices=("cuda:0",), max_running=4) as engine:
         pipe.send(
-            ("said", (run(engine, ask("abc", ignore_eos=True)).all_texts, call(engine, "status")["decode_graphs"]))
+            (
+                "said",
+                (run(engine, make_request("abc", ignore_eos=True)).all_texts, call(engine, "status")["decode_graphs"]),
+            )
         )
 
 
 def test_a_forked_engine_says_on_a_gpu_what_others_say(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
-    context = ForkedContext(PRELOADED)
+    context = ForkedContext(PRELOAD_MODULE)
     forks = [Child(name, context, answer, (str(model),)) for name in ("one", "two")]
     said = []
     for fork in forks:

@@ -13,13 +13,13 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -53,7 +53,7 @@ def weights(request: pytest.FixtureRequest) -> Weights:
     return make_weights(request.param)
 
 
-def fast_stage(weights: Weights, wkv: StateForm = StateForm.FP32) -> Stage:
+def fast_stage(weights: Weights, wkv: StateFormat = StateFormat.FP32) -> Stage:
     from rwkv_batch.kernels.cuda.ops import CudaOps
 
     stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, torch.float16, torch.float16, wkv), CudaOps())
@@ -62,12 +62,12 @@ def fast_stage(weights: Weights, wkv: StateForm = StateForm.FP32) -> Stage:
 
 
 def true_stage(weights: Weights) -> Stage:
-    stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, *[torch.float32] * 2, StateForm.FP32), NaiveOps())
+    stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, *[torch.float32] * 2, StateFormat.FP32), NaiveOps())
     stage.allocate_slots(SLOTS)
     return stage
 
 
-@pytest.fixture(scope="module", params=list(StateForm), ids=lambda form: f"{form}-state")
+@pytest.fixture(scope="module", params=list(StateFormat), ids=lambda form: f"{form}-state")
 def stages(weights: Weights, request: pytest.FixtureRequest) -> tuple[Stage, Stage]:
     return fast_stage(weights, request.param), true_stage(weights)
 
@@ -110,7 +110,7 @@ def test_decode_after_prefill(stages: tuple[Stage, Stage], batch: int) -> None:
     for step in range(3):
         inputs = step_inputs(random_rows([1] * batch, seed=step + 1), slots, slots, list(range(batch)))
         fast, true = (forward(stage, inputs) for stage in stages)
-        assert_same(fast, true, 0.9995 if stages[0].precision.wkv_state is StateForm.INT8 else 0.9999)
+        assert_same(fast, true, 0.9995 if stages[0].precision.wkv_state is StateFormat.INT8 else 0.9999)
 
 
 def test_chunked_equals_whole_and_decode(stages: tuple[Stage, Stage]) -> None:
@@ -160,15 +160,15 @@ def test_graph_equals_eager(stages: tuple[Stage, Stage], batch: int) -> None:
     """Padded, replayed, fed back on the device: the tokens that eager steps choose; padding writes only slot 1."""
     stage = stages[0]
     assert stage.state is not None
-    graphs = DecodeGraphs(graph_stages([stage], 40, 2), 40)
+    graphs = DecodeGraphs(make_graph_stages([stage], 40, 2), 40)
     size = next(size for size in graphs.sizes if size >= batch)
     slots = list(range(2, 2 + batch))
     forward(stage, step_inputs(random_rows([6] * batch), [0] * batch, slots, []))
     wkv, shift = stage.state.wkv.clone(), stage.state.shift.clone()
-    seats = [(7 * i) % 40 for i in range(batch)]
+    req_slots = [(7 * i) % 40 for i in range(batch)]
     tokens = [row[0] for row in random_rows([1] * batch, seed=3)]
-    graphs.tokens.remember(seats, tokens)
-    drawn = [HostCopy(graphs.run(seats, slots, slots)) for _ in range(3)]
+    graphs.tokens.store(req_slots, tokens)
+    drawn = [HostCopy(graphs.run(req_slots, slots, slots)) for _ in range(3)]
     graphed = [copy.read()[0].tolist() for copy in drawn]
     after = stage.state.wkv.clone()
     stage.state.wkv.copy_(wkv)
@@ -188,9 +188,9 @@ def test_rows_may_change_between_replays(stages: tuple[Stage, Stage]) -> None:
     stage = stages[0]
     results = []
     for order in ([0, 1, 2], [2, 0, 1]):
-        graphs = DecodeGraphs(graph_stages([stage], 8, 2), 8)
+        graphs = DecodeGraphs(make_graph_stages([stage], 8, 2), 8)
         forward(stage, step_inputs(random_rows([6] * 3), [0] * 3, [2, 3, 4], []))
-        graphs.tokens.remember([5, 6, 7], [1, 2, 3])
+        graphs.tokens.store([5, 6, 7], [1, 2, 3])
         graphs.run([5, 6, 7], [2, 3, 4], [2, 3, 4])
         slots = [2 + i for i in order]
         logits = graphs.run_logits([5 + i for i in order], slots, slots)

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda import channel_mix
-from rwkv_batch.kernels.cuda import entrance as cuda_entrance
+from rwkv_batch.kernels.cuda import input_projections as cuda_entrance
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.ops import CudaOps
-from rwkv_batch.kernels.cuda.products import multiply_to_shares
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue, make_quantised
-from rwkv_batch.kernels.cuda.row_codes import CodedMix, RowCodes, added_up
-from rwkv_batch.kernels.cuda.wide import has_wide
+from rwkv_batch.kernels.cuda.quantised_gemm import multiply_to_partials
+from rwkv_batch.kernels.cuda.quantised_rows import QuantisedMix, QuantisedRows, sum_partials
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
-from rwkv_batch.model.layer import Entrance, Projections
+from rwkv_batch.model.layer import Projections, Prologue
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
@@ -40,11 +40,11 @@ ROWS = (5, 9, 16, 31, 32, 33, 64)
 @pytest.fixture(scope="module")
 def stage() -> Stage:
     """Two layers of 7.2B's shape in int8."""
-    if not has_wide(GPU):
+    if not has_hopper_gemm(GPU):
         pytest.skip("rows in bytes are Hopper's")
     tensors = random_weights(2, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
     weights = Weights(Path("random"), tensors, ModelShape(2, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateForm.FP16, Format.INT8), CudaOps())
+    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP16, Format.INT8), CudaOps())
 
 
 def step(lengths: list[int], halves: bool = False) -> StepInputs:
@@ -71,7 +71,7 @@ def error(y: Tensor, true: Tensor) -> float:
     return float((y.float() - true).norm() / true.norm())
 
 
-def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> tuple[Tensor | CodedMix, Tensor]:
+def mix(stage: Stage, entrance: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
     """Mixed inputs of random rows, the same ones each time, and the shifts behind them."""
     generator = torch.Generator(GPU).manual_seed(sum(lengths))
     sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
@@ -80,20 +80,20 @@ def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> t
     return mixed, shift
 
 
-def same(a: RowCodes, b: RowCodes, kept: Tensor | slice = slice(None)) -> bool:
+def same(a: QuantisedRows, b: QuantisedRows, kept: Tensor | slice = slice(None)) -> bool:
     assert a.scales is not None and b.scales is not None
     rows = len(a.codes)
     scales = [m[:, :rows][:, kept].view(torch.int32) for m in (a.scales, b.scales)]
     return torch.equal(a.codes[kept], b.codes[kept]) and torch.equal(*scales)
 
 
-def spoilt(x: RowCodes, kept: Tensor) -> RowCodes:
+def spoilt(x: QuantisedRows, kept: Tensor) -> QuantisedRows:
     """The same but for rows that are not kept."""
     assert x.scales is not None
     codes, scales = x.codes.clone(), x.scales.clone()
     codes[~kept] = 0x31
     scales[:, : len(kept)][:, ~kept] = 1e30
-    return RowCodes(codes, scales)
+    return QuantisedRows(codes, scales)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 21, [1] * 64, [40], [3, 1, 30]], ids=str)
@@ -101,16 +101,18 @@ def test_bytes_stand_for_the_halves(stage: Stage, lengths: list[int]) -> None:
     """Those that a pass makes of the halves that adapters read, to the bit."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
-    for entrance, count in ((layer.time_entrance, 3), (layer.channel_entrance, 1)):
+    for entrance, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
         plain, shift = mix(stage, entrance, lengths, halves=True)
         mixed, shift_too = mix(stage, entrance, lengths, halves=False)
         assert (
-            isinstance(plain, Tensor) and isinstance(mixed, CodedMix) and isinstance(entrance.reader, CudaQuantLinear)
+            isinstance(plain, Tensor)
+            and isinstance(mixed, QuantisedMix)
+            and isinstance(entrance.consumer, CudaQuantLinear)
         )
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.halves, plain[2:])
         for i in range(count):
-            assert same(mixed[i], entrance.reader.row_parts(plain[i]))
+            assert same(mixed[i], entrance.consumer.to_two_part_rows(plain[i]))
             codes, scales = mixed[i]
             assert scales is not None
             assert_stands_for(codes, scales, plain[i])
@@ -124,14 +126,14 @@ def test_entrances(stage: Stage, rows: int, index: int, monkeypatch: pytest.Monk
     assert isinstance(layer, CudaLayer)
     kept = torch.arange(rows, device=GPU) % 3 == 0
     poison_memory()
-    plain, _ = mix(stage, layer.time_entrance, [1] * rows, halves=True)
-    mixed, _ = mix(stage, layer.time_entrance, [1] * rows, halves=False)
-    assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+    plain, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=True)
+    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
+    assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
     got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
     assert all(torch.equal(getattr(got, name), getattr(wanted, name)) for name in names)
     with monkeypatch.context() as context:
-        context.setattr(cuda_entrance, "_enters_at_once", lambda layer, tokens: False)
+        context.setattr(cuda_entrance, "_fits_one_quantised_launch", lambda layer, tokens: False)
         apart = stage.ops.project(layer, mixed)
     for name in names:
         assert error(getattr(got, name), getattr(apart, name).float()) < 1e-3, name
@@ -154,19 +156,19 @@ def test_output_and_channel_mix(stage: Stage, rows: int) -> None:
     assert isinstance(layer.output, CudaQuantLinear)
     kept = torch.arange(rows, device=GPU) % 3 == 0
     x = normal(rows, WIDTH)
-    given = layer.output.row_parts(x)
+    given = layer.output.to_two_part_rows(x)
     others = spoilt(given, kept)
     poison_memory()
     y = layer.output(given)
     assert torch.equal(layer.output(x), y)
     assert torch.equal(layer.output(others)[kept], y[kept])
-    assert torch.equal(added_up(stage.ops.output(layer, given)), y)
+    assert torch.equal(sum_partials(stage.ops.output(layer, given)), y)
     poison_memory()
-    given = layer.ffn_key.row_parts(x)
-    y, z = added_up(stage.ops.channel_mix(layer, given)), added_up(stage.ops.channel_mix(layer, x))
+    given = layer.ffn_key.to_two_part_rows(x)
+    y, z = sum_partials(stage.ops.channel_mix(layer, given)), sum_partials(stage.ops.channel_mix(layer, x))
     assert torch.equal(y, z)
     if rows > MAX_SPARSE_ROWS:  # fewer add up the inputs that are not zero in any row
-        assert torch.equal(added_up(stage.ops.channel_mix(layer, spoilt(given, kept)))[kept], y[kept])
+        assert torch.equal(sum_partials(stage.ops.channel_mix(layer, spoilt(given, kept)))[kept], y[kept])
 
 
 @pytest.mark.parametrize("n, k", [(4096, 4096), (16384, 4096), (4096, 16384), (768, 768), (3072, 768), (2560, 2560)])
@@ -179,7 +181,7 @@ def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
     assert isinstance(linear, CudaQuantLinear)
     assert linear.group == (64 if name == "att.output" else 128)
     x = normal(rows, k) * 10.0 ** torch.randint(-1, 2, (rows, k), device=GPU).half()
-    given = linear.row_parts(x)
+    given = linear.to_two_part_rows(x)
     assert given.scales is not None
     assert error(meaning(*given), x.float()) < 3e-4
     poison_memory()
@@ -191,14 +193,14 @@ def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
 def test_value_is_multiplied_as_its_inputs_lie(stage: Stage, rows: int, n: int, k: int) -> None:
     """As the same codes where they lie by outputs, to the bit, each time; whatever other rows hold."""
     stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.INT8)
-    value, by_outputs = CudaQuantValue(stored), CudaQuantLinear(stored)
-    assert value.num_bytes == by_outputs.num_bytes, "it is held once"
+    value, output_major = CudaQuantValue(stored), CudaQuantLinear(stored)
+    assert value.num_bytes == output_major.num_bytes, "it is held once"
     hidden = torch.relu(normal(rows, k)) * 10.0 ** torch.randint(-1, 2, (rows, k), device=GPU).half()
-    given = value.row_parts(hidden)
+    given = value.to_two_part_rows(hidden)
     poison_memory()
-    y, shares = value(given), multiply_to_shares(value, given)
+    y, shares = value(given), multiply_to_partials(value, given)
     assert error(y, hidden.float() @ dequantise(stored).T) < 1e-3
-    assert torch.equal(y, by_outputs(given)) and torch.equal(added_up(shares), y)
+    assert torch.equal(y, output_major(given)) and torch.equal(sum_partials(shares), y)
     kept = torch.arange(rows, device=GPU) % 3 == 0
     others = spoilt(given, kept)
     assert all(torch.equal(value(others)[kept], y[kept]) for _ in range(20))
@@ -209,9 +211,9 @@ def test_logits_of_bytes(stage: Stage, rows: int) -> None:
     """The head's, in fp32, against fp32; a row's the same bits in every tile."""
     stored = quantise(torch.randn(1 << 15, WIDTH, device=GPU) / WIDTH**0.5, Format.INT8)
     head = make_quantised("head.weight", stored)
-    assert isinstance(head, CudaQuantLinear) and head.gives_floats(rows)
+    assert isinstance(head, CudaQuantLinear) and head.returns_fp32(rows)
     x = normal(rows, WIDTH)
-    given = head.row_parts(x)
+    given = head.to_two_part_rows(x)
     poison_memory()
     logits = head.to_fp32(x)
     assert logits.dtype == torch.float32
@@ -227,16 +229,16 @@ def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
     assert isinstance(layer.ffn_key, CudaQuantLinear)
     x = normal(rows, WIDTH)
     hidden, _ = channel_mix.hidden_quantised(layer, layer.ffn_value, x, None)
-    with mock.patch.object(channel_mix, "multiply_to_shares", wraps=channel_mix.multiply_to_shares) as multiply:
-        stage.ops.channel_mix(layer, layer.ffn_key.row_parts(x))
+    with mock.patch.object(channel_mix, "multiply_to_partials", wraps=channel_mix.multiply_to_partials) as multiply:
+        stage.ops.channel_mix(layer, layer.ffn_key.to_two_part_rows(x))
     given = multiply.call_args.args[1]
     assert_items_fit(given.codes, given.scales)
-    assert same(given, layer.ffn_value.row_parts(hidden))
+    assert same(given, layer.ffn_value.to_two_part_rows(hidden))
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("form", [StateForm.INT8, StateForm.FP16, StateForm.FP32])
-def test_wkv_gives_its_output_in_bytes(stage: Stage, rows: int, form: StateForm) -> None:
+@pytest.mark.parametrize("form", [StateFormat.INT8, StateFormat.FP16, StateFormat.FP32])
+def test_wkv_gives_its_output_in_bytes(stage: Stage, rows: int, form: StateFormat) -> None:
     """Those of the halves that it gives to adapters."""
     layer = stage.layers[1]
     assert isinstance(layer.output, CudaQuantLinear)
@@ -245,5 +247,5 @@ def test_wkv_gives_its_output_in_bytes(stage: Stage, rows: int, form: StateForm)
     for halves in (True, False):
         state = StateArena(rows + 2, 1, stage.shape, GPU, form, torch.float16).layer_wkv(0)
         outputs.append(stage.ops.time_mix(layer, parts, first, state, step([1] * rows, halves))[0])
-    assert isinstance(outputs[1], RowCodes)
-    assert same(outputs[1], layer.output.row_parts(outputs[0]))
+    assert isinstance(outputs[1], QuantisedRows)
+    assert same(outputs[1], layer.output.to_two_part_rows(outputs[0]))

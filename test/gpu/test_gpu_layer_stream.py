@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.tools.gpu_model import VOCAB, random_stage
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.layer_stream import StreamedLayers
 from rwkv_batch.runner.stage import Stage
@@ -47,7 +47,7 @@ def logits(stage: Stage, graphed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
 @pytest.mark.parametrize("graphed", [False, True])
 def test_streamed_layers_compute_the_same(dtype: str, graphed: bool) -> None:
-    stage = random_stage("0.1b", GPU, StateForm.FP32, dtype=dtype)
+    stage = random_stage("0.1b", GPU, StateFormat.FP32, dtype=dtype)
     wanted = logits(stage, graphed)
     whole = stage.weight_bytes
     stage.layers = StreamedLayers(iter(stage.layers), 4, GPU)

@@ -12,12 +12,12 @@ import torch
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -44,7 +44,7 @@ def make_stage(weights: Weights) -> Stage:
     from rwkv_batch.kernels.cuda.ops import CudaOps
 
     half = torch.float16
-    return Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateForm.FP16), CudaOps())
+    return Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateFormat.FP16), CudaOps())
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def idle_after_steps() -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that plain pools of other streams and pools of graphs hold for nothing, after eager and graphed steps."""
     stage = make_stage(make_weights())
     stage.allocate_slots(ROWS + 2)
-    graphs = DecodeGraphs(graph_stages([stage], ROWS, 2), ROWS)
+    graphs = DecodeGraphs(make_graph_stages([stage], ROWS, 2), ROWS)
     inputs = decode()
     for _ in range(2):
         stage.forward(stage.embed(inputs.tokens), None, inputs)

@@ -18,7 +18,7 @@ from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.config import PoolConfig
-from test.harness import ask, run, started_engine, turn
+from test.harness import make_request, run, started_engine, turn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,13 +46,15 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     fields: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 96, "prefill_tokens_per_step": 4096}
     with started_engine(model, pool, states=STATES, **fields) as engine:
         yield engine
-        assert engine.machine.pool.check_integrity() == []
+        assert engine.model_runner.pool.check_integrity() == []
 
 
 def rows(count: int) -> list[GenerateRequest]:
     """Mixtures, tuned states and plain rows, greedy."""
     kinds: list[dict[str, Any]] = [*({"mixture": mix} for mix in MIXES), {"state": "json"}, {}]
-    return [ask(PROMPT.format(i), max_tokens=24, stop_ids=[261], **kinds[i % len(kinds)]) for i in range(count)]
+    return [
+        make_request(PROMPT.format(i), max_tokens=24, stop_ids=[261], **kinds[i % len(kinds)]) for i in range(count)
+    ]
 
 
 def same(one: list[bytes], other: list[bytes]) -> float:
@@ -65,9 +67,9 @@ def test_mixtures_say_what_they_say_on_a_cpu_and_alone(
     replayed: list[int] = []
     run_logits = DecodeGraphs.run_logits
 
-    def spied(graphs: DecodeGraphs, seats: list[int], *slots: list[int]) -> torch.Tensor:
-        replayed.append(len(seats))
-        return run_logits(graphs, seats, *slots)
+    def spied(graphs: DecodeGraphs, req_slots: list[int], *slots: list[int]) -> torch.Tensor:
+        replayed.append(len(req_slots))
+        return run_logits(graphs, req_slots, *slots)
 
     monkeypatch.setattr(DecodeGraphs, "run_logits", spied)
     together = run(engine, *rows(48)).all_texts
@@ -79,7 +81,7 @@ def test_mixtures_say_what_they_say_on_a_cpu_and_alone(
 
 def test_more_members_than_a_graph_holds(engine: Engine) -> None:
     wide = [("json", 1.0), ("chinese", 1.0)] * 8
-    many = [ask(PROMPT.format(i), max_tokens=12, mixture=wide) for i in range(12)] + rows(12)
+    many = [make_request(PROMPT.format(i), max_tokens=12, mixture=wide) for i in range(12)] + rows(12)
     together = run(engine, *many).all_texts
     assert same(together, [run(engine, row).all_texts[0] for row in many]) >= 0.9
 

@@ -13,7 +13,7 @@ from demo.files import ensure_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, PromptLogprobs, TokenLogprob
 from sampling.params import SamplingParams
-from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit
+from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit
 from test.logprob_oracle import LogprobOracle
 from test.state_files import random_state, write_state
 
@@ -50,11 +50,11 @@ def oracle() -> LogprobOracle:
     return LogprobOracle(Path(ensure_model()))
 
 
-def drawn(running: Running) -> list[TokenLogprob]:
+def drawn(running: RunningJob) -> list[TokenLogprob]:
     return [entry for events in running.events for delta in events.deltas for entry in delta.logprobs or ()]
 
 
-def scored(running: Running, row: int) -> list[TokenLogprob]:
+def scored(running: RunningJob, row: int) -> list[TokenLogprob]:
     deltas = [delta for events in running.events for delta in events.deltas if delta.row == row]
     return [entry for delta in deltas for entry in delta.prompt_logprobs or ()]
 
@@ -64,7 +64,8 @@ def test_mixed_logits_are_those_of_the_cpu(
     engine: Engine, states: tuple[str, ...], mix: list[tuple[str, float]]
 ) -> None:
     rows = [
-        ask(text, mixture=mix, max_tokens=1, sampling=SamplingParams(temperature=0, top_logprobs=5)) for text in TEXTS
+        make_request(text, mixture=mix, max_tokens=1, sampling=SamplingParams(temperature=0, top_logprobs=5))
+        for text in TEXTS
     ]
     with started_engine(ensure_model(), states=states, kernels="naive") as plain:
         wanted = [dict(drawn(run(plain, row))[0].top) for row in rows]
@@ -82,7 +83,9 @@ def crowd() -> list[GenerateRequest]:
         kind: dict[str, Any] = {"mixture": MIXES[i % 3]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 3]}
         how = SamplingParams(seed=i, top_k=40) if i % 2 else SamplingParams(temperature=0.0)
         rows.append(
-            ask(f"row {i} " + "and more " * (i % 7), max_tokens=8 + i % 9, sampling=how, ignore_eos=True, **kind)
+            make_request(
+                f"row {i} " + "and more " * (i % 7), max_tokens=8 + i % 9, sampling=how, ignore_eos=True, **kind
+            )
         )
     return rows
 
@@ -94,21 +97,21 @@ def test_mixtures_answer_in_company_as_alone(engine: Engine) -> None:
     assert sum(a == b for a, b in zip(together.all_texts, alone, strict=True)) >= 0.9 * len(alone)
     assert [end.completion_tokens for _, end in sorted(together.finishes.items())] == [8 + i % 9 for i in range(60)]
     assert call(engine, "status")["decode_graphs"] == "used"
-    assert engine.machine.pool.check_integrity() == []
+    assert engine.model_runner.pool.check_integrity() == []
 
 
 def test_one_state_mixed_with_itself_is_that_state(engine: Engine) -> None:
     how = {"max_tokens": 16, "ignore_eos": True}
     for text in TEXTS:
-        alone = run(engine, ask(text, state="poet", **how)).texts
-        assert run(engine, ask(text, mixture=[("poet", 1.0), ("pirate", 0.0)], **how)).texts == alone
+        alone = run(engine, make_request(text, state="poet", **how)).texts
+        assert run(engine, make_request(text, mixture=[("poet", 1.0), ("pirate", 0.0)], **how)).texts == alone
 
 
 def test_scores_are_those_of_the_cpu(engine: Engine, oracle: LogprobOracle) -> None:
     prompts = [*(TOKENIZER.encode(text) for text in TEXTS), LONG]
-    beside = submit(engine, *[ask(f"beside {i}", max_tokens=120, ignore_eos=True) for i in range(40)])
+    beside = submit(engine, *[make_request(f"beside {i}", max_tokens=120, ignore_eos=True) for i in range(40)])
     wanted, all_errors = PromptLogprobs(top=3), []
-    ran = run(engine, *[ask(ids, max_tokens=0, prompt_logprobs=wanted) for ids in prompts])
+    ran = run(engine, *[make_request(ids, max_tokens=0, prompt_logprobs=wanted) for ids in prompts])
     for row, ids in enumerate(prompts):
         expected, entries = oracle.of(ids), scored(ran, row)
         assert [entry.token for entry in entries] == [TOKENIZER.byte_table[i] for i in ids[1:]]
@@ -124,7 +127,7 @@ def test_candidates_share_their_prompt(engine: Engine, oracle: LogprobOracle) ->
     prompt = TOKENIZER.encode(TEXTS[0])
     candidates = [TOKENIZER.encode(text) for text in (" is fine.", " x", "猫", "\n\nUser")]
     wanted = PromptLogprobs(start=len(prompt), top=1)
-    ran = run(engine, ask(prompt, candidates=candidates, max_tokens=0, prompt_logprobs=wanted))
+    ran = run(engine, make_request(prompt, candidates=candidates, max_tokens=0, prompt_logprobs=wanted))
     for row, candidate in enumerate(candidates):
         expected = oracle.of(prompt + candidate, len(prompt))
         found = [entry.logprob for entry in scored(ran, row)]

@@ -12,9 +12,9 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, padded
 from rwkv_batch.runner.prompt_pieces import PromptPieces
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 from test.gpu.random_stage import GPU, VOCAB, random_stage
-from test.harness import ask, run, settles, started_engine, submit
+from test.harness import eventually_holds, make_request, run, started_engine, submit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -31,16 +31,16 @@ def stage() -> Stage:
 def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
     """The prompt that goes between writes slots, logits and tokens of its own."""
     assert stage.state is not None
-    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
+    graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     prompts = PrefillGraphs(graphs.places, graphs.logits)
-    state, slots, seats = stage.state, list(range(2, 2 + rows)), list(range(rows))
+    state, slots, req_slots = stage.state, list(range(2, 2 + rows)), list(range(rows))
     state.wkv.normal_(std=0.1)
     state.shift.normal_()
     state.wkv[0] = state.shift[0] = 0
     before = state.wkv.clone(), state.shift.clone()
-    graphs.tokens.drawn[:rows] = torch.randint(VOCAB, (rows,), device=GPU)
-    fed = graphs.tokens.drawn.clone()
-    wanted, wanted_logits = graphs.run(seats, slots, slots).clone(), graphs.logits[:rows].clone()
+    graphs.tokens.sampled_tokens[:rows] = torch.randint(VOCAB, (rows,), device=GPU)
+    fed = graphs.tokens.sampled_tokens.clone()
+    wanted, wanted_logits = graphs.run(req_slots, slots, slots).clone(), graphs.logits[:rows].clone()
     after = state.wkv[2 : 2 + rows].clone(), state.shift[2 : 2 + rows].clone()
     calls: list[int] = []
 
@@ -51,26 +51,26 @@ def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
         assert size is not None
         with torch.inference_mode():
             logits = prompts.run(inputs, size)
-            graphs.tokens.remember([ROWS - 1], logits[:1].argmax(-1)) if rows < ROWS else None
+            graphs.tokens.store([ROWS - 1], logits[:1].argmax(-1)) if rows < ROWS else None
 
     for _ in range(2):
         state.wkv.copy_(before[0])
         state.shift.copy_(before[1])
-        graphs.tokens.drawn.copy_(fed)
+        graphs.tokens.sampled_tokens.copy_(fed)
         calls.clear()
-        drawn = graphs.run(seats, slots, slots, between=between).clone()
+        sampled_tokens = graphs.run(req_slots, slots, slots, between=between).clone()
         torch.cuda.synchronize()
         assert len(calls) == 2, "three pieces of five layers"
         assert (graphs.logits[:rows] - wanted_logits).norm() / wanted_logits.norm() < 2e-3
-        assert torch.equal(graphs.tokens.drawn[:rows], drawn)
-        assert (drawn == wanted).float().mean() > 0.9
+        assert torch.equal(graphs.tokens.sampled_tokens[:rows], sampled_tokens)
+        assert (sampled_tokens == wanted).float().mean() > 0.9
         for got, one in zip((state.wkv, state.shift), after, strict=True):
             assert (got[2 : 2 + rows].float() - one.float()).norm() / one.float().norm() < 2e-3
-        graphs.run(seats, slots, slots)  # whole steps and pieces take turns
+        graphs.run(req_slots, slots, slots)  # whole steps and pieces take turns
 
 
 def test_steps_of_few_rows_are_whole(stage: Stage) -> None:
-    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
+    graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
 
     def between() -> None:
         raise AssertionError("nothing is let in")
@@ -82,7 +82,7 @@ def test_steps_of_few_rows_are_whole(stage: Stage) -> None:
 def test_prompts_in_pieces_are_read_as_whole_ones(stage: Stage) -> None:
     """What goes between writes slots of its own; the pieces of a decode step follow."""
     assert stage.state is not None
-    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
+    graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     assert graphs.pieces is not None
     prompts = PrefillGraphs(graphs.places, graphs.logits)
     state = stage.state
@@ -121,7 +121,7 @@ def test_graphs_of_prompts_in_pieces_read_what_the_same_steps_read_kernel_by_ker
 ) -> None:
     """To the bit, padding included; what goes between writes slots of its own, and a decode step follows."""
     assert stage.state is not None
-    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
+    graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     assert graphs.pieces is not None
     prompts, pieces = PrefillGraphs(graphs.places, graphs.logits), PromptPieces(graphs.pieces, graphs.logits)
     state, rows = stage.state, len(lengths)
@@ -173,14 +173,14 @@ def questions(rows: int) -> list[str]:
 
 
 def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
-    rows = [ask(text, max_tokens=24, stop_ids=[261]) for text in questions(40)]
+    rows = [make_request(text, max_tokens=24, stop_ids=[261]) for text in questions(40)]
     with started_engine(
         ensure_model(), devices=("cuda:0",), max_running=256, batch_step_layers=2, samplers=("rapid",)
     ) as engine:
-        assert engine.machine.has_pieces
+        assert engine.model_runner.has_pieces
         alone = [run(engine, row).all_texts[0] for row in rows]
-        batch = submit(engine, *(ask(text, max_tokens=8000, ignore_eos=True) for text in questions(200)))
-        assert settles(engine, lambda: engine.scheduler.running_rows == 200)
+        batch = submit(engine, *(make_request(text, max_tokens=8000, ignore_eos=True) for text in questions(200)))
+        assert eventually_holds(engine, lambda: engine.scheduler.running_rows == 200)
         within = _count_let_in(engine)
         beside = [run(engine, row).all_texts[0] for row in rows]
         assert within, "none of them came within a step"
@@ -191,16 +191,16 @@ def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
 
 
 def test_a_batchs_prompts_that_are_read_beside_interactive_rows_say_what_they_say_alone() -> None:
-    rows = [ask(text, max_tokens=24, stop_ids=[261]) for text in questions(200)]
+    rows = [make_request(text, max_tokens=24, stop_ids=[261]) for text in questions(200)]
     with started_engine(
         ensure_model(), devices=("cuda:0",), max_running=96, batch_step_layers=2, samplers=("rapid",)
     ) as engine:
         alone = run(engine, *rows).all_texts
-        pieces, read = engine.machine.graphs.prompt_pieces, []
+        pieces, read = engine.model_runner.graphs.prompt_pieces, []
         assert pieces is not None
         plain = pieces.run
         pieces.run = lambda *given: read.append(1) or plain(*given)  # type: ignore[func-returns-value, method-assign]
-        chat = ask("English: A cat.\n\nChinese:", max_tokens=2)
+        chat = make_request("English: A cat.\n\nChinese:", max_tokens=2)
         run(engine, chat)
         batch = submit(engine, *rows)
         while not batch.done.is_set():
@@ -212,6 +212,6 @@ def test_a_batchs_prompts_that_are_read_beside_interactive_rows_say_what_they_sa
 
 def _count_let_in(engine: Engine) -> list[int]:
     within: list[int] = []
-    launch = engine._let_in._launch
-    engine._let_in._launch = lambda rows: within.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
+    launch = engine._interleaver._launch
+    engine._interleaver._launch = lambda rows: within.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
     return within

@@ -11,7 +11,7 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, usable_mixed_sizes
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillGraphs
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 from state_pool.arena import DUMMY_SLOT
 from test.gpu.random_stage import GPU, VOCAB, random_stage
 from test.model.test_prefill_graphs import STEPS
@@ -29,7 +29,7 @@ def stage() -> Stage:
 
 @pytest.fixture(scope="module")
 def decode(stage: Stage) -> DecodeGraphs:
-    return DecodeGraphs(graph_stages([stage], 48, 2), 48)
+    return DecodeGraphs(make_graph_stages([stage], 48, 2), 48)
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +92,19 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
     """Both kinds work in the same memory; neither leaves the other anything but its states."""
     assert stage.state is not None
     randomise(stage)
-    seats, slots = [0, 1, 2], [40, 41, 42]
+    req_slots, slots = [0, 1, 2], [40, 41, 42]
     kept = stage.state.wkv[slots].clone(), stage.state.shift[slots].clone()
-    decode.tokens.remember(seats, [5, 6, 7])
-    wanted = [decode.run(seats, slots, slots).tolist() for _ in range(4)]
+    decode.tokens.store(req_slots, [5, 6, 7])
+    wanted = [decode.run(req_slots, slots, slots).tolist() for _ in range(4)]
     stage.state.wkv[slots], stage.state.shift[slots] = kept
-    decode.tokens.remember(seats, [5, 6, 7])
+    decode.tokens.store(req_slots, [5, 6, 7])
     got = []
     for lengths in ([9], [3, 3], [200], [5] * 16):
         inputs = step_inputs([[1] * n for n in lengths], [0] * len(lengths), list(range(2, 2 + len(lengths))), [0])
         size = graphs.size_for(inputs)
         assert size is not None
         graphs.run(inputs, size)
-        got.append(decode.run(seats, slots, slots).tolist())
+        got.append(decode.run(req_slots, slots, slots).tolist())
     assert got == wanted
 
 
@@ -121,7 +121,7 @@ def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGr
 )
 def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, lengths: list[int]) -> None:
     """The tokens and states of the two parts run apart; fresh prompts and states, what is not read poisoned."""
-    graphs = DecodeGraphs(graph_stages([stage], 400, 2), 48, logit_rows=80)
+    graphs = DecodeGraphs(make_graph_stages([stage], 400, 2), 48, logit_rows=80)
     mixed = MixedGraphs(graphs, usable_mixed_sizes(48))
     size = mixed.size_for(decoding, len(lengths), sum(lengths))
     assert size is not None and stage.state is not None
@@ -130,23 +130,23 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
     mine, theirs = slots[:decoding], slots[decoding:]
     tokens = torch.randint(VOCAB, (decoding,)).tolist()
     rows = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
-    draws = [i for i in range(len(lengths)) if i != 1]
+    samples = [i for i in range(len(lengths)) if i != 1]
     wkv, shift = stage.state.wkv.clone(), stage.state.shift.clone()
     one = stage.logits(*apart(stage, step_inputs([[t] for t in tokens], mine, mine, list(range(decoding))))).argmax(-1)
-    other = stage.logits(*apart(stage, step_inputs(rows, [0] * len(rows), theirs, draws))).argmax(-1)
+    other = stage.logits(*apart(stage, step_inputs(rows, [0] * len(rows), theirs, samples))).argmax(-1)
     wanted = stage.state.wkv.clone()
     stage.state.wkv.copy_(wkv), stage.state.shift.copy_(shift)
-    seats = list(range(48))
-    graphs.tokens.remember(seats[:decoding], tokens)
+    req_slots = list(range(48))
+    graphs.tokens.store(req_slots[:decoding], tokens)
     graphs.logits.fill_(float("nan"))
-    prompt_seats = [seats[-1 - i] for i in draws]
-    prompts_ = step_inputs(rows, [0] * len(rows), theirs, draws)
-    named = {"seats": seats[:decoding], "read_slots": mine, "write_slots": mine}
-    if decoding + len(draws) <= 48:
-        drawn = mixed.run(size, named, prompts_, prompt_seats).tolist()
-        assert drawn[:decoding] == one.tolist()
-        assert drawn[size.decoding :] == other.tolist()
-        assert graphs.tokens.drawn[seats[:decoding]].tolist() == one.tolist()
+    prompt_req_slots = [req_slots[-1 - i] for i in samples]
+    prompts_ = step_inputs(rows, [0] * len(rows), theirs, samples)
+    named = {"req_slots": req_slots[:decoding], "read_slots": mine, "write_slots": mine}
+    if decoding + len(samples) <= 48:
+        sampled_tokens = mixed.run(size, named, prompts_, prompt_req_slots).tolist()
+        assert sampled_tokens[:decoding] == one.tolist()
+        assert sampled_tokens[size.decoding :] == other.tolist()
+        assert graphs.tokens.sampled_tokens[req_slots[:decoding]].tolist() == one.tolist()
         torch.testing.assert_close(stage.state.wkv[slots].float(), wanted[slots].float(), rtol=0.02, atol=0.02)
         untouched = [slot for slot in range(2, SLOTS) if slot not in slots]
         assert torch.equal(stage.state.wkv[untouched], wkv[untouched])

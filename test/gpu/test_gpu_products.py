@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda.hopper_gemm import (
+    TILE_ROWS,
+    GemmShape,
+    has_hopper_gemm,
+    hopper_returns_fp32,
+    launch_hopper_gemm,
+)
 from rwkv_batch.kernels.cuda.library import library
-from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, CudaLinear, Map, multiply, multiply_transposed, skinny
-from rwkv_batch.kernels.cuda.wide import TILE_ROWS, WideShape, floats_by_wide, has_wide, launch_wide
-from rwkv_batch.kernels.cuda.workspace import SPARSE_COLUMNS, SPARSE_SHARE
+from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, CudaLinear, Gemm, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda.workspace import SPARSE_BLOCK_INPUTS, SPARSE_COLUMNS
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -45,7 +51,7 @@ def assert_near(y: Tensor, true: Tensor) -> None:
 
 
 def skip_where_missing(rows: int) -> None:
-    if rows > MAX_SKINNY_ROWS and not has_wide(GPU):
+    if rows > MAX_SKINNY_ROWS and not has_hopper_gemm(GPU):
         pytest.skip("products of many rows are cuBLAS's here")
 
 
@@ -53,7 +59,7 @@ def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
     """hidden [B <= 8, F] @ transposed [F, C] by the kernel that skips what is zero; its work space poisoned."""
     rows, (ffn, width) = len(hidden), transposed.shape
     y = torch.full((rows, width), torch.nan, device=GPU, dtype=torch.float16)
-    partial = torch.full((-(-ffn // SPARSE_SHARE) * rows * width,), torch.nan, device=GPU)
+    partial = torch.full((-(-ffn // SPARSE_BLOCK_INPUTS) * rows * width,), torch.nan, device=GPU)
     counters = torch.zeros(-(-width // SPARSE_COLUMNS), device=GPU, dtype=torch.int32)
     tensors = (hidden, transposed, y, partial, counters)
     library().call("rwkv_sparse_value", *(tensor.data_ptr() for tensor in tensors), rows, width, ffn)
@@ -64,13 +70,13 @@ def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "rows"), [*product([multiply], ROWS), *product([skinny], [r for r in ROWS if r <= MAX_SKINNY_ROWS])]
 )
-def test_grouped_maps(run: Callable[[list[Map]], None], rows: int) -> None:
+def test_grouped_maps(run: Callable[[list[Gemm]], None], rows: int) -> None:
     """Maps of several shapes and activations in one launch; nothing is written past the last row."""
     skip_where_missing(rows)
     shapes: list[tuple[int, int, Activation]] = [(768, 768, Activation.NONE), (96, 768, Activation.TANH)]
     shapes += [(160, 768, Activation.SIGMOID), (512, 64, Activation.RELU_SQUARED), (1056, 320, Activation.NONE)]
-    maps = [Map(weight(n, k), normal(rows, k), poisoned(rows, n), activation) for n, k, activation in shapes]
-    run([Map(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
+    maps = [Gemm(weight(n, k), normal(rows, k), poisoned(rows, n), activation) for n, k, activation in shapes]
+    run([Gemm(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
     for m in maps:
         assert_near(m.y[:rows], ACTIVATIONS[m.activation](m.x.float() @ m.weight.float().T))
         assert torch.isnan(m.y[rows:]).all()
@@ -79,8 +85,8 @@ def test_grouped_maps(run: Callable[[list[Map]], None], rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 13])
 def test_few_rows_and_few_outputs(rows: int) -> None:
     """So few that the few-rows kernel makes its blocks smaller; several maps."""
-    maps = [Map(weight(n, k), normal(rows, k), poisoned(rows, n)) for n, k in [(992, 2048), (96, 1024), (544, 4096)]]
-    skinny([Map(m.weight, m.x, m.y[:rows]) for m in maps])
+    maps = [Gemm(weight(n, k), normal(rows, k), poisoned(rows, n)) for n, k in [(992, 2048), (96, 1024), (544, 4096)]]
+    skinny([Gemm(m.weight, m.x, m.y[:rows]) for m in maps])
     for m in maps:
         assert_near(m.y[:rows], m.x.float() @ m.weight.float().T)
         assert torch.isnan(m.y[rows:]).all()
@@ -94,7 +100,7 @@ def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
     for _ in range(3):
         x = normal(rows, shape[1])
         y.fill_(torch.nan)
-        multiply([Map(w, x, y[:rows])])
+        multiply([Gemm(w, x, y[:rows])])
         assert_near(y[:rows], x.float() @ w.float().T)
     assert torch.isnan(y[rows:]).all()
 
@@ -104,7 +110,7 @@ def test_several_tiles_of_rows(rows: int) -> None:
     """Blocks that share k end with shares of a tile's rows, the last of which may be smaller."""
     skip_where_missing(rows)
     w, x, y = weight(512, 1024), normal(rows, 1024), poisoned(rows, 512)
-    launch_wide([(w, x, y[:rows], Activation.NONE)], transposed=False)
+    launch_hopper_gemm([(w, x, y[:rows], Activation.NONE)], transposed=False)
     assert_near(y[:rows], x.float() @ w.float().T)
     assert torch.isnan(y[rows:]).all()
 
@@ -114,7 +120,9 @@ def test_results_in_fp32(rows: int) -> None:
     """Of outputs enough, the last tile of which is narrower; nothing is rounded to fp16, nothing written behind."""
     skip_where_missing(rows)
     outputs = 128 * torch.cuda.get_device_properties(GPU).multi_processor_count + 16
-    assert floats_by_wide(rows, WideShape(outputs, 512), GPU) and not floats_by_wide(rows, WideShape(4096, 512), GPU)
+    assert hopper_returns_fp32(rows, GemmShape(outputs, 512), GPU) and not hopper_returns_fp32(
+        rows, GemmShape(4096, 512), GPU
+    )
     x, linear = normal(rows, 512), CudaLinear(weight(outputs, 512) * 1e4)
     out = torch.full((rows + 4, outputs), torch.nan, device=GPU)
     linear.to_fp32(x, out[:rows])
@@ -135,7 +143,7 @@ def test_a_row_is_the_same_in_every_tile(is_transposed: bool) -> None:
         if is_transposed:
             y = multiply_transposed(x[:rows], transposed)
         else:
-            multiply([Map(w, x[:rows], y)])
+            multiply([Gemm(w, x[:rows], y)])
         found.append(y[: TILE_ROWS[0]])
     assert all(torch.equal(y, found[0]) for y in found)
 
@@ -167,5 +175,5 @@ def test_equal_runs_give_equal_bits() -> None:
     x, w = normal(64, 4096), weight(512, 4096)
     ys = [torch.empty(64, 512, device=GPU, dtype=torch.float16) for _ in range(20)]
     for y in ys:
-        multiply([Map(w, x, y)])
+        multiply([Gemm(w, x, y)])
     assert all(torch.equal(y, ys[0]) for y in ys)

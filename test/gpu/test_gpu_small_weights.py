@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cuda.wide import has_wide, prepare_wide
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, prepare_hopper_gemm
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
@@ -66,8 +66,8 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     size, format_ = request.param
     weights, half, full = weights_of(size), torch.float16, torch.float32
     made = Pair(
-        Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateForm.FP16, format_), CudaOps()),
-        Stage(weights, 0, LAYERS, Precision(GPU, full, full, StateForm.FP32, format_), NaiveOps()),
+        Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateFormat.FP16, format_), CudaOps()),
+        Stage(weights, 0, LAYERS, Precision(GPU, full, full, StateFormat.FP32, format_), NaiveOps()),
     )
     generator = torch.Generator(GPU).manual_seed(1)
     for stage in made:
@@ -151,7 +151,7 @@ def test_steps_of_any_number_of_rows(pair: Pair) -> None:
             if not is_same(ran(pair.fast, others), got, slice(None, None, 3)):
                 faults.append(f"{rows} rows: a row has other bits beside other rows")
     assert not faults
-    assert not has_wide(GPU) or not prepare_wide(GPU).counters.any()
+    assert not has_hopper_gemm(GPU) or not prepare_hopper_gemm(GPU).counters.any()
 
 
 def test_graphs_between_steps_of_other_shapes(pair: Pair) -> None:

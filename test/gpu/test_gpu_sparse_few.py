@@ -8,7 +8,7 @@ import torch
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantValue
-from rwkv_batch.kernels.cuda.row_codes import added_up
+from rwkv_batch.kernels.cuda.quantised_rows import sum_partials
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 GPU = torch.device("cuda", 0)
@@ -26,8 +26,8 @@ def test_value(format_: Format, rows: int, width: int, ffn: int, zeros: float) -
     value = CudaQuantValue(stored)
     h = torch.randn(rows, ffn, device=GPU).square().half() * (torch.rand(rows, ffn, device=GPU) >= zeros)
     h[0, ffn - 1] = -0.0
-    y = added_up(sparse_value_quantised(value, h))
+    y = sum_partials(sparse_value_quantised(value, h))
     true = h.float() @ dequantise(stored).T
     assert (y.float() - true).norm() <= 1e-3 * true.norm()
     for _ in range(3):
-        assert torch.equal(added_up(sparse_value_quantised(value, h)), y)
+        assert torch.equal(sum_partials(sparse_value_quantised(value, h)), y)

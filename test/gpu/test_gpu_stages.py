@@ -19,11 +19,11 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.pipeline import Pipeline
-from rwkv_batch.runner.stage_graphs import graph_stages
+from rwkv_batch.runner.stage_graphs import make_graph_stages
 from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
 from test.gpu.test_gpu_engine import same, translations
-from test.harness import ask, call, free_slots, run, started_engine, submit, turn
+from test.harness import call, free_slots, make_request, run, started_engine, submit, turn
 
 FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
 FOUR = ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
@@ -101,22 +101,24 @@ def decoded(model: Path, devices: tuple[str, ...], groups: list[int]) -> Said:
     pipeline = Pipeline(open_weights(model), devices, layers=(2, 1, 1, 2) if len(devices) == 4 else ())
     pipeline.allocate_slots(FIRST_FREE_SLOT + sum(groups))
     depth = len(groups) + 1
-    graphs = DecodeGraphs(graph_stages(pipeline.stages, 64, depth), max(groups), seats=sum(groups), depth=depth)
+    graphs = DecodeGraphs(
+        make_graph_stages(pipeline.stages, 64, depth), max(groups), req_slots=sum(groups), depth=depth
+    )
     copies = TokenCopies(pipeline.devices[-1], max(groups))
     firsts = [sum(groups[:number]) for number in range(len(groups))]
-    seats = [list(range(first, first + rows)) for first, rows in zip(firsts, groups, strict=True)]
-    slots = [[FIRST_FREE_SLOT + seat for seat in some] for some in seats]
+    req_slots = [list(range(first, first + rows)) for first, rows in zip(firsts, groups, strict=True)]
+    slots = [[FIRST_FREE_SLOT + req_slot for req_slot in some] for some in req_slots]
     sent = []
-    for own, places in zip(seats, slots, strict=True):
-        prompts = [[5 + seat, 9, 300 + seat] * (1 + seat % 5) for seat in own]
+    for own, places in zip(req_slots, slots, strict=True):
+        prompts = [[5 + req_slot, 9, 300 + req_slot] * (1 + req_slot % 5) for req_slot in own]
         inputs = step_inputs(prompts, [ZERO_SLOT] * len(own), places, list(range(len(own))))
-        sent.append(graphs.tokens.remember(own, pipeline.forward(inputs).argmax(-1)))
+        sent.append(graphs.tokens.store(own, pipeline.forward(inputs).argmax(-1)))
     graphs.warm_up()
     flight, tokens = [], []
     for number in range(ROUNDS * len(groups)):
         group = number % len(groups)
-        graphs.tokens.bring(sent[group])
-        drawn = graphs.run(seats[group], slots[group], slots[group])
+        graphs.tokens.receive(sent[group])
+        drawn = graphs.run(req_slots[group], slots[group], slots[group])
         sent[group] = graphs.tokens.send()
         flight.append(copies.start(drawn))
         if len(flight) == depth:
@@ -144,7 +146,10 @@ def test_stages_that_lag_draw_what_one_stage_draws(model: Path, devices: tuple[s
 @pytest.mark.usefixtures("lags")
 def test_four_stages_that_lag_give_the_text_of_one(model: Path) -> None:
     """Rows that come while others decode, prompts longer than a graph holds, and cancels in flight."""
-    rows = [*translations(20), *[ask("English: hello\n\nChinese:" * 60, max_tokens=6, use_prefix_cache=False)] * 3]
+    rows = [
+        *translations(20),
+        *[make_request("English: hello\n\nChinese:" * 60, max_tokens=6, use_prefix_cache=False)] * 3,
+    ]
     chunks = {**ON_GPU, "prefill_chunk": 512}
     with started_engine(model, devices=("cuda:0",), **chunks) as one:
         wanted = run(one, *rows).all_texts
@@ -153,7 +158,7 @@ def test_four_stages_that_lag_give_the_text_of_one(model: Path) -> None:
         assert status["decode_graphs"] == "used" and status["pipeline"]["steps_in_flight"] == 5
         free = status["free_slots"]
         for _ in range(3):
-            beside = [submit(engine, *[ask(f"{i}", max_tokens=300, ignore_eos=True)] * 7) for i in range(5)]
+            beside = [submit(engine, *[make_request(f"{i}", max_tokens=300, ignore_eos=True)] * 7) for i in range(5)]
             half = submit(engine, *rows)
             for job in beside:
                 engine.cancel(job.job.job_id)
@@ -180,7 +185,7 @@ def test_sessions_go_from_one_stage_to_four_and_to_two(model: Path, tmp_path: Pa
                 if not number:
                     text = f"User: My name is {name}.\n\nAssistant:"
                     run(engine, turn(f"s{i}", text, max_tokens=40, stop_ids=[261, 24281]))
-            bulk = submit(engine, *[ask("English: hello\n\nChinese:", max_tokens=100, ignore_eos=True)] * 20)
+            bulk = submit(engine, *[make_request("English: hello\n\nChinese:", max_tokens=100, ignore_eos=True)] * 20)
             for i, name in enumerate(names):
                 text = "\n\nUser: What is my name?\n\nAssistant:"
                 answer = run(engine, turn(f"s{i}", text, max_tokens=40, stop_ids=[261, 24281])).texts[0]

@@ -10,14 +10,14 @@ from native import transfer
 from native.transfer import copy_pieces
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GPU = torch.device("cuda", 0)
 
 
-def random_arena(form: StateForm = StateForm.FP16) -> StateArena:
+def random_arena(form: StateFormat = StateFormat.FP16) -> StateArena:
     arena = StateArena(7, 5, ModelShape(5, 256, 64, 1024), GPU, form, torch.float16)
     for part in (arena.wkv, arena.shift):
         part.copy_(torch.randn(part.shape).abs().mul(50).to(part.dtype))
@@ -28,10 +28,10 @@ def pinned_like(slot: Tensor) -> Tensor:
     return torch.empty(slot.shape, dtype=slot.dtype, pin_memory=True)
 
 
-@pytest.mark.parametrize("form", [StateForm.FP16, StateForm.INT8])
+@pytest.mark.parametrize("form", [StateFormat.FP16, StateFormat.INT8])
 @pytest.mark.parametrize("max_pitch", [transfer.MAX_PITCH, 0], ids=["one copy", "too far apart for one"])
 def test_a_slot_goes_out_and_comes_in_to_the_bit(
-    max_pitch: int, form: StateForm, monkeypatch: pytest.MonkeyPatch
+    max_pitch: int, form: StateFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert transfer._copy_2d() is not None, "torch's own runtime has it"
     monkeypatch.setattr(transfer, "MAX_PITCH", max_pitch)

@@ -17,7 +17,7 @@ from rwkv_batch.request import GenerateRequest
 from state_pool.config import PoolConfig
 from test.adapter_files import random_experts, random_lora, write_adapter
 from test.engine.test_constraints import PERSON, choice, schema
-from test.harness import ask, call, run, started_engine, turn
+from test.harness import call, make_request, run, started_engine, turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TUNED = MODEL.parent / "tuned"
@@ -38,7 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     pool = PoolConfig(state_db=str(folder / "s.db"), l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, states=STATES, served_adapters=tuple(adapters), **FIELDS) as started:
         yield started
-        assert started.machine.pool.check_integrity() == []
+        assert started.model_runner.pool.check_integrity() == []
 
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -61,7 +61,7 @@ def rows(count: int) -> list[GenerateRequest]:
     for i in range(count):
         language, kind = KINDS[i % len(KINDS)]
         length = 90 if kind.get("constraint") else 20
-        made.append(ask(PROMPT.format(i, language), max_tokens=length, stop_ids=[261], **kind))
+        made.append(make_request(PROMPT.format(i, language), max_tokens=length, stop_ids=[261], **kind))
     return made
 
 
@@ -91,7 +91,7 @@ def test_an_adapter_that_overflows_harms_no_other_row(engine: Engine) -> None:
     """What it makes of its own rows is infinite in fp16; those beside it in the same tiles and steps are as without."""
     beside = [row for row in rows(40) if not row.mixture]
     alone = run(engine, *beside).all_texts
-    bad = [ask(PROMPT.format(i, "French"), adapter="huge", max_tokens=30, ignore_eos=True) for i in range(20)]
+    bad = [make_request(PROMPT.format(i, "French"), adapter="huge", max_tokens=30, ignore_eos=True) for i in range(20)]
     both = [row for pair in zip(beside[:20], bad, strict=True) for row in pair] + beside[20:]
     texts = run(engine, *both).all_texts
     assert same([*texts[:40:2], *texts[40:]], alone) >= 0.9

@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda.wide import TILE_ROWS, HalfMap, has_wide, launch_wide, prepare_wide
-from rwkv_batch.kernels.cuda.wide_entrance import LEAST_ROWS, fits_entrance, launch_entrance
+from rwkv_batch.kernels.cuda.fused_input_projections import MIN_ROWS, fits_fused_projections, launch_fused_projections
+from rwkv_batch.kernels.cuda.hopper_gemm import (
+    TILE_ROWS,
+    Fp16Gemm,
+    has_hopper_gemm,
+    launch_hopper_gemm,
+    prepare_hopper_gemm,
+)
 
 GPU = torch.device("cuda", 0)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or not has_wide(GPU), reason="needs a GPU of sm_90"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not has_hopper_gemm(GPU), reason="needs a GPU of sm_90"),
 ]
 ROWS = (65, 80, 96, 105, 128, 160, 180, 200, 240, 256)
 NONE = Activation.NONE
@@ -40,7 +46,7 @@ def assert_near(y: Tensor, true: Tensor) -> None:
 
 
 def assert_nothing_is_left() -> None:
-    assert not prepare_wide(GPU).counters.any()
+    assert not prepare_hopper_gemm(GPU).counters.any()
 
 
 @pytest.mark.parametrize(("outputs", "ranks", "width"), ENTRANCES)
@@ -55,22 +61,22 @@ def test_an_entrance_gives_what_its_maps_give_apart(
         [weight(n, width) for n in ranks],
         [weight(outputs[0], n) for n in ranks],
     )
-    assert fits_entrance(rows, *weights)
+    assert fits_fused_projections(rows, *weights)
     ys = [[poisoned(rows, len(w)) for w in part] for part in weights]
     low = [y[:rows] for y in ys[1]]
     for turn in range(6):
         x = [normal(rows, width) for _ in range(7)]
-        whole: list[HalfMap] = [(w, x[i], ys[0][i][:rows], NONE) for i, w in enumerate(weights[0])]
-        shared: list[HalfMap] = [(w, x[3 + i], low[i], acts[i]) for i, w in enumerate(weights[1])]
-        late: list[HalfMap] = [(w, low[i], ys[2][i][:rows], NONE) for i, w in enumerate(weights[2])]
+        whole: list[Fp16Gemm] = [(w, x[i], ys[0][i][:rows], NONE) for i, w in enumerate(weights[0])]
+        shared: list[Fp16Gemm] = [(w, x[3 + i], low[i], acts[i]) for i, w in enumerate(weights[1])]
+        late: list[Fp16Gemm] = [(w, low[i], ys[2][i][:rows], NONE) for i, w in enumerate(weights[2])]
         for y in (y for part in ys for y in part):
             y.fill_(torch.nan)
         if turn % 2:
             torch.cuda.synchronize()
-        launch_entrance(whole, shared, late)
+        launch_fused_projections(whole, shared, late)
         found = [m[2].clone() for m in (*whole, *shared, *late)]
         for maps in (whole, shared, late):
-            launch_wide(maps, transposed=False)
+            launch_hopper_gemm(maps, transposed=False)
         assert all(torch.equal(one, m[2]) for one, m in zip(found, (*whole, *shared, *late), strict=True))
     assert_near(found[0], x[0].float() @ weights[0][0].float().T)
     assert_near(found[4], torch.tanh(x[4].float() @ weights[1][1].float().T))
@@ -84,10 +90,10 @@ def test_a_row_is_the_same_in_every_tile() -> None:
     x, weights = normal(7, TILE_ROWS[-1], 512), [weight(n, 512) for n in (*(2944,) * 3, *(128,) * 3, 512)]
     exits = [weight(2944, n) for n in (128, 128, 128, 512)]
     found = []
-    for rows in (size for size in TILE_ROWS if size >= LEAST_ROWS):
+    for rows in (size for size in TILE_ROWS if size >= MIN_ROWS):
         ys = [poisoned(rows, len(w))[:rows] for w in (*weights, *exits)]
-        maps: list[HalfMap] = [(w, one[:rows], y, NONE) for w, one, y in zip(weights, x, ys, strict=False)]
-        late: list[HalfMap] = [(w, one, y, NONE) for w, one, y in zip(exits, ys[3:7], ys[7:], strict=True)]
-        launch_entrance(maps[:3], maps[3:], late)
-        found.append([y[:LEAST_ROWS] for y in ys])
+        maps: list[Fp16Gemm] = [(w, one[:rows], y, NONE) for w, one, y in zip(weights, x, ys, strict=False)]
+        late: list[Fp16Gemm] = [(w, one, y, NONE) for w, one, y in zip(exits, ys[3:7], ys[7:], strict=True)]
+        launch_fused_projections(maps[:3], maps[3:], late)
+        found.append([y[:MIN_ROWS] for y in ys])
     assert all(torch.equal(y, first) for ys in found for y, first in zip(ys, found[0], strict=True))

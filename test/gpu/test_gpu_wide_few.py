@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda.few_rows import WIDE_FEW_ROWS, QuantMap, fits_wide_few, multiply_few
-from rwkv_batch.kernels.cuda.linear import Map
+from rwkv_batch.kernels.cuda.linear import Gemm
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
+from rwkv_batch.kernels.cuda.skinny_quant import HOPPER_FEW_ROWS, QuantGemm, fits_hopper_few, multiply_few
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 GPU = torch.device("cuda", 0)
@@ -30,7 +30,7 @@ def normal(*size: int) -> Tensor:
 def linear(n: int, k: int) -> tuple[CudaQuantLinear, Tensor]:
     stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.FP8)
     made = CudaQuantLinear(stored)
-    if not fits_wide_few(made, [k], WIDE_FEW_ROWS[0]):
+    if not fits_hopper_few(made, [k], HOPPER_FEW_ROWS[0]):
         pytest.skip("a kernel for sm_90 only")
     return made, dequantise(stored)
 
@@ -73,8 +73,8 @@ def test_maps_of_their_own_inputs_beside_halves(rows: int, width: int) -> None:
     halves = [normal(n, width) / width**0.5 for n in (64, 512)]
     x = normal(6, rows, width)
     ys = [torch.full((rows, n), torch.nan, device=GPU).half() for n in (*sizes, 64, 512)]
-    coded = [QuantMap(map_, x[i], ys[i], Activation.RELU_SQUARED) for i, (map_, _) in enumerate(maps)]
-    beside = [Map(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
+    coded = [QuantGemm(map_, x[i], ys[i], Activation.RELU_SQUARED) for i, (map_, _) in enumerate(maps)]
+    beside = [Gemm(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
     multiply_few(coded, beside)
     for i, (_, meant) in enumerate(maps):
         assert error(ys[i], torch.relu(x[i].float() @ meant.T).square()) < 2 * CLOSE, i

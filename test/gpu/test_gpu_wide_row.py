@@ -11,16 +11,16 @@ from bench.tools.gpu_model import random_stage
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
-from rwkv_batch.kernels.cuda.few_rows import QuantMap, fits_wide_row, multiply_few
 from rwkv_batch.kernels.cuda.library import RowValueArgs
-from rwkv_batch.kernels.cuda.linear import Map
+from rwkv_batch.kernels.cuda.linear import Gemm
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda.row_codes import LoneRow, RowSums, UnmixedRow, added_up
+from rwkv_batch.kernels.cuda.quantised_rows import DeferredMix, RowSums, SingleRowInput, sum_partials
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, fits_hopper_row, multiply_few
 from rwkv_batch.kernels.cuda.workspace import Workspace
-from rwkv_batch.model.layer import Entrance, Norm
+from rwkv_batch.model.layer import Norm, Prologue
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 
 GPU = torch.device("cuda", 0)
@@ -40,7 +40,7 @@ def normal(*size: int) -> Tensor:
 def linear(format_: Format, n: int, k: int) -> tuple[CudaQuantLinear, Tensor]:
     stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
     made = CudaQuantLinear(stored)
-    if not fits_wide_row(made, [k]):
+    if not fits_hopper_row(made, [k]):
         pytest.skip("a kernel for sm_90 only")
     return made, dequantise(stored)
 
@@ -79,8 +79,8 @@ def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> 
     halves = [normal(n, width) / width**0.5 for n in (64, 512)]
     x = normal(6, 1, width)
     ys = [torch.full((1, n), torch.nan, device=GPU).half() for n in (*sizes, 64, 512)]
-    coded = [QuantMap(map_, x[i], ys[i], Activation.RELU_SQUARED) for i, (map_, _) in enumerate(maps)]
-    beside = [Map(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
+    coded = [QuantGemm(map_, x[i], ys[i], Activation.RELU_SQUARED) for i, (map_, _) in enumerate(maps)]
+    beside = [Gemm(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
     multiply_few(coded, beside)
     for i, (_, meant) in enumerate(maps):
         assert error(ys[i], torch.relu(x[i].float() @ meant.T).square()) < 1e-3, i
@@ -90,7 +90,7 @@ def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> 
 
 def ops_of(width: int) -> CudaOps:
     ops = CudaOps()
-    ops.workspaces[GPU] = Workspace.of(GPU, width, 64)
+    ops.workspaces[GPU] = Workspace.build(GPU, width, 64)
     return ops
 
 
@@ -104,12 +104,12 @@ def sums_of(delta: Tensor) -> RowSums:
 @pytest.mark.parametrize("format_", Format)
 def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str) -> None:
     """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
-    monkeypatch.setattr(cuda_shift_mix, "_mixes_in_launch", lambda entrance: True)
-    reader, meant = linear(format_, 96, width)
+    monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda entrance: True)
+    consumer, meant = linear(format_, 96, width)
     ops = ops_of(width)
     work = ops.workspaces[GPU]
     norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
-    of = Entrance(norm, torch.rand(6, width, device=GPU).half(), reader)
+    build = Prologue(norm, torch.rand(6, width, device=GPU).half(), consumer)
     x, delta, shift = normal(2, width), normal(2, width) if has_delta else None, normal(4, width)
     low = normal(64, width) / width**0.5
 
@@ -119,15 +119,15 @@ def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Forma
         return StepInputs(torch.zeros_like(read), ends, read, written, ends[1:] - 1, 1)
 
     after, alone = shift.clone(), shift.clone()
-    out, mixed = ops.shift_mix(x, delta, of, after, step(2))
+    out, mixed = ops.shift_mix(x, delta, build, after, step(2))
     one = step(1)  # the launch reads its slots
     alone_delta = None if delta is None else sums_of(delta[:1]) if has_delta == "sums" else delta[:1]
-    out_alone, row = ops.shift_mix(x[:1], alone_delta, of, alone, one)
+    out_alone, row = ops.shift_mix(x[:1], alone_delta, build, alone, one)
     assert isinstance(mixed, Tensor)
-    assert isinstance(row, UnmixedRow)
+    assert isinstance(row, DeferredMix)
     y, z = torch.full((3, 1, 96), torch.nan, device=GPU).half(), torch.full((1, 64), torch.nan, device=GPU).half()
-    maps = [QuantMap(reader, row.mix[i], y[i]) for i in range(3)]
-    multiply_few(maps, [Map(low, row.mix[3], z, Activation.TANH)], row.args)
+    maps = [QuantGemm(consumer, row.mix[i], y[i]) for i in range(3)]
+    multiply_few(maps, [Gemm(low, row.mix[3], z, Activation.TANH)], row.args)
     assert torch.equal(out_alone[0], out[0])
     assert torch.equal(alone[2], after[2])
     assert torch.equal(alone[[0, 1, 3]], shift[[0, 1, 3]])
@@ -145,19 +145,19 @@ def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, p
     weight = torch.randn(ffn, width, device=GPU) / width**0.5
     weight[:, 0] = 1.0
     key = CudaQuantLinear(quantise(weight, format_))
-    if not fits_wide_row(key, [width]):
+    if not fits_hopper_row(key, [width]):
         pytest.skip("a kernel for sm_90 only")
     stored = quantise(torch.randn(width, ffn, device=GPU) / ffn**0.5, format_)
     packed = CudaQuantValue(stored).packed
     x = normal(1, width)
     x[0, 0] = push
     hidden = torch.full((1, ffn), torch.nan, device=GPU).half()
-    multiply_few([QuantMap(key, x, hidden, Activation.RELU_SQUARED)])
+    multiply_few([QuantGemm(key, x, hidden, Activation.RELU_SQUARED)])
     meant = hidden.double() @ dequantise(stored).double().T
     sums = [torch.full((8, width // 8), units << 32, device=GPU) for units in (0, 0, -3)]
     for into in sums:
         value = RowValueArgs(packed.codes.data_ptr(), packed.scales.data_ptr(), into.data_ptr(), width)
-        multiply_few([QuantMap(key, x, torch.empty_like(hidden), Activation.RELU_SQUARED)], value=value)
+        multiply_few([QuantGemm(key, x, torch.empty_like(hidden), Activation.RELU_SQUARED)], value=value)
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[2], sums[0] - (3 << 32))
     y = (sums[0].T.reshape(1, -1).double() * 2.0**-32).float()
@@ -170,15 +170,15 @@ def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, p
 def test_sums_begin_with_zeros(format_: Format) -> None:
     """What a step that was broken off has left there is not in the next channel mix."""
     width = 1024
-    reader, _ = linear(format_, 4 * width, width)
+    consumer, _ = linear(format_, 4 * width, width)
     ops = ops_of(width)
     ops.workspaces[GPU].row_sums.fill_(-1)
     norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
-    of = Entrance(norm, torch.rand(1, width, device=GPU).half(), reader)
+    build = Prologue(norm, torch.rand(1, width, device=GPU).half(), consumer)
     ends, slot = torch.tensor([0, 1], device=GPU), torch.tensor([2], device=GPU)
     inputs = StepInputs(torch.zeros_like(slot), ends, slot, slot, ends[1:] - 1, 1)
-    _, (row,) = ops.shift_mix(normal(1, width), None, of, normal(3, width), inputs)
-    assert isinstance(row, LoneRow)
+    _, (row,) = ops.shift_mix(normal(1, width), None, build, normal(3, width), inputs)
+    assert isinstance(row, SingleRowInput)
     assert not row.added.any()
 
 
@@ -195,7 +195,7 @@ def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> Non
     other = CudaQuantValue(quantise(torch.randn(width, ffn, device=GPU), format_))
     ys = []
     for _ in range(20):  # whatever has lain in a processor's shared memory before
-        ys.append(added_up(sparse_value_quantised(value, hidden)))
+        ys.append(sum_partials(sparse_value_quantised(value, hidden)))
         sparse_value_quantised(other, torch.rand(1, ffn, device=GPU).half())
     assert all(torch.equal(y, ys[0]) for y in ys)
     assert error(ys[0], hidden.float() @ dequantise(stored).T) < 1e-3
@@ -206,7 +206,7 @@ def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> Non
 def test_steps_of_a_row_have_the_same_bits_each_time(name: str) -> None:
     """All layers of 7.2B. int8's had not, one launch in some ten thousand: the next copy into a place of the ring came
     before the loads of this one's scales."""
-    stage, vocab = random_stage("7.2b", GPU, StateForm.FP16, dtype=name), 65536
+    stage, vocab = random_stage("7.2b", GPU, StateFormat.FP16, dtype=name), 65536
     stage.allocate_slots(4)
     tokens = torch.randint(vocab, (3, 1), device=GPU)
     slot, ends = torch.tensor([2], device=GPU), torch.tensor([0, 1], device=GPU)

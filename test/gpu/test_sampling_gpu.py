@@ -32,13 +32,15 @@ def mixed(rows: int) -> list[SamplingParams]:
         SamplingParams(top_k=5000, top_p=0.99, temperature=3.0, frequency_penalty=1.0),
         SamplingParams(top_k=1, logit_bias={7: 2.0}),
     ]
-    return [msgspec.structs.replace(sorts[seat % len(sorts)], seed=seat * 2**35 + 3) for seat in range(rows)]
+    return [
+        msgspec.structs.replace(sorts[req_slot % len(sorts)], seed=req_slot * 2**35 + 3) for req_slot in range(rows)
+    ]
 
 
 def made(name: str, params: list[SamplingParams], vocab: int = VOCAB) -> Sampler:
     sampler = sampler_class(name)(len(params), vocab, GPU, [11, 12])
-    for seat, row in enumerate(params):
-        sampler.admit(seat, row)
+    for req_slot, row in enumerate(params):
+        sampler.admit(req_slot, row)
     return sampler
 
 
@@ -50,11 +52,11 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 def test_rapid_equals_naive_in_every_launch_shape(rows: int) -> None:
     params = mixed(rows)
     rapid, naive = made("rapid", params), made("naive", params)
-    seats, different = list(range(rows)), 0
+    req_slots, different = list(range(rows)), 0
     for step in range(6):
         logits = random_logits(rows, step)
-        tokens = rapid.sample(logits, seats).token_ids
-        expected = naive.sample(logits.clone(), seats).token_ids
+        tokens = rapid.sample(logits, req_slots).token_ids
+        expected = naive.sample(logits.clone(), req_slots).token_ids
         different += int((tokens != expected).sum())
         assert different <= 1
         if different:
@@ -73,8 +75,8 @@ def test_rapid_on_rows_that_defeat_the_short_list(kind: str) -> None:
     cuts = [(50, 1.0), (0, 0.6), (700, 0.9), (30000, 1.0), (0, 1e-4), (2, 0.5), (40000, 0.7)]
     params = [SamplingParams(top_k=k, top_p=p, seed=s) for s in range(4) for k, p in cuts]
     tokens = made("rapid", params).sample(row.repeat(len(params), 1), list(range(len(params)))).token_ids.tolist()
-    draws = [OracleRow(p).draw(row.cpu().numpy()) for p in params]
-    assert all(token == draw.token or draw.doubtful for token, draw in zip(tokens, draws, strict=True))
+    samples = [OracleRow(p).sample(row.cpu().numpy()) for p in params]
+    assert all(token == sample.token or sample.is_ambiguous for token, sample in zip(tokens, samples, strict=True))
 
 
 @pytest.mark.parametrize("rows", [8, 30, 64, 300])
@@ -108,19 +110,19 @@ def test_half_logits_draw_as_their_fp32_values() -> None:
     half, single = made("rapid", params), made("rapid", params)
     for step in range(3):
         logits = random_logits(90, step).half()
-        seats = list(range(90))
-        assert torch.equal(half.sample(logits, seats).token_ids, single.sample(logits.float(), seats).token_ids)
+        req_slots = list(range(90))
+        assert torch.equal(half.sample(logits, req_slots).token_ids, single.sample(logits.float(), req_slots).token_ids)
 
 
 def test_graph_replays_equal_eager_steps_with_padding() -> None:
     params = mixed(60)
     eager, graphed = made("rapid", params), made("rapid", params)
     logits = torch.zeros(64, VOCAB, device=GPU)
-    seats = torch.tensor([*reversed(range(60)), 60, 60, 60, -1], dtype=torch.int32, device=GPU)
+    req_slots = torch.tensor([*reversed(range(60)), 60, 60, 60, -1], dtype=torch.int32, device=GPU)
     out = torch.full((64,), -7, dtype=torch.int64, device=GPU)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graphed.sample_on_device(logits, seats, out)  # type: ignore[attr-defined]
+        graphed.sample_on_device(logits, req_slots, out)  # type: ignore[attr-defined]
     for step in range(5):
         logits.copy_(random_logits(64, step))
         graph.replay()
@@ -131,9 +133,9 @@ def test_graph_replays_equal_eager_steps_with_padding() -> None:
 
 def test_rapid_sample_checks_what_it_is_given() -> None:
     rapid = made("rapid", mixed(4))
-    seats = torch.zeros(4, dtype=torch.int32, device=GPU)
+    req_slots = torch.zeros(4, dtype=torch.int32, device=GPU)
     with pytest.raises(TypeError, match=r"out: wants torch.int64"):
-        rapid.sample_on_device(random_logits(4, 0), seats, seats)  # type: ignore[attr-defined]
+        rapid.sample_on_device(random_logits(4, 0), req_slots, req_slots)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="do not fit 4 seats"):
         rapid.sample(random_logits(4, 0, vocab=100), [0, 1, 2, 3])
 
@@ -145,8 +147,11 @@ def test_flashinfer_filters_as_the_definition_does() -> None:
     filtered, rapid = made("flashinfer", params), made("rapid", params)
     logits = random_logits(90, 2)
     logits[45:] = (logits[45:] * 2).round() / 2
-    seats = list(range(90))
-    tokens, expected = filtered.sample(logits.clone(), seats).token_ids, rapid.sample(logits.clone(), seats).token_ids
+    req_slots = list(range(90))
+    tokens, expected = (
+        filtered.sample(logits.clone(), req_slots).token_ids,
+        rapid.sample(logits.clone(), req_slots).token_ids,
+    )
     assert int((tokens != expected).sum()) <= 2
 
 
@@ -166,15 +171,17 @@ def test_a_run_without_draws_counts_as_the_definition_counts_it(name: str) -> No
     """Runs of many lengths between the draws of rows of all kinds, tokens seen before and biased ones among them."""
     params = mixed(60)
     sampler, naive = made(name, params), made("naive", params)
-    draw = torch.Generator().manual_seed(5)
+    sample = torch.Generator().manual_seed(5)
     for step in range(8):
-        seats = [seat for seat in range(60) if (seat + step) % 3]
+        req_slots = [req_slot for req_slot in range(60) if (req_slot + step) % 3]
         runs = [
-            torch.randint(0, 40 if seat % 2 else VOCAB, (1 + (seat * 7 + step) % 40,), generator=draw).tolist()
-            for seat in seats
+            torch.randint(
+                0, 40 if req_slot % 2 else VOCAB, (1 + (req_slot * 7 + step) % 40,), generator=sample
+            ).tolist()
+            for req_slot in req_slots
         ]
         for each in (sampler, naive):
-            each.follow(seats, runs)
+            each.append_tokens(req_slots, runs)
         logits = random_logits(60, step)
         expected = naive.sample(logits.clone(), list(range(60))).token_ids
         assert int((sampler.sample(logits.clone(), list(range(60))).token_ids != expected).sum()) <= step // 4

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from native import cuda_check, machine
+from bench.tools import cuda_check
+from bench.tools.cuda_check import Compiled
+from native import machine
 from native.build import CUDA_FLAGS, INCLUDES
 from native.cores import cores
-from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_COLUMNS
-from rwkv_batch.kernels.cuda.coded_launch import MAX_PARTS_ROWS
-from rwkv_batch.kernels.cuda.coded_weights import FEW_ROWS
-from rwkv_batch.kernels.cuda.few_rows import MAX_MIXED_ROWS
+from rwkv_batch.kernels.cuda.hopper_quantised_launch import MAX_TWO_PART_ROWS
 from rwkv_batch.kernels.cuda.library import (
     HOPPER_NAMES,
     SIGNATURES,
@@ -32,8 +31,10 @@ from rwkv_batch.kernels.cuda.library import (
     SkinnyArgs,
     WkvArgs,
 )
-from rwkv_batch.kernels.cuda.packed_codes import INPUT_STEP, NUMBERS
+from rwkv_batch.kernels.cuda.packed_weights import INPUT_STEP, NUMBERS
+from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, SHIFT_BLOCKS, TOKEN_BLOCKS, TOKEN_CHANNELS
+from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 
@@ -49,7 +50,7 @@ class Card:
 
     name: str
     arch: str
-    processors: int
+    num_sms: int
     shared_of_block: int
     shared_of_processor: int
     registers: int = 65536
@@ -120,7 +121,7 @@ def compiled(source: Path) -> dict[str, Compiled]:
 
 
 def archs_of(source: Path) -> tuple[str, ...]:
-    """What a source is built for: Hopper's own library where every GPU is of sm_90 (`why_no_wide`), others anywhere."""
+    """What a source is built for: Hopper's own library where every GPU is of sm_90 (`hopper_gemm_unavailable_reason`), others anywhere."""
     return ("sm_90a",) if source.stem in HOPPER_NAMES else cuda_check.CHECKED_ARCHS
 
 
@@ -178,9 +179,7 @@ class Launcher:
     def __init__(self, library: ctypes.CDLL, number: int, card: Card) -> None:
         self._library, self._card = library, card
         self._records = (Record * 64)()
-        library.fake_card(
-            number, card.major, card.processors, card.shared_of_block, card.shared_of_processor, card.kept
-        )
+        library.fake_card(number, card.major, card.num_sms, card.shared_of_block, card.shared_of_processor, card.kept)
         for kernel, need in needs(card.arch).items():
             library.fake_static_shared(kernel.encode(), need.static_shared)
 
@@ -201,7 +200,7 @@ class Launcher:
         assert self._library.rapid_prepare(VOCAB) == 0, f"the sampler is refused on {self._card.name}"
         launch = rapid.Launch(rows=rows, vocab=VOCAB, max_rows=1024, capacity=1024)
         early = self._card.major >= 9
-        return self._taken("rapid", self._library.rapid_sample(byref(launch), self._card.processors, early, None))
+        return self._taken("rapid", self._library.rapid_sample(byref(launch), self._card.num_sms, early, None))
 
     def step(self, width: int, rows: int) -> Iterator[Record]:
         """Every launch of a step of `rows` rows: decoding, and reading prompts of several lengths."""
@@ -228,13 +227,13 @@ class Launcher:
             yield from self.call("rwkv_skinny", byref(skinny))
             for format_, number in NUMBERS.items():
                 yield from self.call("rwkv_dequantise", *[SOMEWHERE] * 3, number, 0, outputs, inputs)
-                if rows > FEW_ROWS[format_] or inputs % INPUT_STEP[format_]:
+                if rows > SKINNY_ROWS[format_] or inputs % INPUT_STEP[format_]:
                     continue
                 quant = QuantArgs(count=1, rows=rows, format=number)
                 for item in quant.maps[:2]:
                     item.scales, item.n, item.k, item.warps_k = SOMEWHERE, outputs, inputs, 4
                 yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
-                if rows <= MAX_MIXED_ROWS:
+                if rows <= MAX_MIXED_GEMM_ROWS:
                     quant.count, quant.maps[1].scales = 2, None
                     yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
         if rows <= 8:
@@ -263,10 +262,10 @@ class Launcher:
         for mixes, ((codes_at, scales), in_bytes) in product((1, 6), forms):
             args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes_at, scales=scales, token_blocks=1)
             args.in_bytes = in_bytes
-            args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
+            args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.num_sms))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
-            if ragged or (scales is not None and not in_bytes) or rows > MAX_PARTS_ROWS:
+            if ragged or (scales is not None and not in_bytes) or rows > MAX_TWO_PART_ROWS:
                 continue
             args.shares, args.num_shares = SOMEWHERE, 4
             yield from self.call("rwkv_shift_mix", byref(args), rows)

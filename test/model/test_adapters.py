@@ -13,7 +13,7 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
-from rwkv_batch.model.adapters.merge import merged
+from rwkv_batch.model.adapters.merge import merge_adapters
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import weights_from
 from test.model.test_model import feed, oracle, pipeline
@@ -138,7 +138,7 @@ def test_each_kind_is_its_formula_and_the_model_the_references(tmp_path: Path, k
     parts = {target: make(target) for target in targets()}
     torch.save(file_of(parts), tmp_path / "a.pth")
     base = weights_from(BASE)
-    weights = merged(base, [read_adapter(tmp_path / "a.pth", scale)])
+    weights = merge_adapters(base, [read_adapter(tmp_path / "a.pth", scale)])
     changed = dict(BASE)
     for target, found in parts.items():
         expected = plain(BASE[f"{target}.weight"], found, scale or 1.0)
@@ -157,7 +157,7 @@ def test_each_kind_is_its_formula_and_the_model_the_references(tmp_path: Path, k
 
 def test_vectors_are_replaced_whole(tmp_path: Path) -> None:
     torch.save({"blocks.0.att.x_r": normal(WIDTH), "blocks.1.ln1.bias": normal(WIDTH)}, tmp_path / "a.pth")
-    weights = merged(weights_from(BASE), [adapter := read_adapter(tmp_path / "a.pth")])
+    weights = merge_adapters(weights_from(BASE), [adapter := read_adapter(tmp_path / "a.pth")])
     assert torch.equal(weights.tensor("blocks.0.att.x_r").flatten(), adapter.parts["blocks.0.att.x_r"][""])
     assert weights.tensor("blocks.0.att.x_r").shape == BASE["blocks.0.att.x_r"].shape
     feed(pipeline(weights, "naive"), [1, 2], (2,))
@@ -168,10 +168,10 @@ def test_adapters_act_one_after_another(tmp_path: Path) -> None:
     for name, parts in (("1", first), ("2", second)):
         torch.save(file_of(parts), tmp_path / f"{name}.pth")
     adapters = [read_adapter(tmp_path / "1.pth", 2.0), read_adapter(tmp_path / "2.pth")]
-    weights = merged(weights_from(BASE), adapters)
+    weights = merge_adapters(weights_from(BASE), adapters)
     expected = plain_bone(plain_lora(BASE["head.weight"], first["head"], 2.0), second["head"], 1.0)
     assert (weights.tensor("head.weight") - expected).abs().max() < 1e-4
-    assert weights.fingerprint != merged(weights_from(BASE), adapters[::-1]).fingerprint
+    assert weights.fingerprint != merge_adapters(weights_from(BASE), adapters[::-1]).fingerprint
 
 
 def test_the_fingerprint_knows_the_scale_and_every_number(tmp_path: Path) -> None:
@@ -181,7 +181,8 @@ def test_the_fingerprint_knows_the_scale_and_every_number(tmp_path: Path) -> Non
     torch.save(tensors, tmp_path / "b.pth")
     files = [("a", 1.0), ("a", 2.0), ("b", 1.0)]
     found = [
-        merged(weights_from(BASE), [read_adapter(tmp_path / f"{name}.pth", scale)]).fingerprint for name, scale in files
+        merge_adapters(weights_from(BASE), [read_adapter(tmp_path / f"{name}.pth", scale)]).fingerprint
+        for name, scale in files
     ]
     assert len({*found, weights_from(BASE).fingerprint}) == 4
 
@@ -219,7 +220,7 @@ def test_a_folder_of_pefts_says_its_scale(tmp_path: Path, config: dict[str, Any]
     parts = {"blocks.0.att.key": lora("blocks.0.att.key")}
     folder = peft(tmp_path / "adapter", parts, {"peft_type": "LORA", "r": R, **config})
     for path in (folder, folder / "adapter_model.safetensors"):
-        weights = merged(weights_from(BASE), [read_adapter(path)])
+        weights = merge_adapters(weights_from(BASE), [read_adapter(path)])
         expected = plain_lora(BASE["blocks.0.att.key.weight"], parts["blocks.0.att.key"], scale)
         assert (weights.tensor("blocks.0.att.key.weight") - expected).abs().max() < 1e-4
     assert read_adapter(folder, 9.0).scale_of("blocks.0.att.key") == 9.0
@@ -228,7 +229,7 @@ def test_a_folder_of_pefts_says_its_scale(tmp_path: Path, config: dict[str, Any]
 def test_a_dora_of_pefts(tmp_path: Path) -> None:
     parts = {"head": dora_of_rows("head")}
     folder = peft(tmp_path / "adapter", parts, {"lora_alpha": R, "use_dora": True})
-    weights = merged(weights_from(BASE), [read_adapter(folder)])
+    weights = merge_adapters(weights_from(BASE), [read_adapter(folder)])
     expected = plain_dora_of_rows(BASE["head.weight"], parts["head"], 1.0)
     assert (weights.tensor("head.weight") - expected).abs().max() < 1e-4
 
@@ -289,7 +290,7 @@ def test_refused(tmp_path: Path, case: str) -> None:
     tensors, why = REFUSED[case]
     torch.save(tensors, tmp_path / "a.pth")
     with pytest.raises(FileError, match=why) as refused:
-        merged(weights_from(BASE), [read_adapter(tmp_path / "a.pth")])
+        merge_adapters(weights_from(BASE), [read_adapter(tmp_path / "a.pth")])
     assert f"adapter file {tmp_path / 'a.pth'}" in str(refused.value)
 
 

@@ -7,17 +7,17 @@ import ctypes
 import pytest
 import torch
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda import wide_codes
-from rwkv_batch.kernels.cuda.packed_codes import pack
-from rwkv_batch.kernels.cuda.wide import WideWorkspace
-from rwkv_batch.kernels.cuda.wide_codes import launch_codes, map_of_halves
+from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
+from rwkv_batch.kernels.cuda import hopper_gemm_weight_only
+from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import fp16_gemm, launch_weight_only
+from rwkv_batch.kernels.cuda.packed_weights import pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
 @pytest.fixture(scope="module", params=Format)
@@ -43,10 +43,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             call(LIBRARIES[Format(name.rpartition("_")[2])], name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
-    monkeypatch.setattr(wide_codes, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    monkeypatch.setattr(wide_codes, "shares_processors", lambda: True)
-    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(wide_codes, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(hopper_gemm_weight_only, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    monkeypatch.setattr(hopper_gemm_weight_only, "is_mps_active", lambda: True)
+    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    monkeypatch.setattr(hopper_gemm_weight_only, "prepare_hopper_gemm", lambda device: work)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -61,7 +61,7 @@ def test_products(format_: Format, transposed: bool) -> None:
             packed = pack(stored, transposed)
             x = torch.randn(rows, k).half()
             y = torch.full((rows, n), torch.nan, dtype=torch.float32 if i else torch.float16)
-            maps.append(packed.codes_map(x, y, Activation.NONE if i else Activation.RELU_SQUARED))
+            maps.append(packed.weight_only_gemm(x, y, Activation.NONE if i else Activation.RELU_SQUARED))
             true = x.float() @ dequantise(stored).T
             wanted.append(true if i else true.relu().square())
         weight, x, y = (
@@ -69,8 +69,8 @@ def test_products(format_: Format, transposed: bool) -> None:
             torch.randn(rows, 192).half(),
             torch.full((rows, 96), torch.nan),
         )
-        maps.append(map_of_halves(weight, x, y.half(), Activation.TANH))
+        maps.append(fp16_gemm(weight, x, y.half(), Activation.TANH))
         wanted.append((x.float() @ weight.float().T).tanh())
-        launch_codes(maps)
+        launch_weight_only(maps)
         for m, true in zip(maps, wanted, strict=True):
             assert ((m.y.float() - true).norm() / true.norm()).item() < 1e-3, (m.n, m.k, rows)

@@ -21,12 +21,14 @@ from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.stage import Stage
 
-needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
+needs_compiler = pytest.mark.skipif(
+    cpu_library.build_unavailable_reason() is not None, reason=str(cpu_library.build_unavailable_reason())
+)
 pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
 WIDTH, SLOTS, LAYERS = 192, 16, 3
@@ -40,7 +42,7 @@ BATCHES = [
 ]
 STAGES = [(0, 3), (0, 1), (1, 3)]
 """First and last layer; those behind the first one need its values."""
-FP32 = Precision(CPU, torch.float32, torch.float32, StateForm.FP32)
+FP32 = Precision(CPU, torch.float32, torch.float32, StateFormat.FP32)
 
 
 def layers(stage: tuple[int, int], ops: NaiveOps) -> list[Layer]:
@@ -59,7 +61,7 @@ def normal(*size: int, seed: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def random_state(stage: tuple[int, int], wkv: StateForm = StateForm.FP32) -> StateArena:
+def random_state(stage: tuple[int, int], wkv: StateFormat = StateFormat.FP32) -> StateArena:
     """Slots full of numbers; slot 0 is zero."""
     shape = ModelShape(LAYERS, WIDTH, 256, 4 * WIDTH)
     state = StateArena(SLOTS, stage[1] - stage[0], shape, CPU, wkv, torch.float32)
@@ -124,9 +126,9 @@ def test_layers_are_bit_identical_for_any_number_of_threads(threads: int) -> Non
 def test_fp16_states_take_the_plain_path() -> None:
     inputs, stage = random_inputs(BATCHES[2]), STAGES[0]
     x = normal(len(inputs.tokens), WIDTH, seed=1)
-    fast, naive = (random_state(stage, StateForm.FP16) for _ in range(2))
+    fast, naive = (random_state(stage, StateFormat.FP16) for _ in range(2))
     weights = weights_from(random_weights(LAYERS, WIDTH, 256, seed=3, ranks=(20, 24, 12, 40)))
-    prepared = Stage(weights, *stage, Precision(CPU, torch.float32, torch.float32, StateForm.FP16), CpuOps())
+    prepared = Stage(weights, *stage, Precision(CPU, torch.float32, torch.float32, StateFormat.FP16), CpuOps())
     prepared.state = fast
     out, _ = prepared.forward(x, None, inputs)
     with pytest.raises(ValueError, match="over fp32 states"):
@@ -163,7 +165,7 @@ def test_without_a_compiler_the_reason_is_given_and_naive_serves(monkeypatch: py
 
     monkeypatch.setattr("native.build.load", fail)
     cpu_library.library.cache_clear()
-    cpu_library.build_problem.cache_clear()
+    cpu_library.build_unavailable_reason.cache_clear()
     try:
         ops, refusals = choose_ops("auto", CPU)
         assert ops.name == "naive"
@@ -172,11 +174,11 @@ def test_without_a_compiler_the_reason_is_given_and_naive_serves(monkeypatch: py
             choose_ops("cpu", CPU)
     finally:
         cpu_library.library.cache_clear()
-        cpu_library.build_problem.cache_clear()
+        cpu_library.build_unavailable_reason.cache_clear()
 
 
 def test_another_device_is_refused() -> None:
-    assert "on a CPU" in str(CpuOps.why_not(torch.device("cuda")))
+    assert "on a CPU" in str(CpuOps.unavailable_reason(torch.device("cuda")))
 
 
 def test_activations_have_the_numbers_of_the_header() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv_batch.kernels.cpu.memory import ALIGNMENT, BLOCK, HUGE_PAGE, SMALLEST, PackedMemory, plain
+from rwkv_batch.kernels.cpu.memory import ALIGNMENT, BLOCK, HUGE_PAGE, MIN_BLOCK_BYTES, PackedMemory, allocate_plain
 
 SMAPS = Path("/proc/self/smaps")
 HAS_FLAGS = Path("/sys/kernel/mm/transparent_hugepage").exists() and SMAPS.exists() and "VmFlags" in SMAPS.read_text()
@@ -26,23 +26,36 @@ def mapping_of(address: int) -> str | None:
 
 def test_pieces_are_zeros_apart_from_each_other() -> None:
     memory = PackedMemory()
-    sizes = [SMALLEST, SMALLEST + 1, 3, BLOCK - SMALLEST, 2 * BLOCK + 5, SMALLEST, 100, BLOCK]
-    pieces = [memory.take(size) for size in sizes]
+    sizes = [
+        MIN_BLOCK_BYTES,
+        MIN_BLOCK_BYTES + 1,
+        3,
+        BLOCK - MIN_BLOCK_BYTES,
+        2 * BLOCK + 5,
+        MIN_BLOCK_BYTES,
+        100,
+        BLOCK,
+    ]
+    pieces = [memory.allocate(size) for size in sizes]
     assert [len(piece) for piece in pieces] == sizes
     for number, piece in enumerate(pieces, 1):
         assert piece.dtype == torch.uint8 and piece.data_ptr() % ALIGNMENT == 0 and not piece.any()
         piece.fill_(number)
     assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
-    assert pieces[1].data_ptr() - pieces[0].data_ptr() == SMALLEST, "they lie in one block, one behind the other"
+    assert pieces[1].data_ptr() - pieces[0].data_ptr() == MIN_BLOCK_BYTES, "they lie in one block, one behind the other"
 
 
 @pytest.mark.skipif(not HAS_FLAGS, reason="this kernel has no huge pages, or does not say so")
 def test_blocks_are_for_huge_pages_and_are_given_back() -> None:
     memory = PackedMemory()
-    first, second, small = memory.take(SMALLEST), memory.take(BLOCK), memory.take(SMALLEST - 1)
+    first, second, small = (
+        memory.allocate(MIN_BLOCK_BYTES),
+        memory.allocate(BLOCK),
+        memory.allocate(MIN_BLOCK_BYTES - 1),
+    )
     address = first.data_ptr()
     assert address % HUGE_PAGE == 0 and second.data_ptr() % HUGE_PAGE == 0
-    for piece, is_huge in ((first, True), (second, True), (small, False), (plain(BLOCK), False)):
+    for piece, is_huge in ((first, True), (second, True), (small, False), (allocate_plain(BLOCK), False)):
         mapping = mapping_of(piece.data_ptr())
         assert mapping is not None and (" hg" in mapping.rpartition("VmFlags:")[2]) is is_huge
     before = mapping_of(address)

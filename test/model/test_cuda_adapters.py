@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rwkv_batch.kernels.cuda.adapters import NOBODY, TILE, CudaAdapterTable, fill_tiles, max_tiles
+from rwkv_batch.kernels.cuda.adapters import NO_TOKEN, TILE, CudaAdapterTable, fill_tiles, max_tiles
 from rwkv_batch.kernels.cuda.channel_mix import mix_experts
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
@@ -25,10 +25,10 @@ def test_every_token_is_in_one_tile_of_its_adapter(tokens: int, adapters: int) -
     count = fill_tiles(numbers, places, tiles)
     found = []
     for tile, own in zip(tiles[:count], places[: count * TILE].reshape(-1, TILE), strict=True):
-        here = own[own != NOBODY]
+        here = own[own != NO_TOKEN]
         assert len(here) and (numbers[here] == tile).all()
         found += here.tolist()
-    assert sorted(found) == list(range(tokens)) and (tiles[count:] == NOBODY).all()
+    assert sorted(found) == list(range(tokens)) and (tiles[count:] == NO_TOKEN).all()
     without = tiles[:count] == 0
     assert (np.sort(without) == without).all(), "rows without an adapter come last: kernels stop there"
 
@@ -84,10 +84,10 @@ def test_experts_as_plain_torch_has_them(is_squared: bool) -> None:
     x = torch.randn(8, 64, generator=generator).half()
     before = torch.relu(layer.ffn_key(x)) if not is_squared else torch.relu(layer.ffn_key(x)).square()
     hidden, wanted, added = before.clone(), before.float(), torch.zeros(8, 64)
-    of_step, true = table.of_step(inputs), plain.of_step(inputs)
-    assert of_step is not None and true is not None
-    got = mix_experts(layer, x, hidden, of_step.of_layer(1), is_squared)
-    true.of_layer(1).mix_experts(x.float(), layer.ffn_key(x).float(), wanted, added)
+    for_step, true = table.for_step(inputs), plain.for_step(inputs)
+    assert for_step is not None and true is not None
+    got = mix_experts(layer, x, hidden, for_step.for_layer(1), is_squared)
+    true.for_layer(1).mix_experts(x.float(), layer.ffn_key(x).float(), wanted, added)
     assert got is not None and (wanted - before.float()).norm() > 0.3 * wanted.norm()
     for row, number in enumerate(numbers):
         if number == 0:
@@ -107,8 +107,8 @@ def test_a_step_without_rows_of_theirs_has_no_experts() -> None:
     x = torch.ones(2, 64).half()
     for numbers, layer in (([1, 0], 1), ([2, 0], 0)):
         inputs.adapters = torch.tensor(numbers)
-        of_step = table.of_step(inputs)
-        assert of_step is not None
-        assert mix_experts(SimpleNamespace(), x, x, of_step.of_layer(layer)) is None  # type: ignore[arg-type]
+        for_step = table.for_step(inputs)
+        assert for_step is not None
+        assert mix_experts(SimpleNamespace(), x, x, for_step.for_layer(layer)) is None  # type: ignore[arg-type]
     table.drop(2)
     assert not table.is_routed(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda import library as cuda_library
 from sampling import rapid
 from test.model.card_launches import (
@@ -55,7 +55,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def test_there_is_a_compiler() -> None:
     """requirements-dev.txt has it, so that no source is ever unbuilt."""
-    assert cuda_check.why_not() is None
+    assert cuda_check.unavailable_reason() is None
 
 
 @pytest.mark.timeout(900)
@@ -75,7 +75,7 @@ def test_every_source_belongs_to_a_library() -> None:
     others = {f"{name}.cu" for name in cuda_library.NAMES} | {path.name for path in rapid.LIBRARY.sources}
     assert {path.name for path in SOURCES} == hopper | others
     assert len(SOURCES) == len(hopper) + len(others)
-    assert {path.name for path in SOURCES if cuda_check.has_own_instructions(path)} == hopper
+    assert {path.name for path in SOURCES if cuda_check.is_arch_specific(path)} == hopper
     assert {arch for path in SOURCES for arch in archs_of(path)} == {*cuda_check.CHECKED_ARCHS, "sm_90a"}
 
 
@@ -86,11 +86,11 @@ def test_a_source_is_read_for_each_architecture_that_it_asks_about(tmp_path: Pat
     for name in ("plain", "asking"):
         source = tmp_path / f"{name}.cu"
         source.write_text(f'#include "early_launch.cuh"\n#include "{name}.cuh"\n')
-        read[name] = [cuda_check.front_end_of(arch, source) for arch in (*cuda_check.CHECKED_ARCHS, "sm_90a")]
+        read[name] = [cuda_check.virtual_arch(arch, source) for arch in (*cuda_check.CHECKED_ARCHS, "sm_90a")]
     assert read["plain"] == ["80", "80", "80", "90", "100", "100", "90"]
     assert read["asking"] == ["80", "80", "89", "90", "100", "100", "90"]
     source.write_text("#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n#endif\n")
-    assert cuda_check.front_end_of("sm_90a", source) == "90a"
+    assert cuda_check.virtual_arch("sm_90a", source) == "90a"
 
 
 @pytest.mark.timeout(900)

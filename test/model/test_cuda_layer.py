@@ -13,7 +13,7 @@ from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.weights import Weights, weights_from
 
 WIDTH = 640
@@ -27,7 +27,7 @@ def stored(dtype: torch.dtype = torch.float16) -> Weights:
 
 
 def loaded(weights: Weights, index: int, device: torch.device = CPU) -> Layer:
-    precision = Precision(device, torch.float16, torch.float16, StateForm.FP16)
+    precision = Precision(device, torch.float16, torch.float16, StateFormat.FP16)
     return LayerLoader(weights, precision, moves_matrices=False).layer(index)
 
 
@@ -39,7 +39,7 @@ def test_layers_are_dealt_by_what_a_card_keeps_twice(
 ) -> None:
     """ffn.value, a third of the numbers: of fp8 where there is no Hopper."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    half, states = torch.float16, StateForm.FP16
+    half, states = torch.float16, StateFormat.FP16
     sizes = {f: Precision(torch.device("cuda"), half, half, states, f).weight_bytes for f in Format}
     assert all(size > 1.35 if format_ is twice else size < 1.15 for format_, size in sizes.items())
 
@@ -116,6 +116,6 @@ def test_released_sizes_are_taken(width: int) -> None:
 
 
 def test_other_types_are_refused() -> None:
-    precision = Precision(CPU, torch.bfloat16, torch.float16, StateForm.FP16)
+    precision = Precision(CPU, torch.bfloat16, torch.float16, StateFormat.FP16)
     with pytest.raises(ValueError, match=r"fp16 weights, not torch\.bfloat16"):
         prepare_layer(LayerLoader(stored(), precision).layer(0))

@@ -16,7 +16,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graph_pieces import GraphPieces
@@ -29,7 +29,9 @@ SIZE = 32
 def made_stage() -> Stage:
     tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=3, ranks=RANKS)
     weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    stage = Stage(weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateForm.FP32), NaiveOps())
+    stage = Stage(
+        weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateFormat.FP32), NaiveOps()
+    )
     stage.allocate_slots(SIZE + 8)
     return stage
 
@@ -75,7 +77,7 @@ def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch
         return lambda: None
 
     monkeypatch.setattr(GraphPieces, "launch", launch)
-    pieces = GraphPieces(decode, 2).of(20, sampled=True)
+    pieces = GraphPieces(decode, 2).for_rows(20, sampled=True)
     assert pieces is not None and pieces.size == SIZE
     told = []
 
@@ -94,4 +96,4 @@ def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_of_few_rows_have_no_pieces() -> None:
-    assert GraphPieces(Decode(made_stage()), 2).of(15, sampled=True) is None
+    assert GraphPieces(Decode(made_stage()), 2).for_rows(15, sampled=True) is None

@@ -14,7 +14,9 @@ from rwkv_batch.kernels.cpu.library import Kind
 from rwkv_batch.kernels.cpu.linear import CpuLinear, run_linears
 from rwkv_batch.model.linear import Linear
 
-needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
+needs_compiler = pytest.mark.skipif(
+    cpu_library.build_unavailable_reason() is not None, reason=str(cpu_library.build_unavailable_reason())
+)
 SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 2101)]
 
 

@@ -14,23 +14,25 @@ from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.runner.decode_graphs import padded_sizes
-from rwkv_batch.runner.memory import CPU_SLOTS_OF_FREE, Memory
+from rwkv_batch.runner.memory import CPU_SLOTS_FREE_FRACTION, Memory
 from rwkv_batch.runner.mixed_graphs import usable_mixed_sizes
 
 SLOT = 1 << 20
 PIPELINE: Any = SimpleNamespace(devices=[torch.device("cpu")], concurrency=1, slot_bytes_on=lambda _device: SLOT)
 
 
-def rows(free: int | None, gives_way: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+def rows(free: int | None, loads_at_low_priority: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}[name])
     monkeypatch.setattr(machine, "free_memory", lambda: free)
-    return Memory(EngineConfig(model_path="", gives_way=gives_way), PIPELINE).limits().max_running
+    return (
+        Memory(EngineConfig(model_path="", loads_at_low_priority=loads_at_low_priority), PIPELINE).limits().max_running
+    )
 
 
 def test_another_model_takes_part_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(100 * SLOT, False, monkeypatch) == rows(None, True, monkeypatch) == 256
     few = rows(300 * SLOT, True, monkeypatch)
-    assert 0 < few < 300 * CPU_SLOTS_OF_FREE
+    assert 0 < few < 300 * CPU_SLOTS_FREE_FRACTION
     with pytest.raises(StartupError, match="too little memory"):
         rows(10 * SLOT, True, monkeypatch)
 
@@ -77,7 +79,7 @@ def test_a_machine_that_does_not_tell_what_is_available(tmp_path: Path) -> None:
 def test_batch_rows_beside_interactive_requests(told: int, limit: int) -> None:
     """Left to the engine, four for each compute thread."""
     memory = Memory(EngineConfig(model_path="", max_running=8, batch_rows_beside=told), PIPELINE)
-    assert memory.limits().batch_rows_beside == limit
+    assert memory.limits().max_batch_rows_with_interactive == limit
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_prompts_ride_with_as_many_rows_as_is_worth_it(gpus: int, max_running: i
     pipeline: Any = SimpleNamespace(devices=devices, concurrency=gpus, slot_bytes_on=lambda _device: SLOT)
     limits = Memory(EngineConfig(model_path="", max_running=max_running), pipeline).limits()
     assert limits.mixed_rows == {1: 256, 2: 512, 4: 64}[gpus], "with so many rows prompts are scheduled"
-    assert (limits.held_prompt_tokens > 0) == (gpus == 4), "one step of prompts in three rounds is enough"
+    assert (limits.min_gathered_prefill_tokens > 0) == (gpus == 4), "one step of prompts in three rounds is enough"
     sizes = usable_mixed_sizes(limits.rows_in_mixed_step)
     assert max(size.decoding for size in sizes) == most
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from rwkv_batch.model.step_inputs import step_inputs
-from rwkv_batch.runner.mixed_graphs import DECODING, PROMPTS, MixedGraphs, MixedSize, usable_mixed_sizes
+from rwkv_batch.runner.mixed_graphs import DECODE_SIZES, PROMPT_SIZES, MixedGraphs, MixedSize, usable_mixed_sizes
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 NOBODY = 777
-NAMES = ("tokens", "token_rows", "cu_seqlens", "read_slots", "write_slots", "logit_tokens", "seats", "seats32")
+NAMES = ("tokens", "token_rows", "cu_seqlens", "read_slots", "write_slots", "logit_tokens", "req_slots", "req_slots32")
 
 
 def staged() -> tuple[MixedGraphs, dict[str, Any]]:
@@ -30,8 +30,8 @@ def staged() -> tuple[MixedGraphs, dict[str, Any]]:
 
     mixed = object.__new__(MixedGraphs)
     mixed.__dict__ |= {
-        "_decode": SimpleNamespace(dummy_seat=NOBODY),
-        "_single": np.arange(DECODING[-1]),
+        "_decode": SimpleNamespace(dummy_req_slot=NOBODY),
+        "_single": np.arange(DECODE_SIZES[-1]),
         "_staged": SimpleNamespace(filling=filling),
     }
     return mixed, host
@@ -40,17 +40,17 @@ def staged() -> tuple[MixedGraphs, dict[str, Any]]:
 @pytest.mark.parametrize("seed", range(40))
 def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
     dice = random.Random(seed)
-    size = MixedSize(dice.choice(DECODING), dice.choice(PROMPTS))
+    size = MixedSize(dice.choice(DECODE_SIZES), dice.choice(PROMPT_SIZES))
     count, rows = dice.randint(1, size.decoding), dice.randint(1, size.prompts.rows)
     longest = (size.prompts.tokens - size.prompts.rows - 1) // rows
     prompts = [[dice.randrange(1, 99) for _ in range(dice.randint(1, longest))] for _ in range(rows)]
     slots = dice.sample(range(2, 4000), 2 * (count + rows))
     reads, writes = slots[: count + rows], slots[count + rows :]
-    draws = sorted(dice.sample(range(rows), dice.randint(0, rows)))
-    seats, prompt_seats = list(range(count)), [700 + i for i in draws]
+    samples = sorted(dice.sample(range(rows), dice.randint(0, rows)))
+    req_slots, prompt_req_slots = list(range(count)), [700 + i for i in samples]
     mixed, host = staged()
-    decoding = {"seats": seats, "read_slots": reads[:count], "write_slots": writes[:count]}
-    mixed._fill(size, decoding, step_inputs(prompts, reads[count:], writes[count:], draws), prompt_seats, [0])
+    decoding = {"req_slots": req_slots, "read_slots": reads[:count], "write_slots": writes[:count]}
+    mixed._fill(size, decoding, step_inputs(prompts, reads[count:], writes[count:], samples), prompt_req_slots, [0])
 
     first, last = size.decoding, size.decoding + size.prompts.rows + 1
     bounds = host["cu_seqlens"][: last + 1].tolist()
@@ -65,12 +65,12 @@ def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
         assert set(got[count:first] + got[first + rows :]) <= {padding}
     for row in range(last):
         assert set(host["token_rows"][bounds[row] : bounds[row + 1]]) == {row}
-    ends = [bounds[first + i + 1] - 1 for i in draws]
+    ends = [bounds[first + i + 1] - 1 for i in samples]
     assert host["logit_tokens"][: first + len(ends)].tolist() == [*range(first), *ends]
-    got = host["seats"][: size.drawn].tolist()
-    assert got[:count] == seats and got[first : first + len(draws)] == prompt_seats
-    assert set(got[count:first] + got[first + len(draws) :]) <= {NOBODY}
-    assert host["seats32"][: size.drawn].tolist() == [NOBODY, *got[1:]], "row 0 draws later"
+    got = host["req_slots"][: size.num_sampled].tolist()
+    assert got[:count] == req_slots and got[first : first + len(samples)] == prompt_req_slots
+    assert set(got[count:first] + got[first + len(samples) :]) <= {NOBODY}
+    assert host["req_slots32"][: size.num_sampled].tolist() == [NOBODY, *got[1:]], "row 0 draws later"
 
 
 def test_sizes_hold_what_a_step_may_have() -> None:

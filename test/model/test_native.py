@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from native import binding, build, cuda_check, machine
+from bench.tools import cuda_check
+from native import binding, build, machine
 from native.cores import cores
 
-needs_cpp = pytest.mark.skipif(machine.why_no_cpp() is not None, reason=str(machine.why_no_cpp()))
-needs_nvcc = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cuda_check.why_not()))
+needs_cpp = pytest.mark.skipif(
+    machine.cpp_unavailable_reason() is not None, reason=str(machine.cpp_unavailable_reason())
+)
+needs_nvcc = pytest.mark.skipif(
+    cuda_check.unavailable_reason() is not None, reason=str(cuda_check.unavailable_reason())
+)
 
 SOURCE = """
 #include <omp.h>
@@ -96,8 +101,8 @@ def test_processes_that_start_together_build_once(library: build.Library) -> Non
 def test_cuda_without_a_gpu_is_refused_with_the_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert "CUDA device" in str(machine.why_no_cuda(torch.device("cpu")))
-    assert "sees no CUDA device" in str(machine.why_no_cuda(torch.device("cuda")))
+    assert "CUDA device" in str(machine.cuda_unavailable_reason(torch.device("cpu")))
+    assert "sees no CUDA device" in str(machine.cuda_unavailable_reason(torch.device("cuda")))
     with pytest.raises(build.BuildError, match="cannot build kernels"):
         build.build(build.Library("kernels", (Path("kernels.cu"),)))
 

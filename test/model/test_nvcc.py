@@ -87,7 +87,7 @@ def test_it_is_installed_where_a_card_lacks_it(
     asked_of_pip: list[list[str]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(nvcc, "has_card", lambda: card)
+    monkeypatch.setattr(nvcc, "has_gpu", lambda: card)
     monkeypatch.setattr(nvcc, "find", lambda: found)
     monkeypatch.setattr(nvcc, "torch_cuda", lambda: cuda)
     assert nvcc.main() == 0
@@ -100,7 +100,7 @@ def test_a_card_without_kernels_is_told_loudly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line with remedy and loss; asked for by name, the start is refused."""
-    monkeypatch.setattr(CudaOps, "why_not", staticmethod(lambda device: "no CUDA compiler"))
+    monkeypatch.setattr(CudaOps, "unavailable_reason", staticmethod(lambda device: "no CUDA compiler"))
     ops, refusals = registry.choose_ops("auto", torch.device("cuda", 0))
     assert (ops.name, refusals["cuda"]) == ("naive", "no CUDA compiler")
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -13,11 +13,11 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces
-from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, holding, padded
+from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, padded, smallest_fitting
 from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT
 
@@ -45,7 +45,9 @@ STEPS = [
 def stage() -> Stage:
     tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=2, ranks=RANKS)
     weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    stage = Stage(weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateForm.FP32), NaiveOps())
+    stage = Stage(
+        weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateFormat.FP32), NaiveOps()
+    )
     stage.allocate_slots(SLOTS)
     return stage
 
@@ -103,7 +105,7 @@ def test_pieces_of_a_step_compute_what_the_whole_computes(stage: Stage) -> None:
     decode: Any = SimpleNamespace(places=[place], sizes=[8])
     pieces, size = GraphPieces(decode, 1), PrefillSize(4, PROMPT_TOKENS)
     inputs = step([200, 3, 250])
-    assert holding([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS
+    assert smallest_fitting([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS
     arrays = {name: torch.from_numpy(array) for name, array in padded(inputs, size).items()}
     padded_inputs = StepInputs(**arrays, max_seqlen=250)
     wanted, got = forward(stage, padded_inputs), forward(stage, padded_inputs, pieces)

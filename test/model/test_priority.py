@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from native.priority import NICENESS, at_low_priority, stand_back_to_the_end
+from native.priority import NICENESS, at_low_priority, lower_process_priority
 
 
 def niceness() -> int:
@@ -36,7 +36,7 @@ def _end(pipe: Connection) -> None:
     other = threading.Thread(target=pipe.recv)
     other.start()
     usual = niceness()
-    stand_back_to_the_end()
+    lower_process_priority()
     pipe.send((usual, [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")]))
     other.join()
 

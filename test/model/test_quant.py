@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import write_random_model
-from rwkv_batch.kernels.cuda.packed_codes import pack, pack_nibbles
+from rwkv_batch.kernels.cuda.packed_weights import pack, pack_nibbles
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.model.linear import QuantLinear
 from rwkv_batch.model.quant.formats import Format, codes_int4, dequantise, format_for, is_quantised, quantise

@@ -14,8 +14,8 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
-from rwkv_batch.model.adapters.merge import merged
-from rwkv_batch.model.adapters.served import served
+from rwkv_batch.model.adapters.merge import merge_adapters
+from rwkv_batch.model.adapters.per_row import per_row_adapter
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.tensor_files import FileError
@@ -67,10 +67,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Adapter]:
 
 
 def pipeline(kernels: str, *given: Adapter, merge: bool = False, dtype: str = "fp32") -> Pipeline:
-    made = Pipeline(merged(WEIGHTS, given) if merge else WEIGHTS, ("cpu", "cpu"), dtype, kernels)
+    made = Pipeline(merge_adapters(WEIGHTS, given) if merge else WEIGHTS, ("cpu", "cpu"), dtype, kernels)
     made.allocate_slots(10)
     for number, adapter in enumerate(() if merge else given, 1):
-        made.put_adapter(number, served(WEIGHTS, adapter))
+        made.put_adapter(number, per_row_adapter(WEIGHTS, adapter))
     return made
 
 
@@ -121,7 +121,7 @@ def test_many_rows_of_one_adapter_have_the_bits_that_each_has_alone(tmp_path: Pa
     made = Pipeline(WEIGHTS, ("cpu", "cpu"), "fp32", "cpu", wkv_state)
     made.allocate_slots(40)
     for number, file in enumerate(files, 1):
-        made.put_adapter(number, served(WEIGHTS, read_adapter(Path(file), 2.0)))
+        made.put_adapter(number, per_row_adapter(WEIGHTS, read_adapter(Path(file), 2.0)))
     rows = [[(7 * i + j) % 300 for j in range(1 + i % 4)] for i in range(19)]
     for number in (1, 2):
         together = step_inputs(rows, [0] * len(rows), list(range(2, 2 + len(rows))), list(range(len(rows))))
@@ -140,7 +140,7 @@ def test_an_adapter_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     step = step_inputs([[1, 2]], [0], [2], [0])
     step.adapters = tokens_of([[1, 2]], [1])
     for _ in range(2):  # the second time in place of the first
-        made.put_adapter(1, served(WEIGHTS, read_adapter(Path(file), 1.0)))
+        made.put_adapter(1, per_row_adapter(WEIGHTS, read_adapter(Path(file), 1.0)))
         made.forward(step)
     weights = weakref.ref(made.stages[0].adapters.pairs(1)[0].all_pairs[0].a)
     made.drop_adapter(1)
@@ -159,7 +159,7 @@ def test_an_adapter_that_fits_no_memory_is_on_no_stage(
 
     monkeypatch.setattr(made.stages[1].adapters, "put", full)
     with pytest.raises(MemoryError):
-        made.put_adapter(1, served(WEIGHTS, adapters[0]))
+        made.put_adapter(1, per_row_adapter(WEIGHTS, adapters[0]))
     with pytest.raises(KeyError):
         made.stages[0].adapters.pairs(1)
 
@@ -183,9 +183,9 @@ def test_a_mixture_of_experts_by_its_formula(tmp_path: Path) -> None:
     x = normal(20, WIDTH, seed=4) * 10
     inputs = step_inputs([[1]] * 20, [0] * 20, [2] * 20, [])
     inputs.adapters = torch.ones(20, dtype=torch.int64)
-    added = made.stages[0].adapters.of_step(inputs)
+    added = made.stages[0].adapters.for_step(inputs)
     assert added is not None
-    found = NaiveOps().channel_mix(layer, x, added.of_layer(0))
+    found = NaiveOps().channel_mix(layer, x, added.for_layer(0))
     key, value = (WEIGHTS.tensors[f"{at}.{name}.weight"] for name in ("key", "value"))
     chosen = set()
     for token, mixed in zip(x, found, strict=True):
@@ -254,9 +254,9 @@ def test_experts_that_are_refused(tmp_path: Path, kind: str) -> None:
     changes, why = WRONG[kind]
     tensors = {name: tensor for name, tensor in (mole(3) | changes).items() if tensor is not None}
     with pytest.raises(FileError, match=why):
-        served(WEIGHTS, read_adapter(write_adapter(tmp_path / "wrong.pth", tensors), 1.0))
+        per_row_adapter(WEIGHTS, read_adapter(write_adapter(tmp_path / "wrong.pth", tensors), 1.0))
 
 
 def test_experts_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="give it by --adapter-serve"):
-        merged(WEIGHTS, [read_adapter(write_adapter(tmp_path / "mole.pth", mole(3)), 1.0)])
+        merge_adapters(WEIGHTS, [read_adapter(write_adapter(tmp_path / "mole.pth", mole(3)), 1.0)])

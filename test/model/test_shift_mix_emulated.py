@@ -9,24 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import coded_weights, cublas_fp8, few_rows, packed_codes, row_codes
+from rwkv_batch.kernels.cuda import cublas_fp8, packed_weights, quantised_rows, quantised_weights, skinny_quant
 from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
-from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
-from rwkv_batch.kernels.cuda.linear import Map
+from rwkv_batch.kernels.cuda.linear import Gemm
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.kernels.cuda.row_codes import CodedMix, LoneRow, RowSums, Shares, UnmixedRow, quantise_rows
+from rwkv_batch.kernels.cuda.quantised_rows import (
+    DeferredMix,
+    PartialSums,
+    QuantisedMix,
+    RowSums,
+    SingleRowInput,
+    quantise_rows,
+)
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.model.layer import Entrance, Norm
+from rwkv_batch.model.layer import Norm, Prologue
 from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
 from test.model.row_bytes import assert_stands_for
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 CPU = torch.device("cpu")
 SOURCES = ("shift_mix", "quantise", "skinny_quant")
@@ -53,14 +60,14 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
             source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
-    for module in (cuda_shift_mix, coded_weights, few_rows, row_codes):
+    for module in (cuda_shift_mix, quantised_weights, skinny_quant, quantised_rows):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
     monkeypatch.setattr(cuda_shift_mix, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
-    monkeypatch.setattr(cublas_fp8, "scaled_types", lambda device: (torch.float16,))
-    monkeypatch.setattr(packed_codes, "fits_codes", lambda *args: False)
+    monkeypatch.setattr(cublas_fp8, "scaled_mm_dtypes", lambda device: (torch.float16,))
+    monkeypatch.setattr(packed_weights, "fits_weight_only", lambda *args: False)
     found = CudaOps()
     found.workspaces[CPU] = Workspace(
         torch.empty(0),
@@ -72,10 +79,10 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     return found
 
 
-def entrance(mixes: int, format_: Format = Format.FP8) -> Entrance:
+def entrance(mixes: int, format_: Format = Format.FP8) -> Prologue:
     norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
-    reader = CudaQuantLinear(quantise(torch.randn(32, 128), format_))
-    return Entrance(norm, torch.rand(mixes, WIDTH).half(), reader)
+    consumer = CudaQuantLinear(quantise(torch.randn(32, 128), format_))
+    return Prologue(norm, torch.rand(mixes, WIDTH).half(), consumer)
 
 
 def step(lengths: list[int]) -> StepInputs:
@@ -84,10 +91,12 @@ def step(lengths: list[int]) -> StepInputs:
     return StepInputs(torch.zeros(int(ends[-1])), ends, slots, slots, ends[1:] - 1, max(lengths))
 
 
-def run(ops: CudaOps, of: Entrance, x: Tensor, shift: Tensor, inputs: StepInputs) -> tuple[Tensor, CodedMix, Tensor]:
+def run(
+    ops: CudaOps, of: Prologue, x: Tensor, shift: Tensor, inputs: StepInputs
+) -> tuple[Tensor, QuantisedMix, Tensor]:
     after = shift.clone()
     out, mixed = ops.shift_mix(x, x.flip(0), of, after, inputs)
-    assert isinstance(mixed, CodedMix)
+    assert isinstance(mixed, QuantisedMix)
     return out, mixed, after
 
 
@@ -96,16 +105,16 @@ class Made(NamedTuple):
 
     x: Tensor
     shift: Tensor
-    of: Entrance
+    of: Prologue
     inputs: StepInputs
-    mixed: CodedMix
+    mixed: QuantisedMix
     halves: Tensor
 
     @property
-    def reader(self) -> CudaQuantLinear:
+    def consumer(self) -> CudaQuantLinear:
         """The map that reads them."""
-        assert isinstance(self.of.reader, CudaQuantLinear)
-        return self.of.reader
+        assert isinstance(self.of.consumer, CudaQuantLinear)
+        return self.of.consumer
 
 
 def beside_halves(
@@ -142,17 +151,17 @@ def test_adds_shares(
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     for count, in_parts in ((4, False), (2, True), (4, True)):
-        monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows, in_parts=in_parts: in_parts)
-        monkeypatch.setattr(CudaQuantLinear, "takes_codes", lambda linear, rows: False)
+        monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows, in_parts=in_parts: in_parts)
+        monkeypatch.setattr(CudaQuantLinear, "takes_fp8_rows", lambda linear, rows: False)
         shares = torch.randn(count, tokens, WIDTH)
         total = shares[0]
         for share in shares[1:]:
             total = total + share
         after = [shift.clone(), shift.clone()]
         out, mixed = ops.shift_mix(x, total.half(), of, after[0], inputs)
-        out_of_shares, mixed_of_shares = ops.shift_mix(x, Shares(shares), of, after[1], inputs)
+        out_of_shares, mixed_of_shares = ops.shift_mix(x, PartialSums(shares), of, after[1], inputs)
         assert torch.equal(out, out_of_shares)
-        assert torch.equal(out, ops.add(x, Shares(shares)))
+        assert torch.equal(out, ops.add(x, PartialSums(shares)))
         assert torch.equal(*after)
         if in_parts:
             assert torch.equal(mixed.codes.view(torch.uint8), mixed_of_shares.codes.view(torch.uint8))
@@ -165,14 +174,14 @@ def test_adds_shares(
 def test_codes_are_those_of_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
-    monkeypatch.setitem(coded_weights.FEW_ROWS, Format.FP8, 2)
+    monkeypatch.setitem(quantised_weights.SKINNY_ROWS, Format.FP8, 2)
     made = beside_halves(ops, libraries, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):
         wanted = quantise_rows(halves[i])
         assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8)), i
         assert torch.equal(mixed[i].scales, wanted.scales), i
-    true = Entrance(of.norm, of.mix.float(), of.reader)
+    true = Prologue(of.norm, of.mix.float(), of.consumer)
     _, meant = NaiveOps().shift_mix(made.x.float(), made.x.flip(0).float(), true, made.shift.float(), inputs)
     assert ((halves.float() - meant).norm() / meant.norm()).item() < 1e-3
 
@@ -182,7 +191,7 @@ def test_codes_are_those_of_the_halves(
 def test_parts_add_up_to_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
-    monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows: True)
+    monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: True)
     made = beside_halves(ops, libraries, lengths, mixes)
     mixed, halves = made.mixed, made.halves
     for i in range(3 if mixes == 6 else 1):
@@ -191,7 +200,7 @@ def test_parts_add_up_to_the_halves(
         second = ((halves[i] - first.half()) * 8).to(torch.float8_e5m2)
         assert scales is None
         assert torch.equal(parts.view(torch.uint8), torch.stack([first, second], dim=1).view(torch.uint8))
-        alone = made.reader.row_parts(halves[i])
+        alone = made.consumer.to_two_part_rows(halves[i])
         assert torch.equal(alone.codes.view(torch.uint8), parts.view(torch.uint8)), "as adapters' rows"
 
 
@@ -200,14 +209,14 @@ def test_parts_add_up_to_the_halves(
 def test_bytes_stand_for_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
-    monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows: True)
+    monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: True)
     made = beside_halves(ops, libraries, lengths, mixes, Format.INT8)
     tokens = sum(lengths)
     for i in range(3 if mixes == 6 else 1):
         codes, scales = made.mixed[i]
         assert scales is not None
         assert_stands_for(codes, scales, made.halves[i])
-        alone = made.reader.row_parts(made.halves[i])
+        alone = made.consumer.to_two_part_rows(made.halves[i])
         assert alone.scales is not None
         assert torch.equal(alone.codes, codes), "as adapters' rows"
         assert torch.equal(alone.scales[:, :tokens], scales[:, :tokens])
@@ -233,9 +242,9 @@ def test_sums_of_a_row_are_a_delta(
     """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
     libraries[0].emulation_set(4, 227 << 10)
     monkeypatch.setattr(cuda_shift_mix, "fits_row_value", lambda key, processors: True)
-    monkeypatch.setattr(cuda_shift_mix, "_mixes_in_launch", lambda entrance: False)
+    monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda entrance: False)
     of = entrance(mixes)
-    of = Entrance(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
+    of = Prologue(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
     x, shift = torch.randn(1, WIDTH).half(), torch.randn(3, WIDTH).half()
     delta = torch.randn(1, WIDTH) * torch.tensor([1e-5, 1.0, 1000.0, -8000.0]).repeat(WIDTH // 4)
     plain, after = shift.clone(), shift.clone()
@@ -250,7 +259,7 @@ def test_sums_of_a_row_are_a_delta(
         assert torch.equal(kept, sums_of(delta)), "read only"
         return
     (row,) = mixed_of_sums
-    assert isinstance(row, LoneRow)
+    assert isinstance(row, SingleRowInput)
     assert torch.equal(row.x, mixed[0].x)
     assert row.added.data_ptr() == kept.data_ptr()
     assert not kept.any()
@@ -272,9 +281,9 @@ def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
     """To the bit, in a slot that is read and written; of two rows shift_mix makes it."""
     for library in libraries:
         library.emulation_set(3, 227 << 10)
-    reader = CudaQuantLinear(quantise(torch.randn(96, width) / width**0.5, format_))
+    consumer = CudaQuantLinear(quantise(torch.randn(96, width) / width**0.5, format_))
     norm = Norm(torch.rand(width) + 0.5, torch.randn(width) / 8)
-    of = Entrance(norm, torch.rand(6, width).half(), reader)
+    of = Prologue(norm, torch.rand(6, width).half(), consumer)
     x, delta, shift = torch.randn(2, width).half(), torch.randn(2, width).half(), torch.randn(4, width).half()
     low = torch.randn(32, width).half() / width**0.5
     after = shift.clone()
@@ -283,12 +292,12 @@ def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
     inputs = step([1])
     out_alone, row = ops.shift_mix(x[:1], delta[:1], of, alone, inputs)
     assert isinstance(mixed, Tensor)
-    assert isinstance(row, UnmixedRow)
+    assert isinstance(row, DeferredMix)
     results = []
     for given, args in ((mixed, None), (row.mix, row.args)):
         rows = given.shape[1]
         y, z = torch.full((rows, 96), torch.nan).half(), torch.full((rows, 32), torch.nan).half()
-        multiply_few([QuantMap(reader, given[1], y)], [Map(low, given[3], z, Activation.TANH)], args)
+        multiply_few([QuantGemm(consumer, given[1], y)], [Gemm(low, given[3], z, Activation.TANH)], args)
         results.append((y[0], z[0]))
     assert torch.equal(out_alone[0], out[0])
     assert torch.equal(alone[2], after[2])

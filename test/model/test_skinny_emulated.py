@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import few_rows
 from rwkv_batch.kernels.cuda import linear as cuda_linear
-from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
-from rwkv_batch.kernels.cuda.linear import Map, skinny
+from rwkv_batch.kernels.cuda import skinny_quant
+from rwkv_batch.kernels.cuda.linear import Gemm, skinny
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 SHAPES = ((96, 512), (32, 256))
 
 
@@ -39,7 +39,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
             """Run a launcher."""
             call(libraries[name], name, *args)
 
-    for module in (cuda_linear, few_rows):
+    for module in (cuda_linear, skinny_quant):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 
@@ -48,24 +48,24 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def halves(rows: int) -> tuple[list[Map], list[Tensor]]:
+def halves(rows: int) -> tuple[list[Gemm], list[Tensor]]:
     """Two maps of halves and what they give."""
     maps, wanted = [], []
     for n, k, activation in ((32, 128, Activation.TANH), (32, 256, Activation.SIGMOID)):
         weight, x = torch.randn(n, k).half() / k**0.5, torch.randn(rows, k).half()
-        maps.append(Map(weight, x, torch.full((rows, n), torch.nan).half(), activation))
+        maps.append(Gemm(weight, x, torch.full((rows, n), torch.nan).half(), activation))
         product = x.float() @ weight.float().T
         wanted.append(product.tanh() if activation is Activation.TANH else product.sigmoid())
     return maps, wanted
 
 
-def codes(format_: Format, rows: int) -> tuple[list[QuantMap], list[Tensor]]:
+def codes(format_: Format, rows: int) -> tuple[list[QuantGemm], list[Tensor]]:
     """A map of codes of each shape and what they give."""
     maps, wanted = [], []
     for i, (n, k) in enumerate(SHAPES):
         stored, x = quantise(torch.randn(n, k) / k**0.5, format_), torch.randn(rows, k).half()
         y = torch.full((rows, n), torch.nan, dtype=torch.float32 if i else torch.float16)
-        maps.append(QuantMap(CudaQuantLinear(stored), x, y, Activation.NONE if i else Activation.RELU_SQUARED))
+        maps.append(QuantGemm(CudaQuantLinear(stored), x, y, Activation.NONE if i else Activation.RELU_SQUARED))
         product = x.float() @ dequantise(stored).T
         wanted.append(product if i else product.relu().square())
     return maps, wanted
@@ -100,8 +100,8 @@ def test_a_row_has_the_same_bits_alone_and_in_company(libraries: dict[str, ctype
     others, _ = halves(8)
     multiply_few(maps, others)
     row = slice(5, 6)
-    alone = [QuantMap(m.linear, m.x[row], torch.full_like(m.y[row], torch.nan), m.activation) for m in maps]
-    others_alone = [Map(m.weight, m.x[row], torch.full_like(m.y[row], torch.nan), m.activation) for m in others]
+    alone = [QuantGemm(m.linear, m.x[row], torch.full_like(m.y[row], torch.nan), m.activation) for m in maps]
+    others_alone = [Gemm(m.weight, m.x[row], torch.full_like(m.y[row], torch.nan), m.activation) for m in others]
     multiply_few(alone, others_alone)
     for one, m in zip([*others_alone, *alone], [*others, *maps], strict=True):
         assert torch.equal(one.y, m.y[row])

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
-from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SHARES
-from rwkv_batch.kernels.cuda.packed_codes import NUMBERS, Packed, pack
+from bench.tools import cuda_check
+from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SPLITS
+from rwkv_batch.kernels.cuda.packed_weights import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 WIDTH, FFN = 64, 2304
 FFN_OF_ONE_ROW = 8320
 """Three times as many rows of a warp as it looks at at once"""
@@ -69,7 +69,7 @@ def test_few_rows(few_library: ctypes.CDLL, format_: Format, width: int, ffn: in
     """Of the demo model, too, whose inputs are fewer than the four blocks of a column could share."""
     rows = 5
     hidden, weight = hidden_of(rows, 0.3, max(ffn, FFN))[:, :ffn].contiguous(), torch.randn(width, ffn) / ffn**0.5
-    shares = torch.full((SPARSE_FEW_SHARES + 1, rows, width), torch.nan)
+    shares = torch.full((SPARSE_FEW_SPLITS + 1, rows, width), torch.nan)
     stored = quantise(weight, format_)
     packed, meaning = pack(stored, transposed=True), dequantise(stored)
     places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), shares.data_ptr()
@@ -104,7 +104,7 @@ def test_a_row_without_numbers_stays_so(
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], 3, WIDTH, FFN)
     assert found.isnan().all(1).tolist() == [False, True, False] and found[::2].isfinite().all()
     if format_ is not Format.INT4:
-        shares = torch.zeros(SPARSE_FEW_SHARES, 3, 128)
+        shares = torch.zeros(SPARSE_FEW_SPLITS, 3, 128)
         stored = pack(quantise(torch.randn(128, FFN), format_), transposed=True)
         places = hidden.data_ptr(), stored.codes.data_ptr(), stored.scales.data_ptr(), shares.data_ptr()
         call(few_library, "rwkv_sparse_few", *places, NUMBERS[format_], 3, 128, FFN)

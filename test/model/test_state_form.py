@@ -9,12 +9,20 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import HEAD_BYTES, KEEP, TOP, StateForm, noise, pack_int8, unpack_int8
+from rwkv_batch.model.state_format import (
+    HEAD_BYTES,
+    MAX_CODE,
+    MIN_KEPT_CODE,
+    StateFormat,
+    find_invalid,
+    pack_int8,
+    unpack_int8,
+)
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
 
-PROBLEM = cpu_library.build_problem()
+PROBLEM = cpu_library.build_unavailable_reason()
 KERNELS = ["naive", pytest.param("cpu", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))]
 SLOTS, LAYERS, WIDTH = 12, 3, 128
 CODES = 64 * 64
@@ -40,8 +48,8 @@ def test_a_number_is_off_by_less_than_a_step_of_its_row() -> None:
     packed = pack_int8(true)
     assert packed.shape == (8, 4, HEAD_BYTES) and packed.dtype is torch.uint8
     largest, scale = true.abs().amax(-1), scales(packed)
-    assert (scale >= largest / TOP).all() and (scale <= largest / TOP * (1 + 2**-7)).all()
-    assert codes(packed).abs().max() == TOP
+    assert (scale >= largest / MAX_CODE).all() and (scale <= largest / MAX_CODE * (1 + 2**-7)).all()
+    assert codes(packed).abs().max() == MAX_CODE
     steps = (unpack_int8(packed) - true) / scale.unsqueeze(-1)
     assert steps.abs().max() < 1 + 2**-15
     assert steps.mean().abs() < 0.005, "131,072 roundings of variance 1/6"
@@ -60,9 +68,9 @@ def test_what_does_not_change_stays_bit_for_bit() -> None:
 def test_a_scale_is_kept_while_it_serves() -> None:
     row = torch.linspace(-1, 1, 64).expand(1, 64, 64)
     packed = pack_int8(row)
-    smaller = (KEEP + 1) / TOP
+    smaller = (MIN_KEPT_CODE + 1) / MAX_CODE
     assert torch.equal(scales(pack_int8(row * smaller, packed)), scales(packed))
-    for factor in (1.02, (KEEP - 2) / TOP):
+    for factor in (1.02, (MIN_KEPT_CODE - 2) / MAX_CODE):
         assert torch.equal(scales(pack_int8(row * factor, packed)), scales(pack_int8(row * factor)))
 
 
@@ -87,7 +95,7 @@ def test_rows_of_nothing_and_of_extremes() -> None:
     assert unpack_int8(pack_int8(huge)).isfinite().all()
 
 
-INT8 = StateForm.INT8
+INT8 = StateFormat.INT8
 BITS = {"NaN": 0x7FC0, "NaN below zero": 0xFFC0, "NaN of all bits": 0xFFFF, "infinite": 0x7F80, "minus": 0xBF80}
 """Upper halves of such numbers in fp32."""
 
@@ -95,18 +103,24 @@ BITS = {"NaN": 0x7FC0, "NaN below zero": 0xFFC0, "NaN of all bits": 0xFFFF, "inf
 def test_noise_is_told_from_what_steps_leave() -> None:
     packed = pack_int8(numbers(2))
     empty = torch.zeros(0, 2, HEAD_BYTES, dtype=torch.uint8)
-    assert not INT8.noise(packed) and not INT8.noise(empty) and not INT8.noise(pack_int8(torch.zeros(1, 64, 64)))
+    assert (
+        not INT8.find_invalid(packed)
+        and not INT8.find_invalid(empty)
+        and not INT8.find_invalid(pack_int8(torch.zeros(1, 64, 64)))
+    )
     for bits in BITS.values():
         wrong = packed.clone()
         wrong[1, CODES + 6 : CODES + 8] = torch.tensor([bits & 0xFF, bits >> 8], dtype=torch.uint8)
-        assert INT8.noise(wrong) == "NaN, infinite or negative scales (1, the first at 67)"
-    for form in (StateForm.FP32, StateForm.FP16):
+        assert INT8.find_invalid(wrong) == "NaN, infinite or negative scales (1, the first at 67)"
+    for form in (StateFormat.FP32, StateFormat.FP16):
         for name, bits in BITS.items():
             state = form.pack(numbers(2))
             state[1, 0, 5] = torch.tensor(bits << 16, dtype=torch.int64).int().view(torch.float32)
             said = "" if name == "minus" else "NaN or infinite numbers (1, the first at 4101)"
-            assert form.noise(state) == said
-    assert noise(torch.tensor([1.0, -3.0, torch.inf, torch.nan])) == "NaN or infinite numbers (2, the first at 2)"
+            assert form.find_invalid(state) == said
+    assert (
+        find_invalid(torch.tensor([1.0, -3.0, torch.inf, torch.nan])) == "NaN or infinite numbers (2, the first at 2)"
+    )
 
 
 @pytest.mark.parametrize("bits", BITS.values(), ids=BITS)
@@ -117,14 +131,14 @@ def test_numbers_that_are_none_are_not_lost_in_codes(bits: int) -> None:
     before = pack_int8(numbers(2, seed=3))
     for packed in (pack_int8(states), pack_int8(states, before)):
         odd = not bool(states[1, 3, 40].isfinite())
-        assert bool(unpack_int8(packed)[1, 3].isnan().all()) == odd == bool(INT8.noise(packed))
+        assert bool(unpack_int8(packed)[1, 3].isnan().all()) == odd == bool(INT8.find_invalid(packed))
         assert unpack_int8(packed)[0].isfinite().all() and unpack_int8(packed)[1, 4:].isfinite().all()
 
 
-@pytest.mark.parametrize("form", list(StateForm))
+@pytest.mark.parametrize("form", list(StateFormat))
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_row_of_a_state_that_is_noise_stays_so_and_harms_no_other(
-    weights: Weights, kernels: str, form: StateForm
+    weights: Weights, kernels: str, form: StateFormat
 ) -> None:
     """In every form its logits are NaN, which samplers know, and so is its state after the step."""
     model, alone = pipeline(weights, kernels, form.value), pipeline(weights, kernels, form.value)
@@ -139,12 +153,12 @@ def test_a_row_of_a_state_that_is_noise_stays_so_and_harms_no_other(
         logits = model.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
         true = alone.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
         assert logits[0].isnan().all() and torch.equal(logits[1], true[1])
-    assert form.noise(state.wkv[2]) and not form.noise(state.wkv[3])
+    assert form.find_invalid(state.wkv[2]) and not form.find_invalid(state.wkv[3])
 
 
 def test_bytes_of_a_slot() -> None:
     shape = ModelShape(32, 4096, 65536, 16384)
-    fp16, int8 = (shape.slot_bytes(32, form, 2) for form in (StateForm.FP16, StateForm.INT8))
+    fp16, int8 = (shape.slot_bytes(32, form, 2) for form in (StateFormat.FP16, StateFormat.INT8))
     assert fp16 - int8 == 32 * 64 * (2 * CODES - HEAD_BYTES)
 
 

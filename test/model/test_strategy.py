@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from programs.settings import SettingsError, parse_settings
 from rwkv_batch.runner.layer_split import check_layers
 from rwkv_batch.strategy import Strategy, StrategyError, parse_strategy
-from settings import SettingsError, parse_settings
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import KEY_VALUE, VALUE_KEY, read_tuned_state, write_tuned_state
-from test.state_files import named, random_state, write_state
+from test.state_files import random_state, state_tensors, write_state
 
 SHAPE = ModelShape(layers=3, width=128, vocab=512, ffn=512, decay_rank=8, a_rank=8, v_rank=8, gate_rank=8)
 WKV = random_state(1)
@@ -66,15 +66,18 @@ def one_nan() -> Tensor:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "layers missing": (named(WKV[:2]), "has 2 layers .* the model has 3"),
-    "another width": (named(random_state(1, width=192)), r"shape \(3, 64, 64\), expected \(2, 64, 64\)"),
-    "RWKV-6": ({**named(WKV), "blocks.0.att.time_offset": torch.zeros(128)}, "RWKV-6"),
-    "weights among them": ({**named(WKV), "emb.weight": torch.zeros(4, 4)}, "1 tensors that are no tuned state"),
+    "layers missing": (state_tensors(WKV[:2]), "has 2 layers .* the model has 3"),
+    "another width": (state_tensors(random_state(1, width=192)), r"shape \(3, 64, 64\), expected \(2, 64, 64\)"),
+    "RWKV-6": ({**state_tensors(WKV), "blocks.0.att.time_offset": torch.zeros(128)}, "RWKV-6"),
+    "weights among them": (
+        {**state_tensors(WKV), "emb.weight": torch.zeros(4, 4)},
+        "1 tensors that are no tuned state",
+    ),
     "something else": ({"blocks.0.att.key.lora_A": torch.zeros(4, 4)}, "no 'blocks.N.att.time_state'"),
     "nothing": ({}, "it has nothing"),
-    "integers": (named(WKV.to(torch.int32)), "torch.int32, expected floats"),
-    "NaN": (named(one_nan()), "NaN or infinity"),
-    "1e30": (named(WKV * 1e32), "65504 is the most"),
+    "integers": (state_tensors(WKV.to(torch.int32)), "torch.int32, expected floats"),
+    "NaN": (state_tensors(one_nan()), "NaN or infinity"),
+    "1e30": (state_tensors(WKV * 1e32), "65504 is the most"),
     "code": ({"blocks.0.att.time_state": Path("/tmp")}, "damaged or not"),
 }
 

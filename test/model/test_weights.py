@@ -19,7 +19,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.weights import Weights, WeightsError, expected_shapes, open_weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 
@@ -247,7 +247,7 @@ import torch
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.kernels.cpu.ops import CpuOps
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateForm
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) << 10
@@ -310,7 +310,7 @@ def test_a_large_file_shows_progress(
 
 def test_a_folded_table_is_the_norm_of_each_row() -> None:
     weights = weights_from(random_weights(1, 64, vocab=FOLD_ROWS + 100))
-    precision = Precision(torch.device("cpu"), torch.float16, torch.float16, StateForm.FP16)
+    precision = Precision(torch.device("cpu"), torch.float16, torch.float16, StateFormat.FP16)
     plain = LayerLoader(weights, precision).embedding()
     assert plain.ln0 is not None and plain.table.data_ptr() == weights.tensors["emb.weight"].data_ptr()
     folded = plain.fold(torch.float16)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda import wide_entrance
-from rwkv_batch.kernels.cuda.wide import HalfMap, WideWorkspace
-from rwkv_batch.kernels.cuda.wide_entrance import launch_entrance
+from rwkv_batch.kernels.cuda import fused_input_projections
+from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
+from rwkv_batch.kernels.cuda.fused_input_projections import launch_fused_projections
+from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, HopperWorkspace
 from test.model.emulated.library import call, emulated
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 ROWS = 21
 
 
@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> WideWorkspace:
+def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> HopperWorkspace:
     """Launches go to the emulation, one block after the other: only earlier ones may be waited for."""
 
     class Kernels:
@@ -37,11 +37,11 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> WideWorkspa
             """Run a launcher."""
             call(library, name, *args)
 
-    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
     monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    monkeypatch.setattr(wide_entrance, "prepare_wide", lambda device: work)
-    monkeypatch.setattr(wide_entrance, "HALF_SPLITS", 1)
+    monkeypatch.setattr(fused_input_projections, "prepare_hopper_gemm", lambda device: work)
+    monkeypatch.setattr(fused_input_projections, "FP16_SPLITS", 1)
     return work
 
 
@@ -62,22 +62,22 @@ def times(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("processors", [1, 5])
-def test_an_entrance(processors: int, library: ctypes.CDLL, on_cpu: WideWorkspace) -> None:
+def test_an_entrance(processors: int, library: ctypes.CDLL, on_cpu: HopperWorkspace) -> None:
     """r, k; two low ranks, and their exits from what those give: all by one block, or the exits by the fifth."""
     library.emulation_set(processors, 227 << 10)
     none = Activation.NONE
-    whole: list[HalfMap] = [(weight(n, 256), torch.randn(ROWS, 256).half(), poisoned(n), none) for n in (272, 128)]
-    shared: list[HalfMap] = [
+    whole: list[Fp16Gemm] = [(weight(n, 256), torch.randn(ROWS, 256).half(), poisoned(n), none) for n in (272, 128)]
+    shared: list[Fp16Gemm] = [
         (weight(64, 256), torch.randn(ROWS, 256).half(), poisoned(64), Activation.TANH),
         (weight(128, 192), torch.randn(ROWS, 192).half(), poisoned(128), none),
     ]
-    late: list[HalfMap] = [
+    late: list[Fp16Gemm] = [
         (weight(n, m[2].shape[1]), m[2], poisoned(n), none) for n, m in zip((160, 272), shared, strict=True)
     ]
     for _ in range(2):  # counters are as they were
         for _, _, y, _ in (*whole, *shared, *late):
             y.fill_(torch.nan)
-        launch_entrance(whole, shared, late)
+        launch_fused_projections(whole, shared, late)
         assert not on_cpu.counters.any()
         for w, x, y, activation in (*whole, *shared, *late):
             true = times(x, w)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import coded_launch, packed_codes, wide_fp8
-from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda.wide import WideWorkspace
-from rwkv_batch.kernels.cuda.wide_fp8 import Fp8Map, launch_wide_fp8
+from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
+from rwkv_batch.kernels.cuda import hopper_gemm_fp8, hopper_quantised_launch, packed_weights
+from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, launch_hopper_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
 from test.model.emulated.library import call, emulated
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def on_cpu(
             call(found, name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
-    for module in (cuda_wide, wide_fp8):
+    for module in (cuda_wide, hopper_gemm_fp8):
         monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    for module in (coded_launch, wide_fp8):
-        monkeypatch.setattr(module, "shares_processors", lambda: True)
-    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(wide_fp8, "prepare_wide", lambda device: work)
+    for module in (hopper_quantised_launch, hopper_gemm_fp8):
+        monkeypatch.setattr(module, "is_mps_active", lambda: True)
+    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    monkeypatch.setattr(hopper_gemm_fp8, "prepare_hopper_gemm", lambda device: work)
     for each in (library, of_parts, of_turned):
         each.emulation_set(2, 227 << 10)
 
@@ -94,13 +94,13 @@ def error(y: Tensor, true: Tensor) -> float:
 @pytest.mark.parametrize("rows", [70, 130])
 def test_halves_beside_codes(rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     library.emulation_set(1, 227 << 10)  # what waits for other blocks' results has none to wait for
-    monkeypatch.setattr(coded_launch, "HALF_SPLITS", 1)
-    monkeypatch.setattr(coded_launch, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
+    monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
     maps, halves, wanted = [], [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, x_scales, meant) = codes(n, k), codes(rows, k)
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
-        maps.append(Fp8Map(weight, weight_scales / 64, x, x_scales, y, activation))
+        maps.append(Fp8Gemm(weight, weight_scales / 64, x, x_scales, y, activation))
         true = meant @ w.T / 64
         wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
     for n, k, activation in ((64, 192, Activation.TANH), (192, 128, Activation.NONE)):
@@ -114,8 +114,8 @@ def test_halves_beside_codes(rows: int, library: ctypes.CDLL, monkeypatch: pytes
         k = x.shape[1] // 64 * 64
         weight, y = torch.randn(n, k).half() / 8, torch.full((rows, n), torch.nan, dtype=torch.float16)
         late.append((weight, x, y, Activation.NONE))
-    launch_wide_fp8(maps, halves, late)
-    launch_wide_fp8(maps, halves, late)  # counters are as they were
+    launch_hopper_fp8(maps, halves, late)
+    launch_hopper_fp8(maps, halves, late)  # counters are as they were
     wanted += [x.float() @ weight.float().T for weight, x, _, _ in late]
     got = [m.y for m in maps] + [y for _, _, y, _ in (*halves, *late)]
     assert [error(y, true) < 1e-3 for y, true in zip(got, wanted, strict=True)] == [True] * 6
@@ -124,7 +124,7 @@ def test_halves_beside_codes(rows: int, library: ctypes.CDLL, monkeypatch: pytes
 def test_codes_alone() -> None:
     (weight, weight_scales, w), (x, x_scales, meant) = codes(144, 256), codes(290, 256)
     y = torch.full((290, 144), torch.nan, dtype=torch.float16)
-    launch_wide_fp8([Fp8Map(weight, weight_scales / 64, x, x_scales, y, Activation.NONE)])
+    launch_hopper_fp8([Fp8Gemm(weight, weight_scales / 64, x, x_scales, y, Activation.NONE)])
     assert error(y, meant @ w.T / 64) < 1e-3
 
 
@@ -133,9 +133,9 @@ def test_codes_as_inputs_lie(rows: int) -> None:
     """To the bit what codes [n, k] give."""
     (weight, weight_scales, _), (x, x_scales, _) = codes(144, 256), codes(rows, 256)
     ys = torch.full((2, rows, 144), torch.nan, dtype=torch.float16)
-    for is_turned, y in enumerate(ys):
-        w = turned(weight) if is_turned else weight
-        launch_wide_fp8([Fp8Map(w, weight_scales / 64, x, x_scales, y, Activation.NONE, bool(is_turned))])
+    for needs_transposed, y in enumerate(ys):
+        w = turned(weight) if needs_transposed else weight
+        launch_hopper_fp8([Fp8Gemm(w, weight_scales / 64, x, x_scales, y, Activation.NONE, bool(needs_transposed))])
     assert torch.equal(*ys) and ys.isfinite().all()
 
 
@@ -146,16 +146,18 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
     halves = torch.full((2, rows, 144), torch.nan, dtype=torch.float16)
     in_parts = torch.full((2, rows, 2, 144), torch.nan).to(torch.float8_e5m2)
     for of_orders in (halves, in_parts):
-        for is_turned, y in enumerate(of_orders):
-            w = turned(weight) if is_turned else weight
-            launch_wide_fp8([Fp8Map(w, weight_scales / 64, x, None, y, Activation.RELU_SQUARED, bool(is_turned))])
+        for needs_transposed, y in enumerate(of_orders):
+            w = turned(weight) if needs_transposed else weight
+            launch_hopper_fp8(
+                [Fp8Gemm(w, weight_scales / 64, x, None, y, Activation.RELU_SQUARED, bool(needs_transposed))]
+            )
     assert torch.equal(*halves) and halves.isfinite().all()
     assert torch.equal(*in_parts.view(torch.uint8))
-    monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
+    monkeypatch.setattr(hopper_quantised_launch, "is_mps_active", lambda: False)
     of_parts.emulation_set(8, 227 << 10)
     (weight, weight_scales, w), (x, meant) = codes(144, 1024), parts(torch.randn(rows, 1024).half())
     shares = torch.full((4, rows, 144), torch.nan)
-    launch_wide_fp8([Fp8Map(turned(weight), weight_scales, x, None, shares, Activation.NONE, True)])
+    launch_hopper_fp8([Fp8Gemm(turned(weight), weight_scales, x, None, shares, Activation.NONE, True)])
     for i, share in enumerate(shares):
         of_share = slice(256 * i, 256 * (i + 1))
         assert error(share, meant[:, of_share] @ w[:, of_share].T) < 1e-5
@@ -172,12 +174,12 @@ def test_matrices_of_a_size_are_turned_in_one_place(tmp_path: Path, monkeypatch:
             """Run a launcher."""
             call(kernels, name, *args)
 
-    monkeypatch.setattr(packed_codes, "library", Kernels)
+    monkeypatch.setattr(packed_weights, "library", Kernels)
     for n in (256, 160):
         matrices = [quantise(torch.randn(n, 256), Format.FP8) for _ in range(2)]
-        place = packed_codes.turned_place(matrices[0].codes)
+        place = packed_weights.transposed_buffer(matrices[0].codes)
         for stored in matrices:
-            found = packed_codes.pack(stored, transposed=True).by_outputs()
+            found = packed_weights.pack(stored, transposed=True).output_major()
             assert torch.equal(found.view(torch.uint8), stored.codes.view(torch.uint8))
             assert found.data_ptr() == place.data_ptr()
 
@@ -187,37 +189,37 @@ def test_codes_to_floats(rows: int) -> None:
     """Of a map whose last tile is narrower; nothing is rounded to fp16."""
     (weight, weight_scales, w), (x, x_scales, meant) = codes(144, 256), codes(rows, 256)
     y = torch.full((rows, 144), torch.nan)
-    launch_wide_fp8([Fp8Map(weight, weight_scales * 1e4, x, x_scales, y, Activation.NONE)])
+    launch_hopper_fp8([Fp8Gemm(weight, weight_scales * 1e4, x, x_scales, y, Activation.NONE)])
     assert error(y, meant @ w.T * 1e4) < 1e-5
 
 
 def test_more_rows_than_a_tile_are_not_made_floats() -> None:
     (weight, weight_scales, _), (x, x_scales, _) = codes(144, 256), codes(321, 256)
     with pytest.raises(ValueError, match="12 maps of 320 rows, not 1 of 321"):
-        launch_wide_fp8([Fp8Map(weight, weight_scales, x, x_scales, torch.empty(321, 144), Activation.NONE)])
+        launch_hopper_fp8([Fp8Gemm(weight, weight_scales, x, x_scales, torch.empty(321, 144), Activation.NONE)])
 
 
 @pytest.mark.parametrize("rows", [9, 20, 40])
 def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside halves, and maps of halves that read their results; results as halves and in parts."""
     of_parts.emulation_set(1, 227 << 10)
-    monkeypatch.setattr(coded_launch, "HALF_SPLITS", 1)
-    monkeypatch.setattr(coded_launch, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
+    monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
     maps, wanted = [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half() * 30)
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
         if activation is Activation.RELU_SQUARED:
             y = torch.full((rows, 2, n), torch.nan).to(torch.float8_e5m2)
-        maps.append(Fp8Map(weight, weight_scales / 512, x, None, y, activation))
+        maps.append(Fp8Gemm(weight, weight_scales / 512, x, None, y, activation))
         true = meant @ w.T / 512
         wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
-    launch_wide_fp8(maps)
+    launch_hopper_fp8(maps)
     alone = [m.y.clone() for m in maps]
     weight, x = torch.randn(64, 192).half() / 8, torch.randn(rows, 192).half()
     y, weight_late = torch.full((rows, 64), torch.nan, dtype=torch.float16), torch.randn(160, 64).half() / 8
     y_late = torch.full((rows, 160), torch.nan, dtype=torch.float16)
-    launch_wide_fp8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
+    launch_hopper_fp8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
     assert all(torch.equal(m.y.view(torch.uint8), one.view(torch.uint8)) for m, one in zip(maps, alone, strict=True))
     assert error(maps[0].y, wanted[0]) < 1e-3
     halves = wanted[1].half()
@@ -231,20 +233,20 @@ def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("rows", [9, 20, 40])
 def test_shares(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a map whose last tile is narrower; no share is rounded to fp16, and no block waits for another."""
-    monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
+    monkeypatch.setattr(hopper_quantised_launch, "is_mps_active", lambda: False)
     of_parts.emulation_set(8, 227 << 10)
     n, k = 144, 1024
     (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half())
     shares = torch.full((4, rows, n), torch.nan)
-    launch_wide_fp8([Fp8Map(weight, weight_scales * 1e4, x, None, shares, Activation.NONE)])
+    launch_hopper_fp8([Fp8Gemm(weight, weight_scales * 1e4, x, None, shares, Activation.NONE)])
     for i, share in enumerate(shares):
         of_share = slice(k // 4 * i, k // 4 * (i + 1))
         assert error(share, meant[:, of_share] @ w[:, of_share].T * 1e4) < 1e-5
-    made = Fp8Map(weight, weight_scales, x, None, shares, Activation.NONE)
+    made = Fp8Gemm(weight, weight_scales, x, None, shares, Activation.NONE)
     half = torch.empty(16, 64).half(), torch.empty(rows, 64).half(), torch.empty(rows, 16).half(), Activation.NONE
     for maps, halves, late in (([made, made], [], []), ([made], [half], []), ([made], [], [half])):
         with pytest.raises(ValueError, match="shares takes one map, not 2"):
-            launch_wide_fp8(maps, halves, late)
+            launch_hopper_fp8(maps, halves, late)
 
 
 def test_parts_hold_whatever_a_half_holds(of_parts: ctypes.CDLL) -> None:
@@ -253,7 +255,7 @@ def test_parts_hold_whatever_a_half_holds(of_parts: ctypes.CDLL) -> None:
     x = (torch.randn(16, k) * 10.0 ** torch.randint(-5, 5, (16, k))).clamp(-65504, 65504).half()
     x[0, :4] = torch.tensor([65504, -65504, 0, 6e-8])
     weight, y = torch.eye(k).to(torch.float8_e4m3fn), torch.full((16, k), torch.nan, dtype=torch.float16)
-    launch_wide_fp8([Fp8Map(weight, torch.ones(k), parts(x)[0], None, y, Activation.NONE)])
+    launch_hopper_fp8([Fp8Gemm(weight, torch.ones(k), parts(x)[0], None, y, Activation.NONE)])
     assert ((y.float() - x.float()).abs() <= x.float().abs() / 50 + 2e-6).all()
 
 
@@ -266,6 +268,6 @@ def test_a_row_without_numbers_stays_so_behind_relu(in_parts: bool) -> None:
         given = parts(x.half())[0], None
     given[0].view(torch.uint8)[3, ..., 70] = 0x7F  # NaN of either form
     y = torch.full((rows, 64), 5, dtype=torch.float16)
-    launch_wide_fp8([Fp8Map(weight, weight_scales / 512, *given, y, Activation.RELU_SQUARED)])
+    launch_hopper_fp8([Fp8Gemm(weight, weight_scales / 512, *given, y, Activation.RELU_SQUARED)])
     assert y.isnan().all(1).tolist() == [row == 3 for row in range(rows)]
     assert y[y.isfinite()].min() == 0

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import coded_launch, wide_int8
-from rwkv_batch.kernels.cuda import wide as cuda_wide
-from rwkv_batch.kernels.cuda.packed_codes import pack
-from rwkv_batch.kernels.cuda.wide import WideWorkspace
-from rwkv_batch.kernels.cuda.wide_int8 import Int8Map, launch_wide_int8, pitch_of
+from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
+from rwkv_batch.kernels.cuda import hopper_gemm_int8, hopper_quantised_launch
+from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda.hopper_gemm_int8 import Int8Gemm, launch_hopper_int8, pitch_of
+from rwkv_batch.kernels.cuda.packed_weights import pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 from test.model.row_bytes import assert_items_fit, bytes_of, meaning
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,16 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
             """Run a launcher."""
             call(of_turned if name.endswith("turned") else library, name, *args)
 
-    work = WideWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    for module in (wide_int8, cuda_wide):
+    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    for module in (hopper_gemm_int8, cuda_wide):
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
-    monkeypatch.setattr(coded_launch, "shares_processors", lambda: True)
-    monkeypatch.setattr(wide_int8, "prepare_wide", lambda device: work)
-    monkeypatch.setattr(coded_launch, "HALF_SPLITS", 1)
-    monkeypatch.setattr(coded_launch, "fits_halves_beside", lambda *args: True)
+    monkeypatch.setattr(hopper_quantised_launch, "is_mps_active", lambda: True)
+    monkeypatch.setattr(hopper_gemm_int8, "prepare_hopper_gemm", lambda device: work)
+    monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
+    monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
     for each in (library, of_turned):
         each.emulation_set(1, 227 << 10)
 
@@ -65,7 +65,7 @@ def error(y: Tensor, true: Tensor) -> float:
 
 def int8_map(
     x: tuple[Tensor, Tensor], n: int, in_bytes: bool, activation: Activation = Activation.NONE
-) -> tuple[Int8Map, Tensor]:
+) -> tuple[Int8Gemm, Tensor]:
     """A random map over rows in bytes, and what it stands for, [n, k]; its results are poisoned."""
     rows, _, k = x[0].shape
     stored = quantise(torch.randn(n, k) * 10.0 ** torch.randint(-1, 1, (n, 1)) / k**0.5, Format.INT8)
@@ -74,10 +74,10 @@ def int8_map(
     scales = None
     if in_bytes:
         y, scales = torch.full((rows, 2, n), 77, dtype=torch.int8), torch.full((n // 128, pitch_of(rows), 2), torch.nan)
-    return Int8Map(packed.codes, packed.scales, *x, y, scales, activation), dequantise(stored)
+    return Int8Gemm(packed.codes, packed.scales, *x, y, scales, activation), dequantise(stored)
 
 
-def turned(m: Int8Map) -> Int8Map:
+def turned(m: Int8Gemm) -> Int8Gemm:
     """The same of codes [k, n], with a place of its own for results, poisoned."""
     return m._replace(weight=m.weight.T.contiguous(), y=torch.full_like(m.y, torch.nan), turned=True)
 
@@ -92,12 +92,12 @@ def test_rows_in_bytes(rows: int, group: int) -> None:
         maps.append(made)
         true = meaning(*given) @ w.T
         wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
-    launch_wide_int8(maps)
+    launch_hopper_int8(maps)
     alone = [m.y.clone() for m in maps]
     weight, x = torch.randn(64, 192).half() / 8, torch.randn(rows, 192).half()
     y, weight_late = torch.full((rows, 64), torch.nan, dtype=torch.float16), torch.randn(160, 64).half() / 8
     y_late = torch.full((rows, 160), torch.nan, dtype=torch.float16)
-    launch_wide_int8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
+    launch_hopper_int8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
     assert all(torch.equal(m.y, one) for m, one in zip(maps, alone, strict=True) if m.y_scales is None)
     assert error(maps[0].y, wanted[0]) < 3e-4
     assert maps[1].y_scales is not None
@@ -114,8 +114,8 @@ def test_codes_as_inputs_lie(rows: int) -> None:
     halves[3, 200] = torch.nan
     made, _ = int8_map(bytes_of(halves), 272, False)
     other = turned(made)
-    launch_wide_int8([made])
-    launch_wide_int8([other])
+    launch_hopper_int8([made])
+    launch_hopper_int8([other])
     assert torch.equal(other.y.view(torch.int16), made.y.view(torch.int16))
     assert made.y.isfinite().all(1).tolist() == [row != 3 for row in range(rows)]
 
@@ -124,13 +124,13 @@ def test_a_row_is_the_same_whatever_the_others_hold() -> None:
     rows = 9
     halves = torch.randn(rows, 256).half()
     made, _ = int8_map(bytes_of(halves), 128, True)
-    launch_wide_int8([made])
+    launch_hopper_int8([made])
     halves[1:] = 60000
     x = bytes_of(halves)
     x[1][:, 4:] = torch.nan
     assert made.y_scales is not None
     y, scales = torch.empty_like(made.y), torch.empty_like(made.y_scales)
-    launch_wide_int8([made._replace(x=x[0], x_scales=x[1], y=y, y_scales=scales)])
+    launch_hopper_int8([made._replace(x=x[0], x_scales=x[1], y=y, y_scales=scales)])
     assert torch.equal(y[0], made.y[0])
     assert torch.equal(scales[:, 0], made.y_scales[:, 0])
 
@@ -140,7 +140,7 @@ def test_what_is_not_finite_stays_so(activation: Activation) -> None:
     halves = torch.randn(6, 128).half()
     halves[2, 5], halves[4, 70] = torch.inf, torch.nan
     made, _ = int8_map(bytes_of(halves), 64, False, activation)
-    launch_wide_int8([made])
+    launch_hopper_int8([made])
     assert made.y.isfinite().all(1).tolist() == [True, True, False, True, False, True]
     assert not made.y[[2, 4]].isfinite().any()
 
@@ -149,23 +149,23 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     made, _ = int8_map(bytes_of(torch.randn(9, 128).half()), 96, False)
     other, _ = int8_map(bytes_of(torch.randn(9, 128).half(), 64), 96, False)
     with pytest.raises(ValueError, match="do not fit"):
-        launch_wide_int8([made, other])
+        launch_hopper_int8([made, other])
     with pytest.raises(ValueError, match="do not fit"):
-        launch_wide_int8([made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))])
+        launch_hopper_int8([made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))])
     with pytest.raises(ValueError, match="do not fit"):
-        launch_wide_int8([made._replace(x_scales=made.x_scales[:, :9])])
+        launch_hopper_int8([made._replace(x_scales=made.x_scales[:, :9])])
     for refused in (other, made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))):
         with pytest.raises(ValueError, match="do not fit"):
-            launch_wide_int8([refused._replace(weight=refused.weight.T.contiguous(), turned=True)])
+            launch_hopper_int8([refused._replace(weight=refused.weight.T.contiguous(), turned=True)])
     with pytest.raises(ValueError, match="do not fit"):
-        launch_wide_int8([turned(made), turned(made)])
+        launch_hopper_int8([turned(made), turned(made)])
     with pytest.raises(ValueError, match="64 rows, not 1 of 65"):
-        launch_wide_int8([int8_map(bytes_of(torch.randn(65, 128).half()), 32, False)[0]])
+        launch_hopper_int8([int8_map(bytes_of(torch.randn(65, 128).half()), 32, False)[0]])
     shares = made._replace(y=torch.empty(1, 9, 96))
     half = torch.empty(16, 128).half(), torch.empty(9, 128).half(), torch.empty(9, 16).half(), Activation.NONE
     for maps, halves, late in (([shares, made], [], []), ([shares], [half], []), ([shares], [], [half])):
         with pytest.raises(ValueError, match="shares takes one map, not 2"):
-            launch_wide_int8(maps, halves, late)
+            launch_hopper_int8(maps, halves, late)
 
 
 @pytest.mark.parametrize("rows", [7, 20, 40])
@@ -173,13 +173,13 @@ def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytes
     """What blocks that share k come to; none waits for another. The map's last tile is narrower. Of both orders."""
     for each in (library, of_turned):
         each.emulation_set(8, 227 << 10)
-    monkeypatch.setattr(coded_launch, "shares_processors", lambda: False)
+    monkeypatch.setattr(hopper_quantised_launch, "is_mps_active", lambda: False)
     made, w = int8_map(bytes_of(torch.randn(rows, 1024).half()), 144, False)
     shares = torch.full((4, rows, 144), torch.nan)
-    launch_wide_int8([made._replace(y=shares)])
+    launch_hopper_int8([made._replace(y=shares)])
     assert error(shares.sum(0), meaning(made.x, made.x_scales) @ w.T) < 1e-5
     in_turn = torch.full_like(shares, torch.nan)
-    launch_wide_int8([turned(made)._replace(y=in_turn)])
+    launch_hopper_int8([turned(made)._replace(y=in_turn)])
     assert torch.equal(in_turn, shares)
     k = 256 * torch.arange(5)
     first = meaning(made.x, made.x_scales)[:, k[1] : k[2]] @ w[:, k[1] : k[2]].T

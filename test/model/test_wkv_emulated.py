@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import cuda_check
+from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.library import LowExits, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
-from rwkv_batch.model.state_form import pack_int8, unpack_int8
+from rwkv_batch.model.state_format import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
 from test.model.row_bytes import assert_stands_for
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 HEADS, RANK, GATE_RANK = 2, 128, 192
 WIDTH = 64 * HEADS
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from programs.settings import SettingsError, parse_settings
 from routes.api_keys import KeyRing, KeysError, KeysFile, load_keys
 from routes.config import HttpConfig
-from routes.exchange import Exchange, request_id
+from routes.request_context import RequestContext, request_id
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents
-from settings import SettingsError, parse_settings
-from test.harness import ask
+from test.harness import make_request
 from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -65,7 +65,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert few.limits == ClientLimits(rows=2, requests_per_minute=6)
     assert free.limits == ClientLimits()
     assert hashed.limits == ClientLimits(tokens_per_minute=40)
-    file, ring = KeysFile(str(tmp_path / "keys.toml")), KeyRing(is_used=True)
+    file, ring = KeysFile(str(tmp_path / "keys.toml")), KeyRing(is_configured=True)
     assert not file.keys and ring.find(PLAIN) is None  # nothing is in force before it is read
     file.read()
     ring.replace(file.keys)
@@ -114,7 +114,7 @@ class Clock:
 
 
 def job(name: str, limits: ClientLimits | None, rows: int = 1, prompt: int = 3) -> Job:
-    return Job(job_id=name, rows=[ask([5] * prompt)] * rows, client="c", limits=limits)
+    return Job(job_id=name, rows=[make_request([5] * prompt)] * rows, client="c", limits=limits)
 
 
 def events(name: str, tokens: int, done: bool) -> JobEvents:
@@ -123,61 +123,61 @@ def events(name: str, tokens: int, done: bool) -> JobEvents:
 
 def test_rows_are_counted_while_they_run() -> None:
     quotas, limits = Quotas(Metrics()), ClientLimits(rows=4)
-    assert quotas.enter(job("a", limits, rows=3)) is None
-    refusal = quotas.enter(job("b", limits, rows=2))
+    assert quotas.acquire(job("a", limits, rows=3)) is None
+    refusal = quotas.acquire(job("b", limits, rows=2))
     assert refusal is not None and refusal.kind is ErrorKind.OVERLOADED and refusal.retry_after_s
     assert "3 rows under way" in refusal.message and "4 at once" in refusal.message
-    assert quotas.enter(job("c", limits)) is None
-    assert quotas.enter(job("d", None, rows=100)) is None
+    assert quotas.acquire(job("c", limits)) is None
+    assert quotas.acquire(job("d", None, rows=100)) is None
     quotas.observe(events("a", 1, done=False))
-    assert quotas.enter(job("e", limits)) is not None
+    assert quotas.acquire(job("e", limits)) is not None
     quotas.observe(events("a", 1, done=True))
-    assert quotas.enter(job("e", limits, rows=3)) is None
-    quotas.take_back("e")
-    quotas.take_back("e")
-    assert quotas.enter(job("f", limits, rows=3)) is None
-    never = quotas.enter(job("g", limits, rows=5))
+    assert quotas.acquire(job("e", limits, rows=3)) is None
+    quotas.refund("e")
+    quotas.refund("e")
+    assert quotas.acquire(job("f", limits, rows=3)) is None
+    never = quotas.acquire(job("g", limits, rows=5))
     assert never is not None and never.kind is ErrorKind.INVALID_FIELD
 
 
 def test_a_mixture_takes_of_its_keys_limits_what_it_costs() -> None:
     """A row and a reading of each token for each of its states."""
-    mixed = [ask([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
+    mixed = [make_request([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
     quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
-    assert quotas.enter(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
-    refusal = quotas.enter(job("beside", limits, rows=2))
+    assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
+    refusal = quotas.acquire(job("beside", limits, rows=2))
     assert refusal is not None and "6 rows under way" in refusal.message
-    never = quotas.enter(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
+    never = quotas.acquire(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
     assert never is not None and never.given == 12 and "12 rows, each state of its mixture counted" in never.message
-    quotas.take_back("mixed")
-    assert quotas.enter(job("all", limits, rows=7)) is None
+    quotas.refund("mixed")
+    assert quotas.acquire(job("all", limits, rows=7)) is None
 
     clock = Clock()
     quotas, limits = Quotas(Metrics(), clock), ClientLimits(tokens_per_minute=60)
-    assert quotas.enter(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
+    assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
     quotas.observe(events("mixed", 20, done=True))
-    refusal = quotas.enter(job("b", limits))
+    refusal = quotas.acquire(job("b", limits))
     assert refusal is not None and refusal.retry_after_s == pytest.approx(3 * 3 * 2 + 20 * 3 - 60 + 1)
 
 
 def test_a_minute_of_requests_and_of_tokens() -> None:
     clock = Clock()
     quotas, limits = Quotas(Metrics(), clock), ClientLimits(requests_per_minute=3)
-    assert [quotas.enter(job(str(n), limits)) is None for n in range(5)] == [True, True, True, False, False]
-    refusal = quotas.enter(job("x", limits))
+    assert [quotas.acquire(job(str(n), limits)) is None for n in range(5)] == [True, True, True, False, False]
+    refusal = quotas.acquire(job("x", limits))
     assert refusal is not None and refusal.retry_after_s == pytest.approx(20)
     clock.now += 20.1
-    assert [quotas.enter(job(f"y{n}", limits)) is None for n in range(2)] == [True, False]
+    assert [quotas.acquire(job(f"y{n}", limits)) is None for n in range(2)] == [True, False]
 
     quotas, limits = Quotas(Metrics(), clock), ClientLimits(tokens_per_minute=60)
-    assert quotas.enter(job("a", limits, prompt=10)) is None
+    assert quotas.acquire(job("a", limits, prompt=10)) is None
     quotas.observe(events("a", 90, done=True))
-    refusal = quotas.enter(job("b", limits))
+    refusal = quotas.acquire(job("b", limits))
     assert refusal is not None and refusal.retry_after_s == pytest.approx(41)
     clock.now += 41.5
-    assert quotas.enter(job("b", limits, prompt=1000)) is None
-    quotas.take_back("b")
-    assert quotas.enter(job("c", limits, prompt=0)) is None
+    assert quotas.acquire(job("b", limits, prompt=1000)) is None
+    quotas.refund("b")
+    assert quotas.acquire(job("c", limits, prompt=0)) is None
 
 
 def test_request_ids_are_taken_if_they_are_plain() -> None:
@@ -210,14 +210,14 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.DEBUG, "access"):
         for access_log in (False, True):
             context: Any = SimpleNamespace(engine=engine, config=HttpConfig(access_log=access_log))
-            report(context, Exchange(request_id="r", method="GET", route="/x"), 200, "done")
+            report(context, RequestContext(request_id="r", method="GET", route="/x"), 200, "done")
     assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_every_line_says_to_which_request_it_belongs(form: str, capfd: pytest.CaptureFixture[str]) -> None:
     script = (
-        "import logging, sys; from routes.exchange import Exchange, work_on; "
+        "import logging, sys; from routes.request_context import Exchange, work_on; "
         "from routes.serving.access_log import name_requests; "
         "from rwkv_batch.ipc.process import LogStyle, set_up_logging; "
         "set_up_logging('p', LogStyle(sys.argv[1])); name_requests(); logging.getLogger('x').warning('before'); "

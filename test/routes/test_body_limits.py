@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from test.bounded import run_bounded
+from test.resource_limits import run_bounded
 from test.serving import Service
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def translated(text: str) -> tuple[str, str | None, int]:
 
     body = TranslateBody.model_construct(source_lang=AUTO, target_lang="eo", text_list=[text])
     try:
-        translate.plan(body, translate.TranslationCache(4), 4096)
+        translate.make_plan(body, translate.TranslationCache(4), 4096)
     except ServiceError as error:
         return error.info.kind.value, error.info.field, len(error.info.message)
     return "taken", None, 0
@@ -155,10 +155,10 @@ def test_tokens_are_counted_before_they_are_kept() -> None:
     assert cost.peak_mib - vocabulary.peak_mib < MOST_MIB
 
 
-def told_logprobs(tokens: int) -> int:
+def logprob_entries(tokens: int) -> int:
     """Bytes of a chat's log-probabilities as JSON."""
     from routes.openai.chat import chat_logprobs
-    from routes.response.reply import to_json
+    from routes.response.http_response import to_json
     from rwkv_batch.request import TokenLogprob
 
     top = [(b"rival", -2.5)] * 20
@@ -166,7 +166,7 @@ def told_logprobs(tokens: int) -> int:
 
 
 def test_log_probabilities_of_a_whole_answer_take_little_more_than_their_text() -> None:
-    cost = run_bounded(told_logprobs, 10_000, cpu_s=60)
+    cost = run_bounded(logprob_entries, 10_000, cpu_s=60)
     assert cost.result > 10 * MIB and cost.peak_mib < 5 * cost.result / MIB
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from routes.config import HttpConfig
-from routes.serving.client_identity import FRONT_KEY_HEADER, ClientIdentity
+from routes.serving.client_identity import PROXY_KEY_HEADER, ClientIdentity
 
-KEY = {FRONT_KEY_HEADER: "secret"}
+KEY = {PROXY_KEY_HEADER: "secret"}
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ KEY = {FRONT_KEY_HEADER: "secret"}
     [
         ("9.9.9.9", {}, "9.9.9.9"),
         ("9.9.9.9", {"x-forwarded-for": "1.1.1.1"}, "9.9.9.9"),  # a stranger's word
-        ("127.0.0.1", {FRONT_KEY_HEADER: "guess", "x-forwarded-for": "1.1.1.1"}, "127.0.0.1"),
+        ("127.0.0.1", {PROXY_KEY_HEADER: "guess", "x-forwarded-for": "1.1.1.1"}, "127.0.0.1"),
         ("127.0.0.1", {**KEY, "x-forwarded-for": "1.1.1.1"}, "1.1.1.1"),
         ("127.0.0.1", {**KEY, "x-forwarded-for": "6.6.6.6, 1.1.1.1"}, "1.1.1.1"),  # nginx's own entry is the last
         ("127.0.0.1", KEY, "127.0.0.1"),
@@ -31,12 +31,12 @@ KEY = {FRONT_KEY_HEADER: "secret"}
 def test_the_client_is_the_peer_or_what_a_believed_proxy_says(
     peer: str | None, headers: dict[str, str], client: str
 ) -> None:
-    identity = ClientIdentity(HttpConfig(front_key="secret", trusted_proxies=("10.0.0.0/8",)))
+    identity = ClientIdentity(HttpConfig(proxy_key="secret", trusted_proxies=("10.0.0.0/8",)))
     assert identity.client(peer, headers.get) == client
 
 
 def test_without_a_front_nobody_is_our_nginx() -> None:
     assert (
-        ClientIdentity(HttpConfig()).client("9.9.9.9", {FRONT_KEY_HEADER: "", "x-forwarded-for": "1.1.1.1"}.get)
+        ClientIdentity(HttpConfig()).client("9.9.9.9", {PROXY_KEY_HEADER: "", "x-forwarded-for": "1.1.1.1"}.get)
         == "9.9.9.9"
     )

@@ -11,7 +11,7 @@ import pytest
 from routes.openai.request import ChatBody, ConversationBody
 from routes.openai.responses_body import ResponsesBody
 from routes.request.bodies import validate
-from routes.response.answer_parts import AnswerParting, Parts
+from routes.response.answer_parser import AnswerDelta, AnswerParser
 from test.serving import Service, row_texts, sse_data
 
 TALK = [{"role": "user", "content": "x"}]
@@ -94,7 +94,7 @@ def test_an_answer_in_a_form_is_told_as_it_is(one_worker: Service, asked: str) -
     ],
 )
 def test_an_answer_behind_a_thought_is_still_parted_from_it(body: ConversationBody) -> None:
-    assert AnswerParting(body.form).feed(">so</think> no", final=True) == Parts("so", "no", [])
+    assert AnswerParser(body.form).feed(">so</think> no", final=True) == AnswerDelta("so", "no", [])
 
 
 @pytest.mark.parametrize("asked", ["/v1/chat/completions", "/openai/v1/chat/completions", "/openai/v1/responses"])

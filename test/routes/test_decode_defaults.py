@@ -9,7 +9,7 @@ from routes.openai.request import ChatBody, CompletionBody
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody, PromptBody, validate
 from routes.request.decode_defaults import DefaultsFields, as_defaults, with_defaults
-from routes.request.jobs import prompt_forms
+from routes.request.jobs import prompts_and_stops
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError
 
@@ -54,7 +54,7 @@ def test_a_state_brings_the_words_of_its_conversations() -> None:
     state = DecodeDefaults(template=words)
     native = with_defaults(validate(PromptBody, {**CHAT, "session_id": "s"}), state, MODEL)
     assert isinstance(native, PromptBody)
-    texts, stops, _ = prompt_forms(native)
+    texts, stops, _ = prompts_and_stops(native)
     assert texts == ["Human: hi\n\nBot:"] and stops == [0, 261]
     chat = with_defaults(validate(ChatBody, CHAT), state, MODEL)
     assert isinstance(chat, ChatBody) and chat.stops == [0, 261]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, Gate
-from routes.dispatch import whole_answer
-from routes.exchange import Exchange, work_on
+from routes.context import Context, RequestLimiter
+from routes.dispatch import full_response
 from routes.readiness import Readiness
-from routes.response.reply import Answer
+from routes.request_context import RequestContext, set_current_request
+from routes.response.http_response import HttpResponse
 from routes.table import ROUTES
-from routes.translate import CACHE, TranslationCache
+from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Priority
 
@@ -62,12 +62,12 @@ class Engine:
     def observe(self, observation: object) -> None: ...
 
 
-def ask(engine: Engine, path: str, body: object, priority: Priority | None = None) -> Answer:
-    async def asked() -> Answer:
-        context = Context(engine, HttpConfig(), Gate(8), Readiness(0), whole_within_s=None)  # type: ignore[arg-type]
-        context.shared[CACHE] = TranslationCache(0)
-        work_on(Exchange(client="somebody", priority=priority))
-        return await whole_answer(context, BY_PATH[path], body)
+def ask(engine: Engine, path: str, body: object, priority: Priority | None = None) -> HttpResponse:
+    async def asked() -> HttpResponse:
+        context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0), status_wait_s=None)  # type: ignore[arg-type]
+        context.shared[CACHE_KEY] = TranslationCache(0)
+        set_current_request(RequestContext(client="somebody", priority=priority))
+        return await full_response(context, BY_PATH[path], body)
 
     return asyncio.run(asked())
 
@@ -115,9 +115,9 @@ def test_a_cancelled_question_ends_its_job(turns: int) -> None:
     engine = Engine(silent=True)
 
     async def give_up() -> None:
-        context = Context(engine, HttpConfig(), Gate(8), Readiness(0), whole_within_s=None)  # type: ignore[arg-type]
+        context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0), status_wait_s=None)  # type: ignore[arg-type]
         route = BY_PATH["/v1/chat/completions"]
-        asking = asyncio.create_task(whole_answer(context, route, {"contents": ["a"]}))
+        asking = asyncio.create_task(full_response(context, route, {"contents": ["a"]}))
         await engine.asked.wait()
         for _ in range(turns):  # 2: it is admitted
             await asyncio.sleep(0)

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from batch_store.records import Purpose, StoredFile
-from batch_store.store import Store
 from routes.config import HttpConfig
-from routes.context import STORED_FILES, STORED_FILES_OF_CLIENT, Context, Gate
-from routes.exchange import Exchange, work_on
+from routes.context import MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, Context, RequestLimiter
+from routes.file_records import Purpose, StoredFile
+from routes.file_store import Store
 from routes.openai.files import FileQuery, get_file
 from routes.readiness import Readiness
-from routes.response.file_chunks import PIECE_BYTES, FileChunks
-from routes.response.reply import Stream
+from routes.request_context import RequestContext, set_current_request
+from routes.response.file_chunks import CHUNK_BYTES, FileChunks
+from routes.response.http_response import StreamedResponse
 from routes.route import Upload
 from rwkv_batch.errors import ErrorKind, ServiceError
 
-CONTENT = bytes(range(256)) * (PIECE_BYTES // 128) + b"the end"
+CONTENT = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
 
 
 class Disk(io.BytesIO):
@@ -44,31 +44,31 @@ class Disk(io.BytesIO):
 def test_a_file_is_read_a_piece_at_a_time_and_closed() -> None:
     disk, left = Disk(CONTENT), []
     chunks = FileChunks(disk, lambda: left.append(True))
-    assert len(next(chunks)) == PIECE_BYTES and disk.asked == [PIECE_BYTES] and not chunks.ended
+    assert len(next(chunks)) == CHUNK_BYTES and disk.asked == [CHUNK_BYTES] and not chunks.ended
     rest = [next(chunks), next(chunks)]
-    assert sum(map(len, rest)) == len(CONTENT) - PIECE_BYTES and set(disk.asked) == {PIECE_BYTES}
+    assert sum(map(len, rest)) == len(CONTENT) - CHUNK_BYTES and set(disk.asked) == {CHUNK_BYTES}
     assert chunks.ended and not left, "a client that does not take the last piece holds its thread"
     assert list(chunks) == [] and left == [True], "its place is free before its client is told of the end"
     chunks.close()
     assert disk.closed and left == [True]
-    assert list(FileChunks(io.BytesIO(CONTENT[:PIECE_BYTES]))) == [CONTENT[:PIECE_BYTES]]
+    assert list(FileChunks(io.BytesIO(CONTENT[:CHUNK_BYTES]))) == [CONTENT[:CHUNK_BYTES]]
     assert list(FileChunks(io.BytesIO(b""))) == []
 
 
 def test_a_disk_that_fails_on_the_way_is_told_in_the_last_line() -> None:
-    exchange = Exchange(request_id="r", method="GET", route="/", client="c")
-    work_on(exchange)
+    request_context = RequestContext(request_id="r", method="GET", route="/", client="c")
+    set_current_request(request_context)
     first, last = FileChunks(Disk(CONTENT, pieces=1))
-    assert len(first) == PIECE_BYTES and last.startswith(b"\n") and last.endswith(b"\n")
+    assert len(first) == CHUNK_BYTES and last.startswith(b"\n") and last.endswith(b"\n")
     assert "Input/output error; fetch it again" in json.loads(last)["error"]
-    assert exchange.failure is ErrorKind.INTERNAL
+    assert request_context.failure is ErrorKind.INTERNAL
 
 
 def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine: Any = None
         store = Store(tmp_path, 1 << 30, 10)
-        context = Context(engine, HttpConfig(), Gate(1), Readiness(0), files=store)
+        context = Context(engine, HttpConfig(), RequestLimiter(1), Readiness(0), files=store)
         file = StoredFile(
             id="file-a", owner="", bytes=len(CONTENT), created_at=1, filename="a.jsonl", purpose=Purpose.BATCH
         )
@@ -76,26 +76,28 @@ def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Pa
         upload = Upload(FileQuery(file_id="file-a/content"))
 
         async def fetch(client: str) -> FileChunks:
-            work_on(Exchange(request_id="r", method="GET", route="/", client=client))
+            set_current_request(RequestContext(request_id="r", method="GET", route="/", client=client))
             stream = await get_file(context, upload)
-            assert isinstance(stream, Stream) and isinstance(stream.chunks, FileChunks)
+            assert isinstance(stream, StreamedResponse) and isinstance(stream.chunks, FileChunks)
             return stream.chunks
 
         held: list[FileChunks] = []
-        for number in range(STORED_FILES // STORED_FILES_OF_CLIENT):
-            held += [await fetch(f"c{number}") for _ in range(STORED_FILES_OF_CLIENT)]
+        for number in range(MAX_FILE_DOWNLOADS // MAX_FILE_DOWNLOADS_PER_CLIENT):
+            held += [await fetch(f"c{number}") for _ in range(MAX_FILE_DOWNLOADS_PER_CLIENT)]
             with pytest.raises(
-                ServiceError, match=f"{STORED_FILES_OF_CLIENT} contents of files of c{number}"
+                ServiceError, match=f"{MAX_FILE_DOWNLOADS_PER_CLIENT} contents of files of c{number}"
             ) as refusal:
                 await fetch(f"c{number}")
             assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
-        with pytest.raises(ServiceError, match=f"has {STORED_FILES} contents of files under way"):
+        with pytest.raises(ServiceError, match=f"has {MAX_FILE_DOWNLOADS} contents of files under way"):
             await fetch("another")
         held.pop().close()  # read or not
         again = await fetch("another")
         for chunks in [*held, again]:
             assert b"".join(chunks) == CONTENT
             chunks.close()
-        assert len([await fetch("another") for _ in range(STORED_FILES_OF_CLIENT)]) == STORED_FILES_OF_CLIENT
+        assert (
+            len([await fetch("another") for _ in range(MAX_FILE_DOWNLOADS_PER_CLIENT)]) == MAX_FILE_DOWNLOADS_PER_CLIENT
+        )
 
     asyncio.run(scenario())

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, Gate
-from routes.dispatch import settled, whole_answer
-from routes.exchange import Exchange, work_on
+from routes.context import Context, RequestLimiter
+from routes.dispatch import full_response, response_or_error
 from routes.readiness import Readiness
 from routes.request.bodies import validate
+from routes.request_context import RequestContext, set_current_request
 from routes.response.event_stream import EventStream
-from routes.response.generate import BLANK, HEARTBEAT, JsonChunks, PlainDialect, SseChunks
-from routes.response.reply import DONE, Answer, Reply
-from routes.response.transcript import RowUpdate, Transcript
+from routes.response.generate import BLANK, HEARTBEAT, BaseFormatter, JsonChunks, SseChunks
+from routes.response.http_response import DONE, HandlerResponse, HttpResponse
+from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.route import Upload
 from routes.serving import http
 from routes.serving.auth import bearer_grant
@@ -35,15 +35,15 @@ ENDED = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)
 
 
 def context_of(engine: Engine, config: HttpConfig | None = None) -> Context:
-    return Context(engine, config or HttpConfig(), Gate(8), Readiness(0))  # type: ignore[arg-type]
+    return Context(engine, config or HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
 
 
 def test_a_fault_of_ours_is_a_500_in_the_routes_form() -> None:
-    async def breaks() -> Reply:
+    async def breaks() -> HandlerResponse:
         raise LookupError("a fault of the program")
 
-    answer = asyncio.run(settled(BY_PATH[CHAT], breaks()))
-    assert isinstance(answer, Answer)
+    answer = asyncio.run(response_or_error(BY_PATH[CHAT], breaks()))
+    assert isinstance(answer, HttpResponse)
     assert (answer.status, b"internal error" in answer.body) == (500, True)
 
 
@@ -74,41 +74,41 @@ class Chunks:
 
 
 @pytest.fixture
-def visit(monkeypatch: pytest.MonkeyPatch) -> http.Visit:
+def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
     """An exchange that began a second ago."""
     monkeypatch.setattr(http, "keep_state", lambda: None)  # of this thread, which is Python's own
-    exchange = Exchange(client="somebody")
-    exchange.started -= 1
-    return http.Visit(context_of(Engine()), exchange, "10.0.0.1", True)
+    request_context = RequestContext(client="somebody")
+    request_context.started -= 1
+    return http.ActiveRequest(context_of(Engine()), request_context, "10.0.0.1", True)
 
 
-def test_the_first_byte_is_one_of_the_answer(visit: http.Visit) -> None:
-    outgoing = http.OutgoingChunks(Chunks(HEARTBEAT, BLANK, b"data"), visit)
-    assert [next(outgoing), next(outgoing), visit.exchange.first_byte_s] == [HEARTBEAT, BLANK, 0]
+def test_the_first_byte_is_one_of_the_answer(active_request: http.ActiveRequest) -> None:
+    outgoing = http.RobynChunks(Chunks(HEARTBEAT, BLANK, b"data"), active_request)
+    assert [next(outgoing), next(outgoing), active_request.request_context.first_byte_s] == [HEARTBEAT, BLANK, 0]
     assert next(outgoing) == b"data"
-    assert visit.exchange.first_byte_s >= 1
+    assert active_request.request_context.first_byte_s >= 1
 
 
-def test_a_client_that_has_left_ends_the_work_behind_its_answer(visit: http.Visit) -> None:
+def test_a_client_that_has_left_ends_the_work_behind_its_answer(active_request: http.ActiveRequest) -> None:
     chunks = Chunks(b"data")
-    outgoing = http.OutgoingChunks(chunks, visit)
+    outgoing = http.RobynChunks(chunks, active_request)
     next(outgoing)
     del outgoing  # as Robyn does
     assert chunks.closed == 1
-    assert visit._context.gate.inside == 0
+    assert active_request._context.limiter.num_active == 0
 
 
-def test_whoever_sees_that_an_answers_rows_are_gone_finds_its_place_free(visit: http.Visit) -> None:
-    inside: list[int] = []
+def test_whoever_sees_that_an_answers_rows_are_gone_finds_its_place_free(active_request: http.ActiveRequest) -> None:
+    num_active: list[int] = []
 
     class Looks(Chunks):
         def close(self) -> None:
-            inside.append(visit._context.gate.inside)
+            num_active.append(active_request._context.limiter.num_active)
 
-    outgoing = http.OutgoingChunks(Looks(b"data"), visit)
+    outgoing = http.RobynChunks(Looks(b"data"), active_request)
     next(outgoing)
     del outgoing
-    assert inside == [0]
+    assert num_active == [0]
 
 
 def test_a_writer_that_waits_for_its_turn_is_not_taken_for_a_client_that_stalls() -> None:
@@ -122,9 +122,9 @@ def test_a_writer_that_waits_for_its_turn_is_not_taken_for_a_client_that_stalls(
     stream = asyncio.run(made())
     reading = threading.Thread(target=lambda: stream.pull(600), daemon=True)
     reading.start()
-    wait_for(lambda: stream._box.is_awaited, 30, "it waits")
-    assert stream._last_pull is not None
-    stream._last_pull -= 100
+    wait_for(lambda: stream._mailbox.is_awaited, 30, "it waits")
+    assert stream._last_read is not None
+    stream._last_read -= 100
     stream.sink(piece)
     assert engine.cancelled == []
     reading.join()
@@ -145,13 +145,13 @@ def test_work_that_waited_for_the_engine_until_the_service_ends_is_refused() -> 
 
     class ComesLate(Readiness):
         async def wait_for_engine(self) -> None:
-            context.gate.draining = True
+            context.limiter.draining = True
 
-    async def asked() -> Reply:
-        work_on(Exchange())
+    async def asked() -> HandlerResponse:
+        set_current_request(RequestContext())
         return await http._run(context, BY_PATH[CHAT], Request())  # type: ignore[arg-type]
 
-    context = Context(engine, HttpConfig(), Gate(8), ComesLate(0))  # type: ignore[arg-type]
+    context = Context(engine, HttpConfig(), RequestLimiter(8), ComesLate(0))  # type: ignore[arg-type]
     with pytest.raises(ServiceError) as refused:
         asyncio.run(asked())
     assert refused.value.info.kind is ErrorKind.DRAINING
@@ -185,20 +185,20 @@ TURN = {"contents": ["a"], "session_id": "s"}
     ("path", "body"), [(CHAT, {"contents": ["a"]}), (STATE, TURN), (STATE, {**TURN, "stream": True})]
 )
 def test_what_is_lost_before_the_first_token_has_a_true_status(path: str, body: dict[str, Any]) -> None:
-    """Within `whole_within_s`, which begins with the admission."""
+    """Within `status_wait_s`, which begins with the admission."""
     engine, route = Engine(silent=True), BY_PATH[path]
 
-    async def lost() -> Reply:
+    async def lost() -> HandlerResponse:
         context = context_of(engine)
-        context.whole_within_s = 600
-        work_on(Exchange())
-        asking = asyncio.ensure_future(settled(route, route.handle(context, validate(route.body, body))))
+        context.status_wait_s = 600
+        set_current_request(RequestContext())
+        asking = asyncio.ensure_future(response_or_error(route, route.handle(context, validate(route.body, body))))
         await engine.asked.wait()
         engine.sinks[0](JobEvents(job_id=engine.jobs[0].job_id, deltas=[], done=True, error=LOST))
         return await asking
 
     answer = asyncio.run(lost())
-    assert isinstance(answer, Answer) and answer.status == 503
+    assert isinstance(answer, HttpResponse) and answer.status == 503
     assert LOST.message.encode() in answer.body and engine.cancelled == []
 
 
@@ -220,13 +220,13 @@ class News:
     def close(self) -> None: ...
 
 
-class Silent(PlainDialect):
+class Silent(BaseFormatter):
     """Says nothing of its own."""
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         return b""
 
-    def whole(self, rows: list[Any]) -> Any:
+    def full_body(self, rows: list[Any]) -> Any:
         return None
 
 
@@ -236,7 +236,7 @@ def test_a_stream_tells_of_rows_that_failed_and_ends() -> None:
         [JobEvents(job_id="j", deltas=[Delta(1, b"", 1, FAILED)])],
         [JobEvents(job_id="j", deltas=[Delta(0, b"", 1, ENDED)], done=True)],
     )
-    chunks = SseChunks(news, Transcript(2), Silent())  # type: ignore[arg-type]
+    chunks = SseChunks(news, OutputDecoder(2), Silent())  # type: ignore[arg-type]
     first, second, third = (next(chunks) for _ in range(3))
     assert first == HEARTBEAT
     assert BUSY.message.encode() in second and b'"index":1' in second.replace(b" ", b"")
@@ -246,7 +246,7 @@ def test_a_stream_tells_of_rows_that_failed_and_ends() -> None:
 
 
 def test_an_answer_that_takes_its_time_shows_whether_its_client_is_there() -> None:
-    chunks = JsonChunks(News(), lambda: Answer(b"{}"))  # type: ignore[arg-type]
+    chunks = JsonChunks(News(), lambda: HttpResponse(b"{}"))  # type: ignore[arg-type]
     assert list(chunks) == [BLANK, BLANK, b"{}"]
 
 
@@ -267,13 +267,13 @@ def test_what_is_refused_goes_with_its_answer(is_file: bool) -> None:
 
     async def one() -> object:
         if is_file:
-            return await settled(
+            return await response_or_error(
                 BY_PATH["/state/import"], import_session(context, Upload(ImportQuery(session_id="s"), b"file"))
             )
-        return await whole_answer(context, BY_PATH[CHAT], {"contents": ["a"]})
+        return await full_response(context, BY_PATH[CHAT], {"contents": ["a"]})
 
     async def left() -> int:
-        work_on(Exchange())
+        set_current_request(RequestContext())
         assert getattr(await one(), "status", None) == 409
         gc.collect()
         gc.disable()

@@ -103,9 +103,9 @@ def test_adapters_beside_each_other(served: Service) -> None:
 
 
 def test_they_are_listed(served: Service) -> None:
-    listed = {entry["name"]: entry for entry in served.get("/v1/adapters").json()["data"]}
-    assert list(listed) == ["french", "spanish"] and listed["french"]["rank"] == 16
-    assert listed["spanish"]["models"] == ["rwkv7+spanish"] and listed["spanish"]["scale"] == 1.0
+    prompt_functions = {entry["name"]: entry for entry in served.get("/v1/adapters").json()["data"]}
+    assert list(prompt_functions) == ["french", "spanish"] and prompt_functions["french"]["rank"] == 16
+    assert prompt_functions["spanish"]["models"] == ["rwkv7+spanish"] and prompt_functions["spanish"]["scale"] == 1.0
     for path in ("/v1/models", "/openai/v1/models"):
         assert {"rwkv7", "rwkv7+french", "rwkv7+spanish"} <= {model["id"] for model in served.get(path).json()["data"]}
     assert served.get("/openai/v1/models/rwkv7+french").json()["id"] == "rwkv7+french"
@@ -143,8 +143,8 @@ def test_what_is_not_loaded(served: Service, body: dict[str, Any], status: int) 
     answer = served.post("/v1/adapters", body, headers=ADMIN)
     told = answer.json()
     assert answer.status_code == status and told["given"] == body.get(told["field"])
-    listed = {one["name"]: one["file"] for one in served.get("/v1/adapters").json()["data"]}
-    assert listed == {"french": str(TUNED / "french.safetensors"), "spanish": "spanish.safetensors"}
+    prompt_functions = {one["name"]: one["file"] for one in served.get("/v1/adapters").json()["data"]}
+    assert prompt_functions == {"french": str(TUNED / "french.safetensors"), "spanish": "spanish.safetensors"}
     assert texts(served, adapter="french") == ["Merci beaucoup."]
 
 

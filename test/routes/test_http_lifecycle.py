@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from test.serving import PATIENCE_S, ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
+from test.serving import HEARTBEAT_INTERVAL_S, ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
 
 CHAT, BIG = "/v1/chat/completions", "/big_batch/completions"
 ENDLESS: dict[str, Any] = {
@@ -43,7 +43,7 @@ def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         [sys.executable, str(ROOT / "app.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=HEARTBEAT_INTERVAL_S,
         env={**clean, **environment},
         check=False,
     )
@@ -143,7 +143,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(mortal: Servi
     wait_for(lambda: mortal.status()["running_rows"] == 8, 30, "8 streams run")
     os.kill(mortal.pids()["engine"], signal.SIGKILL)
     for reader in readers:
-        reader.join(PATIENCE_S)
+        reader.join(HEARTBEAT_INTERVAL_S)
         assert not reader.is_alive(), "a stream waits for ever"
         text = reader.received.decode(errors="replace")
         assert '"error":"the engine process was lost' in text
@@ -223,7 +223,7 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
             thread.join()
         assert sse_data(received[True])[-1]["choices"][-1]["finish_reason"] == "cancelled"
         assert json.loads(received[False])["choices"][0]["finish_reason"] == "cancelled"
-        assert service.process.wait(PATIENCE_S) == 0
+        assert service.process.wait(HEARTBEAT_INTERVAL_S) == 0
     finally:
         service.close()
 
@@ -244,7 +244,7 @@ def test_a_stream_that_is_cut_at_the_end_is_told_so(
         assert "[DONE]" in text
         assert "takes no new" not in text
         assert "restarted" not in text
-        assert service.process.wait(PATIENCE_S) == 0
+        assert service.process.wait(HEARTBEAT_INTERVAL_S) == 0
     finally:
         service.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from test.postgres import Server, missing
+from test.postgres import Server, unavailable_reason
 from test.serving import Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture
 def server() -> Iterator[Server]:
     """A server that is killed and comes back."""
-    if (why := missing()) is not None:
+    if (why := unavailable_reason()) is not None:
         pytest.skip(why)
     started = Server()
     yield started
@@ -34,8 +34,8 @@ def say(service: Service, session_id: str, text: str) -> str:
 
 
 def sessions(service: Service) -> dict[str, str]:
-    listed = service.post("/state/status", {}).json()
-    return {entry["session_id"]: entry["cache_level"] for entry in listed["sessions"]}
+    prompt_functions = service.post("/state/status", {}).json()
+    return {entry["session_id"]: entry["cache_level"] for entry in prompt_functions["sessions"]}
 
 
 def test_a_session_goes_on_at_another_service(tmp_path: Path, tiny_model: Path, server: Server) -> None:

@@ -14,17 +14,17 @@ from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
 from routes.config import HttpConfig
-from routes.context import SESSION_FILES, Context, Gate
-from routes.exchange import Exchange, work_on
+from routes.context import MAX_SESSION_TRANSFERS, Context, RequestLimiter
 from routes.readiness import Readiness
-from routes.response.reply import Answer
+from routes.request_context import RequestContext, set_current_request
+from routes.response.http_response import HttpResponse
 from routes.route import Upload
 from routes.session_files import ExportQuery, ImportQuery, export_session, import_session
 from rwkv_batch.calls import ExportSession
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_file import SessionFile, decode
-from test.hostile_files import hostile
-from test.serving import PATIENCE_S, Service
+from test.malformed_files import malformed_files
+from test.serving import HEARTBEAT_INTERVAL_S, Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -58,10 +58,10 @@ def test_a_session_goes_on_where_it_was_exported(service: Service) -> None:
 def test_head_of_a_file_says_whether_there_is_one(service: Service) -> None:
     say(service, "headed", "User: one")
     url = f"{service.url}/state/export"
-    found = httpx.head(url, params={"session_id": "headed"}, timeout=PATIENCE_S)
+    found = httpx.head(url, params={"session_id": "headed"}, timeout=HEARTBEAT_INTERVAL_S)
     assert (found.status_code, found.content) == (200, b"")
     assert found.headers["Content-Disposition"] == export(service, "headed").headers["Content-Disposition"]
-    assert httpx.head(url, params={"session_id": "nobody"}, timeout=PATIENCE_S).status_code == 404
+    assert httpx.head(url, params={"session_id": "nobody"}, timeout=HEARTBEAT_INTERVAL_S).status_code == 404
 
 
 def test_head_has_no_file_made() -> None:
@@ -69,16 +69,16 @@ def test_head_has_no_file_made() -> None:
 
     async def scenario() -> None:
         engine: Any = Holding()
-        context = Context(engine, HttpConfig(), Gate(1), Readiness(0))
-        work_on(Exchange(method="HEAD"))
-        for answer in (b"", ServiceError(ErrorKind.SESSION_NOT_FOUND, "no session")) * SESSION_FILES:
+        context = Context(engine, HttpConfig(), RequestLimiter(1), Readiness(0))
+        set_current_request(RequestContext(method="HEAD"))
+        for answer in (b"", ServiceError(ErrorKind.SESSION_NOT_FOUND, "no session")) * MAX_SESSION_TRANSFERS:
             task = asyncio.create_task(export_session(context, Upload(ExportQuery(session_id="s"))))
             await asyncio.sleep(0)
             call, reply = engine.calls.pop(), engine.replies.pop()
             reply(answer)
             (outcome,) = await asyncio.gather(task, return_exceptions=True)
-            assert call == ExportSession("s", wants_file=False)
-            assert type(outcome) is (Answer if answer == b"" else ServiceError)
+            assert call == ExportSession("s", include_file=False)
+            assert type(outcome) is (HttpResponse if answer == b"" else ServiceError)
 
     asyncio.run(scenario())
 
@@ -113,7 +113,7 @@ def test_whatever_a_file_holds_is_a_4xx_that_says_so(service: Service) -> None:
     """More of them than places for imports: each place comes back, and turns are stored as before."""
     say(service, "sound", "User: one")
     content = export(service, "sound").content
-    for what, file in hostile(content):
+    for what, file in malformed_files(content):
         refused = bring(service, "hostile", file)
         assert (refused.status_code, refused.json().get("field")) == (422, "body"), what
         assert len(refused.content) < 4000, what
@@ -192,27 +192,30 @@ def test_few_files_are_under_way_at_once() -> None:
 
     async def scenario() -> None:
         engine: Any = Holding()
-        context = Context(engine, HttpConfig(), Gate(1), Readiness(0))
+        context = Context(engine, HttpConfig(), RequestLimiter(1), Readiness(0))
 
         def begin(client: int) -> asyncio.Task[Any]:
-            work_on(Exchange(client=f"c{client}"))  # the task's too
+            set_current_request(RequestContext(client=f"c{client}"))  # the task's too
             return asyncio.create_task(import_session(context, Upload(ImportQuery(session_id="s"), b"content")))
 
         async def answer(value: object) -> None:
             await asyncio.sleep(0)
             engine.replies.pop(0)(value)
 
-        begun = [begin(client) for client in range(SESSION_FILES)]
+        begun = [begin(client) for client in range(MAX_SESSION_TRANSFERS)]
         await asyncio.sleep(0)
         fetched = export_session(context, Upload(ExportQuery(session_id="s")))
-        for refused in (begin(0), begin(SESSION_FILES), asyncio.create_task(fetched)):
+        for refused in (begin(0), begin(MAX_SESSION_TRANSFERS), asyncio.create_task(fetched)):
             with pytest.raises(ServiceError) as refusal:
                 await asyncio.wait_for(refused, 10)
             assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
         await answer(ServiceError(ErrorKind.INVALID_FIELD, "no session"))
         await answer(7)
-        assert [type(one) for one in await asyncio.gather(*begun, return_exceptions=True)] == [ServiceError, Answer]
-        again = [begin(client) for client in range(SESSION_FILES)]
+        assert [type(one) for one in await asyncio.gather(*begun, return_exceptions=True)] == [
+            ServiceError,
+            HttpResponse,
+        ]
+        again = [begin(client) for client in range(MAX_SESSION_TRANSFERS)]
         for _ in again:
             await answer(7)
         await asyncio.wait_for(asyncio.gather(*again), 10)

@@ -82,8 +82,8 @@ def test_every_route_takes_a_state(tuned: Service) -> None:
     completion = tuned.post("/openai/v1/completions", {**raw, "model": "rwkv7:poet"})
     assert text_of(completion) == said(tuned, state="poet", **plainly)
     chat = {"messages": [{"role": "user", "content": "hi"}], **PLAIN}
-    spoken = [tuned.post("/openai/v1/chat/completions", {**chat, "state": name}) for name in ("poet", None)]
-    assert text_of(spoken[0]) != text_of(spoken[1])
+    parsed = [tuned.post("/openai/v1/chat/completions", {**chat, "state": name}) for name in ("poet", None)]
+    assert text_of(parsed[0]) != text_of(parsed[1])
     gap = {**PLAIN, "prefix": ["a"], "suffix": ["b"]}
     filled = [text_of(tuned.post("/FIM/v1/batch-FIM", {**gap, "state": name})) for name in ("poet", None)]
     assert filled[0] != filled[1]
@@ -214,8 +214,8 @@ def test_decode_parameters_that_come_with_a_state(tuned: Service) -> None:
     for added in ({"file": "clerk.pth"}, {"states": duo}):
         sent = tuned.post("/v1/states", {"name": "mild", "defaults": defaults, **added}, headers=ADMIN)
         assert sent.status_code == 200 and sent.json()["defaults"] == defaults
-        (listed,) = [one for one in tuned.get("/v1/states").json()["data"] if one["name"] == "mild"]
-        assert listed["defaults"] == defaults
+        (prompt_functions,) = [one for one in tuned.get("/v1/states").json()["data"] if one["name"] == "mild"]
+        assert prompt_functions["defaults"] == defaults
         for path in ("/v1/chat/completions", "/v2/chat/completions"):
             own = defaults if path.startswith("/v1") else {"temperature": 0, "max_tokens": 8}
             expected = text_of(tuned.post(path, {**body, **own, "state": "mild"}))

@@ -12,7 +12,7 @@ import pytest
 from routes import translate
 from routes.request.bodies import TranslateBody
 from routes.request.languages import detect
-from routes.translate import TranslationCache, cleaned, plan
+from routes.translate import TranslationCache, clean_answer, make_plan
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"
@@ -52,28 +52,28 @@ def test_a_word_alone_is_judged_by_its_letters_and_most_are_english() -> None:
 
 def test_what_has_no_letters_is_kept_and_of_no_language() -> None:
     texts = ["42", "$49.99", "2026-11-23", "{0}", "<br>", "https://example.org/a", " ", "Good morning"]
-    made = plan(TranslateBody(target_lang="pl", text_list=texts), TranslationCache(0), 100)
+    made = make_plan(TranslateBody(target_lang="pl", text_list=texts), TranslationCache(0), 100)
     assert made.sources == ["auto"] * 7 + ["en"]
     assert made.pieces[:7] == [[text] for text in texts[:7]]
     assert made.missing == [("en", "pl", "Good morning")]
 
 
 def test_a_translation_ends_at_a_label_and_not_at_any_line_with_a_colon() -> None:
-    assert cleaned(" Name: Ming\nAge: five\nNote: shy\n") == "Name: Ming\nAge: five\nNote: shy"
+    assert clean_answer(" Name: Ming\nAge: five\nNote: shy\n") == "Name: Ming\nAge: five\nNote: shy"
     for label in ("French", "Traditional Chinese", "User"):
-        assert cleaned(f" a cat\n{label}: ein Kater") == "a cat"
+        assert clean_answer(f" a cat\n{label}: ein Kater") == "a cat"
 
 
 def test_languages_are_found_out_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of labels take a second, which the loop's other requests do not wait."""
     threads: list[threading.Thread] = []
 
-    def planned(*given: Any) -> translate.Plan:
+    def planned(*given: Any) -> translate.TranslationPlan:
         threads.append(threading.current_thread())
-        return plan(*given)
+        return make_plan(*given)
 
-    monkeypatch.setattr(translate, "plan", planned)
-    cache = {translate.CACHE: TranslationCache(0)}
+    monkeypatch.setattr(translate, "make_plan", planned)
+    cache = {translate.CACHE_KEY: TranslationCache(0)}
     context: Any = SimpleNamespace(config=SimpleNamespace(max_contents=10), shared=cache)
     body = TranslateBody(target_lang="en", text_list=["Home", "42"])
     reply: Any = asyncio.run(translate.batch_translate(context, body))

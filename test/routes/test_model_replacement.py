@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, Gate
-from routes.model_directory import ModelDirectory
-from routes.models import LoadBody, ModelQuery, model, models, wish_of
+from routes.context import Context, RequestLimiter
+from routes.model_registry import ModelRegistry
+from routes.models import LoadBody, ModelQuery, model, model_spec, models
 from routes.readiness import Readiness
 from routes.route import Upload
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
+from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
 
 READY = ModelStatus.READY
 ELSEWHERE = "10.0.0.7"
@@ -52,40 +52,40 @@ class Machine:
         """`node`: where the engine of the service's own model is; `beside`: what was loaded on this machine."""
         (folder / "new.pth").touch()
         config = HttpConfig(models_dir=str(folder), model_name="rwkv7")
-        own = ServedModel(wish=ModelWish(name="rwkv7", file=""), status=READY, address="own", since=0, is_own=True)
+        own = ServedModel(spec=ModelSpec(name="rwkv7", file=""), status=READY, address="own", since=0, is_own=True)
         self.own, self.other = Engine(not node), Engine(True)
         self.told: list[str] = []
-        self.models = ModelDirectory(self.tell, lambda model: (self.context_of(self.other, config), self.other))  # type: ignore[arg-type,return-value]
+        self.models = ModelRegistry(self.tell, lambda model: (self.context_of(self.other, config), self.other))  # type: ignore[arg-type,return-value]
         self.context = self.context_of(self.own, config)
         self.context.models = self.models
         loaded = [
-            ServedModel(wish=ModelWish(name=name, file=""), status=status, address=name, since=0)
+            ServedModel(spec=ModelSpec(name=name, file=""), status=status, address=name, since=0)
             for name, status in beside.items()
         ]
-        self.table = [msgspec.structs.replace(own, node=node), *loaded]
-        self.models.update(self.table)
+        self.registered = [msgspec.structs.replace(own, node=node), *loaded]
+        self.models.update(self.registered)
 
     def context_of(self, engine: Engine, config: HttpConfig) -> Context:
-        return Context(engine, config, Gate(8), Readiness(0))  # type: ignore[arg-type]
+        return Context(engine, config, RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
 
     def has(self, name: str) -> bool:
-        return any(one.wish.name == name for one in self.table)
+        return any(one.spec.name == name for one in self.registered)
 
     def tell(self, command: ModelCommand) -> None:
-        if command.is_question:
-            self.models.answered(command.number, None)
+        if command.is_barrier:
+            self.models.command_answered(command.number, None)
             return
-        name = command.wish.name if command.wish is not None else command.unload
-        self.told.append(f"{'load' if command.wish is not None else 'unload'} {name}")
+        name = command.spec.name if command.spec is not None else command.unload
+        self.told.append(f"{'load' if command.spec is not None else 'unload'} {name}")
         refusal = f"name: {name} is here" if self.has(name) else None
         if command.unload:
             refusal = None if self.has(name) else f"name: no {name} here"
-            self.table = [one for one in self.table if one.wish.name != name]
-        elif command.wish is not None and refusal is None:
-            self.table.append(ServedModel(wish=command.wish, status=READY, address=f"new {name}", since=1))
-        self.models.answered(command.number, refusal)  # before the table, as the supervisor does
+            self.registered = [one for one in self.registered if one.spec.name != name]
+        elif command.spec is not None and refusal is None:
+            self.registered.append(ServedModel(spec=command.spec, status=READY, address=f"new {name}", since=1))
+        self.models.command_answered(command.number, refusal)  # before the table, as the supervisor does
         if refusal is None:
-            self.models.update(self.table)
+            self.models.update(self.registered)
 
     def load(self, name: str) -> int:
         body = LoadModelBody(model_filename="new.pth", model_viewname=name)
@@ -127,7 +127,7 @@ def test_in_a_cluster_nothing_is_unloaded_for_files_that_nobody_can_check(tmp_pa
 
 def test_a_model_that_has_left_by_itself_is_replaced_as_well(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
-    machine.table.pop()  # and this worker is not told yet
+    machine.registered.pop()  # and this worker is not told yet
     assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
 
 
@@ -150,22 +150,22 @@ def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_
     adapter = folder / "adapter_model.safetensors"
     adapter.touch()
     for entry in (adapter.name, f"{adapter.name}:2"):
-        wish = wish_of(machine.context, LoadBody(file="new.pth", adapters=[entry]))
-        assert wish.adapters == (str(folder / entry),)
+        spec = model_spec(machine.context, LoadBody(file="new.pth", adapters=[entry]))
+        assert spec.adapters == (str(folder / entry),)
     (tmp_path / "adapter_config.json").write_text("{}")
     (folder / "adapter_config.json").symlink_to(tmp_path / "adapter_config.json")
     for entry in (adapter.name, f"{adapter.name}:2"):
         with pytest.raises(ServiceError, match="without links that lead out") as refused:
-            wish_of(machine.context, LoadBody(file="new.pth", adapters=[entry]))
+            model_spec(machine.context, LoadBody(file="new.pth", adapters=[entry]))
         assert refused.value.info.field == "adapters"
 
 
 def test_a_request_may_choose_the_form_of_states_and_the_kernels(tmp_path: Path) -> None:
     context = Machine(tmp_path, "").context
-    wish = wish_of(context, LoadBody(file="new.pth", wkv_state="fp32", kernels="cpu"))
-    assert (wish.wkv_state, wish.kernels) == ("fp32", "cpu")
-    wish = wish_of(context, LoadBody(file="new.pth"))
-    assert (wish.wkv_state, wish.kernels) == ("", "")
+    spec = model_spec(context, LoadBody(file="new.pth", wkv_state="fp32", kernels="cpu"))
+    assert (spec.wkv_state, spec.kernels) == ("fp32", "cpu")
+    spec = model_spec(context, LoadBody(file="new.pth"))
+    assert (spec.wkv_state, spec.kernels) == ("", "")
     for field in ("wkv_state", "kernels"):
         with pytest.raises(ValueError, match=field):
             LoadBody(file="new.pth", **{field: "int9"})  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_a_model_that_has_left_is_unknown_before_its_engine_is_let_go(tmp_path: 
     """A request that comes between the two would be told that it is being loaded."""
     machine, seen = Machine(tmp_path, "", small=READY), list[object]()
     machine.other.stop = lambda: seen.append(machine.models.find("small"))  # type: ignore[method-assign]
-    machine.models.update(machine.table[:1])
+    machine.models.update(machine.registered[:1])
     assert seen == [None]
 
 
@@ -185,19 +185,19 @@ LOADING = ModelStatus.LOADING
 def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(tmp_path: Path) -> None:
     """Another worker may have told the client that it is ready before this one heard of it."""
     machine = Machine(tmp_path, "", small=LOADING, large=LOADING)
-    machine.models._tell = lambda command: None
+    machine.models._send_command = lambda command: None
 
     async def ask() -> list[object]:
-        asked = [asyncio.ensure_future(machine.context.of_model_soon(name)) for name in ("small", "large:tuned")]
+        requested = [asyncio.ensure_future(machine.context.wait_for_model(name)) for name in ("small", "large:tuned")]
         await asyncio.sleep(0.01)
-        assert not any(one.done() for one in asked)
+        assert not any(one.done() for one in requested)
         ends = {"small": (READY, ""), "large": (ModelStatus.FAILED, "is not a model")}
-        told = [(one, *ends.get(one.wish.name, (READY, ""))) for one in machine.table]
+        told = [(one, *ends.get(one.spec.name, (READY, ""))) for one in machine.registered]
         machine.models.update([msgspec.structs.replace(one, status=to, error=why) for one, to, why in told])
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await asyncio.gather(*requested, return_exceptions=True)
 
     small, large = asyncio.run(ask())
-    assert isinstance(small, Context) and small is machine.models.chosen(machine.context, "small")
+    assert isinstance(small, Context) and small is machine.models.select_model(machine.context, "small")
     assert isinstance(large, ServiceError) and large.info.kind is ErrorKind.MODEL_NOT_FOUND
     assert "is not a model" in large.info.message
 
@@ -206,45 +206,45 @@ def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(t
 def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: Path, status: ModelStatus) -> None:
     """Its client may have been told that it is loaded, or loading, before this worker heard that it is there."""
     machine = Machine(tmp_path, "")
-    asked: list[ModelCommand] = []
+    requested: list[ModelCommand] = []
 
     def tell(command: ModelCommand) -> None:
-        asked.append(command)
-        if len(asked) == 1:  # the table is sent before the answer
-            new = ServedModel(wish=ModelWish(name="small", file=""), status=status, address="small", since=0)
-            machine.models.update([*machine.table, new])
-        machine.models.answered(command.number, None)
+        requested.append(command)
+        if len(requested) == 1:  # the table is sent before the answer
+            new = ServedModel(spec=ModelSpec(name="small", file=""), status=status, address="small", since=0)
+            machine.models.update([*machine.registered, new])
+        machine.models.command_answered(command.number, None)
 
-    machine.models._tell = tell
+    machine.models._send_command = tell
     try:
-        found = asyncio.run(machine.context.of_model_soon("small"))
+        found = asyncio.run(machine.context.wait_for_model("small"))
     except ServiceError as error:
         assert status is LOADING and error.info.kind is ErrorKind.ENGINE_LOST
     else:
         assert status is READY and found is not machine.context
-    assert [command.is_question for command in asked] == [True]
+    assert [command.is_barrier for command in requested] == [True]
     with pytest.raises(ServiceError, match="no model 'other' is served here"):
-        asyncio.run(machine.context.of_model_soon("other"))
-    assert len(asked) == 2
-    assert asyncio.run(machine.context.of_model_soon("rwkv7:warm")) is machine.context
-    assert len(asked) == 2, "nobody else knows more of the service's own model"
+        asyncio.run(machine.context.wait_for_model("other"))
+    assert len(requested) == 2
+    assert asyncio.run(machine.context.wait_for_model("rwkv7:warm")) is machine.context
+    assert len(requested) == 2, "nobody else knows more of the service's own model"
 
 
 def test_one_model_is_looked_for_before_it_is_said_not_to_be_there(tmp_path: Path) -> None:
     """GET /v1/models/{name} right after it was begun to load through another worker."""
     machine = Machine(tmp_path, "")
 
-    def listed(call: object, reply: Any) -> None:
+    def prompt_functions(call: object, reply: Any) -> None:
         reply([])
 
-    machine.own.call = listed  # type: ignore[method-assign,assignment]
-    told = ServedModel(wish=ModelWish(name="small", file=""), status=LOADING, address="small", since=0)
+    machine.own.call = prompt_functions  # type: ignore[method-assign,assignment]
+    told = ServedModel(spec=ModelSpec(name="small", file=""), status=LOADING, address="small", since=0)
 
     def tell(command: ModelCommand) -> None:
-        machine.models.update([*machine.table, told])
-        machine.models.answered(command.number, None)
+        machine.models.update([*machine.registered, told])
+        machine.models.command_answered(command.number, None)
 
-    machine.models._tell = tell
+    machine.models._send_command = tell
     answer = asyncio.run(model(machine.context, Upload(ModelQuery(model="small"), b"")))
     assert json.loads(answer.body)["status"] == "loading"  # type: ignore[union-attr]
 
@@ -255,11 +255,11 @@ def test_work_waits_so_long_for_a_model_and_no_longer(
 ) -> None:
     """It has a place meanwhile, which others want for models that are there."""
     machine = Machine(tmp_path, "", small=LOADING)
-    machine.models._tell = lambda command: None
+    machine.models._send_command = lambda command: None
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=engine_wait_s)
-    monkeypatch.setattr("routes.model_directory._TOLD_S", told_s)
+    monkeypatch.setattr("routes.model_registry._POLL_S", told_s)
     with pytest.raises(ServiceError) as refused:
-        asyncio.run(machine.context.of_model_soon("small"))
+        asyncio.run(machine.context.wait_for_model("small"))
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
 
 
@@ -269,20 +269,20 @@ def test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_
     """A client has 420 places; held until the model may be ready, they would keep its other requests out."""
     machine = Machine(tmp_path, "", small=LOADING)
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=3600)
-    monkeypatch.setattr("routes.model_directory._TOLD_S", 3600.0)
+    monkeypatch.setattr("routes.model_registry._POLL_S", 3600.0)
 
     async def ask() -> list[object]:
         questions: asyncio.Queue[ModelCommand] = asyncio.Queue()
-        machine.models._tell = questions.put_nowait
-        asked = [asyncio.ensure_future(machine.context.of_model_soon("small"))]
+        machine.models._send_command = questions.put_nowait
+        requested = [asyncio.ensure_future(machine.context.wait_for_model("small"))]
         first = await questions.get()
-        asked += [asyncio.ensure_future(machine.context.of_model_soon("small")) for _ in range(420)]
+        requested += [asyncio.ensure_future(machine.context.wait_for_model("small")) for _ in range(420)]
         await asyncio.sleep(0.01)
-        machine.models.answered(first.number, None)
+        machine.models.command_answered(first.number, None)
         second = await questions.get()  # of all who came since
-        machine.models.answered(second.number, None)
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        assert first.is_question and second.is_question and questions.empty()
+        machine.models.command_answered(second.number, None)
+        told = await asyncio.gather(*requested, return_exceptions=True)
+        assert first.is_barrier and second.is_barrier and questions.empty()
         return told
 
     refused = asyncio.run(asyncio.wait_for(ask(), 30))
@@ -293,16 +293,16 @@ def test_what_is_told_between_a_look_and_the_wait_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(tmp_path, "", small=LOADING)
-    monkeypatch.setattr("routes.model_directory._TOLD_S", 3600.0)
-    look = machine.models._named
+    monkeypatch.setattr("routes.model_registry._POLL_S", 3600.0)
+    look = machine.models._find_by_request
 
-    def look_too_early(asked: str) -> ServedModel | None:
-        seen = look(asked)
-        machine.models.update([msgspec.structs.replace(one, status=READY) for one in machine.table])
+    def look_too_early(requested: str) -> ServedModel | None:
+        seen = look(requested)
+        machine.models.update([msgspec.structs.replace(one, status=READY) for one in machine.registered])
         return seen
 
-    monkeypatch.setattr(machine.models, "_named", look_too_early)
-    asyncio.run(asyncio.wait_for(machine.models.wait_until_told(machine.context, "small", 3600), 60))
+    monkeypatch.setattr(machine.models, "_find_by_request", look_too_early)
+    asyncio.run(asyncio.wait_for(machine.models.wait_until_known(machine.context, "small", 3600), 60))
 
 
 def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path) -> None:
@@ -311,10 +311,10 @@ def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path)
 
     def tell_and_undo(command: ModelCommand) -> None:
         tell(command)
-        machine.models.update(machine.table[:-1])
+        machine.models.update(machine.registered[:-1])
 
-    machine.models._tell = tell_and_undo
-    waits = machine.models.load(ModelWish(name="new", file="new.pth"), 3600)
+    machine.models._send_command = tell_and_undo
+    waits = machine.models.load(ModelSpec(name="new", file="new.pth"), 3600)
     with pytest.raises(ServiceError, match="was unloaded before it was ready"):
         asyncio.run(asyncio.wait_for(waits, 60))
 
@@ -322,7 +322,7 @@ def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path)
 @pytest.mark.parametrize("leaves", [True, False])
 def test_models_are_listed_while_one_of_them_leaves_or_the_engine_is_lost(tmp_path: Path, leaves: bool) -> None:
     machine = Machine(tmp_path, "", small=READY, large=READY)
-    own, small, large = machine.table
+    own, small, large = machine.registered
 
     def lost(call: Any, reply: Any) -> None:
         reply([] if leaves else ServiceError(ErrorKind.ENGINE_LOST, "lost"))
@@ -334,8 +334,8 @@ def test_models_are_listed_while_one_of_them_leaves_or_the_engine_is_lost(tmp_pa
 
     machine.own.call, machine.other.call = lost, leaving  # type: ignore[method-assign]
     answer: Any = asyncio.run(models(machine.context, {}))
-    listed = {one["id"]: one.get("status") for one in json.loads(answer.body)["data"]}
-    assert listed == {"rwkv7": None, "small": "ready", "large": "unloading" if leaves else "ready"}
-    assert machine.models.take_used() == (), "a list is no use of models, which are unloaded when nobody uses them"
-    machine.context.of_model("small")
-    assert machine.models.take_used() == ("small",)
+    prompt_functions = {one["id"]: one.get("status") for one in json.loads(answer.body)["data"]}
+    assert prompt_functions == {"rwkv7": None, "small": "ready", "large": "unloading" if leaves else "ready"}
+    assert machine.models.pop_used() == (), "a list is no use of models, which are unloaded when nobody uses them"
+    machine.context.for_model("small")
+    assert machine.models.pop_used() == ("small",)

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, Gate
-from routes.model_clients import connected
-from routes.model_directory import ModelDirectory
+from routes.context import Context, RequestLimiter
+from routes.model_connections import connect_model
+from routes.model_registry import ModelRegistry
 from routes.readiness import Readiness
-from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
+from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD, Heartbeat, SocketLink, ToEngine, ToWorker, to_engine_decoder
 from test.serving import wait_for
 
@@ -58,18 +58,18 @@ def kept() -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the descriptors of a process are not told here")
 def test_a_worker_keeps_nothing_of_models_that_have_left(folder: Path) -> None:
-    context = Context(None, HttpConfig(models_dir=str(folder)), Gate(4, 0), Readiness(1.0))  # type: ignore[arg-type]
-    models = ModelDirectory(lambda command: None, lambda model: connected(context, model, "http-0"))
+    context = Context(None, HttpConfig(models_dir=str(folder)), RequestLimiter(4, 0), Readiness(1.0))  # type: ignore[arg-type]
+    models = ModelRegistry(lambda command: None, lambda model: connect_model(context, model, "http-0"))
 
     def one_round(number: int) -> None:
         address = str(folder / f"{number}")
         engine = engine_at(address)
-        wish = ModelWish(name=f"round-{number}", file="file")
-        ready = ServedModel(wish=wish, status=ModelStatus.READY, address=address, since=0)
+        spec = ModelSpec(name=f"round-{number}", file="file")
+        ready = ServedModel(spec=spec, status=ModelStatus.READY, address=address, since=0)
         models.update([msgspec.structs.replace(ready, status=ModelStatus.LOADING)])
         models.update([ready])
-        wait_for(lambda: models.chosen(context, wish.name).engine.is_connected, 10, "a connection")
-        assert models.take_used() == (wish.name,)
+        wait_for(lambda: models.select_model(context, spec.name).engine.is_connected, 10, "a connection")
+        assert models.pop_used() == (spec.name,)
         models.update([])
         engine.join(10)
         assert not engine.is_alive()

@@ -29,9 +29,9 @@ TAGGED = [
 
 
 def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
-    from routes.response.reasoning import Parting
+    from routes.response.reasoning_parser import ReasoningParser
 
-    parting = Parting(thinks)
+    parting = ReasoningParser(thinks)
     news = [parting.feed(piece, final=False) for piece in pieces] + [parting.feed("", final=True)]
     return "".join(one.reasoning for one in news), "".join(one.content for one in news)
 
@@ -50,9 +50,9 @@ def test_a_thought_is_parted_wherever_the_text_is_cut(thinks: bool, text: str, r
 
 
 def test_an_answer_is_not_held_back() -> None:
-    from routes.response.reasoning import Parting
+    from routes.response.reasoning_parser import ReasoningParser
 
-    parting = Parting(thinks=False)
+    parting = ReasoningParser(thinks=False)
     assert [parting.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]
 
 
@@ -210,20 +210,20 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
 
 
 def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
-    from routes.openai.chat import ChatDialect
-    from routes.response.transcript import RowUpdate
+    from routes.openai.chat import ChatFormatter
+    from routes.response.output_decoder import RowUpdate
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)
-    dialect = ChatDialect(body, "fp_x", 2, len)
+    formatter = ChatFormatter(body, "fp_x", 2, len)
     ends = [
         Finish(reason=FinishReason.STOP, prompt_tokens=5, completion_tokens=row + 1, cached_tokens=4) for row in (0, 1)
     ]
     token = TokenLogprob(b"\xe4", -math.inf, [(b"a", -0.5)])
-    stream = dialect.opening()
-    stream += dialect.chunk([RowUpdate(0, ">hm</thi"), RowUpdate(1, ">x</think>y", logprobs=[token])])
-    stream += dialect.chunk([RowUpdate(0, "nk> Hi", finish=ends[0]), RowUpdate(1, "z", finish=ends[1])])
-    chunks = read_chunks(stream + dialect.closing())
+    stream = formatter.stream_start()
+    stream += formatter.chunk([RowUpdate(0, ">hm</thi"), RowUpdate(1, ">x</think>y", logprobs=[token])])
+    stream += formatter.chunk([RowUpdate(0, "nk> Hi", finish=ends[0]), RowUpdate(1, "z", finish=ends[1])])
+    chunks = read_chunks(stream + formatter.stream_end())
     *parts, last = chunks
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert all(chunk["object"] == "chat.completion.chunk" and chunk["system_fingerprint"] == "fp_x" for chunk in chunks)
@@ -255,8 +255,8 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
 
 def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
     """Clients of OpenAI's that know four words fail at a fifth, and hold `length` alone for an answer that was cut."""
-    from routes.openai.chat import ChatDialect
-    from routes.openai.completions import CompletionDialect
+    from routes.openai.chat import ChatFormatter
+    from routes.openai.completions import CompletionFormatter
     from routes.openai.request import CompletionBody
     from routes.response.generate import RowResult
     from rwkv_batch.errors import ErrorInfo, ErrorKind
@@ -269,14 +269,14 @@ def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
         for reason in reasons
     ]
     rows = [RowResult("a", finish, []) for finish in finishes]
-    chat = ChatDialect(chat_body(n=5), "fp_x", 5, len)
-    text = CompletionDialect(CompletionBody(prompt="a", n=5), "fp_x", 5)
+    chat = ChatFormatter(chat_body(n=5), "fp_x", 5, len)
+    text = CompletionFormatter(CompletionBody(prompt="a", n=5), "fp_x", 5)
     told = [("stop", None), ("length", None), *[("length", word) for word in ("timeout", "cancelled", "error")]]
-    for dialect in (chat, text):
-        choices = dialect.whole(rows)["choices"]
+    for formatter in (chat, text):
+        choices = formatter.full_body(rows)["choices"]
         assert [(choice["finish_reason"], choice.get("end_reason")) for choice in choices] == told
         assert [choice.get("error", {}).get("message") for choice in choices] == [None] * 4 + ["too little memory"]
-        ends = [dialect.end(row, reason) for row, reason in enumerate(reasons)]
+        ends = [formatter.end(row, reason) for row, reason in enumerate(reasons)]
         assert [(choice["finish_reason"], choice.get("end_reason")) for choice in ends] == told
 
 

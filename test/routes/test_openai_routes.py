@@ -167,8 +167,8 @@ def test_log_probabilities_of_a_whole_answer_are_bounded(client: OpenAI) -> None
     assert "stream it" in refusal.value.message
     with chat(client, **asked, stream=True) as stream:
         assert next(iter(stream)).choices
-    several = chat(client, n=2, seed=1, max_tokens=600, logprobs=True, top_logprobs=1, extra_body=FREE)
-    for choice in several.choices:
+    parallel_calls = chat(client, n=2, seed=1, max_tokens=600, logprobs=True, top_logprobs=1, extra_body=FREE)
+    for choice in parallel_calls.choices:
         told = choice.logprobs.content
         shown = b"".join(bytes(entry.bytes) for entry in told).decode(errors="replace")
         assert len(told) > 256 and shown.strip() == choice.message.content.strip()
@@ -185,12 +185,12 @@ def test_equal_prompts_with_n_answers_share_no_seed(client: OpenAI, seed: dict[s
 
 
 def test_n_answers_are_those_of_n_seeds_for_one_prefill(client: OpenAI) -> None:
-    several = chat(client, n=3, seed=100, temperature=1.5, extra_body=FREE)
+    parallel_calls = chat(client, n=3, seed=100, temperature=1.5, extra_body=FREE)
     single = [chat(client, seed=100 + i, temperature=1.5, extra_body=FREE) for i in range(3)]
-    texts = [choice.message.content for choice in several.choices]
+    texts = [choice.message.content for choice in parallel_calls.choices]
     assert texts == [answer.choices[0].message.content for answer in single]
-    assert several.usage.prompt_tokens == single[0].usage.prompt_tokens
-    assert several.usage.completion_tokens == 36
+    assert parallel_calls.usage.prompt_tokens == single[0].usage.prompt_tokens
+    assert parallel_calls.usage.completion_tokens == 36
 
 
 def test_stops_as_text_and_as_list(client: OpenAI) -> None:

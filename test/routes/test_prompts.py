@@ -73,9 +73,9 @@ def test_what_a_session_has_not_read() -> None:
 
 
 def test_a_resumed_prompt_begins_with_one_blank_line() -> None:
-    assert prompts.resumed("User: a") == "\n\nUser: a"
-    assert prompts.resumed("\n\nUser: a") == "\n\nUser: a"
-    assert prompts.resumed("\nUser: a") == "\n\n\nUser: a"
+    assert prompts.continuation_prompt("User: a") == "\n\nUser: a"
+    assert prompts.continuation_prompt("\n\nUser: a") == "\n\nUser: a"
+    assert prompts.continuation_prompt("\nUser: a") == "\n\n\nUser: a"
 
 
 def test_fill_in_the_middle_and_translation() -> None:

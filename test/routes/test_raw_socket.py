@@ -28,7 +28,7 @@ from test.serving import NO_TLS, Service, wait_for
 IS_LONG = os.environ.get("RWKV_LONG_TESTS") == "1"
 ABUSES = 2000 if IS_LONG else 150
 SILENCE_S = 0.3
-PATIENCE_S = 0.3
+HEARTBEAT_INTERVAL_S = 0.3
 """How long an abuser listens for an answer."""
 CHAT = "/v1/chat/completions"
 WORD, TOKENS = "abc", 40
@@ -135,7 +135,7 @@ def abuse(service: Service, dice: random.Random) -> None:
     """One connection that does not behave, and how it ends."""
     pieces = KINDS[dice.randrange(len(KINDS))](dice)
     with contextlib.suppress(OSError), service.connect() as connection:
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(HEARTBEAT_INTERVAL_S)
         for piece in pieces:
             connection.sendall(piece)
             if len(pieces) > 4:

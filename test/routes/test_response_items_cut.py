@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from routes.openai.responses import ResponsesDialect
+from routes.openai.responses import ResponsesFormatter
 from routes.openai.responses_body import ResponsesBody
 from routes.response.generate import RowResult
 from rwkv_batch.request import Finish, FinishReason
@@ -23,7 +23,7 @@ from rwkv_batch.request import Finish, FinishReason
 def test_a_thought_that_is_whole_is_not_cut(said: str, items: list[tuple[str, str]]) -> None:
     body = ResponsesBody.model_validate({"model": "m", "input": "Is it so?"})
     end = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1)
-    answer = ResponsesDialect(body, len).whole([RowResult(text=said, finish=end, logprobs=[])])
+    answer = ResponsesFormatter(body, len).full_body([RowResult(text=said, finish=end, logprobs=[])])
     told = msgspec.to_builtins(answer)
     assert told["status"] == "incomplete"
     assert [(item["type"], item["status"]) for item in told["output"]] == items

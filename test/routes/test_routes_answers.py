@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 
 from routes.table import ROUTES
-from test.serving import PATIENCE_S, Service, sse_data
+from test.serving import HEARTBEAT_INTERVAL_S, Service, sse_data
 from test.state_files import random_state, write_state
 
 V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
@@ -209,7 +209,7 @@ def test_a_failure_after_the_answer_has_begun(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert has_begun.wait(PATIENCE_S)
+    assert has_begun.wait(HEARTBEAT_INTERVAL_S)
     service.post("/state/delete", {"session_id": session})
     asking.join()
     assert answers[0].status_code == 200

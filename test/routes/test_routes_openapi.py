@@ -22,7 +22,7 @@ from schemathesis import checks as known
 from schemathesis.specs.openapi import checks
 
 from routes.docs.openapi import openapi_document
-from routes.docs.reference import SERVER, markdown, sections, shapes
+from routes.docs.reference import SERVER, answer_schemas, markdown, sections
 from routes.reference import API_PAGE
 from routes.response.http_status import HTTP_STATUS
 from routes.table import ROUTES
@@ -114,7 +114,7 @@ def test_every_field_has_its_default_its_limits_and_a_meaning() -> None:
         for field in section.fields:
             assert field.default, f"{section.title}: {field.name}"
             assert field.meaning, f"{section.title}: {field.name}"
-    for shape in shapes(DOCUMENT):
+    for shape in answer_schemas(DOCUMENT):
         assert shape.text
         assert all(kind for _, kind, _ in shape.fields), shape.name
     limits = {field.name: field.limits for field in sections(DOCUMENT)[0].fields}

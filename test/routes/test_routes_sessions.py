@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.tokenizer import Tokenizer
-from test.serving import PATIENCE_S, Service, row_texts, sse_data, wait_for
+from test.serving import HEARTBEAT_INTERVAL_S, Service, row_texts, sse_data, wait_for
 
 STATE, MULTI, V1, RAW = (
     "/state/chat/completions", "/multi_state/chat/completions", "/v1/chat/completions", "/openai/v1/completions",
@@ -190,7 +190,7 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         assert session in busy.json()["error"]
         assert (busy.json()["field"], busy.json()["given"]) == ("session_id", session)
         assert service.post("/state/delete", {"session_id": session}).json()["status"] == "success"
-        thread.join(PATIENCE_S)
+        thread.join(HEARTBEAT_INTERVAL_S)
         assert not thread.is_alive()
         assert '"error":' in answers[0].text
         assert "deleted" in answers[0].text

@@ -117,12 +117,14 @@ def test_the_readmes_commands(infer: Service) -> None:
     assert answer.status_code == 422 and answer.json()["field"] == "model_filename", answer.text
     assert said(infer, MODEL) == plain, "files are checked before anything is replaced"
     assert run(infer, LOAD_WITH_ADAPTER) == run(infer, ADD_STATE) == run(infer, ADD_MIXTURE) == success
-    listed = [one["id"] for one in run(infer, NAMES)]
+    prompt_functions = [one["id"] for one in run(infer, NAMES)]
     assert {one["object"] for one in run(infer, NAMES)} == {"models"}
-    assert listed[:2] == [HERE, f"{HERE} State-Test"] and listed[-1] == f"{HERE} MRSS-Test"
+    assert prompt_functions[:2] == [HERE, f"{HERE} State-Test"] and prompt_functions[-1] == f"{HERE} MRSS-Test"
     # A request may write the names as they were given, or as they are listed.
     texts = {said(infer, f"{MODEL}{of}") for of in ("", " State Test", " MRSS Test")}
-    assert len(texts) == 3 and texts == {said(infer, name) for name in (listed[0], listed[1], listed[-1])}
+    assert len(texts) == 3 and texts == {
+        said(infer, name) for name in (prompt_functions[0], prompt_functions[1], prompt_functions[-1])
+    }
     assert said(infer, MODEL) != plain, "it is under the adapter now"
     assert said(infer, "rwkv7") != said(infer, MODEL) and not states(infer)  # the service's own has none of it
     chat = {"model": f"{MODEL} MRSS Test", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

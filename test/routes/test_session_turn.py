@@ -60,7 +60,7 @@ def test_the_ids_are_those_of_the_whole_text(text: str, pad_zero: bool) -> None:
     tokenizer = Tokenizer()
     prompt, resume = turn_of(text, tokenizer, pad_zero)
     assert prompt == [0] * pad_zero + tokenizer.encode(text)
-    assert resume == tokenizer.encode(prompts.resumed(text))
+    assert resume == tokenizer.encode(prompts.continuation_prompt(text))
 
 
 def test_a_long_prompt_is_tokenised_once() -> None:

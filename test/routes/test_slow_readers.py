@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from routes.context import SESSION_FILES, SESSION_FILES_OF_CLIENT
+from routes.context import MAX_SESSION_TRANSFERS, MAX_SESSION_TRANSFERS_PER_CLIENT
 from test.fake_engine import LARGE_FILE
-from test.serving import PATIENCE_S, Service, wait_for
+from test.serving import HEARTBEAT_INTERVAL_S, Service, wait_for
 
 PATH = "/state/export?session_id=s"
 
@@ -28,7 +28,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def begun(service: Service, client: str) -> socket.socket:
     """A client of that address that has read the beginning of its answer, and reads no more."""
-    connection = socket.create_connection(("127.0.0.1", service.port), PATIENCE_S, (client, 0))
+    connection = socket.create_connection(("127.0.0.1", service.port), HEARTBEAT_INTERVAL_S, (client, 0))
     connection.sendall(f"GET {PATH} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
@@ -42,9 +42,12 @@ def test_a_file_is_whole(fake: Service) -> None:
 
 def test_slow_readers_hold_no_more_files_than_there_are_places(fake: Service) -> None:
     wait_for(lambda: fake.get(PATH).status_code == 200, 20, "the places are free")
-    readers = [begun(fake, "127.0.0.2") for _ in range(SESSION_FILES_OF_CLIENT)]
+    readers = [begun(fake, "127.0.0.2") for _ in range(MAX_SESSION_TRANSFERS_PER_CLIENT)]
     assert fake.get(PATH).status_code == 200, "one client leaves room for others"
-    readers += [begun(fake, f"127.0.0.{3 + number}") for number in range(SESSION_FILES - SESSION_FILES_OF_CLIENT)]
+    readers += [
+        begun(fake, f"127.0.0.{3 + number}")
+        for number in range(MAX_SESSION_TRANSFERS - MAX_SESSION_TRANSFERS_PER_CLIENT)
+    ]
     refused = fake.get(PATH)
     assert refused.status_code == 429 and "files under way" in refused.text
     assert fake.get("/healthz").status_code == 200

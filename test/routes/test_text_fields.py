@@ -16,7 +16,7 @@ from routes.request.json_body import parse_json
 from routes.session_files import ExportQuery, ImportQuery
 from routes.state import DeleteBody, TurnBody
 from rwkv_batch.errors import ServiceError
-from state_pool.session_file import NotASession, decode
+from state_pool.session_file import InvalidSessionFile, decode
 
 MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
@@ -78,7 +78,7 @@ def test_what_is_told_of_text_without_a_utf8_form_is_the_text() -> None:
 
 
 def test_a_file_that_is_too_short_is_told_so() -> None:
-    with pytest.raises(NotASession, match="this is not a session file: it has 3 bytes"):
+    with pytest.raises(InvalidSessionFile, match="this is not a session file: it has 3 bytes"):
         decode(b"abc")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from test.bounded import run_bounded
+from test.resource_limits import run_bounded
 
 LETTERS = 400_000
 TEXTS = {
@@ -43,10 +43,10 @@ def translate(text: str) -> None:
 
     for source in (AUTO, "en"):
         body = TranslateBody.model_construct(source_lang=source, target_lang="eo", text_list=[text])
-        made = route.plan(body, route.TranslationCache(4), LETTERS)
-        made.known = {key: route.cleaned(key[2]) for key in made.missing}
+        made = route.make_plan(body, route.TranslationCache(4), LETTERS)
+        made.known = {key: route.clean_answer(key[2]) for key in made.missing}
         made.assembled()
-    route.cleaned(text)
+    route.clean_answer(text)
 
 
 def prompts_of(text: str) -> None:
@@ -57,17 +57,17 @@ def prompts_of(text: str) -> None:
     turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
     prompts.chat(turns, prompts.Think.LONG)
     prompts.new_messages(turns)
-    prompts.resumed(text)
+    prompts.continuation_prompt(text)
     prompts.fill_in_the_middle(text, text)
     prompts.translation("English", "Chinese", text)
 
 
 def thoughts(text: str) -> None:
     """An answer that comes in small pieces, whether the model thinks or not."""
-    from routes.response.reasoning import Parting
+    from routes.response.reasoning_parser import ReasoningParser
 
     for thinks, begins in ((True, ""), (True, ">x"), (False, "")):
-        parting = Parting(thinks)
+        parting = ReasoningParser(thinks)
         parting.feed(begins, final=False)
         for at in range(0, len(text), 2):
             parting.feed(text[at : at + 2], final=False)
@@ -76,17 +76,17 @@ def thoughts(text: str) -> None:
 
 def answers(text: str) -> None:
     """The engine's bytes in small pieces, as text and as OpenAI's tokens."""
-    from routes.openai.token_arrays import TokenArrays
-    from routes.response.transcript import RowText
+    from routes.openai.logprob_arrays import LogprobArrays
+    from routes.response.output_decoder import RowDecoder
     from rwkv_batch.request import TokenLogprob
 
     data = text.encode("utf-8", "surrogatepass")
     step = 31
-    row = RowText("opening", strip=True)
+    row = RowDecoder("opening", strip=True)
     for at in range(0, len(data), step):
         row.feed(data[at : at + step], final=False)
     row.feed(b"", final=True)
-    TokenArrays().take([TokenLogprob(data[at : at + step], -1.0, []) for at in range(0, len(data), step)])
+    LogprobArrays().take([TokenLogprob(data[at : at + step], -1.0, []) for at in range(0, len(data), step)])
 
 
 def bodies(text: str) -> None:

@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from routes.request.call_grammar import call_constraint
-from routes.request.toolbox import Function, Toolbox
+from routes.request.call_grammar import tool_call_constraint
+from routes.request.tool_set import Function, ToolSet
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form
@@ -43,12 +43,12 @@ TOKENIZER = Tokenizer()
 
 def box(
     schema: dict[str, Any] = WEATHER, *, must_call: bool = False, several: bool = True, strict: bool = False
-) -> Toolbox:
+) -> ToolSet:
     functions = (
         Function("get_weather", "", schema, strict, "tools[0].function.parameters"),
         Function("now", "", {}, False, "tools[1].function.parameters"),
     )
-    return Toolbox(functions, functions, must_call, several)
+    return ToolSet(functions, functions, must_call, several)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE)
 
 
-def followed(compiler: GrammarCompiler, text: str, toolbox: Toolbox, **fields: Any) -> str:
+def followed(compiler: GrammarCompiler, text: str, toolbox: ToolSet, **fields: Any) -> str:
     """What of a text the grammar takes, and "|" behind what may end there."""
-    constraint = call_constraint(toolbox, **{"is_open": False, "thinks": False, **fields})
+    constraint = tool_call_constraint(toolbox, **{"is_open": False, "thinks": False, **fields})
     state = compiler.compile(constraint).starts[0].deep_copy()
     ids = [token for letter in text.encode() for token in TOKENIZER.encode_bytes(bytes([letter]))]
     taken = TOKENIZER.decode_bytes(ids[: state.try_consume_tokens(ids)]).decode()
@@ -92,7 +92,7 @@ AUTO, MUST, ONE = box(), box(must_call=True), box(must_call=True, several=False)
     ],
 )
 def test_what_an_answer_may_be(
-    compiler: GrammarCompiler, toolbox: Toolbox, fields: dict[str, Any], text: str, taken: str
+    compiler: GrammarCompiler, toolbox: ToolSet, fields: dict[str, Any], text: str, taken: str
 ) -> None:
     assert followed(compiler, text, toolbox, **fields) == taken
 
@@ -120,9 +120,9 @@ def test_arguments_are_those_of_the_schema(
 def test_a_schema_that_cannot_be_held_to_is_refused_by_its_place_if_it_is_strict(compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"contains": {}}}}}}
     with pytest.raises(GrammarError) as refusal:
-        compiler.compile(call_constraint(box(schema, strict=True), is_open=True, thinks=False))
+        compiler.compile(tool_call_constraint(box(schema, strict=True), is_open=True, thinks=False))
     assert (refusal.value.field, refusal.value.place) == ("tools[0].function.parameters", ".properties.a.properties.b")
-    compiler.compile(call_constraint(box(schema), is_open=True, thinks=False))
+    compiler.compile(tool_call_constraint(box(schema), is_open=True, thinks=False))
 
 
 @pytest.fixture(scope="module")

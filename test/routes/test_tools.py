@@ -15,8 +15,8 @@ from routes.request import prompts
 from routes.request.bodies import Message
 from routes.request.prompts import Think
 from routes.request.signatures import signature
-from routes.request.toolbox import Function, Toolbox, call_text
-from routes.response.answer_parts import AnswerForm, AnswerParting
+from routes.request.tool_set import Function, ToolSet, call_text
+from routes.response.answer_parser import AnswerFormat, AnswerParser
 from test.serving import Service
 
 NAMES = ("f", "g")
@@ -34,9 +34,13 @@ TOOLS: list[Any] = [
 ]
 
 
-def parted(pieces: list[str], is_call: bool = False, is_either: bool = False) -> tuple[str, list[tuple[str, str]]]:
+def reasoning_delta(
+    pieces: list[str], opens_with_call: bool = False, is_calls_or_text: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls of an answer that comes in these pieces."""
-    parting = AnswerParting(AnswerForm(names=NAMES, is_call=is_call, is_either=is_either, continues=True))
+    parting = AnswerParser(
+        AnswerFormat(names=NAMES, opens_with_call=opens_with_call, is_calls_or_text=is_calls_or_text, continues=True)
+    )
     content, calls = "", dict[int, tuple[str, str]]()
     for at, piece in enumerate([*pieces, ""]):
         parts = parting.feed(piece, final=at == len(pieces))
@@ -75,20 +79,20 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
 def test_calls_are_parted_wherever_the_text_is_cut(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert parted([text]) == (content, calls)
-    assert parted(list(text)) == (content, calls)
+    assert reasoning_delta([text]) == (content, calls)
+    assert reasoning_delta(list(text)) == (content, calls)
     for at in range(len(text)):
-        assert parted([text[:at], text[at:]]) == (content, calls)
+        assert reasoning_delta([text[:at], text[at:]]) == (content, calls)
 
 
 def test_an_answer_that_the_prompt_has_opened_as_a_call() -> None:
-    assert parted([CALL.removeprefix("```json")], is_call=True) == ("", [("f", '{"city": "Paris"}')])
-    assert parted(['\n{"na'], is_call=True) == ("", [])
+    assert reasoning_delta([CALL.removeprefix("```json")], opens_with_call=True) == ("", [("f", '{"city": "Paris"}')])
+    assert reasoning_delta(['\n{"na'], opens_with_call=True) == ("", [])
 
 
 def test_the_beginning_of_an_opening_is_text_unless_the_answer_has_to_be_a_call() -> None:
     for must_call, content in ((False, "```js"), (True, "")):
-        parting = AnswerParting(AnswerForm(thinks=True, names=NAMES, must_call=must_call))
+        parting = AnswerParser(AnswerFormat(thinks=True, names=NAMES, must_call=must_call))
         parts = parting.feed("Hm.</think>\n```js", final=True)
         assert (parts.reasoning, parts.content) == ("Hm.", content)
 
@@ -101,7 +105,7 @@ def test_an_answer_in_a_form_may_have_the_marks_of_calls_in_its_strings(inside: 
     for value in (inside, {"a": inside}, [inside, CALL]):
         text = before + json.dumps(value)
         for pieces in ([text], list(text), [text[:9], text[9:]]):
-            assert parted(pieces, is_either=True) == (text, [])
+            assert reasoning_delta(pieces, is_calls_or_text=True) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_an_answer_that_begins_with_a_call_beside_a_form_is_one(
     for before in ("", "\n "):
         before_content = before if content and not calls else ""
         for pieces in ([before + text], list(before + text)):
-            assert parted(pieces, is_either=True) == (before_content + content, calls)
+            assert reasoning_delta(pieces, is_calls_or_text=True) == (before_content + content, calls)
 
 
 FRAGMENTS = (
@@ -127,18 +131,20 @@ FRAGMENTS = (
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), st.booleans(), st.booleans(), st.data())
-def test_any_pieces_of_any_text_give_the_same(text: str, is_call: bool, is_either: bool, data: st.DataObject) -> None:
-    whole = parted([text], is_call, is_either)
-    assert parted(list(text), is_call, is_either) == whole
+def test_any_pieces_of_any_text_give_the_same(
+    text: str, opens_with_call: bool, is_calls_or_text: bool, data: st.DataObject
+) -> None:
+    whole = reasoning_delta([text], opens_with_call, is_calls_or_text)
+    assert reasoning_delta(list(text), opens_with_call, is_calls_or_text) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parted(pieces, is_call, is_either) == whole
-    if "```json" not in text and "<tool_call>" not in text and not is_call:
+    assert reasoning_delta(pieces, opens_with_call, is_calls_or_text) == whole
+    if "```json" not in text and "<tool_call>" not in text and not opens_with_call:
         assert whole == (text, [])
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    parting = AnswerParting(AnswerForm(names=NAMES))
+    parting = AnswerParser(AnswerFormat(names=NAMES))
     told = [
         parting.feed(piece, False).calls
         for piece in ("Hi ```js", 'on\n{"name": "f", "argu', 'ments": {"a', '": 1', "}")
@@ -186,10 +192,10 @@ def test_a_schema_that_refers_to_itself_in_every_way_makes_a_bounded_line() -> N
         assert signature("f", "", broken).startswith("f(")
 
 
-def box(must_call: bool = False) -> Toolbox:
+def box(must_call: bool = False) -> ToolSet:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     functions = tuple(Function(name, "", schema, False, "") for name in NAMES)
-    return Toolbox(functions, functions, must_call, several=True)
+    return ToolSet(functions, functions, must_call, parallel_calls=True)
 
 
 LISTING = "Tools:\n- f(city: string)\n- g(city: string)\nReturn only a JSON function call."

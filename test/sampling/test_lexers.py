@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rwkv_batch.core import grammars
-from rwkv_batch.core.grammars import GrammarDesk, Grammars
+from rwkv_batch.core import grammar_compile_queue
+from rwkv_batch.core.grammar_compile_queue import GrammarCompileQueue, Grammars
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Job
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
@@ -23,7 +23,7 @@ from sampling.grammar.constraint import Constraint, Form
 from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Grammar, Matcher
 from sampling.grammar.vocabulary import make_vocabulary
-from test.harness import WAIT_S, ask
+from test.harness import WAIT_S, make_request
 
 TOKENIZER = Tokenizer()
 SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}, "required": ["name"]}
@@ -44,7 +44,7 @@ def one() -> GrammarCompiler:
 @pytest.fixture
 def compiler(one: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     """None of its grammars takes long, whatever else this machine does while it compiles one."""
-    monkeypatch.setattr(compilers, "COSTLY_S", 60.0)
+    monkeypatch.setattr(compilers, "SLOW_COMPILE_S", 60.0)
     yield one
     one.forget()
 
@@ -52,18 +52,18 @@ def compiler(one: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_rows_of_one_grammar_are_spread_over_lexers(compiler: GrammarCompiler) -> None:
     held = regex("[a-z]{1,9}")
     grammar = compiler.compile(held)
-    assert not compiler.lacks_lexers(grammar, 8) and compiler.lacks_lexers(grammar, 9)
-    compiler.widen(held, grammar, 17)
-    assert len(grammar.starts) == 3
+    assert not compiler.needs_lexers(grammar, 8) and compiler.needs_lexers(grammar, 9)
+    compiler.add_lexers(held, grammar, 17)
+    assert len(grammar.templates) == 3
     rows = [Matcher(grammar) for _ in range(30)]
-    compiler.widen(held, grammar, 1)
-    assert len(grammar.starts) == MOST, "more are of no use to so few threads"
+    compiler.add_lexers(held, grammar, 1)
+    assert len(grammar.templates) == MOST, "more are of no use to so few threads"
     room = Masks(VOCAB_SIZE, torch.device("cpu"), THREADS)
     for token in TOKENIZER.encode("abc"):
         masks, errors = room.fill(rows)
         assert errors == [None] * len(rows) and torch.equal(masks, masks[:1].expand_as(masks))
         assert not any(row.advance(token) for row in rows)
-    assert sorted({row.lexer for row in rows}) == list(range(MOST))
+    assert sorted({row.template_index for row in rows}) == list(range(MOST))
     rows.clear()
     assert len(grammar.matchers) == 0
 
@@ -72,15 +72,15 @@ def test_one_thread_has_one_lexer_of_a_grammar() -> None:
     compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE, threads=1)
     held = regex("[a-z]{1,9}")
     grammar = compiler.compile(held)
-    compiler.widen(held, grammar, 100)
-    assert not compiler.lacks_lexers(grammar, 100) and len(grammar.starts) == 1
+    compiler.add_lexers(held, grammar, 100)
+    assert not compiler.needs_lexers(grammar, 100) and len(grammar.templates) == 1
 
 
 def test_masks_go_to_their_rows_whatever_lexer_they_have(compiler: GrammarCompiler) -> None:
     digits, letters = regex("[0-9]+x"), regex("[a-z]+0")
     compiled = [compiler.compile(digits), compiler.compile(letters)]
     for held, grammar in zip((digits, letters), compiled, strict=True):
-        compiler.widen(held, grammar, 16)
+        compiler.add_lexers(held, grammar, 16)
     rows = [Matcher(compiled[number % 2]) for number in range(12)]
     masks, _ = Masks(VOCAB_SIZE, torch.device("cpu"), THREADS).fill(rows)
     for number, mask in enumerate(masks.numpy()):
@@ -92,27 +92,27 @@ def test_masks_go_to_their_rows_whatever_lexer_they_have(compiler: GrammarCompil
 def test_a_grammar_that_takes_long_is_compiled_once(compiler: GrammarCompiler) -> None:
     held = regex("a+")
     grammar = compiler.compile(held)
-    grammar.compile_s = 2 * compilers.COSTLY_S
-    compiler.widen(held, grammar, 100)
-    assert len(grammar.starts) == 1
+    grammar.compile_s = 2 * compilers.SLOW_COMPILE_S
+    compiler.add_lexers(held, grammar, 100)
+    assert len(grammar.templates) == 1
 
 
 def test_lexers_count_among_what_is_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "KEPT", 5)
+    monkeypatch.setattr(compilers, "MAX_CACHED", 5)
     old, new = regex("old"), regex("new")
     compiler.compile(old)
     grammar = compiler.compile(new)
-    compiler.widen(new, grammar, 32)
-    assert compiler.kept(old) is not None, "five are kept"
+    compiler.add_lexers(new, grammar, 32)
+    assert compiler.cached(old) is not None, "five are kept"
     compiler.compile(regex("newest"))
-    assert compiler.kept(new) is None and compiler.kept(old) is not None, "the one used longest ago goes"
+    assert compiler.cached(new) is None and compiler.cached(old) is not None, "the one used longest ago goes"
 
 
 def test_jobs_of_many_rows_find_lexers_and_more_are_made_for_those_to_come(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "THREADS", 1)
-    desk = GrammarDesk(lambda: compiler, lambda: ServiceError(ErrorKind.DRAINING, "it ends"))
+    monkeypatch.setattr(grammar_compile_queue, "THREADS", 1)
+    desk = GrammarCompileQueue(lambda: compiler, lambda: ServiceError(ErrorKind.DRAINING, "it ends"))
     found: list[Grammar] = []
     told = threading.Event()
 
@@ -122,16 +122,16 @@ def test_jobs_of_many_rows_find_lexers_and_more_are_made_for_those_to_come(
 
     def prepare(name: str, rows: int, source: str = "[a-f]+") -> None:
         told.clear()
-        row = ask("x", constraint=regex(source), n=rows)
+        row = make_request("x", constraint=regex(source), n=rows)
         desk.prepare(Job(job_id=name, rows=[row]), lambda refusal: pytest.fail(f"{refusal}"), put)
         assert told.wait(WAIT_S)
 
     prepare("few", 16)
-    assert len(found[0].starts) == 2
+    assert len(found[0].templates) == 2
     prepare("many", 32)
     assert found[1] is found[0]
     prepare("behind", 1, "[g-z]+")  # the desk's one thread has come to it
-    assert len(found[0].starts) == MOST
+    assert len(found[0].templates) == MOST
     desk.close()
 
 

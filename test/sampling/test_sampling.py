@@ -15,7 +15,7 @@ from native import machine
 from sampling.naive import NaiveSampler
 from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
-from sampling.sampler import Logprobs, Sampled, Sampler
+from sampling.sampler import Logprobs, Sampler, SamplerOutput
 from test.sampling_oracle import OracleRow
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -24,7 +24,9 @@ ON_GPU = ("rapid",)
 VOCABS = (50, 1003, 65536)
 Make = Callable[..., Sampler]
 
-needs_cpp = pytest.mark.skipif(machine.why_no_cpp() is not None, reason=str(machine.why_no_cpp()))
+needs_cpp = pytest.mark.skipif(
+    machine.cpp_unavailable_reason() is not None, reason=str(machine.cpp_unavailable_reason())
+)
 
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -35,14 +37,14 @@ class FromCpu:
 
     def __init__(self, inner: Sampler, device: torch.device) -> None:
         self.name, self.admit, self._inner, self._device = inner.name, inner.admit, inner, device
-        self.follow = inner.follow
+        self.append_tokens = inner.append_tokens
 
-    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+    def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         allowed = None if masks is None else masks.to(self._device)
-        sampled = self._inner.sample(logits.to(self._device), seats, allowed)
+        sampled = self._inner.sample(logits.to(self._device), req_slots, allowed)
         given = sampled.logprobs
         logprobs = Logprobs(given.chosen.cpu(), given.top_ids.cpu(), given.top.cpu()) if given else None
-        return Sampled(sampled.token_ids.cpu(), logprobs)
+        return SamplerOutput(sampled.token_ids.cpu(), logprobs)
 
 
 @pytest.fixture(
@@ -55,8 +57,8 @@ def make(request: pytest.FixtureRequest) -> Make:
         device = torch.device("cuda") if request.param in ON_GPU else CPU
         made = sampler_class(request.param)(len(rows), vocab, device, list(penalty_exempt))
         sampler: Sampler = FromCpu(made, device) if request.param in ON_GPU else made  # type: ignore[assignment]
-        for seat, params in enumerate(rows):
-            sampler.admit(seat, params)
+        for req_slot, params in enumerate(rows):
+            sampler.admit(req_slot, params)
         return sampler
 
     return make_sampler
@@ -83,9 +85,9 @@ def check_draws(sampler: Sampler, oracles: list[OracleRow], logits: Tensor, step
     for _ in range(steps):
         tokens = sampler.sample(logits.clone(), list(range(len(oracles)))).token_ids.tolist()
         for oracle, row, token in zip(oracles, logits.numpy(), tokens, strict=True):
-            expected = oracle.draw(row)
-            assert token == expected.token or expected.doubtful
-            sure += not expected.doubtful
+            expected = oracle.sample(row)
+            assert token == expected.token or expected.is_ambiguous
+            sure += not expected.is_ambiguous
             oracle.count(token)
     return sure
 
@@ -108,22 +110,22 @@ def test_kept_tokens_are_all_drawn_and_no_others(make: Make) -> None:
     logits = (torch.randn(64, generator=torch.Generator().manual_seed(1)) * 2).round()
     for top_k, top_p in [(10, 1.0), (0, 0.5), (10, 0.1), (1, 1.0), (0, 0.0), (64, 1.0), (7, 0.9)]:
         params = [SamplingParams(top_k=top_k, top_p=top_p, temperature=5.0, seed=s) for s in range(1200)]
-        drawn = make(64, params).sample(logits.repeat(len(params), 1), list(range(len(params)))).token_ids
-        kept = OracleRow(params[0]).draw(logits.numpy()).kept
-        assert sorted(set(drawn.tolist())) == np.flatnonzero(kept).tolist()
+        sampled = make(64, params).sample(logits.repeat(len(params), 1), list(range(len(params)))).token_ids
+        kept = OracleRow(params[0]).sample(logits.numpy()).kept
+        assert sorted(set(sampled.tolist())) == np.flatnonzero(kept).tolist()
 
 
 def test_exactly_top_k_of_tied_tokens_stay(make: Make) -> None:
     params = [SamplingParams(top_k=5, seed=s) for s in range(400)]
-    drawn = make(1003, params).sample(torch.zeros(400, 1003), list(range(400))).token_ids
-    assert set(drawn.tolist()) == set(range(5))
+    sampled = make(1003, params).sample(torch.zeros(400, 1003), list(range(400))).token_ids
+    assert set(sampled.tolist()) == set(range(5))
 
 
 def test_top_p_of_one_keeps_everything(make: Make) -> None:
     """A cumulative sum that stays under 1.0 must not turn this greedy."""
     params = [SamplingParams(top_p=1.0, seed=s) for s in range(300)]
-    drawn = make(1003, params).sample(torch.zeros(300, 1003), list(range(300))).token_ids
-    assert len(set(drawn.tolist())) > 200
+    sampled = make(1003, params).sample(torch.zeros(300, 1003), list(range(300))).token_ids
+    assert len(set(sampled.tolist())) > 200
 
 
 @pytest.mark.parametrize("vocab", [12, 1003])
@@ -138,15 +140,15 @@ def test_distribution(make: Make, vocab: int, cut: tuple[int, float]) -> None:
     for _ in range(steps):
         tokens = sampler.sample(logits.repeat(rows, 1), list(range(rows))).token_ids
         counts += np.bincount(tokens.numpy(), minlength=vocab)
-    kept = OracleRow(params[0]).draw(logits.numpy()).kept
+    kept = OracleRow(params[0]).sample(logits.numpy()).kept
     expected = np.where(kept, np.exp(logits.double().numpy() / 0.8), 0)
     expected *= rows * steps / expected.sum()
     assert counts[~kept].sum() == 0
     common = expected >= 5
     cells = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
-    drawn, due = (cell[cells[1] > 0] for cell in cells)
+    sampled, due = (cell[cells[1] > 0] for cell in cells)
     degrees = len(due) - 1
-    assert ((drawn - due) ** 2 / due).sum() < degrees + 4.8 * math.sqrt(2 * degrees) + 15
+    assert ((sampled - due) ** 2 / due).sum() < degrees + 4.8 * math.sqrt(2 * degrees) + 15
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -156,14 +158,14 @@ def test_penalties_step_by_step(make: Make, temperature: float) -> None:
     params = [
         SamplingParams(
             temperature=temperature,
-            top_k=0 if seat % 2 else 40,
+            top_k=0 if req_slot % 2 else 40,
             presence_penalty=presence,
             frequency_penalty=frequency,
             penalty_decay=decay,
-            logit_bias={3: 4.0, 4: 3.0, seat: 2.0, 190: -math.inf} if seat % 3 else {},
-            seed=seat,
+            logit_bias={3: 4.0, 4: 3.0, req_slot: 2.0, 190: -math.inf} if req_slot % 3 else {},
+            seed=req_slot,
         )
-        for seat, (presence, frequency, decay) in enumerate(
+        for req_slot, (presence, frequency, decay) in enumerate(
             itertools.product((0.0, 2.0, -0.5), (0.0, 0.2, 1.0), (1.0, 0.9, 0.0))
         )
     ]
@@ -245,21 +247,24 @@ def test_a_row_draws_the_same_alone_and_in_any_company(make: Make) -> None:
     for step in logits:
         tokens = together.sample(step.clone(), list(range(len(params)))).token_ids
         assert torch.equal(tokens[order], shuffled.sample(step[order].clone(), order).token_ids)
-        for seat, sampler in enumerate(alone):
-            assert sampler.sample(step[seat : seat + 1].clone(), [seat]).token_ids.item() == tokens[seat].item()
+        for req_slot, sampler in enumerate(alone):
+            assert (
+                sampler.sample(step[req_slot : req_slot + 1].clone(), [req_slot]).token_ids.item()
+                == tokens[req_slot].item()
+            )
 
 
 def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Make) -> None:
     params = [*mixed_params(), SamplingParams(presence_penalty=1.5, penalty_decay=0.9, logit_bias={3: 4.0}, seed=10)]
     vocab, exempt = 211, (3, 5)
     logits = torch.randn(90, len(params), vocab, generator=torch.Generator().manual_seed(17)) * 2
-    seats = list(range(len(params)))
+    req_slots = list(range(len(params)))
     stayed, moved = make(vocab, params, exempt), make(vocab, params, exempt)
-    tokens = [stayed.sample(step.clone(), seats).token_ids for step in logits]
-    drawn = torch.stack(tokens[:80]).T.tolist()
-    moved.follow(seats, drawn)
+    tokens = [stayed.sample(step.clone(), req_slots).token_ids for step in logits]
+    sampled = torch.stack(tokens[:80]).T.tolist()
+    moved.append_tokens(req_slots, sampled)
     for step, expected in zip(logits[80:], tokens[80:], strict=True):
-        assert torch.equal(moved.sample(step.clone(), seats).token_ids, expected)
+        assert torch.equal(moved.sample(step.clone(), req_slots).token_ids, expected)
 
 
 def _packed(bits: Tensor) -> Tensor:
@@ -277,8 +282,8 @@ def test_whole_parts_of_a_vocabulary_that_a_mask_forbids_are_never_drawn(make: M
     noisy = SamplingParams(method=Method.NOISE, noise=1.0, seed=4)
     params, vocab = [*mixed_params(), SamplingParams(top_p=0.99, seed=3), noisy], 20_011
     sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
-    for seat, own in enumerate(params):
-        naive.admit(seat, own)
+    for req_slot, own in enumerate(params):
+        naive.admit(req_slot, own)
     generator = torch.Generator().manual_seed(first)
     bits = torch.zeros(len(params), vocab, dtype=torch.bool)
     bits[:, first:last] = True
@@ -295,8 +300,8 @@ def test_what_a_mask_forbids_at_a_vocabularys_end_adds_no_mass(make: Make, vocab
     """However likely it would be: top_p is of what may be drawn. The end is a whole part of the vocabulary, or not."""
     params = [SamplingParams(top_p=top_p, seed=seed) for seed in range(60) for top_p in (0.3, 0.5, 0.9)]
     sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
-    for seat, own in enumerate(params):
-        naive.admit(seat, own)
+    for req_slot, own in enumerate(params):
+        naive.admit(req_slot, own)
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(vocab))
     bits = torch.zeros(len(params), vocab, dtype=torch.bool)
     bits[:, : vocab // 2] = True
@@ -310,8 +315,8 @@ def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None
     """In vocabularies of many chunks, few of which a mask may leave anything of."""
     params, vocab = mixed_params(), 65536
     sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
-    for seat, own in enumerate(params):
-        naive.admit(seat, own)
+    for req_slot, own in enumerate(params):
+        naive.admit(req_slot, own)
     generator = torch.Generator().manual_seed(allowed)
     for _ in range(4):
         logits = torch.randn(len(params), vocab, generator=generator) * 3
@@ -350,7 +355,7 @@ def test_nan_and_infinite_logits_harm_no_other_row(make: Make) -> None:
     assert set(tokens[2::5].tolist()) == {17}
     assert 17 not in tokens[1::5].tolist()
     for row in range(1, len(params), 5):
-        assert tokens[row].item() == oracles[row].draw(odd[row].numpy()).token
+        assert tokens[row].item() == oracles[row].sample(odd[row].numpy()).token
 
 
 def test_noise(make: Make) -> None:
@@ -359,9 +364,9 @@ def test_noise(make: Make) -> None:
     logits = torch.linspace(0, 3, 64).flip(0)
     sampler, oracles = make(64, params), [OracleRow(p) for p in params]
     assert check_draws(sampler, oracles, logits.repeat(300, 1), 2) > 500
-    drawn = make(64, params).sample(logits.repeat(300, 1), list(range(300))).token_ids
-    assert len(set(drawn.tolist())) > 5
-    assert (logits[drawn] / 0.5 >= 3 / 0.5 - 2).all()
+    sampled = make(64, params).sample(logits.repeat(300, 1), list(range(300))).token_ids
+    assert len(set(sampled.tolist())) > 5
+    assert (logits[sampled] / 0.5 >= 3 / 0.5 - 2).all()
     greedy = [SamplingParams(method=Method.NOISE, noise=n, temperature=t) for n, t in ((0.0, 1.0), (5.0, 0.0))]
     assert make(64, greedy).sample(logits.repeat(2, 1), [0, 1]).token_ids.tolist() == [0, 0]
 

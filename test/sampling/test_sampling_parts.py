@@ -12,9 +12,9 @@ from rwkv_batch.config import EngineConfig
 from sampling import philox, registry
 from sampling.flashinfer import FlashInferSampler
 from sampling.logprobs import target_logprobs
-from sampling.naive import NaiveSampler, kept_of_ranked, make_plan, ranked_head
+from sampling.naive import NaiveSampler, make_plan, ranked_top, truncation_mask
 from sampling.params import SamplingParams
-from sampling.seats import SeatTable
+from sampling.req_slots import ReqSlotTable
 from test.sampling_oracle import philox as numpy_philox
 from test.sampling_oracle import uniforms
 
@@ -60,14 +60,14 @@ def test_uniform_stays_inside_and_gumbel_finite() -> None:
 
 def test_ranked_head_orders_equal_values_by_id() -> None:
     logits = torch.randint(0, 4, (6, 300), generator=torch.Generator().manual_seed(0)).float()
-    values, ids = ranked_head(logits, 300)
+    values, ids = ranked_top(logits, 300)
     expected = torch.sort(logits, dim=1, descending=True, stable=True)
     assert torch.equal(values, expected.values)
     assert torch.equal(ids, expected.indices)
 
 
 def test_seen_tokens_outgrow_their_table() -> None:
-    table = SeatTable(2, 1000, CPU, penalty_exempt_ids=[])
+    table = ReqSlotTable(2, 1000, CPU, penalty_exempt_ids=[])
     alphas = torch.tensor([[0.0, 0.0, 0.5]])
     for token in [*range(150), 3]:
         table.count([1], torch.tensor([1]), torch.tensor([token]), alphas)
@@ -93,7 +93,7 @@ def test_a_sampler_that_cannot_be_made_is_a_refusal(
     def broken(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(FlashInferSampler, "why_not", staticmethod(lambda device: None))
+    monkeypatch.setattr(FlashInferSampler, "unavailable_reason", staticmethod(lambda device: None))
     monkeypatch.setattr(FlashInferSampler, "__init__", broken)
     sampler, refusals = registry.choose_sampler(["flashinfer", "naive"], CPU, 4, 100, [])
     assert sampler.name == "naive"
@@ -123,12 +123,12 @@ def test_masses_are_summed_in_fp64() -> None:
     low = torch.linspace(-2.0, -0.01, 200)
     mass = low.exp().double()
     rows = [SamplingParams(top_p=top_p) for top_p in ((1 + mass) * (1 + 1e-10) / (1 + 2 * mass)).tolist()]
-    table = SeatTable(len(rows), 50, CPU, [])
-    for seat, params in enumerate(rows):
-        table.admit(seat, params)
+    table = ReqSlotTable(len(rows), 50, CPU, [])
+    for req_slot, params in enumerate(rows):
+        table.admit(req_slot, params)
     group = make_plan(table, list(range(len(rows)))).groups["cut_large"]
     first = torch.zeros(len(rows))
-    assert kept_of_ranked(torch.stack([first, low, low], dim=1), first, group, 1 + 2 * mass).all()
+    assert truncation_mask(torch.stack([first, low, low], dim=1), first, group, 1 + 2 * mass).all()
 
 
 @pytest.mark.usefixtures("two_threads")

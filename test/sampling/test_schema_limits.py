@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
+from sampling.grammar.compile_sandbox import CompileSandbox
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
-from sampling.grammar.endless import MOST_LOOKS, check_ends
+from sampling.grammar.error_location import schema_at
 from sampling.grammar.errors import MAX_MESSAGE, GrammarError
 from sampling.grammar.matcher import Matcher
-from sampling.grammar.schema_place import written_at
-from sampling.grammar.trial import Trials
+from sampling.grammar.termination import MAX_VISITS, check_terminates
 
 TOKENIZER = Tokenizer()
 
@@ -25,7 +25,7 @@ TOKENIZER = Tokenizer()
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     table = TOKENIZER.byte_table
-    made = GrammarCompiler(table, TOKENIZER.encode_bytes, VOCAB_SIZE, Trials(table, VOCAB_SIZE))
+    made = GrammarCompiler(table, TOKENIZER.encode_bytes, VOCAB_SIZE, CompileSandbox(table, VOCAB_SIZE))
     yield made
     made.close()
 
@@ -248,31 +248,31 @@ def test_parts_inside_many_that_are_referred_to_are_looked_at_within_bounds() ->
         inner = {"allOf": [inner]}
     names = ["#/$defs/a" + "/allOf/0" * level for level in range(200)]
     Counted.asked = 0
-    check_ends({"anyOf": [{"$ref": name} for name in names], "$defs": {"a": inner}})
-    assert Counted.asked < 20 * MOST_LOOKS
+    check_terminates({"anyOf": [{"$ref": name} for name in names], "$defs": {"a": inner}})
+    assert Counted.asked < 20 * MAX_VISITS
 
 
 def test_a_part_of_many_names_is_looked_at_once() -> None:
     names = ["#/$defs/" + "".join(tildes) for tildes in itertools.product(("~", "~0"), repeat=6)]
     part = {"type": "array", "minItems": 1, "allOf": [{} for _ in range(3000)], "items": {"$ref": names[0]}}
     with pytest.raises(GrammarError, match="no value can end"):
-        check_ends({"anyOf": [{"$ref": name} for name in names], "$defs": {"~~~~~~": part}})
+        check_terminates({"anyOf": [{"$ref": name} for name in names], "$defs": {"~~~~~~": part}})
 
 
 @pytest.mark.parametrize("links", [300, 3000])
 def test_long_chains_of_references_are_looked_at_within_bounds(compiler: GrammarCompiler, links: int) -> None:
     chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(links)}
     whole = {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"type": "null"}}}
-    check_ends(whole)
+    check_terminates(whole)
     if links < 1000:
         with pytest.raises(GrammarError, match="no value can end"):
-            check_ends({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"$ref": "#/$defs/d0"}}})
+            check_terminates({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"$ref": "#/$defs/d0"}}})
 
 
 def test_what_is_certain_without_an_end_is_an_error_that_says_so(compiler: GrammarCompiler) -> None:
     matcher = Matcher(compiler.compile(schema({"type": "array", "items": {"const": 1}, "minItems": 10**9})))
     matcher.advance(TOKENIZER.encode("[")[0])
-    matcher.certain()
+    matcher.jump_forward_tokens()
     with pytest.raises(GrammarError, match="takes too much to follow"):
         matcher.advance(TOKENIZER.encode("1")[0])
 
@@ -314,5 +314,5 @@ def test_unique_items_that_need_not_be_unique_say_nothing(compiler: GrammarCompi
 def test_what_lies_at_a_place() -> None:
     held = {"a": {"b.c": [1, {"d": 2}], "b": {"c": [3]}, "[0]": 4}, "a.b": 5}
     wanted = {"": held, ".a.b.c[1].d": 2, ".a.b.c[2]": None, ".a.[0]": 4, ".a[0]": None, ".nowhere": None}
-    assert {place: json.loads(written_at(json.dumps(held), place)) for place in wanted} == wanted
-    assert written_at("{", ".a") == "{"
+    assert {place: json.loads(schema_at(json.dumps(held), place)) for place in wanted} == wanted
+    assert schema_at("{", ".a") == "{"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
-from sampling.grammar import trial
+from sampling.grammar import compile_sandbox
+from sampling.grammar.compile_sandbox import CompileSandbox
 from sampling.grammar.constraint import Constraint, Form
-from sampling.grammar.trial import Trials
 
 DIGITS = Constraint(form=Form.REGEX, source="[0-9]+", field="regex")
 
@@ -29,15 +29,15 @@ class StandIn:
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
-    monkeypatch.setattr(trial, "_Process", StandIn)
+def trials(monkeypatch: pytest.MonkeyPatch) -> CompileSandbox:
+    monkeypatch.setattr(compile_sandbox, "_Process", StandIn)
     monkeypatch.setattr(StandIn, "made", 0)
-    return Trials([], 0)
+    return CompileSandbox([], 0)
 
 
 def test_a_process_that_has_ended_while_it_was_idle_is_no_grammars_fault() -> None:
     """Killed by whoever wants memory, say."""
-    trials = Trials(Tokenizer().byte_table, VOCAB_SIZE)
+    trials = CompileSandbox(Tokenizer().byte_table, VOCAB_SIZE)
     trials.check(DIGITS)
     (idle,) = trials._idle
     idle._process.kill()
@@ -47,7 +47,7 @@ def test_a_process_that_has_ended_while_it_was_idle_is_no_grammars_fault() -> No
     trials.close()
 
 
-def test_a_process_that_another_thread_takes_first_is_not_awaited(trials: Trials) -> None:
+def test_a_process_that_another_thread_takes_first_is_not_awaited(trials: CompileSandbox) -> None:
     class Taken(list[StandIn]):
         """The last one goes between the look and the grasp."""
 
@@ -61,7 +61,7 @@ def test_a_process_that_another_thread_takes_first_is_not_awaited(trials: Trials
 
 
 def test_a_process_ends_though_it_tries_a_grammar_when_all_are_ended(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch
+    trials: CompileSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[StandIn] = []
 

@@ -32,7 +32,7 @@ from test.simulation.violation import Violation, demand
 if TYPE_CHECKING:
     from test.simulation.world import World
 
-MOST_JOBS = 14
+MAX_WAITING_JOBS = 14
 LOG_LINES = 60
 _STOPS = [b"ab", b"\n\n", b"ba\nb", b"stop", b"aba", b"b b", "é".encode()]
 
@@ -153,7 +153,7 @@ class Clients:
         return msgspec.structs.replace(request, **changes)
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
-        if len(self.open_jobs) >= MOST_JOBS:
+        if len(self.open_jobs) >= MAX_WAITING_JOBS:
             return
         self._number += 1
         timeout = self._draw.choice((None, None, None, 0.02, 0.3, 3.0))

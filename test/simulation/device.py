@@ -77,7 +77,7 @@ class Device:
 
     def mark_of(self, sequence: Sequence) -> int:
         """Of the adapter that a row has."""
-        return 0 if sequence.adapter is None else self.marks[sequence.adapter.place]
+        return 0 if sequence.adapter is None else self.marks[sequence.adapter.slot_index]
 
     def _looks(self) -> int:
         return self._draw.choice(self._delays)
@@ -167,7 +167,7 @@ class Runner:
             self.within()
         if not self.splits:
             return [rows] if rows else []
-        decode, scored = [row for row in rows if row.feeds_back], [row for row in rows if row.scored]
+        decode, scored = [row for row in rows if row.uses_device_token], [row for row in rows if row.scored]
         rest = [row for row in rows if row not in decode and row not in scored]
         return [part for part in (rest, decode, scored) if part]
 
@@ -190,7 +190,7 @@ class Runner:
         drawn = [
             self._draw(row, mixed(found, shares(row.sequence)))
             for row, found in zip(rows, states, strict=True)
-            if row.draws
+            if row.samples
         ]
         return Step(rows, drawn, scores=scores)
 
@@ -212,8 +212,8 @@ class Runner:
     def _tokens_of(self, row: ScheduledRow) -> list[int]:
         sequence = row.sequence
         tokens = sequence.token_ids[sequence.num_computed_tokens :][: row.num_tokens]
-        if sequence.is_ahead:
-            tokens = [self._seats[sequence.seat][3]]
+        if sequence.is_next_token_pending:
+            tokens = [self._seats[sequence.req_slot][3]]
         if len(tokens) != row.num_tokens or not tokens or not 0 <= min(tokens) <= max(tokens) < self.vocab:
             raise IndexError(f"token ids {tokens} of {row.num_tokens}")
         return tokens
@@ -229,13 +229,13 @@ class Runner:
 
     def _draw(self, row: ScheduledRow, state: int) -> int:
         sequence = row.sequence
-        if len(sequence.token_ids) == sequence.drawn_start:
-            step = sequence.drawn_start - sequence.prompt_end
-            self._seats[sequence.seat] = [sequence.request.sampling.seed, step, bans_end(sequence.request), PENDING]
-        seat = self._seats[sequence.seat]
-        seat[3] = draw_token(state, seat[0], seat[1], seat[2])
-        seat[1] += 1
-        return int(seat[3])
+        if len(sequence.token_ids) == sequence.sampled_start:
+            step = sequence.sampled_start - sequence.prompt_end
+            self._seats[sequence.req_slot] = [sequence.request.sampling.seed, step, bans_end(sequence.request), PENDING]
+        req_slot = self._seats[sequence.req_slot]
+        req_slot[3] = draw_token(state, req_slot[0], req_slot[1], req_slot[2])
+        req_slot[1] += 1
+        return int(req_slot[3])
 
     def read(self, step: Step) -> list[tuple[int, TokenLogprob | None]]:
         """The tokens that a step has drawn."""
@@ -248,7 +248,7 @@ class Runner:
         """What a step tells of prompts."""
         return step.scores
 
-    def is_lost(self) -> bool:
+    def is_device_lost(self) -> bool:
         """Never."""
         return False
 

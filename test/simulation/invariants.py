@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rwkv_batch.core.sequence import NO_SEAT, NO_SLOT, Phase, Sequence
+from rwkv_batch.core.sequence import NO_REQ_SLOT, NO_SLOT, Phase, Sequence
 from rwkv_batch.engine import Engine
 from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
@@ -14,7 +14,7 @@ from test.simulation.violation import demand
 
 def check_step(engine: Engine) -> None:
     """Everything below; raises Violation."""
-    pool: Any = engine.machine.pool
+    pool: Any = engine.model_runner.pool
     _check_scheduler(engine)
     _check_jobs(engine)
     _check_slots(engine, pool)
@@ -29,8 +29,8 @@ def _rows(engine: Engine) -> list[Sequence]:
 
 
 def _clients(engine: Engine) -> list[Any]:
-    places: Any = engine.scheduler.places
-    return [rows for queue in (places.interactive, places.batch) for rows in queue._clients.values()]
+    admission: Any = engine.scheduler.admission
+    return [rows for queue in (admission.interactive, admission.batch) for rows in queue._clients.values()]
 
 
 def _paused(engine: Engine) -> list[Sequence]:
@@ -39,25 +39,25 @@ def _paused(engine: Engine) -> list[Sequence]:
 
 def _check_scheduler(engine: Engine) -> None:
     scheduler: Any = engine.scheduler
-    places, limits = scheduler.places, scheduler.limits
+    admission, limits = scheduler.admission, scheduler.limits
     rows = _rows(engine)
-    seats = [row.seat for row in rows if row.seat != NO_SEAT] + list(places.free_seats)
-    demand(sorted(seats) == list(range(limits.num_seats)), f"seats {sorted(seats)}")
+    req_slots = [row.req_slot for row in rows if row.req_slot != NO_REQ_SLOT] + list(admission.free_req_slots)
+    demand(sorted(req_slots) == list(range(limits.num_req_slots)), f"seats {sorted(req_slots)}")
     demand(all(row.phase in (Phase.RUNNING, Phase.CLOSING) for row in rows), "a running row has ended")
     demand(not set(_paused(engine)) & set(scheduler._running), "a row that gave way is in the steps")
     placed = [row for client in _clients(engine) for row in client.running]
     demand(set(placed) <= set(scheduler._running) and len(set(placed)) == len(placed), "a place without a row")
     demand(all(row in placed for row in scheduler._running if row.phase is Phase.RUNNING), "a row without a place")
     demand(len(placed) <= limits.max_running, f"{len(placed)} rows have a place")
-    demand(places.paused_rows == len(_paused(engine)) <= limits.max_paused, f"{places.paused_rows} rows gave way")
+    demand(admission.paused_rows == len(_paused(engine)) <= limits.max_paused, f"{admission.paused_rows} rows gave way")
     _check_waiting(engine, placed)
 
 
 def _check_waiting(engine: Engine, placed: list[Sequence]) -> None:
-    places: Any = engine.scheduler.places
+    admission: Any = engine.scheduler.admission
     jobs = list(engine.jobs._jobs.values())
     waiting = [row for job in jobs for row in job.waiting]
-    demand(places.waiting_rows == len(waiting), f"{places.waiting_rows} rows are counted, {len(waiting)} wait")
+    demand(admission.waiting_rows == len(waiting), f"{admission.waiting_rows} rows are counted, {len(waiting)} wait")
     demand(len(set(waiting)) == len(waiting), "a row waits twice")
     demand(all(row.phase is Phase.WAITING for row in waiting), "a waiting row has begun or ended")
     listed = [job for client in _clients(engine) for job in client.jobs]
@@ -66,15 +66,18 @@ def _check_waiting(engine: Engine, placed: list[Sequence]) -> None:
         set(listed) == {job for job in jobs if job.waiting},
         "a job with waiting rows is not in the line, or one without",
     )
-    demand({*places.interactive.forked, *places.batch.forked} <= set(waiting), "a forked row waits nowhere")
+    demand({*admission.interactive.forked, *admission.batch.forked} <= set(waiting), "a forked row waits nowhere")
     for job in jobs:
-        seated = sum(row.job is job for row in placed)
-        demand(job.seated == seated, f"{job.job_id} is counted with {job.seated} places and has {seated}")
+        num_running = sum(row.job is job for row in placed)
+        demand(
+            job.num_running == num_running,
+            f"{job.job_id} is counted with {job.num_running} places and has {num_running}",
+        )
 
 
 def _check_jobs(engine: Engine) -> None:
     for job in engine.jobs._jobs.values():
-        live = sum(row.stands_for for row in job.live)
+        live = sum(row.fork_count for row in job.live)
         demand(live == job.unfinished > 0, f"{job.job_id}: {live} rows live, {job.unfinished} unfinished")
         demand(not job.deltas, f"{job.job_id}: deltas were not delivered")
 
@@ -91,7 +94,7 @@ def _check_slots(engine: Engine, pool: Any) -> None:
             owners[row.rollback_state.slot] += 1
     members = [member for row in everyone for member in row.members]
     owners.update(member.slot for member in members if member.slot != NO_SLOT)
-    owners.update([*pool.tuned.slots, *engine.keeper.parked.slots])
+    owners.update([*pool.tuned.slots, *engine.state_manager.parked.slots])
     sessions = {*pool._index, *pool._index.l1}
     owners.update(session.slot for session in sessions if session.slot not in (None, ZERO_SLOT))
     pending = [session.pending for session in sessions if session.pending is not None]
@@ -118,8 +121,8 @@ def _unsettled(pool: Any) -> int:
 
 
 def _forked(engine: Engine) -> list[Sequence]:
-    places: Any = engine.scheduler.places
-    return [*places.interactive.forked, *places.batch.forked]
+    admission: Any = engine.scheduler.admission
+    return [*admission.interactive.forked, *admission.batch.forked]
 
 
 def _check_prefixes(pool: Any) -> None:
@@ -153,12 +156,12 @@ def _check_tiers(pool: Any) -> None:
 
 def check_rest(engine: Engine, pool: StatePool) -> None:
     """What must hold when nothing runs and nothing is under way."""
-    engine.keeper.parked.clear()
-    demand(not pool.adapters.num_held, f"{pool.adapters.num_held} adapters are held at rest")
+    engine.state_manager.parked.clear()
+    demand(not pool.adapters.num_refs, f"{pool.adapters.num_refs} adapters are held at rest")
     faults = pool.check_integrity() + engine.jobs.check_integrity()
     demand(not faults, f"at rest: {faults}")
     demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")
     pins: Any = pool._tiers._pins
     demand(not pins, f"pinned at rest: {pins}")
-    coming: Any = pool._prefix._coming
+    coming: Any = pool._prefix._in_progress
     demand(not coming, "prefixes are awaited that nobody computes")

@@ -72,10 +72,10 @@ class Judge:
         """The engine did not take a job: for a reason?"""
         world, turn = self._world, asked.rows[0][0].session
         branches = turn is not None and turn.branch_from not in (None, 0)
-        places, limits = world.engine.scheduler.places, world.engine.scheduler.limits
+        admission, limits = world.engine.scheduler.admission, world.engine.scheduler.limits
         fine = {
-            ErrorKind.OVERLOADED: places.waiting_rows + len(asked.rows) > limits.max_waiting_rows
-            or places.waiting_rows_of(asked.job.client) + len(asked.rows) > limits.waiting_rows_per_client,
+            ErrorKind.OVERLOADED: admission.waiting_rows + len(asked.rows) > limits.max_waiting_rows
+            or admission.waiting_rows_of(asked.job.client) + len(asked.rows) > limits.waiting_rows_per_client,
             ErrorKind.SESSION_BUSY: turn is not None and not turn.wait,
             ErrorKind.SESSION_NOT_FOUND: branches,
             ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "disk", "thread", "unload"),

@@ -35,14 +35,14 @@ class OwnWeights:
         self.state_slots = draw.choice((1, 1, 2, 4))
         self.more_sessions = draw.choice((0, 3, 6))
         """beside those that every world has a slot for: members of mixtures take several"""
-        self._bases = [draw.getrandbits(120) for _ in range(NUMBER)]
+        self._shared_slots = [draw.getrandbits(120) for _ in range(NUMBER)]
 
     def open(self) -> None:
         """A new process: all are there."""
         for number in range(NUMBER):
             self._load_state(number)
             self._load_adapter(number)
-        self._world.pool.adapters.when_gone = self._world.device.marks.pop
+        self._world.pool.adapters.on_unused = self._world.device.marks.pop
 
     def act(self) -> None:
         """Perhaps remove one, or load again what is missing."""
@@ -68,7 +68,7 @@ class OwnWeights:
             self._load_adapter(number)
 
     def _load_state(self, number: int) -> None:
-        data = self._bases[number].to_bytes(16, "little")
+        data = self._shared_slots[number].to_bytes(16, "little")
         name = f"state{number}{self._draw.choice(LAST)}"
         host = FakeHost({"a.wkv": data[:12], "a.shift": data[12:]})
         self._world.pool.tuned.add(Origin(name, f"d{number}"), host)
@@ -76,17 +76,17 @@ class OwnWeights:
     def _load_adapter(self, number: int) -> None:
         name = f"adapter{number}{self._draw.choice(LAST)}"
         held = self._world.pool.adapters.add(Origin(name, f"a{number}"))
-        self._world.device.marks[held.place] = _mark(name)
+        self._world.device.marks[held.slot_index] = _mark(name)
 
     # Requests ------------------------------------------------------------------------------------------------
 
     def dress(self, request: GenerateRequest, session: str = "") -> GenerateRequest:
         """The request with what it is read from; turns of a session mostly name the same."""
         draw = self._draw
-        fixed = random.Random(f"{zlib.crc32(session.encode())} {self._bases[0]}") if session else draw
+        fixed = random.Random(f"{zlib.crc32(session.encode())} {self._shared_slots[0]}") if session else draw
         kind, changes = fixed.random(), {}
-        keeps_log = not session or self._world.pool.keeps_log
-        if kind < 0.25 and keeps_log:
+        has_token_log = not session or self._world.pool.has_token_log
+        if kind < 0.25 and has_token_log:
             changes["mixture"] = self._mixture(fixed)
         elif kind < 0.6:
             changes["state"] = self._name("state", fixed.randrange(NUMBER))
@@ -117,7 +117,7 @@ class OwnWeights:
         return Beginning(tuple(self._base(name) for name in names), _mark(request.adapter))
 
     def _base(self, name: str) -> int:
-        return self._bases[_number(name)] if name else 0
+        return self._shared_slots[_number(name)] if name else 0
 
     def is_missing(self, request: GenerateRequest) -> bool:
         """Whether it names a state or an adapter that is not loaded."""

@@ -150,10 +150,10 @@ class WatchedEngine(Engine):
 
     def load(self, world: World, runner: Runner) -> None:
         """In place of loading a model."""
-        self.machine = runner  # type: ignore[assignment]
-        self.keeper = WatchedKeeper(world, runner.pool, runner.overlaps)
-        self.scheduler = Scheduler(runner.limits, self.keeper, runner.has_pieces)
-        self.jobs = JobTable(self.scheduler, self.keeper, TOKENIZER, runner.vocab)
+        self.model_runner = runner  # type: ignore[assignment]
+        self.state_manager = WatchedKeeper(world, runner.pool, runner.overlaps)
+        self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
+        self.jobs = JobTable(self.scheduler, self.state_manager, TOKENIZER, runner.vocab)
 
 
 class World:
@@ -210,9 +210,9 @@ class World:
             max_waiting_rows=settings.max_waiting_rows,
             prefill_tokens_per_step=settings.prefill_tokens,
             prefill_chunk=settings.prefill_chunk,
-            prefill_tokens_beside=max(4, settings.prefill_tokens // 2),
+            max_prefill_tokens_with_decode=max(4, settings.prefill_tokens // 2),
             groups=settings.groups,
-            batch_rows_beside=int(self.seed % 4 == 3),
+            max_batch_rows_with_interactive=int(self.seed % 4 == 3),
         )
         parked = pool_config.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
         slots = settings.max_running + max(4, settings.max_running // 8) + parked
@@ -260,7 +260,7 @@ class World:
             self.drain()
         self.engine._draining = self.engine._stopping = True
         self.engine._serve()  # only its end
-        demand(self.engine._dead is None, f"the engine died at its end: {self.engine._dead}")
+        demand(self.engine._fatal_error is None, f"the engine died at its end: {self.engine._fatal_error}")
         demand(not self.clients.open_jobs, f"not told of the end: {self.clients.describe()}")
         self.clients.open_calls.clear()
         self.tasks.kill()
@@ -279,7 +279,7 @@ class World:
         self.counts["steps"] += 1
         self.faults.step()
         self.tasks.now += self.draw.choice((0.001, 0.003, 0.02, 0.1))
-        self.engine._inbox.do_all()
+        self.engine._inbox.run_all()
         try:
             worked = self.engine.step()
         except PoolLost:  # the process ends, and is started again
@@ -348,7 +348,7 @@ class World:
             self.pool.poll()
             self.tasks.run(20)
         demand(lease.state is LeaseState.READY, f"{key}: {lease.state} {lease.error}")
-        mark = 0 if lease.adapter is None else self.device.marks[lease.adapter.place]
+        mark = 0 if lease.adapter is None else self.device.marks[lease.adapter.slot_index]
         state = fold(self.device.memory[lease.read_slot], lease.replay, mark)
         self.pool.release(lease)
         return state
@@ -363,7 +363,7 @@ class World:
         """A delete is carried out: of everything that its name means."""
         gone = self.ledger.delete(doomed)
         left = [key for key in self.ledger.by_key if key.session_id == session_id]
-        left += [key for key in self.ledger.by_key if prefix and key.shown.startswith(session_id)]
+        left += [key for key in self.ledger.by_key if prefix and key.display_name.startswith(session_id)]
         demand(not left, f"a delete of {session_id!r} leaves {left}")
         return gone
 

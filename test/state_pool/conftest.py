@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.object_server import ObjectServer, served
-from test.object_server import missing as object_server_missing
-from test.postgres import Server, missing
+from test.postgres import Server, unavailable_reason
+from test.s3_server import ObjectServer, run_s3_server
+from test.s3_server import unavailable_reason as s3_unavailable_reason
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
     """A PostgreSQL server."""
-    if (why := missing()) is not None:
+    if (why := unavailable_reason()) is not None:
         pytest.skip(why)
     server = Server()
     yield server
@@ -24,7 +24,7 @@ def postgres() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[ObjectServer]:
     """An S3-compatible server."""
-    if (why := object_server_missing()) is not None:
+    if (why := s3_unavailable_reason()) is not None:
         pytest.skip(why)
-    with served() as server:
+    with run_s3_server() as server:
         yield server

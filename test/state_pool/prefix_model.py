@@ -9,7 +9,7 @@ import numpy as np
 from state_pool.arena import ZERO_SLOT
 from state_pool.cache.prefix_cache import MIN_TOKENS, PrefixHit
 from state_pool.codec import unpack_tokens
-from test.pool_fakes import Driver, state_of
+from test.pool_fakes import Driver, expected_state
 
 MAX_ROWS = 3
 BLOCK = MIN_TOKENS
@@ -57,7 +57,7 @@ class Prompts:
         tokens = [token for block in blocks for token in range(block * BLOCK, (block + 1) * BLOCK)] + [tail]
         if announced:
             self.pool.observe_prompt(tokens)
-        if len(self.rows) >= MAX_ROWS or (announced and self.pool.awaits_prefix(tokens)):
+        if len(self.rows) >= MAX_ROWS or (announced and self.pool.should_wait_for_prefix(tokens)):
             return
         slot = self.pool.allocate()
         if slot is None:
@@ -106,14 +106,16 @@ class Prompts:
         """Drop every prompt."""
         for row in list(self.rows):
             self.cancel_row(row)
-        assert not self.pool._prefix._coming, "a prefix is awaited that nobody computes"
+        assert not self.pool._prefix._in_progress, "a prefix is awaited that nobody computes"
 
     def check(self) -> None:
         """What rows read and what entries hold is the state after their tokens, on whichever tier."""
         memory = self.driver.arena.memory
         for row in self.rows:
             read = ZERO_SLOT if row.hit is None else row.hit.slot
-            assert np.array_equal(memory[read], state_of(row.tokens[: row.start])), "a prefix changed under its reader"
+            assert np.array_equal(memory[read], expected_state(row.tokens[: row.start])), (
+                "a prefix changed under its reader"
+            )
         cache = self.pool._prefix
         for entry in [*cache._l1, *cache._l2]:
             if entry.slot is not None:
@@ -122,7 +124,7 @@ class Prompts:
                 assert entry.host is not None
                 parts = entry.host.parts()
                 state = np.frombuffer(bytes(parts["a.wkv"]) + bytes(parts["a.shift"]), dtype=np.uint32)
-            assert np.array_equal(state, state_of(unpack_tokens(entry.ids))), "a cached state is not its prefix's"
+            assert np.array_equal(state, expected_state(unpack_tokens(entry.ids))), "a cached state is not its prefix's"
 
     def _read(self, row: Row, end: int) -> None:
         read = ZERO_SLOT if row.hit is None else row.hit.slot
@@ -130,7 +132,7 @@ class Prompts:
 
     def _end(self, row: Row) -> None:
         self._read(row, len(row.tokens))
-        assert np.array_equal(self.driver.arena.memory[row.slot], state_of(row.tokens))
+        assert np.array_equal(self.driver.arena.memory[row.slot], expected_state(row.tokens))
         self.cancel_row(row)
 
     def _leave(self, row: Row) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from test.pool_fakes import Driver, FakeArena, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 
 WORDS = 4096
 
@@ -25,7 +25,7 @@ def write_three(folder: Path, **changes: object) -> None:
 
 def holds(driver: Driver, name: str) -> bool:
     """Whether the session is what `write_three` made it."""
-    return bool(np.array_equal(driver.state(name), state_of([ord(name), 1, 2, 3], WORDS)))
+    return bool(np.array_equal(driver.state(name), expected_state([ord(name), 1, 2, 3], WORDS)))
 
 
 def reopen(folder: Path, **changes: object) -> Driver:

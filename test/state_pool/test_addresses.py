@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from settings import SettingsError, parse_settings
+from programs.settings import SettingsError, parse_settings
 from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter

@@ -12,7 +12,7 @@ import pytest
 from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import Lease, LeaseState, SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, session_of, state_of, store_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_session, get_store
 from test.state_pool.test_pool_portable import export
 from test.state_pool.test_pool_prefix import Prompts, cache, head_of
 
@@ -47,7 +47,7 @@ def test_a_state_that_leaves_its_slot_when_its_session_is_deleted_is_not_stored(
     driver.pool.checkin(lease, slot)
     if durability == "log":
         driver.until(lambda: outcome.known)
-        assert driver.pool._tiers.checkpoints.begin(session_of(driver, "s"))
+        assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
     assert driver.pool._tiers.busy
     driver.delete("s")
     driver.settle()
@@ -61,22 +61,22 @@ def test_a_session_with_a_gap_in_its_log_is_stored_with_its_next_turn(tmp_path: 
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
-    session_of(driver, "s").log_broken = True
+    get_session(driver, "s").log_broken = True
     driver.turn("s", [2])
     driver.settle()
-    assert store_of(driver).writer.stats.states == 1
-    assert not session_of(driver, "s").log_broken
+    assert get_store(driver).writer.stats.states == 1
+    assert not get_session(driver, "s").log_broken
     driver.pool.close()
 
 
 def test_a_state_may_go_only_when_its_last_turn_is_in_the_log(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     checkpoints = driver.pool._tiers.checkpoints
-    with store_of(driver).writer._changed:
+    with get_store(driver).writer._changed:
         driver.turn("s", [1])
-        assert not checkpoints.may_replay(session_of(driver, "s"))
+        assert not checkpoints.can_replay(get_session(driver, "s"))
     driver.settle()
-    assert checkpoints.may_replay(session_of(driver, "s"))
+    assert checkpoints.can_replay(get_session(driver, "s"))
     driver.pool.close()
 
 
@@ -90,7 +90,7 @@ def test_the_longest_unused_state_makes_room_whoever_owns_it(tmp_path: Path, ses
         prompts.driver.turn("s", [1])
     held = [prompts.driver.slot() for _ in range(prompts.pool.num_free)]
     held.append(prompts.driver.slot())
-    left_its_slot = session_of(prompts.driver, "s").slot is None
+    left_its_slot = get_session(prompts.driver, "s").slot is None
     assert (left_its_slot, prompts.pool._prefix.sizes) == ((True, (1, 0)) if session_first else (False, (0, 1)))
     for slot in held:
         prompts.pool.free(slot)
@@ -106,8 +106,8 @@ def test_nobody_waits_for_a_prefix_as_long_as_his_prompt(tmp_path: Path) -> None
     head = head_of(1)
     prompts.pool.observe_prompt([*head, 1])
     assert prompts.pool.prefix_cache_points([*head, 2]) == [len(head)]
-    assert prompts.pool.awaits_prefix([*head, 3])
-    assert not prompts.pool.awaits_prefix(head)
+    assert prompts.pool.should_wait_for_prefix([*head, 3])
+    assert not prompts.pool.should_wait_for_prefix(head)
     prompts.pool.abandon_cache_point(head)
     prompts.close()
 
@@ -137,7 +137,7 @@ def test_a_prefix_for_which_there_is_no_slot_is_found_when_there_is_one(tmp_path
         prompts.pool.free(slot)
     hit = prompts.pool.match_prefix([*head_of(1), 7])
     assert hit is not None
-    assert np.array_equal(prompts.driver.arena.memory[hit.slot], state_of(head_of(1)))
+    assert np.array_equal(prompts.driver.arena.memory[hit.slot], expected_state(head_of(1)))
     prompts.pool.unpin(hit)
     prompts.close()
 
@@ -164,12 +164,12 @@ def test_a_recorded_turn_is_what_it_was_when_it_was_recorded(tmp_path: Path) -> 
     driver = opened(tmp_path)
     lease = driver.ready(driver.pool.checkout("s"))
     tokens, outcome = [1, 2], Outcome()
-    with store_of(driver).writer._changed:  # written later than the engine goes on with its list
+    with get_store(driver).writer._changed:  # written later than the engine goes on with its list
         driver.pool.record(lease, tokens, outcome)
         tokens.append(3)
     driver.pool.release(lease)
     driver.until(lambda: outcome.known)
-    assert np.array_equal(driver.state("s"), state_of([1, 2]))
+    assert np.array_equal(driver.state("s"), expected_state([1, 2]))
     driver.pool.close()
 
 
@@ -227,11 +227,11 @@ def given_up(tmp_path: Path) -> Iterator[Driver]:
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
-    with store_of(driver).writer._changed:
+    with get_store(driver).writer._changed:
         lease = driver.ready(driver.pool.checkout("s"))
         driver.pool.record(lease, [2], Outcome())
         driver.pool.release(lease)
-        driver.until(lambda: session_of(driver, "s").turn == 2)
+        driver.until(lambda: get_session(driver, "s").turn == 2)
         yield driver
     driver.settle()
     driver.pool.close()
@@ -240,15 +240,15 @@ def given_up(tmp_path: Path) -> Iterator[Driver]:
 def test_a_state_is_read_back_when_its_log_is_whole(given_up: Driver) -> None:
     lease = given_up.pool.checkout("s")
     given_up.pool.poll()
-    assert not session_of(given_up, "s").loading
+    assert not get_session(given_up, "s").loading
     assert lease.state is LeaseState.WAITING
-    writer = store_of(given_up).writer
+    writer = get_store(given_up).writer
     writer._changed.release()
     try:
         given_up.ready(lease)
     finally:
         writer._changed.acquire()
-    assert np.array_equal(fold(given_up.arena.memory[lease.read_slot], lease.replay), state_of([1, 2]))
+    assert np.array_equal(fold(given_up.arena.memory[lease.read_slot], lease.replay), expected_state([1, 2]))
     given_up.pool.release(lease)
 
 
@@ -291,11 +291,11 @@ def reopened(folder: Path, **changes: object) -> Driver:
 
 def test_a_session_that_is_deleted_while_it_is_read_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
-    store = store_of(driver)
+    store = get_store(driver)
     load, late = store.load, []
     monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
     lease = driver.pool.checkout("a")
-    session = session_of(driver, "a")
+    session = get_session(driver, "a")
     assert session.loading
     load(*late[0])
     driver.until(lambda: store._reader._jobs.empty())
@@ -310,9 +310,9 @@ def test_a_session_that_is_deleted_while_it_is_read_stays_away(tmp_path: Path, m
 def test_a_session_that_was_read_may_leave_again(tmp_path: Path) -> None:
     driver = reopened(tmp_path)
     for name in "ab":
-        assert np.array_equal(driver.state(name), state_of([ord(name)]))
-    assert driver.pool._tiers.arriving == 0
-    assert [session_of(driver, name).readers for name in "ab"] == [0, 0]
+        assert np.array_equal(driver.state(name), expected_state([ord(name)]))
+    assert driver.pool._tiers.num_loading == 0
+    assert [get_session(driver, name).readers for name in "ab"] == [0, 0]
     driver.pool.close()
 
 
@@ -323,7 +323,7 @@ def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_sta
     """The disk takes nothing but, maybe, the import's state; even what is left is not deleted. A turn that waited."""
     whole = decode(export(driver, "a"))
     file = SessionFile(whole.fingerprint, whole.num_tokens + 2, [5, 6], whole.layout, whole.parts)
-    store, outcome = store_of(driver), Outcome()
+    store, outcome = get_store(driver), Outcome()
 
     def refuse(job: object, done: Callable[[Exception | None], None]) -> None:
         driver.pool._deliver(lambda: done(TurnNotStored("the disk is full")))
@@ -364,7 +364,7 @@ def test_who_waited_for_an_import_that_failed_begins_anew(tmp_path: Path, monkey
     driver.pool._turns.retry_deletes()
     driver.settle()
     assert rows_of(tmp_path) == 3
-    assert np.array_equal(driver.state("t"), state_of([7]))
+    assert np.array_equal(driver.state("t"), expected_state([7]))
     driver.pool.close()
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.codec import checksum_of
+from state_pool.codec import checksum_pieces
 from state_pool.disk import checkpoint_objects, reader, s3, wal
 from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
-from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway
+from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreUnavailable
 from state_pool.disk.folder import FolderStore
-from state_pool.disk.operations import ObjectPlace, StoredObject
-from state_pool.disk.state_store import Connection, ServerAway
+from state_pool.disk.operations import ObjectLocation, StoredObject
+from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
-from test.object_server import KEY, SECRET
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
+from test.s3_server import KEY, SECRET
 
 Engines = Callable[..., Driver]
 IN_A_BUCKET = pytest.param("s3", marks=pytest.mark.cluster)
@@ -55,9 +55,9 @@ def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
             driver.pool.close()
 
 
-def keys_in(store: CheckpointStore, home: str) -> list[str]:
+def keys_in(store: CheckpointStore, key_prefix: str) -> list[str]:
     """Of states, without the object that marks the place."""
-    return sorted(one.key for batch in store.list(home) for one in batch if "of-this-database" not in one.key)
+    return sorted(one.key for batch in store.list(key_prefix) for one in batch if "of-this-database" not in one.key)
 
 
 def objects_of(driver: Driver) -> CheckpointObjects:
@@ -67,7 +67,7 @@ def objects_of(driver: Driver) -> CheckpointObjects:
 
 def stored_keys(driver: Driver) -> list[str]:
     """What is in the store."""
-    return keys_in(objects_of(driver)._store, objects_of(driver)._home)
+    return keys_in(objects_of(driver)._store, objects_of(driver)._key_prefix)
 
 
 def has_swept(driver: Driver) -> bool:
@@ -101,7 +101,7 @@ def test_states_go_there_and_come_back(engines: Engines, tmp_path: Path) -> None
     assert len(named_keys(tmp_path)) == 2
     assert stored_keys(two) == named_keys(tmp_path)  # what was replaced, and what was deleted, is gone
     for name in ("a", "c"):
-        assert np.array_equal(two.state(name), state_of([0, 7, 1, 7, 2, 7]))
+        assert np.array_equal(two.state(name), expected_state([0, 7, 1, 7, 2, 7]))
     told = two.pool.stats()["database"]
     assert told["checkpoint_store"]["gets"] == 2 and told["object_bytes"] == 2 * 128
     assert two.pool.stats()["degraded"] is None
@@ -115,16 +115,16 @@ def test_what_no_row_names_is_swept_when_it_is_old(
     one.turn("s", [1])
     objects = objects_of(one)
     for number in range(3):
-        objects._store.put(f"{objects._home}/{number:016x}-left", b"by a crash")
+        objects._store.put(f"{objects._key_prefix}/{number:016x}-left", b"by a crash")
     two = restarted(one, engines)
     two.until(lambda: has_swept(two))
     assert len(stored_keys(two)) == 4  # they might be another engine's, on their way to their rows
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
-    monkeypatch.setattr("state_pool.disk.folder.BATCH", 2)
+    monkeypatch.setattr("state_pool.disk.folder.LIST_BATCH_SIZE", 2)
     three = restarted(two, engines)
     three.until(lambda: objects_of(three).stats.orphans == 3 and objects_of(three)._sweeping is None)
     assert stored_keys(three) == named_keys(tmp_path)
-    assert np.array_equal(three.state("s"), state_of([1]))
+    assert np.array_equal(three.state("s"), expected_state([1]))
 
 
 def test_a_sweep_ends_where_the_database_cannot_be_asked(
@@ -135,14 +135,14 @@ def test_a_sweep_ends_where_the_database_cannot_be_asked(
     one.turn("s", [1])
     objects = objects_of(one)
     for number in range(6):
-        objects._store.put(f"{objects._home}/{number:016x}-left", b"by a crash")
+        objects._store.put(f"{objects._key_prefix}/{number:016x}-left", b"by a crash")
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
-    monkeypatch.setattr("state_pool.disk.folder.BATCH", 2)
+    monkeypatch.setattr("state_pool.disk.folder.LIST_BATCH_SIZE", 2)
     asked: list[list[int]] = []
 
     def is_away(connection: Connection, states: list[int]) -> set[str]:
         asked.append(states)
-        raise ServerAway("there is nobody")
+        raise ServerUnavailable("there is nobody")
 
     monkeypatch.setattr(reader, "keys_used", is_away)
     two = restarted(one, engines)
@@ -171,13 +171,13 @@ def test_an_object_that_is_no_use_is_told_and_done_without_where_the_log_is_whol
         store.put(key, b"\0" * 128)
     with caplog.at_level(logging.ERROR):
         if whole_log:
-            assert np.array_equal(two.state("s"), state_of([1, 2]))
+            assert np.array_equal(two.state("s"), expected_state([1, 2]))
         else:
             with pytest.raises(SessionUnusable, match=rf"{harm}.*delete the session"):
                 two.state("s")
             assert two.pool.stats()["quarantined_count"] == 1
     assert harm in caplog.text and key in caplog.text
-    assert np.array_equal(two.state("t"), state_of([3]))
+    assert np.array_equal(two.state("t"), expected_state([3]))
 
 
 def test_a_store_that_is_away_condemns_nothing(engines: Engines, tmp_path: Path) -> None:
@@ -192,11 +192,11 @@ def test_a_store_that_is_away_condemns_nothing(engines: Engines, tmp_path: Path)
     two.until(lambda: two.pool.stats()["degraded"] is not None)
     assert "checkpoint store file:" in two.pool.stats()["degraded"]
     (tmp_path / "away").rename(tmp_path / "objects")
-    assert np.array_equal(two.state("s"), state_of([1]))
+    assert np.array_equal(two.state("s"), expected_state([1]))
     two.until(lambda: two.pool.stats()["degraded"] is None)
     three = restarted(two, engines)
     assert len(named_keys(tmp_path)) == 2
-    assert np.array_equal(three.state("t"), state_of([2, 3]))
+    assert np.array_equal(three.state("t"), expected_state([2, 3]))
 
 
 def test_a_store_that_answers_with_something_else_condemns_nothing(engines: Engines, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_store_that_answers_with_something_else_condemns_nothing(engines: Engi
     assert "answers are not what was put" in two.pool.stats()["degraded"]
     for path, content in zip(objects, contents, strict=True):
         path.write_bytes(content)
-    assert np.array_equal(two.state("s"), state_of([1]))
+    assert np.array_equal(two.state("s"), expected_state([1]))
     assert two.pool.stats()["degraded"] is None
 
 
@@ -232,7 +232,7 @@ def test_a_state_that_comes_to_harm_on_its_way_is_fetched_again(
         return bytes(byte ^ (len(asked) == 1) for byte in get(key))
 
     monkeypatch.setattr(store, "get", harmed_once)
-    assert np.array_equal(two.state("s"), state_of([1]))
+    assert np.array_equal(two.state("s"), expected_state([1]))
     assert len(asked) > 1 and two.pool.stats()["database"]["checkpoint_store"]["missing"] == 0
 
 
@@ -243,9 +243,9 @@ def test_a_turn_whose_state_cannot_be_put_is_not_acknowledged(engines: Engines, 
     with pytest.raises(TurnNotStored, match="the checkpoint store file:"):
         one.turn("s", [2])
     (tmp_path / "away").rename(tmp_path / "objects")
-    assert np.array_equal(one.state("s"), state_of([1]))
+    assert np.array_equal(one.state("s"), expected_state([1]))
     one.turn("s", [3])
-    assert np.array_equal(restarted(one, engines).state("s"), state_of([1, 3]))
+    assert np.array_equal(restarted(one, engines).state("s"), expected_state([1, 3]))
 
 
 def test_a_delete_overtakes_a_state_that_is_being_put(
@@ -308,33 +308,33 @@ def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring
     """SQLite does not sync each commit: the row of before may come back, and then names the object of before."""
     one = engines()
     writer = one.pool._store.writer  # type: ignore[union-attr]
-    assert writer._log._mover is not None
-    monkeypatch.setattr(writer._log._mover, "start", lambda: None)
+    assert writer._log._checkpointer is not None
+    monkeypatch.setattr(writer._log._checkpointer, "start", lambda: None)
     one.turn("s", [1])
     one.turn("s", [2])
     one.until(lambda: bool(writer._log._syncing))
     one.settle()
     assert len(stored_keys(one)) == 2
-    writer._log._moved()
+    writer._log._on_checkpoint()
     one.until(lambda: len(stored_keys(one)) == 1)
 
 
 def test_an_object_that_is_replaced_stays_while_a_reader_keeps_its_commit_from_being_synced(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, moves, move = engines(), [], wal.move
+    one, moves, wal_checkpoint = engines(), [], wal.wal_checkpoint
     one.turn("s", [1])
     one.settle()
 
     def counted(connection: Connection) -> object:
         moves.append(connection)
-        return move(connection)
+        return wal_checkpoint(connection)
 
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
         other.execute("BEGIN")
         other.execute("SELECT count(*) FROM sessions").fetchone()
         one.turn("s", [2])
-        monkeypatch.setattr(wal, "move", counted)
+        monkeypatch.setattr(wal, "wal_checkpoint", counted)
         one.until(lambda: len(moves) >= 3)
         assert len(stored_keys(one)) == 2
     one.until(lambda: len(stored_keys(one)) == 1)
@@ -348,27 +348,27 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_read_anew(
     two = restarted(one, engines)
     get, fetched = CheckpointObjects.get, []
 
-    def late(self: CheckpointObjects, place: ObjectPlace, done: OnFetched) -> None:
+    def late(self: CheckpointObjects, location: ObjectLocation, done: OnFetched) -> None:
         if not fetched:
-            replace_object(tmp_path, self._store, place)
-        fetched.append(place.stored.key)
-        get(self, place, done)
+            replace_object(tmp_path, self._store, location)
+        fetched.append(location.stored.key)
+        get(self, location, done)
 
     monkeypatch.setattr(CheckpointObjects, "get", late)
-    assert np.array_equal(two.state("s"), state_of([1]))
+    assert np.array_equal(two.state("s"), expected_state([1]))
     assert len(fetched) == 2 and two.pool.stats()["quarantined_count"] == 0
 
 
-def replace_object(tmp_path: Path, store: CheckpointStore, place: ObjectPlace) -> None:
+def replace_object(tmp_path: Path, store: CheckpointStore, location: ObjectLocation) -> None:
     """As another engine does that stores the same session's state."""
-    data, state, key = store.get(place.stored.key), place.state + 1, f"{place.stored.key}-later"
-    stored = StoredObject(key, checksum_of([data], state, place.session))
+    data, state, key = store.get(location.stored.key), location.state + 1, f"{location.stored.key}-later"
+    stored = StoredObject(key, checksum_pieces([data], state, location.session))
     store.put(key, data)
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
         found = connection.execute("SELECT turn, num_tokens, fingerprint, layout, bytes FROM states").fetchone()
-        put_state(connection, StateRow(state, place.session, *found, stored))
+        put_state(connection, StateRow(state, location.session, *found, stored))
         connection.commit()
-    store.delete(place.stored.key)
+    store.delete(location.stored.key)
 
 
 def test_another_store_than_the_databases_is_refused(engines: Engines, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_another_store_than_the_databases_is_refused(engines: Engines, tmp_path:
     without = engines(checkpoint_store="")
     with pytest.raises(SessionUnusable, match="start with --checkpoint-store"):
         without.state("s")
-    assert np.array_equal(restarted(without, engines).state("s"), state_of([1]))
+    assert np.array_equal(restarted(without, engines).state("s"), expected_state([1]))
 
 
 def test_small_states_stay_in_the_database_and_either_kind_is_read(engines: Engines, tmp_path: Path) -> None:
@@ -394,8 +394,8 @@ def test_small_states_stay_in_the_database_and_either_kind_is_read(engines: Engi
     two.turn("here", [2])
     assert len(stored_keys(two)) == 1
     three = restarted(two, engines)
-    assert np.array_equal(three.state("there"), state_of([1]))
-    assert np.array_equal(three.state("here"), state_of([2]))
+    assert np.array_equal(three.state("there"), expected_state([1]))
+    assert np.array_equal(three.state("here"), expected_state([2]))
     three.turn("here", [3])
     assert len(stored_keys(three)) == 2
 
@@ -419,7 +419,7 @@ def test_a_bucket_whose_server_is_away_is_told_and_no_key_with_it(
     caplog.set_level(logging.DEBUG)
     address = "s3://states/prefix?endpoint=http://127.0.0.1:9"
     if s3.obstore is not None:
-        with pytest.raises(CheckpointStoreAway) as away:
+        with pytest.raises(CheckpointStoreUnavailable) as away:
             open_checkpoint_store(address).get("a")
         with pytest.raises(DatabaseUnusable, match="s3://states/prefix") as refused:
             Driver(FakeArena(), config_in(tmp_path, checkpoint_store=address))

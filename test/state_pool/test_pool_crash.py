@@ -20,7 +20,7 @@ from state_pool.crash_points import POINTS
 from state_pool.disk import checkpoint_objects
 from state_pool.sessions import LINEAR
 from test.pool_child import crash_config
-from test.pool_fakes import Driver, FakeArena, state_of
+from test.pool_fakes import Driver, FakeArena, expected_state
 
 Key = tuple[str, int]
 ROOT_FOLDER = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ class Ledger:
                 if tried_name == name and (parent is None) == (dialogue == LINEAR):
                     base = [] if parent == 0 else known.get((name, LINEAR if parent is None else parent), [])
                     candidates.append(base + tokens)
-            matching = [history for history in candidates if history and np.array_equal(state_of(history), state)]
+            matching = [history for history in candidates if history and np.array_equal(expected_state(history), state)]
             assert matching, f"{key} holds what nobody wrote; known {known.get(key)}, {candidates}"
             found[key] = matching[0]
         assert len(rows) == len(found)
@@ -135,7 +135,7 @@ def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, m
     driver.until(lambda: store._next_sweep > 0 and objects._sweeping is None)
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
         named = {key for (key,) in connection.execute("SELECT object_key FROM states")}
-    there = {one.key for batch in objects._store.list(objects._home) for one in batch}
+    there = {one.key for batch in objects._store.list(objects._key_prefix) for one in batch}
     assert len(there - named) == 1, "the one that marks the place"
     assert named <= there and objects.stats.orphans > 0
     driver.pool.close()

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.arena import Noise
+from state_pool.arena import InvalidStateValues
 from state_pool.disk.recover import salvage
 from state_pool.errors import DatabaseUnusable, SessionUnusable
-from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, expected_state
 from test.state_pool.stored_sessions import WORDS, holds, raw, reopen, write_three
 
 
@@ -46,7 +46,7 @@ def test_a_damaged_row_is_quarantined_and_the_rest_works(tmp_path: Path, damage:
     assert driver.pool.stats()["quarantined_count"] == 1, "the quarantine outlives the process"
     assert driver.delete("a") == 1
     driver.turn("a", [7])
-    assert np.array_equal(driver.state("a"), state_of([7], WORDS))
+    assert np.array_equal(driver.state("a"), expected_state([7], WORDS))
     driver.pool.close()
 
 
@@ -89,20 +89,20 @@ def test_a_stored_state_of_noise_is_a_damaged_one(tmp_path: Path, *, objects: bo
     driver.settle()
     driver.pool.close()
     driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
-    host_state, noise = driver.arena.host_state, state_of([1, 2], WORDS).tobytes()
+    host_state, noise = driver.arena.host_state, expected_state([1, 2], WORDS).tobytes()
 
     def heard(parts: Mapping[str, bytes | memoryview]) -> FakeHost:
         if noise.startswith(bytes(parts["a.wkv"])):
-            raise Noise("part 'a.wkv' of the state has NaN")
+            raise InvalidStateValues("part 'a.wkv' of the state has NaN")
         return host_state(parts)
 
     driver.arena.host_state = heard  # type: ignore[method-assign]
     if whole_log:
-        assert np.array_equal(driver.state("a"), state_of([1, 2], WORDS))
+        assert np.array_equal(driver.state("a"), expected_state([1, 2], WORDS))
     else:
         with pytest.raises(SessionUnusable, match=r"'a\.wkv' of the state has NaN; delete the session"):
             driver.state("a")
-    assert np.array_equal(driver.state("b"), state_of([3], WORDS))
+    assert np.array_equal(driver.state("b"), expected_state([3], WORDS))
     driver.settle()
     assert driver.pool.stats()["quarantined_count"] == (0 if whole_log else 1)
     driver.pool.close()
@@ -161,7 +161,7 @@ def test_what_is_whole_is_salvaged(tmp_path: Path) -> None:
     assert driver.list_sessions().total == len(saved)
     for name in saved:
         if name.startswith("s"):
-            assert np.array_equal(driver.state(name), state_of([int(name[1:]), 1, 2], WORDS))
+            assert np.array_equal(driver.state(name), expected_state([int(name[1:]), 1, 2], WORDS))
     driver.pool.close()
     with raw(tmp_path / "new") as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
@@ -178,7 +178,7 @@ def test_salvage_keeps_what_has_only_a_log(tmp_path: Path) -> None:
     saved, lost = salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
     assert (sorted(saved), lost) == (["fork:1", "fork:2", "s"], [])
     driver = reopen(tmp_path / "new")
-    assert np.array_equal(driver.state("fork", 2), state_of([1, 2], WORDS))
+    assert np.array_equal(driver.state("fork", 2), expected_state([1, 2], WORDS))
     driver.pool.close()
     with pytest.raises(DatabaseUnusable, match="exists already"):
         salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")

@@ -93,7 +93,7 @@ def test_nor_after_a_salvage(tmp_path: Path) -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     numbers = DialogueNumbers()
-    numbers.MOST = 10  # type: ignore[misc]
+    numbers.MAX_SESSIONS = 10  # type: ignore[misc]
     for i in range(30):
         numbers.retire(f"s{i}", i)
     assert len(numbers._largest) == 10

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.arena import ZERO_SLOT
 from state_pool.disk import statements
 from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
 from state_pool.disk.writer import Writer
-from state_pool.errors import SessionNotFound, SessionUnread
+from state_pool.errors import SessionNotFound, SessionReadFailed
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, Outcome, session_of, state_of, store_of
+from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
 from test.state_pool.stored_sessions import raw, write_three
 from test.state_pool.test_pool_between import opened, reopened, rows_of
 from test.state_pool.test_pool_effects import pieces
@@ -27,8 +27,8 @@ from test.state_pool.test_pool_effects import pieces
 
 def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store the state of "s" in many pieces, and do something at one of them, on the writer's thread."""
-    writer, put = store_of(driver).writer, statements.put_chunk
-    row = session_of(driver, "s").row
+    writer, put = get_store(driver).writer, statements.put_chunk
+    row = get_session(driver, "s").row
 
     def put_and_do(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
         put(connection, state, number, data)
@@ -37,15 +37,15 @@ def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, m
 
     monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 64)
     monkeypatch.setattr(statements, "put_chunk", put_and_do)
-    assert driver.pool._tiers.checkpoints.begin(session_of(driver, "s"))
+    assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
     driver.settle()
-    driver.until(lambda: not store_of(driver).writer.collecting)
+    driver.until(lambda: not get_store(driver).writer.is_collecting_garbage)
 
 
 def interrupt(writer: Writer) -> None:
     """Whatever waits in front of the rest of a state ends its transaction."""
-    row = SessionRow(900 + len(writer._small), SessionKey("other"), None, 1, 1, 0.0, 0.0)
-    writer._small.append((Append(row, [1]), Outcome()))
+    row = SessionRow(900 + len(writer._small_jobs), SessionKey("other"), None, 1, 1, 0.0, 0.0)
+    writer._small_jobs.append((Append(row, [1]), Outcome()))
 
 
 @pytest.mark.parametrize("at", [0, 1, None], ids=["first piece", "second piece", "between two"])
@@ -55,8 +55,8 @@ def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
-    log, deleted, told = store_of(driver).writer._log, [], Outcome()
-    keep_short = log.keep_short
+    log, deleted, told = get_store(driver).writer._log, [], Outcome()
+    checkpoint_if_needed = log.checkpoint_if_needed
 
     def delete(writer: Writer, row: int) -> None:
         with writer._changed:
@@ -66,15 +66,15 @@ def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
 
     def delete_between(idle: bool) -> str | None:
         """The writer has committed a piece and looks for what is next."""
-        writer = store_of(driver).writer
+        writer = get_store(driver).writer
         if at is None and not deleted and writer._staged.current is not None:
             deleted.append(writer._staged.current.number)
             writer.submit(Delete((writer._staged.current.job.session.row,)), told)
-        return keep_short(idle)
+        return checkpoint_if_needed(idle)
 
-    monkeypatch.setattr(log, "keep_short", delete_between)
+    monkeypatch.setattr(log, "checkpoint_if_needed", delete_between)
     half_written(driver, delete, at or 0, monkeypatch)
-    driver.until(lambda: told.known and not store_of(driver).writer.collecting)
+    driver.until(lambda: told.known and not get_store(driver).writer.is_collecting_garbage)
     assert deleted == ([1] if at is None else [])
     assert pieces(tmp_path) == (0, 0)
     driver.pool.close()
@@ -87,7 +87,7 @@ def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
-    writer, row = store_of(driver).writer, session_of(driver, "s").row
+    writer, row = get_store(driver).writer, get_session(driver, "s").row
     written, told = writer._state_written, Outcome()
 
     def deleted_before(staging: object, old: object) -> None:
@@ -95,12 +95,12 @@ def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
         written(staging, old)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writer, "_state_written", deleted_before)
-    slot = session_of(driver, "s").slot
+    slot = get_session(driver, "s").slot
     assert slot is not None
     copy = driver.arena.save(slot)
     copy.wait()
     job = SessionRow(row, SessionKey("s"), None, 1, 1, 0.0, 0.0)
-    store_of(driver).submit_state(Checkpoint(job, copy.host), told)
+    get_store(driver).submit_state(Checkpoint(job, copy.host), told)
     driver.until(lambda: told.known and rows_of(tmp_path, "states") == 0)
     assert len(told.calls) == 1
     assert isinstance(told.calls[0], SessionNotFound)
@@ -113,7 +113,7 @@ def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, dur
     driver = opened(tmp_path, durability=durability)
     driver.turn("s", [1])
     driver.settle()
-    writer = store_of(driver).writer
+    writer = get_store(driver).writer
     with writer._changed:  # the writer's thread can take no work meanwhile
         lease = driver.ready(driver.pool.checkout("s"))
         slot = driver.compute(lease, [2])
@@ -142,20 +142,20 @@ def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, dur
 
 def test_a_disk_that_fails_once_condemns_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
-    reader = store_of(driver)._reader
+    reader = get_store(driver)._reader
 
-    def fails(row: int, useless: object) -> None:
+    def fails(row: int, unusable_states: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patched:
         patched.setattr(reader._loader, "read", fails)
-        with pytest.raises(SessionUnread, match=r"disk I/O error\); try again") as told:
+        with pytest.raises(SessionReadFailed, match=r"disk I/O error\); try again") as told:
             driver.state("a")
     said = as_service_error(told.value)
     assert (said.info.kind, said.info.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0), (
         "503 with Retry-After, no conflict"
     )
-    assert np.array_equal(driver.state("a"), state_of([ord("a")]))
+    assert np.array_equal(driver.state("a"), expected_state([ord("a")]))
     assert driver.pool.stats()["quarantined_count"] == 0
     driver.pool.close()
 

@@ -12,7 +12,7 @@ import pytest
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, session_of, store_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, get_session, get_store
 from test.state_pool.test_pool_prefix import Prompts
 
 WORDS = 4096
@@ -32,8 +32,8 @@ def pieces(folder: Path) -> tuple[int, int]:
 
 def collected(driver: Driver, folder: Path) -> bool:
     """Whether nothing but the states' own pieces is in the file."""
-    store = store_of(driver)
-    driver.until(lambda: not store.pending and not store.writer.collecting)
+    store = get_store(driver)
+    driver.until(lambda: not store.pending and not store.writer.is_collecting_garbage)
     found, wanted = pieces(folder)
     return found == wanted
 
@@ -42,7 +42,7 @@ def test_pieces_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="turn")
     for turn in range(5):
         driver.turn("s", [turn])
-    assert store_of(driver).writer.stats.states == 5
+    assert get_store(driver).writer.stats.states == 5
     assert collected(driver, tmp_path)
     driver.pool.close()
 
@@ -59,15 +59,15 @@ def test_pieces_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
 
 def test_pieces_of_a_state_that_failed_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = opened(tmp_path, durability="turn")
-    writer = store_of(driver).writer
+    writer = get_store(driver).writer
     with monkeypatch.context() as patched:
         write = writer._write_state
 
         def one_piece_then_fails(staging: object) -> None:
             """Its first piece is committed; the rest never is."""
-            writer._small.append((Append(SessionRow(999, SessionKey("x"), None, 7, 1, 0.0, 0.0), [1]), Outcome()))
+            writer._small_jobs.append((Append(SessionRow(999, SessionKey("x"), None, 7, 1, 0.0, 0.0), [1]), Outcome()))
             write(staging)  # type: ignore[arg-type]
-            writer._small.clear()
+            writer._small_jobs.clear()
             writer._state_failed(staging, sqlite3.OperationalError("disk I/O error"))  # type: ignore[arg-type]
 
         patched.setattr(writer, "_write_state", one_piece_then_fails)
@@ -83,7 +83,7 @@ def test_an_older_state_does_not_mend_a_broken_log(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
-    session, writer = session_of(driver, "s"), store_of(driver).writer
+    session, writer = get_session(driver, "s"), get_store(driver).writer
     with writer._changed:  # the state after turn 1 waits while turn 2 is lost
         assert driver.pool._tiers.checkpoints.begin(session)
         driver.pool.poll()
@@ -101,10 +101,10 @@ def test_a_turn_that_is_being_stored_is_busy_too(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     lease = driver.ready(driver.pool.checkout("s"))
     slot = driver.compute(lease, [1])
-    with store_of(driver).writer._changed:
+    with get_store(driver).writer._changed:
         driver.pool.record(lease, [1], Outcome())
         driver.pool.checkin(lease, slot)
-        session_of(driver, "s").active = None  # the turn is over; what is left is to store it
+        get_session(driver, "s").active = None  # the turn is over; what is left is to store it
         with pytest.raises(SessionBusy):
             driver.pool.checkout("s", wait=False)
     driver.settle()
@@ -124,7 +124,7 @@ def test_no_branch_from_what_is_unusable_or_deleted(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     for _ in range(2):
         driver.turn("s", [1], branch_from=0)
-    driver.pool._index.refuse(session_of(driver, "s", 1), "its rows are damaged")
+    driver.pool._index.mark_unusable(get_session(driver, "s", 1), "its rows are damaged")
     with pytest.raises(SessionUnusable, match="damaged"):
         driver.pool.checkout("s", 1)
     driver.delete("s:2")
@@ -137,7 +137,7 @@ def test_no_branch_from_what_is_unusable_or_deleted(tmp_path: Path) -> None:
 def test_no_branch_beyond_the_disk_limit(tmp_path: Path) -> None:
     driver = opened(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
     driver.turn("s", [1], branch_from=0)
-    driver.until(lambda: store_of(driver).over_limit or bool(driver.turn("s", [1])))
+    driver.until(lambda: get_store(driver).over_limit or bool(driver.turn("s", [1])))
     for parent in (0, 1):
         with pytest.raises(PoolFull, match="takes no new session"):
             driver.pool.checkout("s", parent)
@@ -153,7 +153,7 @@ def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability:
     outcome = Outcome()
     driver.pool.record(lease, [1], outcome)
     driver.pool.checkin(lease, slot)
-    while durability == "log" and store_of(driver).writer.stats.turns == 0:
+    while durability == "log" and get_store(driver).writer.stats.turns == 0:
         time.sleep(0.001)  # committed, and nobody has looked yet
     driver.pool.delete("s")
     driver.until(lambda: outcome.known)
@@ -165,10 +165,10 @@ def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability:
 def test_one_bad_turn_fails_alone(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     good, bad, other = Outcome(), Outcome(), Outcome()
-    with store_of(driver).writer._changed:  # all in one group
+    with get_store(driver).writer._changed:  # all in one group
         for row, turn, outcome in ((101, 1, good), (102, 5, bad), (103, 1, other)):
             job = Append(SessionRow(row, SessionKey(f"s{row}"), None, turn, 1, 0.0, 0.0), [1])
-            store_of(driver).submit(job, outcome)
+            get_store(driver).submit(job, outcome)
     driver.until(lambda: good.known and bad.known and other.known)
     assert (good.ok, bad.ok, other.ok) == (True, False, True)
     driver.pool.close()
@@ -188,7 +188,7 @@ def test_the_longest_unused_session_leaves_first(tmp_path: Path) -> None:
 def test_a_turn_goes_before_the_rest_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of many pieces is being written when a turn comes: the turn is committed between two of them."""
     driver = opened(tmp_path)
-    writer = store_of(driver).writer
+    writer = get_store(driver).writer
     order: list[str] = []
     monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 1024)
     from state_pool.disk import statements
@@ -201,14 +201,14 @@ def test_a_turn_goes_before_the_rest_of_a_state(tmp_path: Path, monkeypatch: pyt
         if number == 0:
             row = SessionRow(500, SessionKey("late"), None, 1, 1, 0.0, 0.0)
             with writer._changed:
-                writer._small.append((Append(row, [1]), lambda error: order.append("turn is told")))
+                writer._small_jobs.append((Append(row, [1]), lambda error: order.append("turn is told")))
 
     driver.turn("s", [1])
     driver.settle()
     deliver = writer._deliver
     monkeypatch.setattr(writer, "_deliver", lambda callback: (callback(), deliver(lambda: None)))
     monkeypatch.setattr(statements, "put_chunk", put_slowly)
-    assert driver.pool._tiers.checkpoints.begin(session_of(driver, "s"))
+    assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
     driver.until(lambda: writer.stats.states == 1)
     assert order[:2] == ["piece", "turn is told"]
     assert order.count("piece") > 8

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from state_pool import expiry
-from state_pool.expiry import Expiry, Gap, Uses
+from state_pool.expiry import Expiry, Gap, UsageTimes
 from state_pool.turns import turns
 from test.pool_fakes import Driver, FakeArena, config_in
 
@@ -98,25 +98,25 @@ def test_a_start_with_a_clock_far_ahead_expires_only_what_had_expired(
 
 def test_time_is_counted_between_gaps(clock: Clock) -> None:
     now = clock.wall
-    expires = Expiry(TTL_S, Uses(now, (Gap(now - 500, now - 200), Gap(now - 170, now - 40))))
-    assert expires.before() == now - 40 - 130 - (TTL_S - 40)
+    expires = Expiry(TTL_S, UsageTimes(now, (Gap(now - 500, now - 200), Gap(now - 170, now - 40))))
+    assert expires.cutoff() == now - 40 - 130 - (TTL_S - 40)
     clock.passes(15)
-    assert expires.before() == now - 40 - 130 - (TTL_S - 40 - 15)
+    assert expires.cutoff() == now - 40 - 130 - (TTL_S - 40 - 15)
     clock.passes(TTL_S)
-    assert expires.before() == now + 15
+    assert expires.cutoff() == now + 15
 
 
 def test_a_clock_that_is_set_back_and_forth_deletes_nothing_early(clock: Clock) -> None:
     now = clock.wall
-    expires = Expiry(TTL_S, Uses(now))
+    expires = Expiry(TTL_S, UsageTimes(now))
     clock.wall -= YEAR_S
-    assert expires.before() == now - YEAR_S - TTL_S
+    assert expires.cutoff() == now - YEAR_S - TTL_S
     clock.wall += YEAR_S
     clock.passes(10)
-    assert (expires.before() or 0) <= now + 10 - TTL_S
+    assert (expires.cutoff() or 0) <= now + 10 - TTL_S
     clock.passes(TTL_S)
-    assert expires.before() == now + 10
+    assert expires.cutoff() == now + 10
 
 
 def test_without_a_ttl_nothing_expires(clock: Clock) -> None:
-    assert Expiry(0.0, Uses(clock.wall - YEAR_S)).before() is None
+    assert Expiry(0.0, UsageTimes(clock.wall - YEAR_S)).cutoff() is None

@@ -15,7 +15,7 @@ from state_pool.cache import checkpoints
 from state_pool.disk.operations import Checkpoint
 from state_pool.disk.state_store import Connection
 from state_pool.errors import PoolFull, SessionUnusable, TurnNotStored
-from test.pool_fakes import Driver, Outcome, session_of, state_of, store_of
+from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
 from test.state_pool.stored_sessions import WORDS, holds, reopen
 
 MODES = pytest.mark.parametrize("durability", ["log", "turn"])
@@ -30,7 +30,7 @@ def files_of(connection: Connection) -> dict[str, Path]:
 
 def break_disk(driver: Driver, how: str) -> None:
     """Make every write fail, without needing rights: too few pages, a connection that may not write, no file."""
-    connection = store_of(driver).writer._connection
+    connection = get_store(driver).writer._connection
     if how in MOVED:
         path = files_of(connection)[how]
         path.rename(path.with_name(f"{path.name}.away"))
@@ -42,7 +42,7 @@ def break_disk(driver: Driver, how: str) -> None:
 
 def mend_disk(driver: Driver) -> None:
     """Space and rights return."""
-    connection = store_of(driver).writer._connection
+    connection = get_store(driver).writer._connection
     connection.execute("PRAGMA max_page_count = 1000000")
     connection.execute("PRAGMA query_only = OFF")
     for path in files_of(connection).values():
@@ -71,7 +71,7 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     with pytest.raises(TurnNotStored, match=words):
         driver.turn("unborn", big)
     assert words in driver.pool.stats()["degraded"]
-    assert np.array_equal(driver.state("a"), state_of([ord("a"), 1], WORDS)), "the session is what it was"
+    assert np.array_equal(driver.state("a"), expected_state([ord("a"), 1], WORDS)), "the session is what it was"
     if how not in MOVED:  # then it is not read either
         assert driver.list_sessions().total == 2
     mend_disk(driver)
@@ -98,7 +98,7 @@ def test_full_tiers_over_a_full_disk_go_on_serving(tmp_path: Path, durability: s
         driver.turn(name, [1, 2, 3])
     break_disk(driver, "full")
     for name in names * 2:
-        assert np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS))
+        assert np.array_equal(driver.state(name), expected_state([1, 2, 3], WORDS))
     mend_disk(driver)
     driver.pool.close()
 
@@ -108,7 +108,7 @@ def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
 ) -> None:
     """What each writes before it fails would take the room from turns. At the end nothing is put off."""
     driver = reopen(tmp_path, checkpoint_tokens=2, transfer_states=1)
-    store, now, tried = store_of(driver), [100.0], list[float]()
+    store, now, tried = get_store(driver), [100.0], list[float]()
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def full(job: Checkpoint, done: Callable[[Exception | None], None]) -> None:
@@ -123,11 +123,11 @@ def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
         driver.turn(name, [1, 2, 3])
     for _ in range(3):
         for _ in range(50):
-            driver.pool._checkpoint_some()
+            driver.pool._checkpoint_due_sessions()
             driver.pool.poll()
-        now[0] += checkpoints.RETRY_S
+        now[0] += checkpoints.RETRY_DELAY_S
     assert tried == [100.0, 101.0, 102.0]
-    now[0] -= checkpoints.RETRY_S  # within the pause
+    now[0] -= checkpoints.RETRY_DELAY_S  # within the pause
     written: list[float] = []
 
     def ticks() -> float:
@@ -144,7 +144,7 @@ def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
     assert len(written) == 3
     assert written[-1] < 102.5
     driver = reopen(tmp_path)
-    assert all(np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS)) for name in "abc")
+    assert all(np.array_equal(driver.state(name), expected_state([1, 2, 3], WORDS)) for name in "abc")
     driver.pool.close()
 
 
@@ -166,12 +166,12 @@ def test_a_full_real_disk(tmp_path: Path) -> None:
             for _ in range(100):
                 driver.turn("b", list(range(2000)))
         assert driver.pool.stats()["degraded"]
-        assert np.array_equal(driver.state("a"), state_of([1, 2], WORDS))
+        assert np.array_equal(driver.state("a"), expected_state([1, 2], WORDS))
         filler.unlink()
         driver.turn("a", [3])
         driver.pool.close()
         driver = reopen(mount)
-        assert np.array_equal(driver.state("a"), state_of([1, 2, 3], WORDS))
+        assert np.array_equal(driver.state("a"), expected_state([1, 2, 3], WORDS))
         driver.pool.close()
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
@@ -201,7 +201,7 @@ def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> No
     driver.settle()
     break_disk(driver, "read-only")
     driver.turn("a", [2])
-    lost = session_of(driver, "a")
+    lost = get_session(driver, "a")
     driver.until(lambda: lost.log_broken)
     for i in range(20):
         driver.turn(f"s{i}", [i])
@@ -216,7 +216,7 @@ def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
     driver = reopen(tmp_path, state_db_max_gb=0.0005, l1_sessions=1, l2_sessions=1)
     for i in range(60):
         driver.turn(f"s{i}", [i])
-    driver.until(lambda: not store_of(driver).over_limit and driver.list_sessions().total < 60)
+    driver.until(lambda: not get_store(driver).over_limit and driver.list_sessions().total < 60)
     names = [entry.session_id for entry in driver.list_sessions().sessions]
     assert names == [f"s{i}" for i in range(59, 59 - len(names), -1)], "the newest are left"
     driver.pool.close()
@@ -239,6 +239,6 @@ def test_a_full_database_takes_new_sessions_when_all_are_deleted(tmp_path: Path)
         for i in range(60):
             driver.turn(f"s{i}", [i])
     driver.delete("s", prefix=True)
-    driver.until(lambda: not store_of(driver).shrinking)
+    driver.until(lambda: not get_store(driver).has_pending_deletes)
     driver.turn("new", [1])
     driver.pool.close()

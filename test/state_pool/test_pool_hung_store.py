@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.disk import checkpoint_objects, transfers
+from state_pool.disk import checkpoint_objects, worker_threads
 from state_pool.disk.folder import FolderStore
 from state_pool.errors import SessionUnusable, TurnNotStored
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
 from test.serving import wait_for
 
 
@@ -26,7 +26,7 @@ class Mount:
 
     def begins_to_hang(self) -> None:
         """From now on its callers are given up soon; a busy machine's others are not."""
-        self._monkeypatch.setattr(transfers, "PATIENCE_S", 0.2)
+        self._monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 0.2)
         self.hangs = True
 
     def through(self, call: Callable[..., object]) -> Callable[..., object]:
@@ -38,7 +38,7 @@ class Mount:
         return passing
 
     def comes_back(self) -> None:
-        self._monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
+        self._monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 60.0)
         self.hangs = False
         self.goes_on.set()
 
@@ -49,7 +49,7 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
     made = Mount(monkeypatch)
     for name in ("put", "get", "delete"):
         monkeypatch.setattr(FolderStore, name, made.through(getattr(FolderStore, name)))
-    monkeypatch.setattr(checkpoint_objects, "LOOK_S", 0.05)
+    monkeypatch.setattr(checkpoint_objects, "HUNG_CHECK_INTERVAL_S", 0.05)
     yield made
     made.comes_back()
 
@@ -73,7 +73,7 @@ def test_turns_are_told_and_what_comes_late_is_deleted(tmp_path: Path, mount: Mo
     assert "has not answered for" in one.pool.stats()["degraded"]
     mount.comes_back()
     one.turn("s", [3])
-    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    assert np.array_equal(one.state("s"), expected_state([1, 3]))
     folder = tmp_path / "objects"
     one.until(lambda: len([file for file in folder.glob("*/*") if file.name != "of-this-database"]) == 1)
     assert one.pool.stats()["degraded"] is None
@@ -95,7 +95,7 @@ def test_sessions_are_told_to_try_again(tmp_path: Path, mount: Mount) -> None:
             two.state(name)
     mount.comes_back()
     for name in ("s", "t", "u"):
-        assert np.array_equal(two.state(name), state_of([1]))
+        assert np.array_equal(two.state(name), expected_state([1]))
     two.pool.close()
 
 
@@ -120,14 +120,14 @@ def test_what_waits_is_not_given_up_when_a_thread_is_back(monkeypatch: pytest.Mo
     goes_on, told = threading.Event(), []
 
     def comes_back() -> None:
-        monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
+        monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 60.0)
         workers.submit(lambda: told.append("done"), lambda: told.append("given up"))
 
-    workers = transfers.Workers("test-workers", 1, lambda: None)
+    workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
     workers.submit(goes_on.wait, comes_back)
-    wait_for(lambda: workers._under_way[0] is not None, 20, "the thread has begun")
-    monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
-    workers.give_up_hung()
+    wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
+    monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 0.0)
+    workers.time_out_hung_jobs()
     goes_on.set()
     workers.close()
     assert told == ["done"]
@@ -136,14 +136,14 @@ def test_what_waits_is_not_given_up_when_a_thread_is_back(monkeypatch: pytest.Mo
 def test_a_thread_that_is_back_finds_the_line_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes back while those that wait are given up."""
     goes_on, told = threading.Event(), []
-    workers = transfers.Workers("test-workers", 1, lambda: None)
+    workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
     workers.submit(goes_on.wait)
-    wait_for(lambda: workers._under_way[0] is not None, 20, "the thread has begun")
+    wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
     for name in ("first", "second"):
         workers.submit(lambda name=name: told.append(name), lambda name=name: told.append(name))  # type: ignore[misc]
     none_is_left = iter([True])
-    monkeypatch.setattr(workers, "_none_is_left", lambda: next(none_is_left, False))
-    workers.give_up_hung()
+    monkeypatch.setattr(workers, "_all_threads_hung", lambda: next(none_is_left, False))
+    workers.time_out_hung_jobs()
     goes_on.set()
     workers.close()
     assert told == ["first", "second"]
@@ -152,14 +152,14 @@ def test_a_thread_that_is_back_finds_the_line_in_its_order(monkeypatch: pytest.M
 def test_a_thread_that_is_back_finds_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told so while it hung, and those that waited were given up since."""
     goes_on = threading.Event()
-    workers = transfers.Workers("test-workers", 1, lambda: None)
+    workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
     workers.submit(goes_on.wait)
-    wait_for(lambda: workers._under_way[0] is not None, 20, "the thread has begun")
+    wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
     closing = threading.Thread(target=workers.close, daemon=True)
     closing.start()
     wait_for(lambda: workers.waiting == 1, 20, "it is told to end")
-    monkeypatch.setattr(workers, "_none_is_left", lambda: True)
-    workers.give_up_hung()
+    monkeypatch.setattr(workers, "_all_threads_hung", lambda: True)
+    workers.time_out_hung_jobs()
     goes_on.set()
     closing.join(20)
     assert not closing.is_alive()

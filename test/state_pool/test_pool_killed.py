@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from test.pool_fakes import Driver, FakeArena, config_in, fold, state_of
+from test.pool_fakes import Driver, FakeArena, config_in, expected_state, fold
 
 CHILD = """
 import os, sys
@@ -63,7 +63,7 @@ class Child:
             found = fold(here.arena.memory[lease.read_slot], lease.replay)
             here.pool.release(lease)
             later = [*history, history[-1] + 5]
-            assert any(np.array_equal(found, state_of(known)) for known in (history, later)), name
+            assert any(np.array_equal(found, expected_state(known)) for known in (history, later)), name
             here.turn(name, [999])
 
 

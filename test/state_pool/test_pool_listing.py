@@ -16,20 +16,20 @@ import pytest
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool import session_file, session_listing
 from state_pool.config import PoolConfig
-from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull, SessionTooLarge
+from state_pool.errors import DatabaseReadFailed, DatabaseTimeout, PoolFull, SessionTooLarge
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
 from state_pool.session_page import SessionPage, Tier
 from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
-from test.harness import ask, call, run, started_engine, tiny_model, turn
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of, store_of
+from test.harness import call, make_request, run, started_engine, tiny_model, turn
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
 from test.state_pool.listing_cost import growth, measure
 
 
 @contextmanager
 def writer_held(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The writer commits nothing meanwhile."""
-    writer, go = store_of(driver).writer, threading.Event()
+    writer, go = get_store(driver).writer, threading.Event()
     commit = writer._commit_group
 
     def held(group: Any) -> None:
@@ -81,7 +81,9 @@ def test_turns_that_the_disk_does_not_have_are_listed_once(tmp_path: Path, monke
         driver.until(lambda: len(driver.pool._index.l1) <= 3 and not driver.pool._tiers.busy)  # and all stays there
         whole = driver.list_sessions()
         tiers = [(entry.session_id, entry.tier) for entry in whole.sessions]
-        assert tiers == [(s.key.shown, s.tier) for s in map(driver.pool._index.get, map(SessionKey, wanted)) if s]
+        assert tiers == [
+            (s.key.display_name, s.tier) for s in map(driver.pool._index.get, map(SessionKey, wanted)) if s
+        ]
         assert {tier for _, tier in tiers} >= {Tier.SLOT, Tier.HOST}
     driver.settle()
     assert [entry.session_id for entry in driver.list_sessions().sessions] == wanted
@@ -117,7 +119,7 @@ def test_a_page_is_full_while_deletes_are_on_their_way(tmp_path: Path, monkeypat
         assert page.total == 5
     driver.until(lambda: outcome.known)
     assert [entry.session_id for entry in driver.list_sessions(2, 1).sessions] == ["s3", "s2"]
-    assert not store_of(driver)._deleted
+    assert not get_store(driver)._deleted
     driver.pool.close()
 
 
@@ -127,15 +129,15 @@ def test_a_reader_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     driver.turn("s", [1])
     outcomes: list[SessionPage | Exception] = []
     with reader_held(driver.pool):
-        for _ in range(session_listing.AT_ONCE):
+        for _ in range(session_listing.MAX_PENDING_LISTS):
             driver.pool.list_sessions(outcomes.append)
-        driver.until(lambda: len(outcomes) == session_listing.AT_ONCE)
-        assert all(isinstance(outcome, DatabaseSlow) for outcome in outcomes)
+        driver.until(lambda: len(outcomes) == session_listing.MAX_PENDING_LISTS)
+        assert all(isinstance(outcome, DatabaseTimeout) for outcome in outcomes)
         assert not driver.pool.pending, "nobody waits any more"
         with pytest.raises(PoolFull, match="lists of sessions are being read already"):
             driver.pool.list_sessions(outcomes.append)
     driver.until(lambda: not driver.pool._listing._requests)
-    assert len(outcomes) == session_listing.AT_ONCE, "each is told once"
+    assert len(outcomes) == session_listing.MAX_PENDING_LISTS, "each is told once"
     monkeypatch.setattr(session_listing, "TIMEOUT_S", 60.0)
     assert driver.list_sessions().total == 1
     driver.pool.close()
@@ -146,12 +148,12 @@ def test_the_engine_goes_on_and_tells_the_caller(tmp_path: Path, monkeypatch: py
     with started_engine(tiny_model(tmp_path), config) as engine:
         run(engine, turn("s", "hello", max_tokens=2))
         assert call(engine, "session_status", limit=5, offset=0).total == 1
-        with monkeypatch.context() as patched, reader_held(engine.machine.pool):
+        with monkeypatch.context() as patched, reader_held(engine.model_runner.pool):
             patched.setattr(session_listing, "TIMEOUT_S", 0.0)
             with pytest.raises(ServiceError, match="disk is slow or busy") as told:
                 call(engine, "session_status", limit=5, offset=0)
             assert (told.value.info.kind, told.value.info.field) == (ErrorKind.TIMEOUT, None)
-            run(engine, ask("the engine runs meanwhile", max_tokens=2))
+            run(engine, make_request("the engine runs meanwhile", max_tokens=2))
 
 
 def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
@@ -159,9 +161,9 @@ def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
     driver.turn("s", [1])
     with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as connection:
         connection.execute("DROP INDEX sessions_by_updated")
-    with pytest.raises(DatabaseUnreadable, match="no such index"):
+    with pytest.raises(DatabaseReadFailed, match="no such index"):
         driver.list_sessions()
-    assert np.array_equal(driver.state("s"), state_of([1]))
+    assert np.array_equal(driver.state("s"), expected_state([1]))
     driver.pool.close()
 
 
@@ -184,9 +186,9 @@ def test_names_that_begin_so_are_those_that_a_walk_finds() -> None:
             index.add(kept[-1])
         if draw.random() < 0.3:
             index.remove(kept.pop(draw.randrange(len(kept))))
-    names = [session.key.shown for session in kept]
+    names = [session.key.display_name for session in kept]
     for prefix in {name[:length] for name in names for length in range(1, len(name) + 1)} | {"c", "zz:"}:
-        wanted = {session.key for session in kept if session.key.shown.startswith(prefix)}
+        wanted = {session.key for session in kept if session.key.display_name.startswith(prefix)}
         found = [session.key for session in index.matching(prefix, prefix=True)]
         assert set(found) == wanted, prefix
         assert len(found) == len(wanted), prefix

@@ -13,7 +13,7 @@ import pytest
 from state_pool.config import PoolConfig
 from state_pool.disk import database
 from state_pool.errors import DatabaseUnusable
-from test.pool_fakes import Driver, FakeArena, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 
 
 def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkey
 
 def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Driver(FakeArena(), config_in(tmp_path, engine="one", service="here"))
-    briefly = database.wait_briefly
+    briefly = database.disable_busy_wait
     other = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None, check_same_thread=False)
 
     def while_locked(connection: sqlite3.Connection) -> None:
@@ -37,7 +37,7 @@ def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.
         other.execute("BEGIN IMMEDIATE")
         threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
 
-    monkeypatch.setattr(database, "wait_briefly", while_locked)
+    monkeypatch.setattr(database, "disable_busy_wait", while_locked)
     two = Driver(FakeArena(), config_in(tmp_path, engine="two", service="here"))
     two.turn("s", [1])
     for driver in (one, two):
@@ -58,8 +58,8 @@ def test_alone_again_it_has_everything(tmp_path: Path) -> None:
     one.pool.close()
     two.pool.close()
     alone = Driver(FakeArena(), config_in(tmp_path))
-    assert np.array_equal(alone.state("a"), state_of([1]))
-    assert np.array_equal(alone.state("b"), state_of([2]))
+    assert np.array_equal(alone.state("a"), expected_state([1]))
+    assert np.array_equal(alone.state("b"), expected_state([2]))
     alone.pool.close()
 
 

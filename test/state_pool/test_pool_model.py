@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.sessions import LINEAR, Lease, LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
 from test.state_pool.prefix_model import MAX_ROWS, Prompts
 
 TOKENS = st.lists(st.integers(0, 65535), min_size=1, max_size=12)
@@ -104,7 +104,7 @@ class World:
         assert lease.exists == bool(history)
         assert lease.num_tokens == len(history)
         state = fold(self.driver.arena.memory[lease.read_slot], lease.replay)
-        assert np.array_equal(state, state_of(history)), f"{turn.key} does not hold its history"
+        assert np.array_equal(state, expected_state(history)), f"{turn.key} does not hold its history"
 
     def history(self, key: Key) -> list[int]:
         """The model's tokens; the pool starts a turn only after the one before was told durable or is."""
@@ -193,7 +193,7 @@ class World:
         """Every session holds its history."""
         for (name, dialogue), history in self.model.items():
             state = self.driver.state(name, None if dialogue == LINEAR else dialogue)
-            assert np.array_equal(state, state_of(history)), (name, dialogue)
+            assert np.array_equal(state, expected_state(history)), (name, dialogue)
 
     def end(self) -> None:
         """Check everything, then again after a restart."""

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.session_file import NotASession, SessionFile, decode
-from state_pool.turns.import_export import AT_ONCE
-from test.hostile_files import as_format_1, hostile, join, split, with_about
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+from state_pool.session_file import InvalidSessionFile, SessionFile, decode
+from state_pool.turns.import_export import MAX_CONCURRENT
+from test.malformed_files import as_format_1, join, malformed_files, split, with_metadata
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
@@ -48,17 +48,17 @@ def test_there_and_back_from_every_tier(tmp_path: Path, durability: str) -> None
     driver.turn("fork", [1], branch_from=0)
     for i in range(6):
         import_session(driver, f"copy{i}", export(driver, f"s{i}"))
-        assert np.array_equal(driver.state(f"copy{i}"), state_of([i, 7]))
+        assert np.array_equal(driver.state(f"copy{i}"), expected_state([i, 7]))
     import_session(driver, "fork", export(driver, "fork", 1))
     driver.turn("fork", [2])
-    assert np.array_equal(driver.state("fork"), state_of([1, 2]))
+    assert np.array_equal(driver.state("fork"), expected_state([1, 2]))
     driver.settle()
     assert driver.pool.check_integrity() == []
     driver.pool.close()
     if durability != "memory":
         driver = Driver(FakeArena(), config_in(tmp_path))
         for i in range(6):
-            assert np.array_equal(driver.state(f"copy{i}"), state_of([i, 7]))
+            assert np.array_equal(driver.state(f"copy{i}"), expected_state([i, 7]))
         driver.pool.close()
 
 
@@ -73,11 +73,11 @@ def test_what_still_has_to_be_replayed_travels_too(tmp_path: Path) -> None:
     assert decode(data).replay == [1, 2, 3]
     import_session(driver, "t", data)
     driver.turn("t", [4])
-    assert np.array_equal(driver.state("t"), state_of([1, 2, 3, 4]))
+    assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
     driver.pool._flush = lambda store: None  # type: ignore[method-assign]
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    assert np.array_equal(driver.state("t"), state_of([1, 2, 3, 4]))
+    assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
     driver.pool.close()
 
 
@@ -99,13 +99,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
         driver.pool.export("nobody", print)
     driver.pool.close()
     other = Driver(FakeArena(fingerprint="model-b"), config_in(tmp_path / "..", state_db=""))
-    with pytest.raises(NotASession, match="another model"):
+    with pytest.raises(InvalidSessionFile, match="another model"):
         other.pool.import_session("t", decode(data), Outcome())
     wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
-    with pytest.raises(NotASession, match="laid out"):
+    with pytest.raises(InvalidSessionFile, match="laid out"):
         wide.pool.import_session("t", decode(data), Outcome())
     for damaged in (b"", data[:20], data[:-1], data + b"x", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"):
-        with pytest.raises(NotASession):
+        with pytest.raises(InvalidSessionFile):
             decode(damaged)
 
 
@@ -125,7 +125,7 @@ def test_numbers_that_are_none_are_refused(dtype: str, kind: type | None) -> Non
     largest = {"float16": 65504.0}.get(dtype, 3e38)
     decode(file(0.0, -0.0, largest, -largest, 1e-30))
     for bad in (float("nan"), float("inf"), -float("inf"), -float("nan")):
-        with pytest.raises(NotASession, match=r"'a\.wkv' .* 2 numbers .* the first at 1:"):
+        with pytest.raises(InvalidSessionFile, match=r"'a\.wkv' .* 2 numbers .* the first at 1:"):
             decode(file(1.0, bad, largest, bad))
 
 
@@ -152,14 +152,14 @@ def sound_file() -> bytes:
     return SessionFile("model-a", 9, [1, 2], layout, {"a.wkv": bytes(24), "a.shift": bytes(16)}).encode()
 
 
-HOSTILE = list(hostile(sound_file()))
+HOSTILE = list(malformed_files(sound_file()))
 
 
 @pytest.mark.parametrize(("what", "data"), HOSTILE, ids=[what[:40] for what, _ in HOSTILE])
 def test_whatever_a_file_holds_it_is_refused_shortly(what: str, data: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(NotASession) as refused:
+        with pytest.raises(InvalidSessionFile) as refused:
             decode(data)
         assert tracemalloc.get_traced_memory()[1] < 16 * len(data) + (1 << 20)
     finally:
@@ -172,7 +172,7 @@ def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
     driver.turn("s", [1, 2])
     file = decode(export(driver, "s"))
     import_session(driver, "t", as_format_1(file))
-    assert np.array_equal(driver.state("t"), state_of([1, 2]))
+    assert np.array_equal(driver.state("t"), expected_state([1, 2]))
     driver.pool.close()
 
 
@@ -182,20 +182,20 @@ def test_everything_that_decides_is_under_the_checksum() -> None:
     assert decode(join(header, body)) == decode(data)
     wider = {**header, "a.wkv": {**header["a.wkv"], "shape": [3, 2]}}
     changed = [
-        with_about(data, num_tokens="10"),
-        with_about(data, fingerprint="model-b"),
-        with_about(data, replay="[1,3]"),
+        with_metadata(data, num_tokens="10"),
+        with_metadata(data, fingerprint="model-b"),
+        with_metadata(data, replay="[1,3]"),
         join(wider, body),
     ]
     for damaged in changed:
-        with pytest.raises(NotASession, match="checksum"):
+        with pytest.raises(InvalidSessionFile, match="checksum"):
             decode(damaged)
 
 
 def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
     file = SessionFile("model-a", 3, [1, 1000, 999], {}, {})
-    with pytest.raises(NotASession, match=r"token id 1000 at position 1 .* vocabulary of 1000"):
+    with pytest.raises(InvalidSessionFile, match=r"token id 1000 at position 1 .* vocabulary of 1000"):
         driver.pool.import_session("t", decode(file.encode()), Outcome())
     import_session(driver, "t", SessionFile("model-a", 2, [1, 999], {}, {}).encode())
     assert driver.list_sessions().total == 1
@@ -212,7 +212,7 @@ def test_a_poisoned_session_on_disk_is_quarantined(tmp_path: Path) -> None:
     driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
     with pytest.raises(SessionUnusable, match=r"token id 40000.*vocabulary ends before 1000"):
         driver.state("bad")
-    assert np.array_equal(driver.state("good"), state_of([1]))
+    assert np.array_equal(driver.state("good"), expected_state([1]))
     driver.settle()
     assert [entry["session_id"] for entry in driver.pool.stats()["quarantined"]] == ["bad"]
     driver.pool.close()
@@ -239,7 +239,7 @@ def test_an_export_whose_session_is_deleted_meanwhile_finds_none(
     load(*late[0])
     driver.until(lambda: bool(found))
     assert isinstance(found[0], SessionNotFound), found
-    assert driver.pool._import_export._under_way == 0
+    assert driver.pool._import_export._num_active == 0
     driver.pool.close()
 
 
@@ -262,7 +262,7 @@ def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, mon
     driver.until(lambda: bool(found))
     assert isinstance(found[0], SessionFile)
     import_session(driver, "t", found[0].encode())
-    assert np.array_equal(driver.state("t"), state_of([1, 2, 3]))
+    assert np.array_equal(driver.state("t"), expected_state([1, 2, 3]))
     assert found[0].num_tokens == 3
     driver.pool.close()
 
@@ -279,13 +279,13 @@ def test_few_sessions_are_carried_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     load, late = store.load, []
     monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
     found: list[SessionFile | Exception] = []
-    for _ in range(AT_ONCE):
+    for _ in range(MAX_CONCURRENT):
         driver.pool.export("s", found.append)
     with pytest.raises(PoolFull, match="try again"):
         driver.pool.export("s", found.append)
     for asked in late:
         load(*asked)
-    driver.until(lambda: len(found) == AT_ONCE)
+    driver.until(lambda: len(found) == MAX_CONCURRENT)
     monkeypatch.undo()
     assert decode(export(driver, "s")).replay == []
     driver.pool.close()
@@ -299,7 +299,7 @@ def test_an_import_that_cannot_begin_leaves_its_place(tmp_path: Path, monkeypatc
     def fails(job: object, done: object) -> None:
         raise RuntimeError("no memory for that")
 
-    for i in range(AT_ONCE + 1):
+    for i in range(MAX_CONCURRENT + 1):
         with monkeypatch.context() as patched:
             patched.setattr(driver.pool._store, "submit_state", fails)
             with pytest.raises(RuntimeError):
@@ -346,7 +346,7 @@ _HEADER = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(_HEADER | _ANYTHING, st.binary(max_size=48))
 def test_no_header_raises_anything_else(header: object, body: bytes) -> None:
-    with contextlib.suppress(NotASession):
+    with contextlib.suppress(InvalidSessionFile):
         decode(join(header, body))
 
 
@@ -359,7 +359,7 @@ def test_no_change_to_a_file_raises_anything_else(data: st.DataObject) -> None:
         content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=6))
         if not content:
             break
-    with contextlib.suppress(NotASession):
+    with contextlib.suppress(InvalidSessionFile):
         decode(bytes(content))
 
 

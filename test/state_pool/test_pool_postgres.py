@@ -13,24 +13,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
-from state_pool.disk import server_patience
+from state_pool.disk import reconnect
 from state_pool.disk.database import open_writer
 from state_pool.errors import (
     DatabaseUnusable,
     DirectoryUnreachable,
-    SessionUnread,
+    InvalidSessionId,
+    SessionReadFailed,
     StaleEpoch,
     TurnInDoubt,
-    UnfitName,
 )
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LeaseState
 from test.database_link import linked
-from test.pool_fakes import Driver, FakeArena, config_in, end, fold, state_of, store_of
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, fold, get_store
 from test.postgres import Server
 from test.serving import wait_for
 
@@ -52,13 +52,13 @@ def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
 def test_turns_wait_for_a_server_that_comes_back(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 60.0)  # to start it takes a busy machine a while
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0)  # to start it takes a busy machine a while
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.checkout("s"))
     slot = one.compute(lease, [2])
     server.kill()
-    outcome = one.give_back(lease, [2], slot)
+    outcome = one.finish_turn(lease, [2], slot)
     waits = one.pool.checkout("t")
     one.until(lambda: one.pool.stats()["degraded"] is not None)
     assert not outcome.known
@@ -66,29 +66,29 @@ def test_turns_wait_for_a_server_that_comes_back(
     one.until(lambda: outcome.known)
     assert outcome.ok
     one.pool.release(one.ready(waits))
-    assert np.array_equal(one.state("s"), state_of([1, 2]))
+    assert np.array_equal(one.state("s"), expected_state([1, 2]))
     end(one)
 
 
 def test_when_it_stays_away_nothing_is_acknowledged(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.checkout("s"))
     slot = one.compute(lease, [2])
     server.kill()
-    outcome = one.give_back(lease, [2], slot)
+    outcome = one.finish_turn(lease, [2], slot)
     one.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], DirectoryUnreachable)
     assert "does not answer" in str(outcome.calls[0])
     with pytest.raises(DirectoryUnreachable):
         one.ready(one.pool.checkout("t"))
     server.start()
-    one.until(lambda: np.array_equal(try_state(one), state_of([1])))
+    one.until(lambda: np.array_equal(try_state(one), expected_state([1])))
     one.turn("s", [3])
-    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    assert np.array_equal(one.state("s"), expected_state([1, 3]))
     one.settle()
     assert one.pool.check_integrity() == []
     one.pool.close()
@@ -97,29 +97,29 @@ def test_when_it_stays_away_nothing_is_acknowledged(
 def test_a_server_that_is_connected_and_says_nothing_is_away(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "CONNECT_S", 2)
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(adapter, "CONNECT_TIMEOUT_S", 2)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     with linked(postgres.database()) as (address, link):
         one = opened(tmp_path, address)
         one.turn("s", [1])
         link.cut(os.getpid())
-        store_of(one).writer._connection._connection.silent_s = 1.0  # type: ignore[attr-defined]
+        get_store(one).writer._connection._connection.read_timeout_s = 1.0  # type: ignore[attr-defined]
         with pytest.raises(DirectoryUnreachable, match="does not answer"):
             one.ready(one.pool.checkout("s"))
         link.mend()
-        one.until(lambda: np.array_equal(try_state(one), state_of([1])))
+        one.until(lambda: np.array_equal(try_state(one), expected_state([1])))
         one.turn("s", [2])
-        assert np.array_equal(one.state("s"), state_of([1, 2]))
+        assert np.array_equal(one.state("s"), expected_state([1, 2]))
         end(one)
 
 
 def test_a_slow_change_of_the_tables_is_waited_for(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "SILENT_S", 8.0)
-    monkeypatch.setattr(adapter, "STATEMENT_PART", 0.05)  # the rest is for a busy machine to tell it
+    monkeypatch.setattr(adapter, "READ_TIMEOUT_S", 8.0)
+    monkeypatch.setattr(adapter, "STATEMENT_TIMEOUT_SHARE", 0.05)  # the rest is for a busy machine to tell it
     connection = adapter.Connection(parse_server_address(postgres.database()))
-    with connection.unbounded():
+    with connection.without_timeouts():
         connection.execute("SELECT pg_sleep(0.8)")
     with pytest.raises(sqlite3.OperationalError, match="statement timeout"):
         connection.execute("SELECT pg_sleep(30)")
@@ -129,11 +129,11 @@ def test_a_statement_that_takes_too_long_is_done_once_or_not_at_all(postgres: Se
     """By a server that says nothing meanwhile, and by one that does not keep to the time of a statement."""
     address = parse_server_address(postgres.database())
     connection, other = adapter.Connection(address), adapter.Connection(address)
-    with other.unbounded():
+    with other.without_timeouts():
         other.execute("CREATE TABLE slowly (n INTEGER)")
-        for most_ms, silent_s, told in ((300, 8.0, "statement timeout"), (0, 0.4, "said nothing")):
+        for most_ms, read_timeout_s, told in ((300, 8.0, "statement timeout"), (0, 0.4, "said nothing")):
             connection.execute(f"SET statement_timeout = {most_ms}")
-            connection._connection.silent_s = silent_s
+            connection._connection.read_timeout_s = read_timeout_s
             with pytest.raises(sqlite3.OperationalError, match=told):
                 connection.execute("INSERT INTO slowly SELECT 1 FROM (SELECT pg_sleep(3)) s")
         behind = "FROM pg_stat_activity WHERE state = 'active' AND starts_with(query, 'INSERT INTO slowly')"
@@ -145,7 +145,7 @@ def try_state(driver: Driver) -> np.ndarray:
     try:
         return driver.state("s")
     except DirectoryUnreachable:
-        return state_of([0])
+        return expected_state([0])
 
 
 class LosesItsCommit(adapter.Connection):
@@ -160,7 +160,7 @@ class LosesItsCommit(adapter.Connection):
         if statement == "COMMIT" and self.lose and getattr(self, "appended", False):
             type(self).lose = False
             self.close()
-            raise adapter.ServerAway("the connection was lost")
+            raise adapter.ServerUnavailable("the connection was lost")
         return found
 
 
@@ -171,7 +171,7 @@ def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeyp
     LosesItsCommit.lose = True
     one.turn("s", [2])
     assert not LosesItsCommit.lose
-    assert np.array_equal(one.state("s"), state_of([1, 2]))
+    assert np.array_equal(one.state("s"), expected_state([1, 2]))
     end(one)
 
 
@@ -182,7 +182,7 @@ class GoesAway(adapter.Connection):
 
     def _connect(self) -> None:
         if self.is_away:
-            raise adapter.ServerAway("there is nobody")
+            raise adapter.ServerUnavailable("there is nobody")
         super()._connect()
 
     def execute(self, statement: str, parameters: object = ()) -> object:
@@ -192,7 +192,7 @@ class GoesAway(adapter.Connection):
         if statement == "COMMIT" and self.lose and self.commits_turn:
             GoesAway.lose, GoesAway.is_away = False, not self.comes_back
             self.close()
-            raise adapter.ServerAway("the connection was lost")
+            raise adapter.ServerUnavailable("the connection was lost")
         return found
 
 
@@ -201,7 +201,7 @@ def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, comes_back: bool
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", GoesAway)
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(GoesAway, "is_away", False)
     monkeypatch.setattr(GoesAway, "comes_back", comes_back)
     address = postgres.database()
@@ -217,11 +217,11 @@ def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
             one.turn("other", [2])
     GoesAway.is_away = False
     one.settle()
-    one.until(lambda: one.pool._store is not None and not one.pool._store.writer.collecting)
+    one.until(lambda: one.pool._store is not None and not one.pool._store.writer.is_collecting_garbage)
     two = opened(tmp_path, address, "two")
-    assert np.array_equal(two.state("s"), state_of([1, 2])), "it was kept"
+    assert np.array_equal(two.state("s"), expected_state([1, 2])), "it was kept"
     for driver in (one, two):
-        assert np.array_equal(driver.state("s"), state_of([1, 2]))
+        assert np.array_equal(driver.state("s"), expected_state([1, 2]))
         end(driver)
 
 
@@ -237,7 +237,7 @@ def test_a_session_whose_acquiring_stayed_in_doubt_is_given_back(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", LosesItsAcquire)
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.1)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(GoesAway, "is_away", False)
     monkeypatch.setattr(GoesAway, "comes_back", False)
     address = postgres.database()
@@ -278,11 +278,11 @@ def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monke
 
     monkeypatch.setattr(connection, "execute", held)
     two.turn("s", [3])
-    outcome = one.give_back(lease, [2], slot)
+    outcome = one.finish_turn(lease, [2], slot)
     go.set()
     one.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], StaleEpoch)
-    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    assert np.array_equal(one.state("s"), expected_state([1, 3]))
     end(one, two)
 
 
@@ -294,7 +294,7 @@ def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
     ]
     made[0].turn("s", [1, 2])
     lease = made[1].ready(made[1].pool.checkout("s"))
-    assert np.array_equal(fold(made[1].arena.memory[lease.read_slot], lease.replay), state_of([1, 2], words))
+    assert np.array_equal(fold(made[1].arena.memory[lease.read_slot], lease.replay), expected_state([1, 2], words))
     made[1].pool.release(lease)
     end(*made)
 
@@ -308,10 +308,10 @@ def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path,
     theirs.execute("ALTER TABLE state_chunks RENAME TO chunks_elsewhere")
     refused = made[1].pool.checkout("s")
     made[1].until(lambda: refused.state is LeaseState.FAILED)
-    assert isinstance(refused.error, SessionUnread)
+    assert isinstance(refused.error, SessionReadFailed)
     theirs.execute("ALTER TABLE chunks_elsewhere RENAME TO state_chunks")
     theirs.close()
-    assert np.array_equal(made[1].state("s"), state_of([1, 2]))
+    assert np.array_equal(made[1].state("s"), expected_state([1, 2]))
     end(*made)
 
 
@@ -334,7 +334,7 @@ def test_a_read_waits_for_a_server_that_is_started_anew(
 ) -> None:
     """As long as turns that begin or end do; then it is told as they are."""
     monkeypatch.setattr(adapter, "Connection", LosesAReader)
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 60.0 if comes_back else 0.5)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0 if comes_back else 0.5)
     address = server.database()
     one = opened(tmp_path, address)
     one.turn("s", [1, 2])
@@ -342,12 +342,12 @@ def test_a_read_waits_for_a_server_that_is_started_anew(
     two = opened(tmp_path, address, "two")
     LosesAReader.lose = staticmethod(server.kill)
     lease = two.pool.checkout("s")
-    reader = store_of(two)._reader
+    reader = get_store(two)._reader
     if comes_back:
         two.until(lambda: bool(reader._waiting))
         server.start()
         two.ready(lease)
-        assert np.array_equal(fold(two.arena.memory[lease.read_slot], lease.replay), state_of([1, 2]))
+        assert np.array_equal(fold(two.arena.memory[lease.read_slot], lease.replay), expected_state([1, 2]))
         two.pool.release(lease)
     else:
         two.until(lambda: lease.state is LeaseState.FAILED)
@@ -357,7 +357,7 @@ def test_a_read_waits_for_a_server_that_is_started_anew(
         with pytest.raises(DirectoryUnreachable, match=r"could not list its sessions: the server .* does not answer"):
             two.list_sessions()
         server.start()
-        two.until(lambda: np.array_equal(try_state(two), state_of([1, 2])))
+        two.until(lambda: np.array_equal(try_state(two), expected_state([1, 2])))
     end(two)
 
 
@@ -396,10 +396,10 @@ def test_a_password_is_never_told(
 
 def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) -> None:
     one = opened(tmp_path, postgres.database())
-    with pytest.raises(UnfitName, match=r"U\+0000"):
+    with pytest.raises(InvalidSessionId, match=r"U\+0000"):
         one.pool.checkout("a\x00b")
     one.turn("é🙂'; --%s?", [1])
-    assert np.array_equal(one.state("é🙂'; --%s?"), state_of([1]))
+    assert np.array_equal(one.state("é🙂'; --%s?"), expected_state([1]))
     files: list[SessionFile | Exception] = []
     one.pool.export("é🙂'; --%s?", files.append)
     one.until(lambda: bool(files))
@@ -411,7 +411,7 @@ def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) 
         lambda: one.pool.export("a\x00b", answers.append),
         lambda: one.pool.import_session("a\x00b", file, answers.append),
     ):
-        with pytest.raises(UnfitName, match=r"U\+0000"):
+        with pytest.raises(InvalidSessionId, match=r"U\+0000"):
             ask()
     one.settle()
     assert answers == []

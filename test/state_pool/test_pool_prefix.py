@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from state_pool.arena import ZERO_SLOT
 from state_pool.cache.prompt_history import PromptHistory, common_bytes
 from state_pool.codec import pack_tokens
-from test.pool_fakes import Driver, FakeArena, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 
 SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]
 
@@ -61,7 +61,7 @@ def test_a_shared_system_prompt_is_computed_once_more_and_then_never(tmp_path: P
     prompts = Prompts(tmp_path)
     for i in range(64):
         tail = [60_000 + i, i, 7]
-        assert np.array_equal(prompts.prefill(SYSTEM + tail), state_of(SYSTEM + tail))
+        assert np.array_equal(prompts.prefill(SYSTEM + tail), expected_state(SYSTEM + tail))
     assert prompts.computed == 2 * len(SYSTEM) + 64 * 3
     counters = prompts.pool.stats()["prefix_cache"]
     assert (counters["hits"], counters["saved_tokens"], counters["stored"]) == (62, 62 * 2000, 1)
@@ -74,14 +74,14 @@ def test_prompts_that_wait_together_are_computed_once(tmp_path: Path) -> None:
     for tokens in waiting:
         prompts.pool.observe_prompt(tokens)
     first = waiting[0]
-    assert not prompts.pool.awaits_prefix(first)
+    assert not prompts.pool.should_wait_for_prefix(first)
     assert prompts.pool.prefix_cache_points(first, observed=True) == [2000]
-    assert all(prompts.pool.awaits_prefix(tokens) for tokens in waiting[1:])
+    assert all(prompts.pool.should_wait_for_prefix(tokens) for tokens in waiting[1:])
     slot = prompts.driver.slot()
     prompts.driver.arena.run(ZERO_SLOT, slot, SYSTEM)
     hit = prompts.pool.offer_prefix(SYSTEM, slot)
     assert hit is not None
-    assert not any(prompts.pool.awaits_prefix(tokens) for tokens in waiting[1:])
+    assert not any(prompts.pool.should_wait_for_prefix(tokens) for tokens in waiting[1:])
     for tokens in waiting[1:]:
         found = prompts.pool.match_prefix(tokens)
         assert found is not None
@@ -95,9 +95,9 @@ def test_an_abandoned_border_is_not_waited_for(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     prompts.pool.observe_prompt([*SYSTEM, 1])
     assert prompts.pool.prefix_cache_points([*SYSTEM, 2]) == [2000]
-    assert prompts.pool.awaits_prefix([*SYSTEM, 3])
+    assert prompts.pool.should_wait_for_prefix([*SYSTEM, 3])
     prompts.pool.abandon_cache_point(SYSTEM)
-    assert not prompts.pool.awaits_prefix([*SYSTEM, 3])
+    assert not prompts.pool.should_wait_for_prefix([*SYSTEM, 3])
     prompts.close()
 
 
@@ -118,7 +118,7 @@ def test_a_growing_conversation_is_read_from_its_last_turn(tmp_path: Path) -> No
     history = SYSTEM[:200]
     for _ in range(12):
         history = history + [draw.randrange(65536) for _ in range(100)]
-        assert np.array_equal(prompts.prefill(history), state_of(history))
+        assert np.array_equal(prompts.prefill(history), expected_state(history))
     assert prompts.computed < 12 * 250
     prompts.close()
 
@@ -140,7 +140,7 @@ def test_the_cache_is_bounded_on_both_tiers(tmp_path: Path, l2: int) -> None:
     for round_ in range(4):
         for head in heads:
             tokens = [*head, 1000 + round_, 5]
-            assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
+            assert np.array_equal(prompts.prefill(tokens), expected_state(tokens))
     prompts.driver.settle()
     for _ in range(20):
         prompts.pool._do_housekeeping(0.0)
@@ -158,7 +158,7 @@ def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
     for _ in range(3):
         for i, head in enumerate(heads):
             tokens = [*head, i, 5]
-            assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
+            assert np.array_equal(prompts.prefill(tokens), expected_state(tokens))
             prompts.pool._do_housekeeping(0.0)
             prompts.driver.settle()
     assert prompts.driver.arena.loads > 0
@@ -191,7 +191,7 @@ def test_a_hit_in_host_memory_is_not_trimmed_by_the_room_that_is_made_for_it(tmp
     hit = prompts.pool.match_prefix([*head_of(1), 7])
     assert prompts.pool.check_integrity(rows=held) == []
     assert hit is not None
-    assert np.array_equal(prompts.driver.arena.memory[hit.slot], state_of(head_of(1)))
+    assert np.array_equal(prompts.driver.arena.memory[hit.slot], expected_state(head_of(1)))
     prompts.pool.unpin(hit)
     for slot in held:
         prompts.pool.free(slot)
@@ -222,7 +222,7 @@ def test_output_equals_an_uncached_run(
     prompts = Prompts(tmp_path_factory.mktemp("prefix"), prefix_cache_slots=2, prefix_cache_l2=2)
     for tail in tails:
         tokens = [9] * head + tail
-        assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
+        assert np.array_equal(prompts.prefill(tokens), expected_state(tokens))
     prompts.close()
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
-from state_pool.errors import DialogueNotFound, SessionBusy, SessionNotFound, UnfitName
+from state_pool.errors import DialogueNotFound, InvalidSessionId, SessionBusy, SessionNotFound
 from state_pool.session_page import Tier
 from state_pool.sessions import LeaseState, Session, SessionIndex, SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
 
 
 @pytest.fixture(params=["log", "turn", "lazy", "memory"])
@@ -49,7 +49,7 @@ def test_turns_of_one_session_come_in_order(driver: Driver) -> None:
         driver.pool.record(lease, [i], Outcome())
         driver.pool.checkin(lease, slot)
     driver.settle()
-    assert np.array_equal(driver.state("s"), state_of([0, 1, 2, 3]))
+    assert np.array_equal(driver.state("s"), expected_state([0, 1, 2, 3]))
 
 
 def test_busy_is_told_at_once_if_wanted(driver: Driver) -> None:
@@ -68,7 +68,7 @@ def test_a_dropped_turn_leaves_no_trace(driver: Driver) -> None:
     slot = driver.compute(lease, [9, 9])
     driver.pool.free(slot)
     driver.pool.release(lease)
-    assert np.array_equal(driver.state("s"), state_of([1]))
+    assert np.array_equal(driver.state("s"), expected_state([1]))
 
 
 def test_forks_never_change_their_parent(driver: Driver) -> None:
@@ -78,9 +78,9 @@ def test_forks_never_change_their_parent(driver: Driver) -> None:
     fourth = driver.turn("s", [4], branch_from=0)
     assert [lease.dialogue_idx for lease in (first, second, third, fourth)] == [1, 2, 3, 4]
     for number, history in {1: [1], 2: [1, 2], 3: [1, 3], 4: [4]}.items():
-        assert np.array_equal(driver.state("s", number), state_of(history))
+        assert np.array_equal(driver.state("s", number), expected_state(history))
     driver.turn("s", [5])
-    assert np.array_equal(driver.state("s"), state_of([5])), "the plain session stands beside its dialogues"
+    assert np.array_equal(driver.state("s"), expected_state([5])), "the plain session stands beside its dialogues"
     with pytest.raises(DialogueNotFound, match="no dialogue 9"):
         driver.pool.checkout("s", 9)
 
@@ -95,7 +95,7 @@ def test_forks_of_one_parent_run_at_once(driver: Driver) -> None:
         driver.pool.checkin(lease, slot)
     driver.settle()
     for i, lease in enumerate(leases):
-        assert np.array_equal(driver.state("s", lease.dialogue_idx), state_of([1, 10 + i]))
+        assert np.array_equal(driver.state("s", lease.dialogue_idx), expected_state([1, 10 + i]))
 
 
 def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
@@ -118,7 +118,7 @@ def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
     driver.pool.release(branch)
     assert driver.list_sessions().total == 0
     assert not driver.turn("s", [3]).exists
-    assert np.array_equal(driver.state("s"), state_of([3]))
+    assert np.array_equal(driver.state("s"), expected_state([3]))
 
 
 def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:
@@ -142,7 +142,7 @@ def test_what_a_delete_means(driver: Driver) -> None:
     assert driver.delete("nobody") == 0
     assert driver.delete("a:1") == 1, "a session of that very name comes first"
     assert driver.delete("a:1") == 1, "then the dialogue that is shown so"
-    assert np.array_equal(driver.state("a", 2), state_of([1, 2])), "its child needs it no more"
+    assert np.array_equal(driver.state("a", 2), expected_state([1, 2])), "its child needs it no more"
     assert driver.delete("a") == 2
     assert [entry.session_id for entry in driver.list_sessions().sessions] == ["ab"]
     assert driver.delete("a", prefix=True) == 1
@@ -153,12 +153,12 @@ def test_ids_are_opaque(driver: Driver) -> None:
     for i, name in enumerate(names):
         driver.turn(name, [i])
     for i, name in enumerate(names):
-        assert np.array_equal(driver.state(name), state_of([i]))
+        assert np.array_equal(driver.state(name), expected_state([i]))
     assert driver.delete("%", prefix=True) == 1
     for unfit, why in (("\ud800", "not valid Unicode"), ("s\x00t", r"U\+0000")):
-        with pytest.raises(UnfitName, match=why):
+        with pytest.raises(InvalidSessionId, match=why):
             driver.pool.checkout(unfit)
-        with pytest.raises(UnfitName, match=why):
+        with pytest.raises(InvalidSessionId, match=why):
             driver.delete(unfit, prefix=True)
 
 
@@ -207,7 +207,7 @@ def test_memory_only_forgets_the_oldest() -> None:
     status = driver.list_sessions()
     assert status.sessions[0].session_id == "s29"
     assert driver.pool.stats()["counters"]["lost"] == 30 - status.total
-    assert np.array_equal(driver.state("s29"), state_of([29]))
+    assert np.array_equal(driver.state("s29"), expected_state([29]))
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
@@ -221,7 +221,7 @@ def test_a_turn_given_up_after_it_was_recorded(tmp_path: Path, durability: str) 
     driver.pool.release(lease)
     driver.until(lambda: outcome.known)
     assert outcome.ok == (durability != "turn")
-    assert np.array_equal(driver.state("s"), state_of([1] if durability == "turn" else [1, 2]))
+    assert np.array_equal(driver.state("s"), expected_state([1] if durability == "turn" else [1, 2]))
     driver.settle()
     assert driver.pool.check_integrity() == []
     driver.pool.close()
@@ -249,7 +249,7 @@ def test_pressure_never_deadlocks(tmp_path: Path, durability: str) -> None:
                 driver.pool.record(lease, [100 + i], done[-1])
                 driver.pool.checkin(lease, slot)
     for i in range(12):
-        assert np.array_equal(driver.state(f"s{i}"), state_of([i, 100 + i]))
+        assert np.array_equal(driver.state(f"s{i}"), expected_state([i, 100 + i]))
     driver.settle()
     assert driver.pool.check_integrity() == []
     driver.pool.close()
@@ -262,32 +262,32 @@ def test_a_release_while_waiting_keeps_the_order(driver: Driver) -> None:
     driver.pool.record(first, [1], Outcome())
     driver.pool.checkin(first, slot)
     driver.ready(third)
-    assert np.array_equal(fold(driver.arena.memory[third.read_slot], third.replay), state_of([1]))
+    assert np.array_equal(fold(driver.arena.memory[third.read_slot], third.replay), expected_state([1]))
     driver.pool.release(third)
 
 
 def test_slots_are_counted() -> None:
     slots = Slots(5)
-    one, two, three = slots.take(), slots.take(), slots.take()
+    one, two, three = slots.allocate(), slots.allocate(), slots.allocate()
     assert {one, two, three} == {2, 3, 4}
-    assert slots.take() is None
+    assert slots.allocate() is None
     assert one is not None
-    slots.hold(one)
-    slots.drop(one)
+    slots.add_ref(one)
+    slots.drop_ref(one)
     assert slots.num_free == 0
-    slots.drop(one)
+    slots.drop_ref(one)
     assert slots.num_free == 1
     with pytest.raises(ValueError, match="more often"):
-        slots.drop(one)
+        slots.drop_ref(one)
     with pytest.raises(ValueError, match="free"):
-        slots.hold(one)
+        slots.add_ref(one)
     with pytest.raises(ValueError, match="none to lend"):
         Slots(2)
 
 
 def test_the_lowest_free_slot_is_handed_out_first() -> None:
     slots = Slots(7)
-    assert [slots.take() for _ in range(5)] == [2, 3, 4, 5, 6]
+    assert [slots.allocate() for _ in range(5)] == [2, 3, 4, 5, 6]
     for slot in (5, 2, 6):
-        slots.drop(slot)
-    assert [slots.take() for _ in range(3)] == [2, 5, 6]
+        slots.drop_ref(slot)
+    assert [slots.allocate() for _ in range(3)] == [2, 5, 6]

@@ -18,7 +18,7 @@ from state_pool.session_file import SessionFile, decode
 from state_pool.session_page import Tier
 from state_pool.sessions import Lease, LeaseState
 from state_pool.turns import acquisition
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of, store_of, writer_waiting
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_store, idle_writer
 
 Engines = Callable[..., Driver]
 
@@ -35,7 +35,9 @@ STORES = [
 @pytest.fixture(params=STORES)
 def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """Makes engines over one database; at the end they are closed, and must have kept their books."""
-    monkeypatch.setattr(membership, "LOST_S", 8.0)  # threads of a busy machine may be silent for longer than usual
+    monkeypatch.setattr(
+        membership, "HEARTBEAT_TIMEOUT_S", 8.0
+    )  # threads of a busy machine may be silent for longer than usual
     made: list[Driver] = []
     store, durability, *objects = request.param.split("-")
     base = {"state_db": request.getfixturevalue("postgres").database()} if store == "postgres" else {}
@@ -73,10 +75,10 @@ def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception
 
 def struck_off(driver: Driver) -> None:
     """Others take the engine for lost, as if it had been silent."""
-    writer = store_of(driver).writer
+    writer = get_store(driver).writer
     assert writer.member is not None
-    with writer_waiting(driver):
-        membership.begin_among_others(writer._connection)
+    with idle_writer(driver):
+        membership.begin_with_retry(writer._connection)
         writer._connection.execute("DELETE FROM engines WHERE id = ?", (writer.member.number,))
         writer._connection.execute("COMMIT")
 
@@ -88,7 +90,7 @@ def test_a_session_goes_on_wherever_its_next_turn_is_asked_for(engines: Engines)
         driver.turn("s", [turn, turn + 7])
         history += [turn, turn + 7]
         for each in (one, two):
-            assert np.array_equal(each.state("s"), state_of(history))
+            assert np.array_equal(each.state("s"), expected_state(history))
 
 
 def test_what_memory_has_is_read_again_only_after_another_engines_turn(engines: Engines) -> None:
@@ -96,10 +98,10 @@ def test_what_memory_has_is_read_again_only_after_another_engines_turn(engines: 
     one.turn("s", [1])
     two.state("s")  # it was acquired there, and nothing happened
     loads = one.pool.stats()["counters"]["loads"]
-    assert np.array_equal(one.state("s"), state_of([1]))
+    assert np.array_equal(one.state("s"), expected_state([1]))
     assert one.pool.stats()["counters"]["loads"] == loads
     two.turn("s", [2])
-    assert np.array_equal(one.state("s"), state_of([1, 2]))
+    assert np.array_equal(one.state("s"), expected_state([1, 2]))
     assert one.pool.stats()["counters"]["loads"] == loads + 1
 
 
@@ -115,7 +117,7 @@ def test_a_turn_elsewhere_is_waited_for(engines: Engines) -> None:
     assert end(one, lease, slot, [1]) is None
     two.ready(waits)
     assert waits.num_tokens == 1
-    assert np.array_equal(fold(two.arena.memory[waits.read_slot], waits.replay), state_of([1]))
+    assert np.array_equal(fold(two.arena.memory[waits.read_slot], waits.replay), expected_state([1]))
     two.pool.release(waits)
 
 
@@ -123,10 +125,10 @@ def test_a_turn_elsewhere_is_not_waited_for_without_end(engines: Engines, monkey
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
     with monkeypatch.context() as patched, pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
-        patched.setattr(acquisition, "OTHERS_S", 0.1)
+        patched.setattr(acquisition, "OTHER_ENGINES_TIMEOUT_S", 0.1)
         two.ready(two.pool.checkout("s"))
     assert end(one, lease, slot, [1]) is None
-    assert np.array_equal(two.state("s"), state_of([1]))
+    assert np.array_equal(two.state("s"), expected_state([1]))
 
 
 def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
@@ -136,7 +138,7 @@ def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
     one.pool.free(slot)
     one.settle()
     two.turn("s", [2])
-    assert np.array_equal(one.state("s"), state_of([2]))
+    assert np.array_equal(one.state("s"), expected_state([2]))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -169,7 +171,7 @@ def test_a_release_that_fails_is_tried_again(
         failing.clear()
     one.settle()
     two.turn("s", [2])
-    assert np.array_equal(one.state("s"), state_of([1, 2] if goes_on else [2]))
+    assert np.array_equal(one.state("s"), expected_state([1, 2] if goes_on else [2]))
 
 
 def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines) -> None:
@@ -180,9 +182,9 @@ def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines
     two.turn("s", [3])
     assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
     assert [engine.pool.stats()["counters"]["stale_turns"] for engine in (one, two)] == [1, 0]
-    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    assert np.array_equal(one.state("s"), expected_state([1, 3]))
     one.turn("s", [4])
-    assert np.array_equal(two.state("s"), state_of([1, 3, 4]))
+    assert np.array_equal(two.state("s"), expected_state([1, 3, 4]))
 
 
 def test_a_new_session_of_one_that_was_cut_off_is_not_there_twice(engines: Engines) -> None:
@@ -201,7 +203,7 @@ def test_one_that_was_taken_for_lost_keeps_what_nobody_took_over(engines: Engine
     assert end(one, lease, slot, [2]) is None
     one.settle()
     one.turn("s", [3])
-    assert np.array_equal(one.state("s"), state_of([2, 3]))
+    assert np.array_equal(one.state("s"), expected_state([2, 3]))
 
 
 def test_a_state_of_before_is_not_stored_over_a_later_turn(engines: Engines) -> None:
@@ -210,11 +212,11 @@ def test_a_state_of_before_is_not_stored_over_a_later_turn(engines: Engines) -> 
         (one if turn % 3 else two).turn("s", [turn])
     for driver in (one, two):
         driver.settle()
-    assert np.array_equal(two.state("s"), state_of(list(range(40))))
+    assert np.array_equal(two.state("s"), expected_state(list(range(40))))
     two.pool.close()
     one.pool.close()
     alone = engines("three")
-    assert np.array_equal(alone.state("s"), state_of(list(range(40))))
+    assert np.array_equal(alone.state("s"), expected_state(list(range(40))))
 
 
 def test_a_delete_reaches_what_other_engines_made(engines: Engines) -> None:
@@ -231,7 +233,7 @@ def test_a_delete_reaches_what_other_engines_made(engines: Engines) -> None:
     assert not lease.exists
     one.pool.release(lease)
     assert [entry.session_id for entry in one.list_sessions().sessions] == ["b"]
-    assert np.array_equal(one.state("ab"), state_of([]))
+    assert np.array_equal(one.state("ab"), expected_state([]))
 
 
 def test_a_delete_wins_over_a_turn_elsewhere(engines: Engines) -> None:
@@ -245,7 +247,7 @@ def test_a_delete_wins_over_a_turn_elsewhere(engines: Engines) -> None:
     two.turn("s", [9])
     assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
     assert isinstance(end(one, branch, branch_slot, [5]), StaleEpoch | SessionNotFound)
-    assert np.array_equal(one.state("s"), state_of([9]))
+    assert np.array_equal(one.state("s"), expected_state([9]))
     assert one.list_sessions().total == 1
 
 
@@ -257,8 +259,8 @@ def test_dialogues_branch_anywhere_and_have_numbers_of_their_own(engines: Engine
     fourth = two.turn("s", [4], branch_from=0).dialogue_idx
     assert len({first, second, third, fourth}) == 4
     for driver in (one, two):
-        assert np.array_equal(driver.state("s", third), state_of([1, 2, 3]))
-        assert np.array_equal(driver.state("s", fourth), state_of([4]))
+        assert np.array_equal(driver.state("s", third), expected_state([1, 2, 3]))
+        assert np.array_equal(driver.state("s", fourth), expected_state([4]))
     with pytest.raises(SessionNotFound, match="no dialogue 99"):
         one.ready(one.pool.checkout("s", branch_from=99))
 
@@ -302,8 +304,8 @@ def test_sessions_are_carried_away_and_back_through_any_engine(engines: Engines)
     one.until(lambda: brought.known)
     assert brought.ok
     two.turn("copy", [4])
-    assert np.array_equal(one.state("copy"), state_of([1, 2, 3, 4]))
-    assert np.array_equal(one.state("s"), state_of([1, 2, 3]))
+    assert np.array_equal(one.state("copy"), expected_state([1, 2, 3, 4]))
+    assert np.array_equal(one.state("s"), expected_state([1, 2, 3]))
 
 
 def test_expired_sessions_go_once_and_not_those_in_use(engines: Engines) -> None:
@@ -326,24 +328,24 @@ def test_a_silent_engine_is_lost_and_its_sessions_go_on(engines: Engines, monkey
     lease, slot = begin(one, "s", [1])
     assert one.pool._store is not None
     member = one.pool._store.writer.member
-    monkeypatch.setattr(membership, "LOST_S", 2.0)
-    monkeypatch.setattr(Membership, "beat_due", property(lambda self: self is not member))
+    monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(Membership, "heartbeat_due", property(lambda self: self is not member))
     two.turn("s", [2])
     assert isinstance(end(one, lease, slot, [1]), StaleEpoch)
 
 
 def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
-    writer = store_of(two).writer
-    with writer_waiting(one), writer_waiting(two):  # neither beats by itself
+    writer = get_store(two).writer
+    with idle_writer(one), idle_writer(two):  # neither beats by itself
         looks = Membership(writer._connection, "three")
         writer._connection.execute("BEGIN IMMEDIATE")
-        assert looks.beat() == []
+        assert looks.heartbeat() == []
         writer._connection.execute("COMMIT")
         looks._last_look -= 10
         for seen in looks._seen.values():
             seen.at -= 10
         writer._connection.execute("BEGIN IMMEDIATE")
-        assert looks.beat() == []
+        assert looks.heartbeat() == []
         writer._connection.execute("COMMIT")
         looks.leave()

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.disk.staging import Staging
+from state_pool.disk.staging import StagedState
 from state_pool.disk.writer import Writer
 from state_pool.sessions import LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of, store_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
 
 
 def small_pool(folder: Path, **changes: object) -> Driver:
@@ -26,18 +26,18 @@ def test_turns_do_not_wait_for_whole_states(tmp_path: Path, monkeypatch: pytest.
     driver = small_pool(tmp_path, durability=durability)
     names = [f"s{i}" for i in range(24)]
     with monkeypatch.context() as patched:
-        patched.setattr(store_of(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
+        patched.setattr(get_store(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
         for turn in range(3):
             for i, name in enumerate(names):
                 driver.turn(name, [i, turn])
         assert driver.pool.stats()["counters"]["left_to_log"] > 0
     for i, name in enumerate(names):
-        assert np.array_equal(driver.state(name), state_of([i, 0, i, 1, i, 2]))
+        assert np.array_equal(driver.state(name), expected_state([i, 0, i, 1, i, 2]))
     driver.settle()
     assert driver.pool.check_integrity() == []
     driver.pool.close()
     driver = small_pool(tmp_path)
-    assert all(np.array_equal(driver.state(name), state_of([i, 0, i, 1, i, 2])) for i, name in enumerate(names))
+    assert all(np.array_equal(driver.state(name), expected_state([i, 0, i, 1, i, 2])) for i, name in enumerate(names))
     driver.pool.close()
 
 
@@ -45,7 +45,7 @@ def test_all_that_come_at_once_are_served(tmp_path: Path, monkeypatch: pytest.Mo
     """Every session waits for its state at the same time: none starves, in slots or in host memory."""
     driver = small_pool(tmp_path)
     names = [f"s{i}" for i in range(24)]
-    monkeypatch.setattr(store_of(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
+    monkeypatch.setattr(get_store(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
     for i, name in enumerate(names):
         driver.turn(name, [i])
     waiting = {i: driver.pool.checkout(name) for i, name in enumerate(names)}
@@ -76,7 +76,7 @@ def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch
     driver = small_pool(tmp_path, checkpoint_tokens=30)
     write, rounds = Writer._write_state, iter(range(10**9))
 
-    def slowly(writer: Writer, staging: Staging) -> None:
+    def slowly(writer: Writer, staging: StagedState) -> None:
         if next(rounds) % 50 == 0:
             write(writer, staging)
         else:
@@ -90,16 +90,18 @@ def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch
             replays.append(len(driver.turn(name, [i, turn, *range(8)]).replay))
     assert 0 < max(replays) < 30
     for i, name in enumerate(names):
-        assert np.array_equal(driver.state(name), state_of([t for turn in range(8) for t in (i, turn, *range(8))]))
+        assert np.array_equal(
+            driver.state(name), expected_state([t for turn in range(8) for t in (i, turn, *range(8))])
+        )
     driver.pool.close()
 
 
 def test_a_branch_needs_no_state_of_its_own_behind_a_stored_parent(tmp_path: Path) -> None:
     driver = small_pool(tmp_path, checkpoint_tokens=30)
     driver.turn("s", list(range(40)), branch_from=0)
-    driver.until(lambda: store_of(driver).writer.stats.states == 1)
+    driver.until(lambda: get_store(driver).writer.stats.states == 1)
     driver.settle()
     child = driver.turn("s", [1], branch_from=1).session
     assert child.log_tokens == 1
-    assert driver.pool._tiers.checkpoints.may_replay(child)
+    assert driver.pool._tiers.checkpoints.can_replay(child)
     driver.pool.close()

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from state_pool.disk import server_patience
+from state_pool.disk import reconnect
 from state_pool.disk.operations import Append, SessionRow
-from state_pool.disk.state_store import Connection, ServerAway
-from state_pool.errors import PoolLost, SessionUnread, SessionUnusable, TurnNotStored
+from state_pool.disk.state_store import Connection, ServerUnavailable
+from state_pool.errors import PoolLost, SessionReadFailed, SessionUnusable, TurnNotStored
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, fold, state_of, store_of
+from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, expected_state, fold, get_store
 
 
 def dies(*arguments: object) -> None:
@@ -34,10 +34,10 @@ def lost(driver: Driver, what: str) -> None:
 def test_a_number_that_sqlite_cannot_hold_is_its_jobs_failure(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     outcomes = [Outcome() for _ in range(3)]
-    with store_of(driver).writer._changed:  # all three in one group
+    with get_store(driver).writer._changed:  # all three in one group
         for number, (tokens, outcome) in enumerate(zip((1, 10**30, 2), outcomes, strict=True)):
             row = SessionRow(100 + number, SessionKey(f"s{number}"), None, 1, tokens, 0.0, 0.0)
-            store_of(driver).submit(Append(row, [1]), outcome)
+            get_store(driver).submit(Append(row, [1]), outcome)
     driver.until(lambda: all(outcome.known for outcome in outcomes))
     assert [outcome.ok for outcome in outcomes] == [True, False, True]
     assert isinstance(outcomes[1].calls[0], TurnNotStored)
@@ -54,7 +54,7 @@ def test_a_state_that_cannot_be_written_is_its_jobs_failure(tmp_path: Path, monk
         with pytest.raises(TurnNotStored, match="ZeroDivisionError"):
             driver.turn("s", [1])
     driver.turn("s", [2])
-    assert np.array_equal(driver.state("s"), state_of([2]))
+    assert np.array_equal(driver.state("s"), expected_state([2]))
     driver.pool.close()
 
 
@@ -72,7 +72,7 @@ def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: 
         patched.setattr(driver.arena, "host_state", no_memory)
         with pytest.raises(SessionUnusable, match=r"out of memory\); try again"):
             driver.state("a")
-    assert all(np.array_equal(driver.state(name), state_of([ord(name)])) for name in "ab")
+    assert all(np.array_equal(driver.state(name), expected_state([ord(name)])) for name in "ab")
     assert driver.pool.stats()["quarantined_count"] == 0
     driver.pool.close()
 
@@ -87,11 +87,11 @@ class Cut:
         if statement == "BEGIN":
             self.is_closed = False
         if self.is_closed:
-            raise ServerAway("the connection is closed")
+            raise ServerUnavailable("the connection is closed")
         if self.times and statement.startswith("SELECT"):
             self.times, self.is_closed = self.times - 1, True
             self.connection.execute("ROLLBACK")
-            raise ServerAway("terminated by the administrator")
+            raise ServerUnavailable("terminated by the administrator")
         return self.connection.execute(statement, parameters)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def with_cuts(tmp_path: Path, times: int) -> Driver:
     driver.turn("b", [2])
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    reader = store_of(driver)._reader
+    reader = get_store(driver)._reader
     reader._connection = reader._loader._connection = Cut(reader._connection, times)  # type: ignore[assignment]
     return driver
 
@@ -116,7 +116,7 @@ def test_a_connection_that_is_cut_while_sessions_are_read_is_made_anew(tmp_path:
     leases = [driver.pool.checkout(name) for name in "ab"]
     for lease, tokens in zip(leases, ([1], [2]), strict=True):
         driver.ready(lease)
-        assert np.array_equal(fold(driver.arena.memory[lease.read_slot], lease.replay), state_of(tokens))
+        assert np.array_equal(fold(driver.arena.memory[lease.read_slot], lease.replay), expected_state(tokens))
         driver.pool.release(lease)
     driver.pool.close()
 
@@ -125,28 +125,28 @@ def test_when_patience_ends_all_who_wait_are_told_what_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first at once, and not that no transaction could be ended on a lost connection; then the server is there."""
-    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", -1.0)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", -1.0)
     driver = with_cuts(tmp_path, 1)
-    with pytest.raises(SessionUnread, match=r"does not answer \(terminated by the administrator\).*; try again"):
+    with pytest.raises(SessionReadFailed, match=r"does not answer \(terminated by the administrator\).*; try again"):
         driver.state("a")
-    assert np.array_equal(driver.state("a"), state_of([1]))
+    assert np.array_equal(driver.state("a"), expected_state([1]))
     driver.pool.close()
 
 
 def test_who_waits_for_a_server_is_told_when_the_service_stops(tmp_path: Path) -> None:
     driver = with_cuts(tmp_path, 1_000_000)
-    reader, told = store_of(driver)._reader, []
+    reader, told = get_store(driver)._reader, []
     reader._deliver = lambda outcome: outcome()
     reader.load(1, told.append)
     driver.until(lambda: bool(reader._waiting))
     reader.close()
-    assert isinstance(told[0], SessionUnread) and "stopped" in str(told[0])
+    assert isinstance(told[0], SessionReadFailed) and "stopped" in str(told[0])
     driver.pool.close()
 
 
 def test_the_writers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
-    monkeypatch.setattr(store_of(driver).writer, "_commit_group", dies)
+    monkeypatch.setattr(get_store(driver).writer, "_commit_group", dies)
     with pytest.raises(PoolLost):
         driver.turn("s", [1])
     lost(driver, "state-pool-writer")
@@ -157,14 +157,14 @@ def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     driver.turn("s", [1])
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    monkeypatch.setattr(store_of(driver)._reader, "_caught", dies)
+    monkeypatch.setattr(get_store(driver)._reader, "_catch_errors", dies)
     with pytest.raises(PoolLost):
         driver.state("s")
     lost(driver, "state-pool-reader")
 
 
 def test_the_movers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("state_pool.disk.wal.move", dies)
+    monkeypatch.setattr("state_pool.disk.wal.wal_checkpoint", dies)
     driver = Driver(FakeArena(), config_in(tmp_path))
     with contextlib.suppress(PoolLost):  # it moves what the turn's commit wrote: perhaps before anybody looks at that
         driver.turn("s", [1])
@@ -174,10 +174,10 @@ def test_the_movers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_death_wakes_whoever_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     woken: list[str | None] = []
-    thread = store_of(driver).writer._thread
+    thread = get_store(driver).writer._thread
     monkeypatch.setattr(thread, "_on_death", lambda: woken.append(thread.failure))
-    monkeypatch.setattr(store_of(driver).writer, "_commit_group", dies)
-    store_of(driver).submit(Append(SessionRow(1, SessionKey("s"), None, 1, 1, 0.0, 0.0), [1]), Outcome())
+    monkeypatch.setattr(get_store(driver).writer, "_commit_group", dies)
+    get_store(driver).submit(Append(SessionRow(1, SessionKey("s"), None, 1, 1, 0.0, 0.0), [1]), Outcome())
     thread.join()
     assert woken == [driver.pool.failure]
     driver.pool.close()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from rwkv_batch.runner.layer_split import runs_of
+from rwkv_batch.runner.layer_split import to_layer_ranges
 from state_pool.codec import Layout, part_sizes
-from state_pool.resharding import cut_anew, has_same_layers
+from state_pool.resharding import has_same_layers, reshard_state
 
 WKV, SHIFT = ("uint8", (2, 7)), ("float16", (2, 3))
 SHARES = [(8.0,), (3.0, 5.0), (2.5, 3.0, 2.5), (0.5, 7.5), (7.5, 0.5), (1.0, 0.5, 0.5, 6.0), (2.5, 2.5, 2.5, 0.5)]
@@ -18,7 +18,7 @@ SHARES = [(8.0,), (3.0, 5.0), (2.5, 3.0, 2.5), (0.5, 7.5), (7.5, 0.5), (1.0, 0.5
 def layout_of(shares: Sequence[float], wkv: tuple[str, tuple[int, ...]] = WKV) -> Layout:
     """As the stages have it."""
     layout: Layout = {}
-    for i, one in enumerate(runs_of(shares)):
+    for i, one in enumerate(to_layer_ranges(shares)):
         count = one.last - one.first
         layout[f"stage{i}.wkv"] = (wkv[0], (count - one.cuts.begins_within, *wkv[1]))
         layout[f"stage{i}.shift"] = (SHIFT[0], (count, *SHIFT[1]))
@@ -28,7 +28,7 @@ def layout_of(shares: Sequence[float], wkv: tuple[str, tuple[int, ...]] = WKV) -
 def state_of(shares: Sequence[float]) -> dict[str, bytes]:
     """A part's bytes by hand: of layer l its number in wkv, 2 l and 2 l + 1 in shifts that mean something, else 255."""
     parts: dict[str, bytes] = {}
-    for i, one in enumerate(runs_of(shares)):
+    for i, one in enumerate(to_layer_ranges(shares)):
         layers = range(one.first, one.last)
         parts[f"stage{i}.wkv"] = b"".join(bytes([n] * 14) for n in layers[one.cuts.begins_within :])
         shifts = [[2 * n, 2 * n + 1] for n in layers]
@@ -45,7 +45,7 @@ def state_of(shares: Sequence[float]) -> dict[str, bytes]:
 def test_a_state_is_that_of_the_other_split(stored: Sequence[float], own: Sequence[float]) -> None:
     before, after = layout_of(stored), layout_of(own)
     assert has_same_layers(before, after)
-    found = cut_anew(state_of(stored), before, after)
+    found = reshard_state(state_of(stored), before, after)
     assert {name: len(part) for name, part in found.items()} == part_sizes(after)
     for name, wanted in state_of(own).items():
         got = bytes(found[name])
@@ -58,8 +58,8 @@ def test_twice_cut_it_is_the_same() -> None:
     whole = layout_of(SHARES[0])
     parts = {name: rng.randbytes(size) for name, size in part_sizes(whole).items()}
     for shares in SHARES[1:]:
-        there = cut_anew(parts, whole, layout_of(shares))
-        assert {name: bytes(part) for name, part in cut_anew(there, layout_of(shares), whole).items()} == parts
+        there = reshard_state(parts, whole, layout_of(shares))
+        assert {name: bytes(part) for name, part in reshard_state(there, layout_of(shares), whole).items()} == parts
 
 
 def test_what_is_not_of_the_same_layers() -> None:

@@ -46,13 +46,13 @@ class CpuAdapterTable(AdapterTable):
         kept: list[object] = []
         for place, layer in zip(array, self.pairs(number), strict=True):
             for target, pair in layer.pairs.items():
-                place.pairs[target] = _placed(pair, kept)
+                place.pairs[target] = _pair_args(pair, kept)
             if (experts := layer.experts) is not None:
                 of_experts = (PairArgs * (2 * len(experts.pairs)))()
                 for e, pairs in enumerate(experts.pairs):
                     for at, target in enumerate((Target.FFN_KEY, Target.FFN_VALUE)):
                         if target in pairs:
-                            of_experts[2 * e + at] = _placed(pairs[target], kept)
+                            of_experts[2 * e + at] = _pair_args(pairs[target], kept)
                 place.router, place.experts = experts.router.data_ptr(), ctypes.addressof(of_experts)
                 place.num_experts, place.active = len(experts.pairs), experts.active
                 kept.append(of_experts)
@@ -82,8 +82,8 @@ class CpuAdapterTable(AdapterTable):
         return torch.tensor([places[number] for number in inputs.adapters.tolist()], dtype=torch.int64)
 
 
-def _placed(pair: Pair, kept: list[object]) -> PairArgs:
+def _pair_args(pair: Pair, kept: list[object]) -> PairArgs:
     """Where a pair is; what has to live as long is `kept`."""
-    exit_ = pair.b.T.contiguous()
-    kept.append(exit_)
-    return PairArgs(pair.a.data_ptr(), exit_.data_ptr(), pair.rank)
+    b_transposed = pair.b.T.contiguous()
+    kept.append(b_transposed)
+    return PairArgs(pair.a.data_ptr(), b_transposed.data_ptr(), pair.rank)

@@ -114,7 +114,7 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def build_problem() -> str | None:
+def build_unavailable_reason() -> str | None:
     """Why there is no library on this machine; None if there is one."""
     try:
         library()

@@ -14,11 +14,11 @@ from torch import Tensor
 from native.binding import pointer
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu.library import JobArgs, Kind, MapArgs, library
-from rwkv_batch.kernels.cpu.memory import plain
+from rwkv_batch.kernels.cpu.memory import allocate_plain
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
 
-Take = Callable[[int], Tensor]
+Allocate = Callable[[int], Tensor]
 """Bytes -> zeroed memory for a packed matrix, see `memory.py`."""
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class CpuLinear(Linear):
     kept as bf16, at half the bytes, and x is split into three bf16 parts whose sum is x.
     """
 
-    def __init__(self, weight: Tensor, take: Take = plain) -> None:
+    def __init__(self, weight: Tensor, allocate: Allocate = allocate_plain) -> None:
         """Pack weight [out, in] (bf16, fp16 or fp32, any strides). Raises ValueError for other types."""
         if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(
@@ -42,7 +42,7 @@ class CpuLinear(Linear):
             weight = _as_bf16_if_exact(weight.float())
         self.kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.FP32
         self.out_features, self.in_features = weight.shape
-        self.packed = _pack(weight, self.kind, take)
+        self.packed = _pack(weight, self.kind, allocate)
         self.args = MapArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.kind, self.parts)
 
     @property
@@ -65,11 +65,11 @@ class CpuQuantLinear(CpuLinear):
     x is taken as 16-bit codes, a scale per 128 inputs; sums over these are whole numbers.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, take: Take = plain) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain) -> None:
         """Pack codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
         self.parts, self.kind = 1, Kind.INT8
         self.out_features, self.in_features = codes.shape
-        self.packed = take(library().rwkv_packed_bytes(self.in_features, self.out_features, self.kind))
+        self.packed = allocate(library().rwkv_packed_bytes(self.in_features, self.out_features, self.kind))
         codes, scales = codes.contiguous(), scales.contiguous()
         sizes = self.in_features, self.out_features
         library().rwkv_pack_int8(
@@ -78,15 +78,15 @@ class CpuQuantLinear(CpuLinear):
         self.args = MapArgs(self.packed.data_ptr(), *sizes, self.kind, self.parts)
 
 
-def make_quantised(name: str, stored: Quantised, take: Take = plain) -> Linear:
+def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
     """A matrix of small weights. int4 is kept as int8, without loss; fp8 in bf16: there is no arithmetic for it."""
     if stored.format is Format.FP8:
-        return CpuLinear(dequantise(stored).bfloat16().float(), take)
+        return CpuLinear(dequantise(stored).bfloat16().float(), allocate)
     codes = stored.codes
     if stored.zeros is not None:
         zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, : stored.in_features]
         codes = codes_int4(stored).to(torch.int8) - zeros
-    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT, take)
+    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT, allocate)
 
 
 def run_linears(
@@ -116,10 +116,10 @@ def _as_bf16_if_exact(weight: Tensor) -> Tensor:
     return short if torch.equal(short.float(), weight) else weight
 
 
-def _pack(weight: Tensor, kind: Kind, take: Take) -> Tensor:
+def _pack(weight: Tensor, kind: Kind, allocate: Allocate) -> Tensor:
     """The matrix in the order csrc/linear.cpp reads it, 64-byte aligned, as bytes."""
     out, inner = weight.shape
-    packed = take(library().rwkv_packed_bytes(inner, out, kind))
+    packed = allocate(library().rwkv_packed_bytes(inner, out, kind))
     pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32
     pack(weight.data_ptr(), *weight.stride(), inner, out, packed.data_ptr(), torch.get_num_threads())
     return packed

@@ -16,7 +16,7 @@ from torch import Tensor
 ALIGNMENT = 64
 HUGE_PAGE = 2 << 20
 BLOCK = 16 * HUGE_PAGE
-SMALLEST = HUGE_PAGE // 4
+MIN_BLOCK_BYTES = HUGE_PAGE // 4
 """Of what is taken from a block: what is smaller is read in no time, and may be an adapter's, which comes and goes."""
 
 
@@ -27,10 +27,10 @@ class PackedMemory:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def take(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """[size] zeros, uint8, from an address that is a multiple of 64. Raises MemoryError if there is no room."""
-        if size < SMALLEST:
-            return plain(size)
+        if size < MIN_BLOCK_BYTES:
+            return allocate_plain(size)
         at = -(-self._used // ALIGNMENT) * ALIGNMENT
         if at + size > len(self._block):
             self._block, at = _block(max(BLOCK, size)), 0
@@ -38,7 +38,7 @@ class PackedMemory:
         return self._block[at : at + size]
 
 
-def plain(size: int) -> Tensor:
+def allocate_plain(size: int) -> Tensor:
     """[size] zeros, the same in memory of their own."""
     memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % ALIGNMENT :][:size]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from native.binding import pointer
 from rwkv_batch.kernels.cpu.adapters import CpuAdapterTable
-from rwkv_batch.kernels.cpu.library import Failure, LayerArgs, StepArgs, build_problem, library
+from rwkv_batch.kernels.cpu.library import Failure, LayerArgs, StepArgs, build_unavailable_reason, library
 from rwkv_batch.kernels.cpu.linear import CPU, CpuLinear, make_quantised
 from rwkv_batch.kernels.cpu.memory import PackedMemory
 from rwkv_batch.kernels.naive import NaiveOps
@@ -25,7 +25,7 @@ from rwkv_batch.model.layer import Layer, Norm
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Quantised
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 
 
@@ -45,19 +45,19 @@ class PackedOps(NaiveOps):
         self._memory = PackedMemory()
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Needs a CPU and a C++ compiler (once: the library is cached)."""
         if device.type != "cpu":
             return f"the cpu kernels run on a CPU, not on {device}"
-        return build_problem()
+        return build_unavailable_reason()
 
     def make_linear(self, weight: Tensor) -> Linear:
         """Packs a matrix [out, in] in bf16, fp16 or fp32."""
-        return CpuLinear(weight, self._memory.take)
+        return CpuLinear(weight, self._memory.allocate)
 
     def make_quantised(self, name: str, stored: Quantised) -> Linear:
         """A matrix [out, in] of small weights, see the function."""
-        return make_quantised(name, stored, self._memory.take)
+        return make_quantised(name, stored, self._memory.allocate)
 
 
 class CpuOps(PackedOps):
@@ -71,7 +71,7 @@ class CpuOps(PackedOps):
     @staticmethod
     def can_run_layers(state: StateArena) -> bool:
         """See ops.RunsLayers: states in fp32."""
-        return state.form is StateForm.FP32
+        return state.form is StateFormat.FP32
 
     make_adapter_table = staticmethod(partial(CpuAdapterTable, make_linear=CpuLinear))
 
@@ -100,7 +100,7 @@ class CpuOps(PackedOps):
             *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
             None if own is None else own.data_ptr(),
         )  # fmt: skip
-        _raise_on(library().rwkv_layers(ctypes.byref(args)), inputs, state)
+        _check_status(library().rwkv_layers(ctypes.byref(args)), inputs, state)
         return out, first
 
 
@@ -136,7 +136,7 @@ def _rows(inputs: StepInputs) -> tuple[int, int, int]:
     return ends.data_ptr(), read.data_ptr(), write.data_ptr()
 
 
-def _raise_on(failure: int, inputs: StepInputs, state: StateArena) -> None:
+def _check_status(failure: int, inputs: StepInputs, state: StateArena) -> None:
     if failure == Failure.NO_MEMORY:
         raise MemoryError(f"no memory for a step over {len(inputs.tokens)} tokens")
     if failure:

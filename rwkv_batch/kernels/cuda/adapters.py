@@ -14,7 +14,7 @@ from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda.library import AdapterArgs, cuda_pointer, library
-from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable, Beside, LayerAdapters, StepAdapters, mixed
+from rwkv_batch.model.adapter_table import NO_ADAPTER, AdaptedLinear, AdapterTable, LayerAdapters, StepAdapters, mixed
 from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Target, padded
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 
@@ -22,13 +22,13 @@ TILE = 16
 """Tokens of one adapter that are multiplied together."""
 RANK_STEP = 16
 MAX_NUMBERS = 1025
-"""Of adapters, NO_ADAPTER among them; settings/flags.py bounds --max-adapters by it."""
+"""Of adapters, NO_ADAPTER among them; programs/settings/flags.py bounds --max-adapters by it."""
 SPLIT_INPUTS = 1024
 """Inputs that a block of the shrink sums in a step of few tokens; of many, four times as many."""
 FEW_TOKENS = 1024
-TILES_BESIDE = 12
+EXTRA_TILES = 12
 """Tiles at once beyond those that tokens of one adapter fill."""
-NOBODY = -1
+NO_TOKEN = -1
 """In the place of a token, and as the number of a tile that is not there."""
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -45,17 +45,19 @@ def fill_tiles(numbers: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: Ints
     Returns how many there are; the others' numbers become NOBODY.
     """
     order = np.argsort(np.where(numbers == NO_ADAPTER, MAX_NUMBERS, numbers), kind="stable")
-    of_sorted = numbers[order]
-    starts = np.flatnonzero(np.concatenate([[True], of_sorted[1:] != of_sorted[:-1]])) if len(numbers) else order
+    sorted_numbers = numbers[order]
+    starts = (
+        np.flatnonzero(np.concatenate([[True], sorted_numbers[1:] != sorted_numbers[:-1]])) if len(numbers) else order
+    )
     lengths = np.diff(np.append(starts, len(numbers)))
     counts = -(-lengths // TILE)
     firsts = np.cumsum(counts) - counts
     count = int(counts.sum())
     within = np.arange(len(numbers)) - np.repeat(starts, lengths)
-    tokens[: count * TILE] = NOBODY
+    tokens[: count * TILE] = NO_TOKEN
     tokens[np.repeat(firsts * TILE, lengths) + within] = order
-    tiles[:count] = np.repeat(of_sorted[starts], counts)
-    tiles[count:] = NOBODY
+    tiles[:count] = np.repeat(sorted_numbers[starts], counts)
+    tiles[count:] = NO_TOKEN
     return count
 
 
@@ -109,7 +111,7 @@ class CudaAdapterTable(AdapterTable):
         """See AdapterTable."""
         return number in self._experts
 
-    def of_step(self, inputs: StepInputs) -> StepAdapters | None:
+    def for_step(self, inputs: StepInputs) -> StepAdapters | None:
         """See AdapterTable."""
         tiles = inputs.adapter_tiles
         if tiles is None and inputs.adapters is not None:
@@ -139,7 +141,7 @@ class CudaStepAdapters:
         assert isinstance(table, CudaAdapterTable), "the cuda kernels have a table of their own"
         self.table, self.tiles, self.routed = table, tiles, routed
 
-    def of_layer(self, number: int) -> LayerAdapters:
+    def for_layer(self, number: int) -> LayerAdapters:
         """See StepAdapters."""
         return CudaLayerAdapters(self, number)
 
@@ -151,7 +153,7 @@ class CudaLayerAdapters:
         self._step, self._layer = step, layer
         self._routed = [(layers[layer], tokens) for layers, tokens in step.routed if layer in layers]
 
-    def add(self, *maps: Beside) -> None:
+    def add(self, *maps: AdaptedLinear) -> None:
         """See LayerAdapters: x [T, in] and y [T, out] fp16, all maps of as many inputs."""
         self._launch(maps, squares=False)
 
@@ -166,19 +168,19 @@ class CudaLayerAdapters:
             own, added = mixed(experts, x[tokens].float(), key[tokens].float())
             hidden[tokens], y[tokens] = own.to(hidden.dtype), added.to(y.dtype)
 
-    def take_roots(self, hidden: Tensor) -> None:
+    def sqrt_hidden(self, hidden: Tensor) -> None:
         """Of what `mix_experts` has left in hidden [T, F], for a product that squares what it is given."""
         for _, tokens in self._routed:
             hidden[tokens] = hidden[tokens].sqrt()
 
-    def finish_squares(self, one: Beside) -> None:
+    def finish_squares(self, one: AdaptedLinear) -> None:
         """max(v + b (a x), 0)^2 in place of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE) of each output v.
 
         Of rows without an adapter what RELU_SQUARED would have left, bit for bit.
         """
         self._launch((one,), squares=True)
 
-    def _launch(self, maps: tuple[Beside, ...], squares: bool) -> None:
+    def _launch(self, maps: tuple[AdaptedLinear, ...], squares: bool) -> None:
         tiles, table = self._step.tiles, self._step.table
         count, inputs = len(tiles.numbers), maps[0].x.shape[1]
         splits = -(-inputs // (SPLIT_INPUTS if len(maps[0].x) <= FEW_TOKENS else 4 * SPLIT_INPUTS))
@@ -189,7 +191,7 @@ class CudaLayerAdapters:
             numbers=cuda_pointer(tiles.numbers, torch.int32),
             partial=cuda_pointer(partial, torch.float32),
             count=len(maps), tiles=count, layers=len(table.layers), layer=self._layer, targets=len(Target),
-            splits=splits, squares=squares, tiles_at_once=min(count, len(maps[0].x) // TILE + TILES_BESIDE),
+            splits=splits, squares=squares, tiles_at_once=min(count, len(maps[0].x) // TILE + EXTRA_TILES),
         )  # fmt: skip
         for place, one in zip(args.maps, maps, strict=False):
             if one.x.shape[1] != inputs or len(one.x) != len(one.y):

@@ -12,51 +12,56 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.adapters import CudaLayerAdapters
-from rwkv_batch.kernels.cuda.few_rows import QuantMap, multiply_few
+from rwkv_batch.kernels.cuda.hopper_gemm import MAX_HOPPER_ROWS
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.library import RowValueArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda.linear import Map, is_grouped, multiply, multiply_transposed
-from rwkv_batch.kernels.cuda.packed_codes import NUMBERS
-from rwkv_batch.kernels.cuda.products import CodeMap, multiply_codes, multiply_into, multiply_to_shares
+from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply, multiply_transposed
+from rwkv_batch.kernels.cuda.packed_weights import NUMBERS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda.row_codes import (
-    LoneRow,
-    RowCodes,
-    RowSums,
-    Shares,
-    UnmixedRow,
-    added_up,
-    quantise_rows,
+from rwkv_batch.kernels.cuda.quantised_gemm import (
+    W8A8Gemm,
+    multiply_into,
+    multiply_quantised_rows,
+    multiply_to_partials,
 )
-from rwkv_batch.kernels.cuda.wide import MAX_WIDE_ROWS
+from rwkv_batch.kernels.cuda.quantised_rows import (
+    DeferredMix,
+    PartialSums,
+    QuantisedRows,
+    RowSums,
+    SingleRowInput,
+    quantise_rows,
+    sum_partials,
+)
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS, Workspace
-from rwkv_batch.model.adapter_table import Beside, LayerAdapters
+from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
 
 SPARSE_FEW_COLUMNS = 128
 """Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
-SPARSE_FEW_SHARES = 4
+SPARSE_FEW_SPLITS = 4
 """Blocks there that share a column's inputs, however few these are."""
 
 
 def channel_mix(
     layer: CudaLayer,
-    x: Tensor | RowCodes | UnmixedRow | LoneRow,
+    x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
     adapters: LayerAdapters | None,
     workspaces: Mapping[torch.device, Workspace],
-) -> Tensor | Shares | RowSums:
+) -> Tensor | PartialSums | RowSums:
     """See `CudaOps.channel_mix`."""
-    if isinstance(x, RowCodes):
+    if isinstance(x, QuantisedRows):
         assert adapters is None, "what adapters read is not made codes"
-        return _mix_codes(layer, x)
-    if isinstance(x, UnmixedRow):
+        return _mix_quantised(layer, x)
+    if isinstance(x, DeferredMix):
         assert adapters is None, "what adapters read is made before"
-        return _mix_unmixed_row(layer, x)
-    if isinstance(x, LoneRow):
+        return _mix_deferred(layer, x)
+    if isinstance(x, SingleRowInput):
         assert adapters is None, "what adapters read is no LoneRow"
-        return _mix_to_sums(layer, x)
+        return _mix_to_row_sums(layer, x)
     if isinstance(layer.ffn_value, CudaQuantValue):
         hidden, is_squared = hidden_quantised(layer, layer.ffn_value, x, adapters)
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
@@ -69,42 +74,42 @@ def channel_mix(
         y = _value(layer, hidden, workspaces)
     if adapters is None:
         return y
-    y = added_up(y)
-    adapters.add(Beside(Target.FFN_VALUE, hidden, y))
+    y = sum_partials(y)
+    adapters.add(AdaptedLinear(Target.FFN_VALUE, hidden, y))
     return y if of_experts is None else y + of_experts
 
 
-def _mix_unmixed_row(layer: CudaLayer, row: UnmixedRow) -> Tensor | Shares:
+def _mix_deferred(layer: CudaLayer, row: DeferredMix) -> Tensor | PartialSums:
     key, value = layer.ffn_key, layer.ffn_value
     assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
     hidden = row.mix.new_empty(1, key.packed.rows)
-    multiply_few([QuantMap(key, row.mix[0], hidden, Activation.RELU_SQUARED)], norm=row.args)
+    multiply_few([QuantGemm(key, row.mix[0], hidden, Activation.RELU_SQUARED)], norm=row.args)
     return _value_quantised(value, hidden, is_squared=True)
 
 
-def _mix_to_sums(layer: CudaLayer, row: LoneRow) -> RowSums:
+def _mix_to_row_sums(layer: CudaLayer, row: SingleRowInput) -> RowSums:
     key, value = layer.ffn_key, layer.ffn_value
     assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
     packed = value.packed
     sums = cuda_pointer(row.added, torch.int64)
     args = RowValueArgs(packed.codes.data_ptr(), packed.scales.data_ptr(), sums, packed.columns)
     hidden = row.x.new_empty(1, key.packed.rows)
-    multiply_few([QuantMap(key, row.x, hidden, Activation.RELU_SQUARED)], value=args)
+    multiply_few([QuantGemm(key, row.x, hidden, Activation.RELU_SQUARED)], value=args)
     return RowSums(row.added)
 
 
-def _mix_codes(layer: CudaLayer, x: RowCodes) -> Tensor | Shares:
+def _mix_quantised(layer: CudaLayer, x: QuantisedRows) -> Tensor | PartialSums:
     key, value = layer.ffn_key, layer.ffn_value
     assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
     rows = len(x.codes)
-    if x.in_parts and rows > MAX_SPARSE_ROWS:
-        parts = value.of_codes.empty_parts(rows, key.packed.rows)
-        multiply_codes([CodeMap(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
-        return multiply_to_shares(value.of_codes, parts)
-    is_squared = rows <= MAX_WIDE_ROWS or not value.of_codes.takes_codes(rows)
+    if x.is_two_part and rows > MAX_SPARSE_ROWS:
+        parts = value.for_quantised_rows.empty_two_part_rows(rows, key.packed.rows)
+        multiply_quantised_rows([W8A8Gemm(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
+        return multiply_to_partials(value.for_quantised_rows, parts)
+    is_squared = rows <= MAX_HOPPER_ROWS or not value.for_quantised_rows.takes_fp8_rows(rows)
     activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
     hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
-    multiply_codes([CodeMap(key, *x, hidden, activation)])
+    multiply_quantised_rows([W8A8Gemm(key, *x, hidden, activation)])
     return _value_quantised(value, hidden, is_squared)
 
 
@@ -112,12 +117,12 @@ def _hidden(layer: CudaLayer, x: Tensor, adapters: LayerAdapters | None) -> Tens
     rows, ffn = len(x), layer.ffn_key.weight.shape[0]
     if is_grouped(rows, layer.ffn_key.weight):
         hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
-        multiply([Map(layer.ffn_key.weight, x, hidden, _activation(adapters))])
+        multiply([Gemm(layer.ffn_key.weight, x, hidden, _activation(adapters))])
         _finish(adapters, x, hidden)
         return hidden
     hidden = layer.ffn_key(x)
     if adapters is not None:
-        adapters.add(Beside(Target.FFN_KEY, x, hidden))
+        adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))
     library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
     return hidden
 
@@ -137,37 +142,37 @@ def hidden_quantised(
     assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
     rows = len(x)
     hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-    many = rows > MAX_WIDE_ROWS and value.of_codes.takes_codes(rows)
-    multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else _activation(adapters))])
+    many = rows > MAX_HOPPER_ROWS and value.for_quantised_rows.takes_fp8_rows(rows)
+    multiply_into([QuantGemm(key, x, hidden, Activation.NONE if many else _activation(adapters))])
     if not many:
         _finish(adapters, x, hidden)
     elif adapters is not None:
-        adapters.add(Beside(Target.FFN_KEY, x, hidden))
+        adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))
     return hidden, not many
 
 
-def _value_quantised(value: CudaQuantValue, hidden: Tensor, is_squared: bool) -> Tensor | Shares:
+def _value_quantised(value: CudaQuantValue, hidden: Tensor, is_squared: bool) -> Tensor | PartialSums:
     rows = len(hidden)
     if rows <= MAX_SPARSE_ROWS:
         return sparse_value_quantised(value, hidden)
-    linear = value.of_codes
-    if not linear.takes_codes(rows):
+    linear = value.for_quantised_rows
+    if not linear.takes_fp8_rows(rows):
         return value(hidden)
     y = torch.empty(rows, linear.packed.outputs, dtype=hidden.dtype, device=hidden.device)
-    multiply_codes([CodeMap(linear, *quantise_rows(hidden, relu_square=not is_squared), y)])
+    multiply_quantised_rows([W8A8Gemm(linear, *quantise_rows(hidden, relu_square=not is_squared), y)])
     return y
 
 
-def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | Shares:
+def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | PartialSums:
     """As sparse_value, of small codes: hidden [B <= 8, 4C] fp16 -> [B, C] fp16, or shares of it."""
     rows, packed = len(hidden), value.packed
     weights, sizes = (packed.codes.data_ptr(), packed.scales.data_ptr()), (packed.columns, packed.rows)
     number = NUMBERS[packed.format]
     if rows > 1 and packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
-        shares = torch.empty(SPARSE_FEW_SHARES, rows, packed.columns, dtype=torch.float32, device=hidden.device)
-        places = cuda_pointer(hidden), *weights, cuda_pointer(shares, torch.float32)
+        partials = torch.empty(SPARSE_FEW_SPLITS, rows, packed.columns, dtype=torch.float32, device=hidden.device)
+        places = cuda_pointer(hidden), *weights, cuda_pointer(partials, torch.float32)
         library().call("rwkv_sparse_few", *places, number, rows, *sizes)
-        return Shares(shares)
+        return PartialSums(partials)
     y = hidden.new_empty(rows, packed.columns)
     places = cuda_pointer(hidden), *weights, cuda_pointer(y)
     if rows == 1:
@@ -206,7 +211,7 @@ def _finish(adapters: LayerAdapters | None, x: Tensor, hidden: Tensor) -> None:
     """What `_activation` has left to be done, x [T, C], hidden [T, 4C]."""
     if adapters is not None:
         assert isinstance(adapters, CudaLayerAdapters), "made by this backend's table"
-        adapters.finish_squares(Beside(Target.FFN_KEY, x, hidden))
+        adapters.finish_squares(AdaptedLinear(Target.FFN_KEY, x, hidden))
 
 
 def mix_experts(
@@ -225,5 +230,5 @@ def mix_experts(
     added = torch.zeros_like(x)
     adapters.mix_experts(x, layer.ffn_key(x), hidden, added)
     if not is_squared:
-        adapters.take_roots(hidden)
+        adapters.sqrt_hidden(hidden)
     return added

@@ -8,15 +8,15 @@ import logging
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.packed_codes import Packed
+from rwkv_batch.kernels.cuda.packed_weights import Packed
 from rwkv_batch.model.quant.formats import Format
 
 logger = logging.getLogger(__name__)
 
 
-def scaled_product(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+def scaled_mm(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """fp8 rows [T, K] with scales [T] times an fp8 matrix -> out [T, N]."""
-    weight, types = packed.by_outputs(), scaled_types(out.device)
+    weight, types = packed.output_major(), scaled_mm_dtypes(out.device)
     dtype = out.dtype if out.dtype in types else types[0]
     place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
     torch._scaled_mm(
@@ -31,13 +31,13 @@ def scaled_product(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -
     return out if place is out else out.copy_(place)
 
 
-def is_multiplied_by_codes(format_: Format, device: torch.device) -> bool:
+def has_fp8_gemm(format_: Format, device: torch.device) -> bool:
     """Whether a device has products of rows of fp8 codes with weights of this format."""
-    return format_ is Format.FP8 and bool(scaled_types(device))
+    return format_ is Format.FP8 and bool(scaled_mm_dtypes(device))
 
 
 @functools.cache
-def scaled_types(device: torch.device) -> tuple[torch.dtype, ...]:
+def scaled_mm_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """The result types of fp8 products with a scale per row; none: this GPU or torch has no such product."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return ()

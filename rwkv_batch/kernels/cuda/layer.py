@@ -53,7 +53,7 @@ def prepare_layer(layer: Layer) -> CudaLayer:
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]
     if layer.v_residual is not None:
         low.insert(0, (layer.v_residual.v1, layer.v_residual.v2))
-    rank = _round_up(max(entrance.weight.shape[0] for entrance, _ in low))
+    rank = _round_up(max(down.weight.shape[0] for down, _ in low))
     gate_rank = _round_up(layer.g1.weight.shape[0])
     rkv = value_rows = None
     if not small:
@@ -67,8 +67,8 @@ def prepare_layer(layer: Layer) -> CudaLayer:
     return CudaLayer(
         **values,
         rkv=rkv,
-        low_in=_stack([entrance for entrance, _ in low], rank, width, device),
-        low_out=_stack([exit_ for _, exit_ in low], width, rank, device),
+        low_in=_stack([down for down, _ in low], rank, width, device),
+        low_out=_stack([up for _, up in low], width, rank, device),
         gate_in=_stack([layer.g1], gate_rank, width, device)[0],
         gate_out=_stack([layer.g2], width, gate_rank, device)[0],
         value_rows=value_rows,

@@ -45,7 +45,7 @@ HOPPER_NAMES = (
     "wide_few",
 )
 MAX_MAPS = 8
-MAX_WIDE_MAPS = 12
+MAX_HOPPER_GEMMS = 12
 
 
 class CudaError(RuntimeError):
@@ -153,7 +153,7 @@ class WideArgs(Structure):
     """Mirrors the struct in wide.cu."""
 
     _fields_ = [
-        ("maps", WideMap * MAX_WIDE_MAPS),
+        ("maps", WideMap * MAX_HOPPER_GEMMS),
         *[(name, c_int) for name in ("count", "rows", "transposed", "to_floats", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
@@ -164,7 +164,7 @@ class WideEntranceArgs(Structure):
     """Mirrors the struct in wide_entrance.cu."""
 
     _fields_ = [
-        ("maps", WideMap * MAX_WIDE_MAPS),
+        ("maps", WideMap * MAX_HOPPER_GEMMS),
         *[(name, c_int) for name in ("count", "whole", "late", "rows", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
@@ -184,7 +184,7 @@ class WideFp8Args(Structure):
     """Mirrors the struct in wide_fp8.cuh."""
 
     _fields_ = [
-        ("maps", WideFp8Map * MAX_WIDE_MAPS),
+        ("maps", WideFp8Map * MAX_HOPPER_GEMMS),
         *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
         *[(name, c_int) for name in ("to_floats", "turned", "to_shares")],
         ("partial", c_void_p),
@@ -205,7 +205,7 @@ class WideInt8Args(Structure):
     """Mirrors the struct in wide_int8.cuh."""
 
     _fields_ = [
-        ("maps", WideInt8Map * MAX_WIDE_MAPS),
+        ("maps", WideInt8Map * MAX_HOPPER_GEMMS),
         *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
         *[(name, c_int) for name in ("pitch", "groups", "to_shares", "turned")],
         ("partial", c_void_p),
@@ -226,7 +226,7 @@ class WideCodesArgs(Structure):
     """Mirrors the struct in wide_codes.cuh."""
 
     _fields_ = [
-        ("maps", WideCodesMap * MAX_WIDE_MAPS),
+        ("maps", WideCodesMap * MAX_HOPPER_GEMMS),
         *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
@@ -310,7 +310,7 @@ def library() -> Kernels:
 
 
 @functools.cache
-def library_problem() -> str | None:
+def library_unavailable_reason() -> str | None:
     """Why there is no such library on this machine; None if there is one, built now if it never was."""
     try:
         library()

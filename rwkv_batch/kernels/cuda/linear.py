@@ -13,18 +13,25 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda.hopper_gemm import (
+    MAX_HOPPER_ROWS,
+    GemmShape,
+    fits_hopper_gemm,
+    has_hopper_gemm,
+    hopper_returns_fp32,
+    launch_hopper_gemm,
+)
 from rwkv_batch.kernels.cuda.library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda.wide import MAX_WIDE_ROWS, WideShape, fits_wide, floats_by_wide, has_wide, launch_wide
 from rwkv_batch.model.linear import Linear
 
 MAX_SKINNY_ROWS = 16
-LEAST_WIDE_DEPTH = 4096
+MIN_SKINNY_HOPPER_K = 4096
 """Inputs from which on Hopper's kernel multiplies few rows too. Measured: faster at 4096 with 1 to 16 rows; at 2048
 slower with 1 to 8, and equal with 12 and 16 (docs/notebook.md)."""
 
 
 @dataclass(slots=True)
-class Map:
+class Gemm:
     """One map of a grouped launch: y = activation(x @ weight.T), weight [n, k], x [rows, k], y [rows, n]."""
 
     weight: Tensor
@@ -38,28 +45,28 @@ def fits_skinny(weight: Tensor) -> bool:
     return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
 
 
-def is_wide(rows: int, weight: Tensor, transposed: bool = False) -> bool:
+def uses_hopper_gemm(rows: int, weight: Tensor, transposed: bool = False) -> bool:
     """Whether Hopper's kernel multiplies so many rows by a weight [n, k], or [k, n] if transposed."""
     n, k = reversed(weight.shape) if transposed else weight.shape
-    worth_it = MAX_SKINNY_ROWS < rows <= MAX_WIDE_ROWS or (rows <= MAX_SKINNY_ROWS and k >= LEAST_WIDE_DEPTH)
-    return worth_it and has_wide(weight.device) and fits_wide(WideShape(n, k), transposed)
+    worth_it = MAX_SKINNY_ROWS < rows <= MAX_HOPPER_ROWS or (rows <= MAX_SKINNY_ROWS and k >= MIN_SKINNY_HOPPER_K)
+    return worth_it and has_hopper_gemm(weight.device) and fits_hopper_gemm(GemmShape(n, k), transposed)
 
 
 def is_grouped(rows: int, weight: Tensor) -> bool:
     """Whether a kernel of our own multiplies so many rows by such a weight [n, k], many maps in one launch."""
-    return is_wide(rows, weight) or (rows <= MAX_SKINNY_ROWS and fits_skinny(weight))
+    return uses_hopper_gemm(rows, weight) or (rows <= MAX_SKINNY_ROWS and fits_skinny(weight))
 
 
-def multiply(maps: Sequence[Map]) -> None:
+def multiply(maps: Sequence[Gemm]) -> None:
     """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
     rows, weight = maps[0].x.shape[0], maps[0].weight
-    if is_wide(rows, weight):
-        launch_wide([(m.weight, m.x, m.y, m.activation) for m in maps], transposed=False)
+    if uses_hopper_gemm(rows, weight):
+        launch_hopper_gemm([(m.weight, m.x, m.y, m.activation) for m in maps], transposed=False)
     else:
         skinny(maps)
 
 
-def skinny(maps: Sequence[Map]) -> None:
+def skinny(maps: Sequence[Gemm]) -> None:
     """Run up to 8 maps over the same number of rows (at most 16) in one launch. Raises ValueError for more."""
     rows = maps[0].x.shape[0]
     if len(maps) > MAX_MAPS or rows > MAX_SKINNY_ROWS:
@@ -80,10 +87,10 @@ def skinny(maps: Sequence[Map]) -> None:
 
 def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
     """x [rows, k] @ transposed [k, n] -> [rows, n], for a weight that is stored with its inputs as rows."""
-    if not is_wide(len(x), transposed, transposed=True):
+    if not uses_hopper_gemm(len(x), transposed, transposed=True):
         return torch.mm(x, transposed)
     y = x.new_empty(len(x), transposed.shape[1])
-    launch_wide([(transposed, x, y, Activation.NONE)], transposed=True)
+    launch_hopper_gemm([(transposed, x, y, Activation.NONE)], transposed=True)
     return y
 
 
@@ -95,7 +102,7 @@ class CudaLinear(Linear):
         if not is_grouped(x.shape[0], self.weight):
             return torch.nn.functional.linear(x, self.weight)
         y = torch.empty(x.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
-        multiply([Map(self.weight, x, y)])
+        multiply([Gemm(self.weight, x, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -108,9 +115,9 @@ class CudaLinear(Linear):
         if x.shape[0] == 0:
             return out
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
-            skinny([Map(self.weight, x, out)])
+            skinny([Gemm(self.weight, x, out)])
             return out
-        if floats_by_wide(len(x), WideShape(*self.weight.shape), self.weight.device):
-            launch_wide([(self.weight, x, out, Activation.NONE)], transposed=False)
+        if hopper_returns_fp32(len(x), GemmShape(*self.weight.shape), self.weight.device):
+            launch_hopper_gemm([(self.weight, x, out, Activation.NONE)], transposed=False)
             return out
         return torch.mm(x, self.weight.T, out_dtype=torch.float32, out=out)

@@ -10,35 +10,35 @@ from torch import Tensor
 from native import machine
 from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable, has_adapters
 from rwkv_batch.kernels.cuda.channel_mix import channel_mix
-from rwkv_batch.kernels.cuda.entrance import CudaProjections, project
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, hopper_gemm_unavailable_reason, prepare_hopper_gemm
+from rwkv_batch.kernels.cuda.hopper_gemm_int8 import pitch_of
+from rwkv_batch.kernels.cuda.input_projections import CudaProjections, project
 from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda.library import (
     WkvArgs,
     cuda_pointer,
     library,
-    library_problem,
+    library_unavailable_reason,
     slots_pointer,
 )
 from rwkv_batch.kernels.cuda.linear import CudaLinear
-from rwkv_batch.kernels.cuda.packed_codes import turned_place
-from rwkv_batch.kernels.cuda.products import multiply_to_shares
+from rwkv_batch.kernels.cuda.packed_weights import transposed_buffer
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue, make_quantised
-from rwkv_batch.kernels.cuda.row_codes import (
-    CodedMix,
-    LoneRow,
-    RowCodes,
+from rwkv_batch.kernels.cuda.quantised_gemm import multiply_to_partials
+from rwkv_batch.kernels.cuda.quantised_rows import (
+    DeferredMix,
+    PartialSums,
+    QuantisedMix,
+    QuantisedRows,
     RowSums,
-    Shares,
-    UnmixedRow,
-    add_shares,
+    SingleRowInput,
+    add_partial_sums,
     add_sums,
 )
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_mix
-from rwkv_batch.kernels.cuda.wide import has_wide, prepare_wide, why_no_wide
-from rwkv_batch.kernels.cuda.wide_int8 import pitch_of
 from rwkv_batch.kernels.cuda.workspace import Workspace
-from rwkv_batch.model.adapter_table import Beside, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, Entrance, Layer, Norm, Projections
+from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
+from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections, Prologue
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -58,7 +58,7 @@ class CudaOps:
         self._sides: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     @staticmethod
-    def why_not(device: torch.device) -> str | None:
+    def unavailable_reason(device: torch.device) -> str | None:
         """Serves NVIDIA GPUs from sm_80 on, where nvcc can compile the kernels."""
         if device.type != "cuda":
             return f"the cuda kernels do not run on {device.type}"
@@ -67,11 +67,11 @@ class CudaOps:
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 0):
             return f"the cuda kernels need compute capability 8.0; this GPU has {major}.{minor}"
-        return machine.why_no_cuda(device) or library_problem()
+        return machine.cuda_unavailable_reason(device) or library_unavailable_reason()
 
-    def does_without(self, device: torch.device) -> dict[str, str]:
+    def missing_kernels(self, device: torch.device) -> dict[str, str]:
         """See ops.DoesWithout."""
-        reason = why_no_wide(device)
+        reason = hopper_gemm_unavailable_reason(device)
         return {} if reason is None else {"wide": reason}
 
     def prepare_layer(self, layer: Layer) -> CudaLayer:
@@ -80,25 +80,30 @@ class CudaOps:
         check_sizes(width, layer.ffn_key.weight.shape[0])
         if device not in self.workspaces:
             self.prepare_device(device, width, layer.ffn_key.weight.shape[0])
-        if isinstance(layer.ffn_value, CudaQuantValue) and layer.ffn_value.is_turned:
-            self.workspaces[device].turned = turned_place(layer.ffn_value.packed.codes)
+        if isinstance(layer.ffn_value, CudaQuantValue) and layer.ffn_value.needs_transposed:
+            self.workspaces[device].transposed_weight = transposed_buffer(layer.ffn_value.packed.codes)
         return prepare_layer(layer)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
         """Build the kernels and take their work space for models of up to this width and channel mix."""
-        self.workspaces[device] = Workspace.of(device, width, ffn)
+        self.workspaces[device] = Workspace.build(device, width, ffn)
         library()
-        if has_wide(device):
-            prepare_wide(device)
+        if has_hopper_gemm(device):
+            prepare_hopper_gemm(device)
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | Shares | RowSums | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow | list[LoneRow]]:
+        self,
+        x: Tensor,
+        delta: Tensor | PartialSums | RowSums | None,
+        prologue: Prologue,
+        shift: Tensor,
+        inputs: StepInputs,
+    ) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
         """As naive, x [T, C] fp16, with mix [M, C] fp16; the forms of mixed inputs: `shift_mix.shift_mix`."""
-        return shift_mix(x, delta, entrance, shift, inputs, self.workspaces[x.device])
+        return shift_mix(x, delta, prologue, shift, inputs, self.workspaces[x.device])
 
     def project(
-        self, layer: Layer, mixed: Tensor | CodedMix | UnmixedRow, adapters: LayerAdapters | None = None
+        self, layer: Layer, mixed: Tensor | QuantisedMix | DeferredMix, adapters: LayerAdapters | None = None
     ) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
@@ -106,7 +111,7 @@ class CudaOps:
         if adapters is not None:
             assert isinstance(mixed, Tensor), "what adapters read is not made codes"
             targets = (Target.RECEPTANCE, Target.KEY, Target.VALUE)
-            adapters.add(*map(Beside, targets, mixed[:3].unbind(), (p.r, p.k, p.v)))
+            adapters.add(*map(AdaptedLinear, targets, mixed[:3].unbind(), (p.r, p.k, p.v)))
         return p
 
     def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -117,11 +122,11 @@ class CudaOps:
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor | RowCodes, Tensor]:
+    ) -> tuple[Tensor | QuantisedRows, Tensor]:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224].
 
         One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both. y is in
-        two parts where all rows are a token and the output map `takes_parts`.
+        two parts where all rows are a token and the output map `takes_two_part_rows`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
@@ -129,8 +134,10 @@ class CudaOps:
         single = inputs.single_rows if inputs.max_seqlen > 1 else rows
         parts = None
         if single == len(p.r) and not has_adapters(inputs) and isinstance(layer.output, CudaQuantLinear):
-            parts = layer.output.empty_parts(single, width) if layer.output.takes_parts(single) else None
-        y: Tensor | RowCodes = torch.empty_like(p.r) if parts is None else parts
+            parts = (
+                layer.output.empty_two_part_rows(single, width) if layer.output.takes_two_part_rows(single) else None
+            )
+        y: Tensor | QuantisedRows = torch.empty_like(p.r) if parts is None else parts
         f32 = torch.float32
         args = WkvArgs(
             **{name: cuda_pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
@@ -153,10 +160,10 @@ class CudaOps:
         made = y, p.v if v_first is None else v_first
         if isinstance(p, CudaProjections) and p.low is not None:
             assert isinstance(layer, CudaLayer), "prepare_layer comes first"
-            exits = p.low.exits_in_wkv(layer) if single == len(p.r) else None
-            if exits is not None:
+            up_args = p.low.up_args_for_wkv(layer) if single == len(p.r) else None
+            if up_args is not None:
                 args.rows = rows
-                library().call("rwkv_wkv_few", ctypes.byref(args), ctypes.byref(exits), wkv.element_size())
+                library().call("rwkv_wkv_few", ctypes.byref(args), ctypes.byref(up_args), wkv.element_size())
                 return made
             p.finish()
         if single:
@@ -170,22 +177,25 @@ class CudaOps:
             library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
         return made
 
-    def output(self, layer: Layer, y: Tensor | RowCodes) -> Tensor | Shares:
+    def output(self, layer: Layer, y: Tensor | QuantisedRows) -> Tensor | PartialSums:
         """As naive, y as `time_mix` left it."""
-        if not isinstance(y, RowCodes):
+        if not isinstance(y, QuantisedRows):
             return layer.output(y)
         assert isinstance(layer.output, CudaQuantLinear), "parts are for weights in codes"
-        return multiply_to_shares(layer.output, y)
+        return multiply_to_partials(layer.output, y)
 
-    def add(self, x: Tensor, delta: Tensor | Shares | RowSums) -> Tensor:
+    def add(self, x: Tensor, delta: Tensor | PartialSums | RowSums) -> Tensor:
         """As naive."""
         if isinstance(delta, Tensor):
             return x + delta
-        return add_sums(x, delta) if isinstance(delta, RowSums) else add_shares(x, delta)
+        return add_sums(x, delta) if isinstance(delta, RowSums) else add_partial_sums(x, delta)
 
     def channel_mix(
-        self, layer: Layer, x: Tensor | RowCodes | UnmixedRow | LoneRow, adapters: LayerAdapters | None = None
-    ) -> Tensor | Shares | RowSums:
+        self,
+        layer: Layer,
+        x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor | PartialSums | RowSums:
         """As naive, x [T, C] fp16 or codes -> [T, C] fp16, shares or sums; few rows read some of ffn.value."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         return channel_mix(layer, x, adapters, self.workspaces)

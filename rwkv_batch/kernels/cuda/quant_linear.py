@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.coded_weights import CodedWeights
-from rwkv_batch.kernels.cuda.cublas_fp8 import is_multiplied_by_codes
-from rwkv_batch.kernels.cuda.few_rows import QuantMap
-from rwkv_batch.kernels.cuda.packed_codes import check_shape, pack
-from rwkv_batch.kernels.cuda.products import multiply_into, multiply_rows
-from rwkv_batch.kernels.cuda.row_codes import RowCodes
-from rwkv_batch.kernels.cuda.wide import has_wide
-from rwkv_batch.kernels.cuda.wide_int8 import BYTES_GROUP
+from rwkv_batch.kernels.cuda.cublas_fp8 import has_fp8_gemm
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_GROUP
+from rwkv_batch.kernels.cuda.packed_weights import check_shape, pack
+from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
+from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
+from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm
 from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Quantised
 
 
-class CudaQuantLinear(CodedWeights, Linear):
+class CudaQuantLinear(QuantisedWeights, Linear):
     """Codes [out, in] on a GPU, or [in, out] if transposed, fp32 sums."""
 
-    def __init__(self, stored: Quantised, group: int = BYTES_GROUP, transposed: bool = False) -> None:
+    def __init__(self, stored: Quantised, group: int = INT8_GROUP, transposed: bool = False) -> None:
         """group: inputs that share a scale where they are bytes.
 
         Raises ValueError for sizes that the kernels do not take.
@@ -31,12 +31,12 @@ class CudaQuantLinear(CodedWeights, Linear):
         self.weight = self.packed.codes
         self.in_features = stored.in_features
 
-    def __call__(self, x: Tensor | RowCodes) -> Tensor:
+    def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
         """[T, in] fp16, or in two parts, -> [T, out] fp16."""
-        if isinstance(x, RowCodes):
+        if isinstance(x, QuantisedRows):
             return multiply_rows(self, x)
         y = torch.empty(len(x), self.packed.outputs, dtype=torch.float16, device=x.device)
-        multiply_into([QuantMap(self, x, y)])
+        multiply_into([QuantGemm(self, x, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class CudaQuantLinear(CodedWeights, Linear):
         elif out.shape != shape:
             raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
         if x.shape[0]:
-            multiply_into([QuantMap(self, x, out)])
+            multiply_into([QuantGemm(self, x, out)])
         return out
 
 
@@ -61,33 +61,33 @@ class CudaQuantValue(CudaQuantLinear):
         """Raises ValueError for sizes that the kernels do not take."""
         super().__init__(stored, transposed=True)
         device = stored.codes.device
-        both = is_multiplied_by_codes(stored.format, device) and not has_wide(device)
-        self.as_stored = CudaQuantLinear(stored) if both else None
+        both = has_fp8_gemm(stored.format, device) and not has_hopper_gemm(device)
+        self.untransposed = CudaQuantLinear(stored) if both else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of codes and scales, of both where there are two."""
-        return self.packed.num_bytes + (0 if self.as_stored is None else self.as_stored.num_bytes)
+        return self.packed.num_bytes + (0 if self.untransposed is None else self.untransposed.num_bytes)
 
     @property
-    def is_turned(self) -> bool:
+    def needs_transposed(self) -> bool:
         """Whether products of very many rows want it in the other order."""
-        return self.as_stored is None and is_multiplied_by_codes(self.format, self.packed.codes.device)
+        return self.untransposed is None and has_fp8_gemm(self.format, self.packed.codes.device)
 
     @property
-    def of_codes(self) -> CudaQuantLinear:
+    def for_quantised_rows(self) -> CudaQuantLinear:
         """What rows in codes are multiplied by."""
-        return self.as_stored or self
+        return self.untransposed or self
 
-    def __call__(self, x: Tensor | RowCodes) -> Tensor:
+    def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
-        if self.as_stored is None or isinstance(x, RowCodes):
+        if self.untransposed is None or isinstance(x, QuantisedRows):
             return super().__call__(x)
-        return self.as_stored(x)
+        return self.untransposed(x)
 
 
 def make_quantised(name: str, stored: Quantised) -> Linear:
     """The map of the weight file's tensor of that name."""
     if name.endswith("ffn.value.weight"):
         return CudaQuantValue(stored)
-    return CudaQuantLinear(stored, HEAD_SIZE if name.endswith("att.output.weight") else BYTES_GROUP)
+    return CudaQuantLinear(stored, HEAD_SIZE if name.endswith("att.output.weight") else INT8_GROUP)

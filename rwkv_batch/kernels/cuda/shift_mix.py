@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.adapters import has_adapters
-from rwkv_batch.kernels.cuda.few_rows import fits_row_value, fits_wide_row
 from rwkv_batch.kernels.cuda.library import NormMixArgs, ShiftMixArgs, cuda_pointer, library, slots_pointer
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.kernels.cuda.row_codes import (
-    SCALE_STEP,
-    CodedMix,
-    LoneRow,
+from rwkv_batch.kernels.cuda.quantised_rows import (
+    SCALE_ALIGNMENT,
+    DeferredMix,
+    PartialSums,
+    QuantisedMix,
     RowSums,
-    Shares,
-    UnmixedRow,
-    added_up,
+    SingleRowInput,
+    sum_partials,
 )
+from rwkv_batch.kernels.cuda.skinny_quant import fits_hopper_row, fits_row_value
 from rwkv_batch.kernels.cuda.workspace import Workspace
-from rwkv_batch.model.layer import MIX_ORDER, Entrance
+from rwkv_batch.model.layer import MIX_ORDER, Prologue
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -37,12 +37,12 @@ SHIFT_BLOCKS = 2
 
 def shift_mix(
     x: Tensor,
-    delta: Tensor | Shares | RowSums | None,
-    entrance: Entrance,
+    delta: Tensor | PartialSums | RowSums | None,
+    prologue: Prologue,
     shift: Tensor,
     inputs: StepInputs,
     work: Workspace,
-) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow | list[LoneRow]]:
+) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
     """As naive, x [T, C] fp16 with mix [M, C] fp16; mixed inputs of the time mix in the order r, k, v, w, a, g.
 
     Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves; of one decoding
@@ -50,47 +50,47 @@ def shift_mix(
     """
     tokens, width = x.shape
     ragged, is_adapted = inputs.max_seqlen > 1, has_adapters(inputs)
-    if ragged and isinstance(delta, Shares):  # the kernel of prompts has no registers for them
-        delta = added_up(delta)
+    if ragged and isinstance(delta, PartialSums):  # the kernel of prompts has no registers for them
+        delta = sum_partials(delta)
     is_lone = tokens == 1 and not is_adapted
-    if is_lone and not isinstance(delta, Shares) and _mixes_in_launch(entrance):
-        return _unmixed(x, delta, entrance, shift, inputs, work)
-    coded = None if is_adapted else _coded_mix(x, entrance)
-    mix, shares = entrance.mix, delta.shares if isinstance(delta, Shares) else None
-    mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
-    added = _row_sums(x, work) if is_lone and _adds_sums(entrance, work) else None
+    if is_lone and not isinstance(delta, PartialSums) and _defers_mix(prologue):
+        return _defer_mix(x, delta, prologue, shift, inputs, work)
+    quantised = None if is_adapted else _quantised_mix(x, prologue)
+    mix, shares = prologue.mix, delta.shares if isinstance(delta, PartialSums) else None
+    mixed = x.new_empty(len(mix), tokens, width) if quantised is None else quantised.halves
+    added = _row_sums(x, work) if is_lone and _accumulates_row_sums(prologue, work) else None
     x_out, rows = torch.empty_like(x), len(inputs.read_slots)
     tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
     args = ShiftMixArgs(
-        **_row_args(x, delta, x_out, entrance, shift, inputs),
+        **_row_args(x, delta, x_out, prologue, shift, inputs),
         shares=cuda_pointer(shares, torch.float32),
         added=cuda_pointer(added, torch.int64),
         mixed=cuda_pointer(mixed),
-        codes=None if coded is None else coded.codes.data_ptr(),
-        scales=None if coded is None or coded.scales is None else coded.scales.data_ptr(),
+        codes=None if quantised is None else quantised.codes.data_ptr(),
+        scales=None if quantised is None or quantised.scales is None else quantised.scales.data_ptr(),
         tail=cuda_pointer(tail),
         mix=cuda_pointer(mix),
         cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
         token_rows=cuda_pointer(token_rows(inputs), torch.int64) if ragged else None,
         tokens=tokens,
         mixes=len(mix),
-        tokens_per_block=-(-tokens // (SHIFT_BLOCKS * work.processors)),
-        scale_pitch=0 if coded is None else coded.scale_pitch,
+        tokens_per_block=-(-tokens // (SHIFT_BLOCKS * work.num_sms)),
+        scale_pitch=0 if quantised is None else quantised.scale_pitch,
         num_shares=0 if shares is None else len(shares),
-        token_blocks=1 if shares is None else _token_blocks(width, coded),
-        in_bytes=coded is not None and coded.in_bytes,
+        token_blocks=1 if shares is None else _token_blocks(width, quantised),
+        in_bytes=quantised is not None and quantised.in_bytes,
     )
     library().call("rwkv_shift_mix", ctypes.byref(args), rows)
     if added is not None:
-        return x_out, [LoneRow(mixed[0], added)]
-    return x_out, mixed if coded is None else coded
+        return x_out, [SingleRowInput(mixed[0], added)]
+    return x_out, mixed if quantised is None else quantised
 
 
 def _row_args(
     x: Tensor,
-    delta: Tensor | Shares | RowSums | None,
+    delta: Tensor | PartialSums | RowSums | None,
     x_out: Tensor,
-    entrance: Entrance,
+    prologue: Prologue,
     shift: Tensor,
     inputs: StepInputs,
 ) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def _row_args(
         "sums": cuda_pointer(delta.sums, torch.int64) if isinstance(delta, RowSums) else None,
         "x_out": cuda_pointer(x_out),
         "shift": slots_pointer(shift, (torch.float16,)),
-        "weight": cuda_pointer(entrance.norm.weight, torch.float32),
-        "bias": cuda_pointer(entrance.norm.bias, torch.float32),
+        "weight": cuda_pointer(prologue.norm.weight, torch.float32),
+        "bias": cuda_pointer(prologue.norm.bias, torch.float32),
         "read_slots": cuda_pointer(inputs.read_slots, torch.int64),
         "write_slots": cuda_pointer(inputs.write_slots, torch.int64),
         "slot_stride": shift.stride(0),
@@ -110,28 +110,28 @@ def _row_args(
     }
 
 
-def _unmixed(
+def _defer_mix(
     x: Tensor,
     delta: Tensor | RowSums | None,
-    entrance: Entrance,
+    prologue: Prologue,
     shift: Tensor,
     inputs: StepInputs,
     work: Workspace,
-) -> tuple[Tensor, UnmixedRow]:
+) -> tuple[Tensor, DeferredMix]:
     """One row, whose mixed inputs the next launch makes: here only what that is given, and the place of x."""
     x_out = torch.empty_like(x)
     counter = cuda_pointer(work.mix_counter, torch.int32)
-    args = NormMixArgs(**_row_args(x, delta, x_out, entrance, shift, inputs), counter=counter)
+    args = NormMixArgs(**_row_args(x, delta, x_out, prologue, shift, inputs), counter=counter)
     held = (x, delta) if isinstance(delta, Tensor) else (x,)
-    return x_out, UnmixedRow(entrance.mix.unsqueeze(1), args, held)
+    return x_out, DeferredMix(prologue.mix.unsqueeze(1), args, held)
 
 
-def _adds_sums(entrance: Entrance, work: Workspace) -> bool:
+def _accumulates_row_sums(prologue: Prologue, work: Workspace) -> bool:
     """Whether the channel mix behind it adds its one row to sums."""
-    reader = entrance.reader
-    if len(entrance.mix) > 1 or not isinstance(reader, CudaQuantLinear):
+    consumer = prologue.consumer
+    if len(prologue.mix) > 1 or not isinstance(consumer, CudaQuantLinear):
         return False
-    return fits_row_value(reader, work.processors)
+    return fits_row_value(consumer, work.num_sms)
 
 
 def _row_sums(x: Tensor, work: Workspace) -> Tensor:
@@ -139,37 +139,39 @@ def _row_sums(x: Tensor, work: Workspace) -> Tensor:
     return work.row_sums.flatten()[: x.shape[1]].view(8, -1)
 
 
-def _token_blocks(width: int, coded: CodedMix | None) -> int:
+def _token_blocks(width: int, quantised: QuantisedMix | None) -> int:
     """Blocks of shift_mix that share a token where it adds up shares; inputs in parts are Hopper's."""
-    in_parts = coded is not None and coded.in_parts
-    return TOKEN_BLOCKS if in_parts and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
+    is_two_part = quantised is not None and quantised.is_two_part
+    return TOKEN_BLOCKS if is_two_part and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
 
 
-def _mixes_in_launch(entrance: Entrance) -> bool:
+def _defers_mix(prologue: Prologue) -> bool:
     """Whether the launch that multiplies one row's mixed inputs makes them: slower with 4 bits.
 
     Hopper's kernel for one row makes those of a time mix.
     """
-    reader = entrance.reader
-    if not isinstance(reader, CudaQuantLinear) or reader.format is Format.INT4:
+    consumer = prologue.consumer
+    if not isinstance(consumer, CudaQuantLinear) or consumer.format is Format.INT4:
         return False
-    if fits_wide_row(reader, [reader.packed.columns]):
-        return len(entrance.mix) > 1
-    return reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
+    if fits_hopper_row(consumer, [consumer.packed.columns]):
+        return len(prologue.mix) > 1
+    return consumer.uses_skinny_kernel(1) and consumer.packed.columns <= MAX_WIDTH
 
 
-def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:
+def _quantised_mix(x: Tensor, prologue: Prologue) -> QuantisedMix | None:
     """Where the mixed inputs of x [T, C] go if their map multiplies so many rows as codes."""
     tokens, width = x.shape
-    if not isinstance(entrance.reader, CudaQuantLinear):
+    if not isinstance(prologue.consumer, CudaQuantLinear):
         return None
-    count, halves = (3, 4) if len(entrance.mix) == len(MIX_ORDER) else (1, 0)
-    if entrance.reader.takes_parts(tokens):
-        return CodedMix(*entrance.reader.empty_parts(tokens, width, count), x.new_empty(halves, tokens, width))
-    if not entrance.reader.takes_codes(tokens):
+    count, halves = (3, 4) if len(prologue.mix) == len(MIX_ORDER) else (1, 0)
+    if prologue.consumer.takes_two_part_rows(tokens):
+        return QuantisedMix(
+            *prologue.consumer.empty_two_part_rows(tokens, width, count), x.new_empty(halves, tokens, width)
+        )
+    if not prologue.consumer.takes_fp8_rows(tokens):
         return None
-    pitch = -(-tokens // SCALE_STEP) * SCALE_STEP
-    return CodedMix(
+    pitch = -(-tokens // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    return QuantisedMix(
         torch.empty(count, tokens, width, dtype=torch.float8_e4m3fn, device=x.device),
         torch.empty(count, pitch, dtype=torch.float32, device=x.device)[:, :tokens],
         x.new_empty(halves, tokens, width),

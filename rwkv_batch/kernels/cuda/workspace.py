@@ -9,7 +9,7 @@ from torch import Tensor
 
 MAX_SPARSE_ROWS = 8
 """Rows that read only what they need of ffn.value (channel_mix.py)."""
-SPARSE_SHARE = 512
+SPARSE_BLOCK_INPUTS = 512
 """Inputs of a block there."""
 SPARSE_COLUMNS = 256
 """Outputs of one."""
@@ -27,16 +27,16 @@ class Workspace:
     """[1] int32, likewise"""
     row_sums: Tensor
     """[8, C / 8] int64: of one row, from a channel mix to what adds it to the residual stream"""
-    processors: int
+    num_sms: int
     """of the device"""
-    turned: Tensor | None = None
+    transposed_weight: Tensor | None = None
     """[bytes] uint8: ffn.value in the other order, of the layer that runs; None: no product wants that"""
 
     @classmethod
-    def of(cls, device: torch.device, width: int, ffn: int) -> Workspace:
+    def build(cls, device: torch.device, width: int, ffn: int) -> Workspace:
         """For models of up to this width and channel mix."""
         return cls(
-            torch.empty(-(-ffn // SPARSE_SHARE) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
+            torch.empty(-(-ffn // SPARSE_BLOCK_INPUTS) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(8, -(-width // 8), dtype=torch.int64, device=device),

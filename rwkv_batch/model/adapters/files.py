@@ -19,12 +19,12 @@ import torch
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 from torch import Tensor
 
-from rwkv_batch.model.hugging_face import native_module
-from rwkv_batch.model.tensor_files import MOST, FileError, Kind, read_tensors
+from rwkv_batch.model.huggingface import native_module
+from rwkv_batch.model.tensor_files import MAX_VALUE, FileError, FileKind, read_tensors
 from rwkv_batch.model.weights import FLOATS
 from rwkv_batch.models_folder import ADAPTER_CONFIG
 
-ADAPTER_FILE = Kind("adapter file", "adapter file", "adapters", "give", (".pth", ".pt", ".bin", ".safetensors"))
+ADAPTER_FILE = FileKind("adapter file", "adapter file", "adapters", "give", (".pth", ".pt", ".bin", ".safetensors"))
 _MODEL = "adapter_model"
 _NAME = re.compile(
     r"(?:^|\.)(?P<target>(?:blocks\.\d+\.|emb\b|head\b|ln_out\b).*?)"
@@ -43,7 +43,7 @@ _PLAIN = re.compile(r"[\w.]+")
 MAX_SCALE = 1000
 _FAR = 1e300
 """Stands for all that is farther from zero, which JSON's integers may be."""
-_MOST_EXPRESSIONS = 16
+_MAX_EXPRESSIONS = 16
 """One may take 10 MB and a tenth of a second."""
 
 Alphas = tuple[tuple[str | SchemaValidator, float], ...]
@@ -180,8 +180,10 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
         raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 is wanted")
     if not tensor.isfinite().all():
         raise FileError(f"adapter file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")
-    if tensor.numel() and (most := tensor.abs().max().item()) > MOST:
-        raise FileError(f"adapter file {path}: tensor {name!r} holds {most:.3g}, {MOST:.0f} is the most; it is damaged")
+    if tensor.numel() and (largest := tensor.abs().max().item()) > MAX_VALUE:
+        raise FileError(
+            f"adapter file {path}: tensor {name!r} holds {largest:.3g}, {MAX_VALUE:.0f} is the most; it is damaged"
+        )
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -214,8 +216,8 @@ def _alphas(file: Path, config: Mapping[str, Any]) -> Alphas:
     given = config.get("alpha_pattern") or {}
     if not isinstance(given, dict):
         raise FileError(f"{file}: alpha_pattern must be an object of names with their alphas")
-    if sum(not _PLAIN.fullmatch(pattern) for pattern in given) > _MOST_EXPRESSIONS:
-        raise FileError(f"{file}: alpha_pattern has more than {_MOST_EXPRESSIONS} regular expressions; write names out")
+    if sum(not _PLAIN.fullmatch(pattern) for pattern in given) > _MAX_EXPRESSIONS:
+        raise FileError(f"{file}: alpha_pattern has more than {_MAX_EXPRESSIONS} regular expressions; write names out")
     found: list[tuple[str | SchemaValidator, float]] = []
     for pattern, alpha in given.items():
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):

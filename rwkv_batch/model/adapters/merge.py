@@ -30,7 +30,7 @@ _SETS: dict[frozenset[str], str] = {
 }
 
 
-def merged(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
+def merge_adapters(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
     """The weights as the adapters change them, one after another, under a fingerprint of their own.
 
     Nothing is computed before a weight is asked for (`Weights.tensor`). Raises FileError for an adapter that does not
@@ -48,8 +48,8 @@ def merged(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
             name, kind, change = _change(weights, adapter, target, parts)
             changes[name] = change if name not in changes else _after(changes[name], change)
             kinds[kind] += 1
-        told = ", ".join(f"{kind} on {count} weights" for kind, count in kinds.items())
-        logger.info("adapter %s: %s, merged", adapter.path, told)
+        summary = ", ".join(f"{kind} on {count} weights" for kind, count in kinds.items())
+        logger.info("adapter %s: %s, merged", adapter.path, summary)
     digest = hashlib.blake2b(digest_size=16)
     digest.update(" ".join([weights.fingerprint, *(adapter.digest for adapter in adapters)]).encode())
     return dataclasses.replace(weights, changes=changes, fingerprint=digest.hexdigest())

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from rwkv_batch.model.older.layer import OlderLayer
-from rwkv_batch.model.plain import layer_norm, token_shift
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.torch_ops import layer_norm, token_shift
 
 
 def forward_layers(layers: Iterable[OlderLayer], x: Tensor, state: StateArena, inputs: StepInputs) -> Tensor:

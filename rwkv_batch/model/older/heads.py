@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.layer import Norm
-from rwkv_batch.model.plain import longest_first
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.torch_ops import longest_first
 
 GROUP_NORM_EPS = 64e-5
 

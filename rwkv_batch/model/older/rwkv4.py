@@ -10,9 +10,9 @@ from torch import Tensor
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.older.layer import sigmoid
 from rwkv_batch.model.older.source import TensorSource, square_maps
-from rwkv_batch.model.plain import longest_first
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.torch_ops import longest_first
 
 LOWEST = -1e30
 """The largest exponent so far, before the first token."""

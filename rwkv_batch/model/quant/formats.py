@@ -19,14 +19,14 @@ from torch import Tensor
 
 GROUP = 128
 """Inputs that share a scale."""
-FP8_LARGEST = 448.0
+FP8_MAX = 448.0
 SCALE_UNIT = 2.0**-6
 """What an fp16 scale of 1 amounts to."""
 ROWS_AT_ONCE = 2048
 """Outputs that are worked on in fp32 at a time."""
-CLIPPINGS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
+CLIP_FRACTIONS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
 """Shares of a group's range that 4-bit codes may cover; the one with the smallest squared error is taken."""
-QUANTISED = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn\.(key|value))\.weight$")
+QUANTISED_NAMES = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn\.(key|value))\.weight$")
 """The matrices that take these formats; vectors, low ranks and the embedding do not."""
 
 
@@ -91,7 +91,7 @@ def format_of(dtype: str) -> Format | None:
 
 def is_quantised(name: str) -> bool:
     """Whether the tensor of this name takes a small format."""
-    return QUANTISED.search(name) is not None
+    return QUANTISED_NAMES.search(name) is not None
 
 
 def format_for(name: str, storage: Format) -> Format | None:
@@ -120,7 +120,7 @@ def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.empty(stored.out_features, stored.in_features, dtype=dtype, device=stored.codes.device)
     for at in range(0, len(out), ROWS_AT_ONCE):
         rows = slice(at, at + ROWS_AT_ONCE)
-        out[rows] = _meaning(stored, rows)
+        out[rows] = _dequantise_rows(stored, rows)
     return out
 
 
@@ -130,19 +130,19 @@ def codes_int4(stored: Quantised) -> Tensor:
     return pairs.reshape(stored.out_features, -1)[:, : stored.in_features]
 
 
-def _meaning(stored: Quantised, rows: slice) -> Tensor:
+def _dequantise_rows(stored: Quantised, rows: slice) -> Tensor:
     scales = stored.scales[rows].float()
     if stored.format is Format.FP8:
         return stored.codes[rows].float() * scales.unsqueeze(1)
-    spread = _spread(scales * SCALE_UNIT, stored.in_features)
+    scale_per_input = _expand_groups(scales * SCALE_UNIT, stored.in_features)
     if stored.format is Format.INT8:
-        return stored.codes[rows].float() * spread
+        return stored.codes[rows].float() * scale_per_input
     assert stored.zeros is not None, "4-bit codes have zeros"
     part = Quantised(stored.format, stored.codes[rows], stored.scales[rows], stored.zeros[rows], stored.in_features)
-    return (codes_int4(part).float() - _spread(stored.zeros[rows].float(), stored.in_features)) * spread
+    return (codes_int4(part).float() - _expand_groups(stored.zeros[rows].float(), stored.in_features)) * scale_per_input
 
 
-def _spread(per_group: Tensor, inputs: int) -> Tensor:
+def _expand_groups(per_group: Tensor, inputs: int) -> Tensor:
     """[out, G] -> [out, in]."""
     return per_group.repeat_interleave(GROUP, dim=1)[:, :inputs]
 
@@ -159,15 +159,15 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = weight.abs().amax(dim=1)
     if not bool(largest.isfinite().all()):
         raise ValueError("weights that are not finite have no small format; use --dtype fp16")
-    scales = torch.where(largest > 0, largest / FP8_LARGEST, torch.ones_like(largest))
-    codes = (weight / scales.unsqueeze(1)).clamp(-FP8_LARGEST, FP8_LARGEST)
+    scales = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    codes = (weight / scales.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX)
     return codes.to(torch.float8_e4m3fn), scales, scales
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = _grouped(weight).abs().amax(dim=2)
     scales = _fp16_scale(largest / 127)
-    codes = (weight / _spread(scales.float() * SCALE_UNIT, weight.shape[1])).round().clamp(-127, 127)
+    codes = (weight / _expand_groups(scales.float() * SCALE_UNIT, weight.shape[1])).round().clamp(-127, 127)
     return codes.to(torch.int8), scales, scales
 
 
@@ -176,19 +176,19 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
     best = torch.full_like(low, torch.inf)
     scales, zeros = low.half(), torch.zeros_like(low)
-    for share in CLIPPINGS:
-        scale = _fp16_scale((high - low) * share / 15)
+    for fraction in CLIP_FRACTIONS:
+        scale = _fp16_scale((high - low) * fraction / 15)
         step = scale.float() * SCALE_UNIT
-        zero = (-low * share / step).round().clamp(0, 15)
-        spread_scale, spread_zero = step.unsqueeze(2), zero.unsqueeze(2)
-        codes = (groups / spread_scale + spread_zero).round().clamp(0, 15)
-        error = ((codes - spread_zero) * spread_scale - groups).square().sum(dim=2)
+        zero = (-low * fraction / step).round().clamp(0, 15)
+        group_scale, group_zero = step.unsqueeze(2), zero.unsqueeze(2)
+        codes = (groups / group_scale + group_zero).round().clamp(0, 15)
+        error = ((codes - group_zero) * group_scale - groups).square().sum(dim=2)
         better = error < best
         best = torch.where(better, error, best)
         scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
     inputs = weight.shape[1]
-    steps = _spread(scales.float() * SCALE_UNIT, inputs)
-    codes = (weight / steps + _spread(zeros, inputs)).round().clamp(0, 15).to(torch.uint8)
+    steps = _expand_groups(scales.float() * SCALE_UNIT, inputs)
+    codes = (weight / steps + _expand_groups(zeros, inputs)).round().clamp(0, 15).to(torch.uint8)
     if inputs % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[:, ::2] | codes[:, 1::2] << 4, scales, zeros.to(torch.uint8)

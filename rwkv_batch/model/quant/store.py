@@ -30,7 +30,7 @@ VERSION = 1
 """Of the definition in formats.py: another one makes other folders."""
 CHECKSUM = "crc32"
 """In the metadata of a file: see `_checksum`."""
-LEFT_BEHIND_S = 3600.0
+STALE_TEMP_S = 3600.0
 """Age from which a file that is half written is one of a process that was killed."""
 
 
@@ -42,8 +42,8 @@ class QuantStore:
         is_folder = weights_path.is_dir()
         self.folder = weights_path / mark if is_folder else weights_path.with_name(f"{weights_path.stem}.{mark}")
         self._usable = is_folder or weights_path.is_file()
-        self._writes = self._usable
-        self._remove_left_behind()
+        self._can_write = self._usable
+        self._remove_stale_temps()
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
         """The codes of a tensor, on the CPU; None: there are none, or they do not fit or cannot be read."""
@@ -66,9 +66,9 @@ class QuantStore:
             return None
         return found
 
-    def keep(self, name: str, codes: Quantised) -> None:
+    def save(self, name: str, codes: Quantised) -> None:
         """Write the codes of a tensor. What goes wrong is logged once; then no more is written."""
-        if not self._writes:
+        if not self._can_write:
             return
         tensors = {"codes": codes.codes, "scales": codes.scales}
         if codes.zeros is not None:
@@ -88,7 +88,7 @@ class QuantStore:
                 Path(temporary).unlink(missing_ok=True)
                 raise
         except (OSError, SafetensorError) as error:
-            self._writes = False
+            self._can_write = False
             logger.warning(
                 "%s cannot be written (%s): small weights that are not in it are made anew at every start; make room "
                 "there, or let this user write there",
@@ -99,12 +99,12 @@ class QuantStore:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def _remove_left_behind(self) -> None:
+    def _remove_stale_temps(self) -> None:
         """Remove what processes that were killed had half written; another's that is being written is younger."""
         with contextlib.suppress(OSError):  # no folder, or one that is not ours to change
-            for half in self.folder.glob(".*"):
-                if time.time() - half.stat().st_mtime > LEFT_BEHIND_S:
-                    half.unlink()
+            for temp_path in self.folder.glob(".*"):
+                if time.time() - temp_path.stat().st_mtime > STALE_TEMP_S:
+                    temp_path.unlink()
 
 
 def _checksum(name: str, tensors: Mapping[str, Tensor]) -> str:

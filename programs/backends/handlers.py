@@ -1,0 +1,44 @@
+"""The service's own handlers, called without HTTP: what own_engine and the batch runner ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from programs.backends.backend import Reply
+from routes.context import Context
+from routes.dispatch import full_response
+from routes.request_context import RequestContext, set_current_request
+from routes.route import Route
+from routes.table import ROUTES
+from rwkv_batch.request import ClientLimits, Priority
+
+BY_PATH: dict[str, Route] = {route.path: route for route in ROUTES if route.method == "POST" and route.body}
+
+
+async def call_handler(
+    context: Context,
+    path: str,
+    body: dict[str, Any],
+    *,
+    client: str,
+    owner: str = "",
+    limits: ClientLimits | None = None,
+    priority: Priority = Priority.BATCH,
+) -> Reply:
+    """The answer of the route at `path`, in the client's name. In a task of its own."""
+    request_context = RequestContext(
+        method="POST", route=path, client=client, limits=limits, owner=owner, priority=priority
+    )
+    set_current_request(request_context)
+    answer = await full_response(context, BY_PATH[path], body)
+    wait = answer.headers.get("Retry-After")
+    value = msgspec.json.decode(answer.body)
+    return Reply(
+        answer.status,
+        value,
+        float(wait) if wait else None,
+        request_context.prompt_tokens,
+        request_context.completion_tokens,
+    )

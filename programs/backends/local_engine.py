@@ -1,0 +1,113 @@
+"""An engine in this process, asked through the service's own handlers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from programs.backends.backend import Reply
+from programs.backends.handlers import call_handler
+from programs.record import RunError
+from programs.settings import Settings
+from routes.context import Context, RequestLimiter
+from routes.readiness import Readiness
+from routes.translate import CACHE_KEY, TranslationCache
+from rwkv_batch.calls import Answer, EngineCall
+from rwkv_batch.calls import Reply as ResultCallback
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.wire import Observe
+from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.request import Job, Priority
+from rwkv_batch.tokenizer import make_tables
+
+_MAX_IN_FLIGHT = 4096
+_REQUESTS_PER_SLOT = 2
+"""Questions for each place in the steps: some decode while others wait to."""
+
+
+class LocalEngine:
+    """Loads the model of the settings."""
+
+    def __init__(self, settings: Settings, *, stores_sessions: bool = False) -> None:
+        """`stores_sessions`: in the settings' database; else in memory alone."""
+        if not stores_sessions:
+            pool = msgspec.structs.replace(settings.engine.pool, state_db="")
+            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, pool=pool))
+        self._settings = settings
+        self._context: Context | None = None
+        self._engine: _Engine | None = None
+
+    async def model(self) -> str:
+        """See Backend. A file is known by its name and size, and by how its weights are used."""
+        engine = self._settings.engine
+        try:
+            size = (await asyncio.to_thread(Path(engine.model_path).stat)).st_size
+        except OSError as error:
+            raise RunError(f"model file {engine.model_path} cannot be read ({error.strerror})") from None
+        return f"{Path(engine.model_path).name} ({size} bytes, {engine.dtype})"
+
+    async def open(self) -> int:
+        """See Backend."""
+        try:
+            self._engine = await asyncio.to_thread(_Engine, self._settings)
+        except StartupError as error:
+            raise RunError(str(error)) from None
+        config = self._settings.http
+        self._context = Context(self._engine, config, RequestLimiter(1), Readiness(0), status_wait_s=None)
+        self._context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
+        return min(_MAX_IN_FLIGHT, self._engine.max_running * _REQUESTS_PER_SLOT)
+
+    @property
+    def context(self) -> Context:
+        """What handlers get; after `open`."""
+        assert self._context is not None
+        return self._context
+
+    async def request(self, path: str, body: dict[str, Any]) -> Reply:
+        """See Backend."""
+        # Nobody else is served here: no place is kept for interactive rows.
+        return await call_handler(self.context, path, body, client="batch", priority=Priority.INTERACTIVE)
+
+    async def close(self) -> None:
+        """See Backend."""
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """The same from any thread."""
+        if self._engine is not None:
+            self._engine.stop()
+
+
+class _Engine:
+    """The engine as routes see it."""
+
+    is_connected = True
+    lost: ClassVar[list[str]] = []
+
+    def __init__(self, settings: Settings) -> None:
+        """Loads the model. Raises StartupError."""
+        from rwkv_batch.engine import Engine
+
+        make_tables()
+        self._engine = Engine(settings.engine)
+        self._engine.start()
+        self.max_running = self._engine.scheduler.limits.max_running
+        self.stop = self._engine.stop
+
+    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
+        """See EngineProtocol."""
+        self._engine.submit(job, sink, admitted)
+
+    def cancel(self, job_id: str) -> None:
+        """See EngineProtocol."""
+        self._engine.cancel(job_id)
+
+    def call(self, call: EngineCall[Answer], reply: ResultCallback[Answer]) -> None:
+        """See EngineProtocol."""
+        self._engine.call(call, reply)
+
+    def observe(self, observation: Observe) -> None:
+        """Nobody reads figures here."""

@@ -1,0 +1,83 @@
+"""A running service, over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+
+from programs.backends.backend import UNREACHABLE, Reply
+from programs.record import RunError
+
+_READ_TIMEOUT_S = 60.0
+"""An answer that takes its time shows all the while that it comes."""
+_IN_FLIGHT = 256
+_OK, _FAILED = 200, 500
+
+
+class RemoteService:
+    """The service at a URL. One event loop."""
+
+    def __init__(self, url: str, password: str) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {password}"} if password else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_READ_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, timeout=timeout, connector=connector, trust_env=True
+            )
+        return self._session
+
+    async def model(self) -> str:
+        """See Backend."""
+        try:
+            async with self._client().get(f"{self._url}/openai/v1/models") as answer:
+                status, value = answer.status, _parse_body(await answer.read())
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise RunError(f"no service at {self._url} ({_error_text(error)}); check --url, or start it") from None
+        if status != _OK:
+            raise RunError(f"the service at {self._url} refuses: {Reply(status, value).reason}")
+        try:
+            return ",".join(one["id"] for one in value["data"])
+        except (KeyError, TypeError):
+            raise RunError(f"what answers at {self._url} is no service of ours; check --url") from None
+
+    async def open(self) -> int:
+        """See Backend."""
+        return _IN_FLIGHT
+
+    async def request(self, path: str, body: dict[str, Any]) -> Reply:
+        """See Backend."""
+        try:
+            async with self._client().post(self._url + path, json={"priority": "batch", **body}) as answer:
+                value = _parse_body(await answer.read())
+        except (aiohttp.ClientError, OSError) as error:
+            return Reply(UNREACHABLE, f"the service at {self._url} cannot be reached ({_error_text(error)})")
+        status = answer.status
+        if status == _OK and not (isinstance(value, dict) and "error" not in value):
+            status = _FAILED  # the status was out before the failure
+        usage = value.get("usage") or {} if isinstance(value, dict) else {}
+        tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        wait = answer.headers.get("Retry-After", "")
+        return Reply(status, value, float(wait) if wait.isdecimal() else None, *tokens)
+
+    async def close(self) -> None:
+        """See Backend."""
+        if self._session is not None:
+            await self._session.close()
+
+
+def _parse_body(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return body[:500].decode("utf-8", "replace")
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,196 @@
+"""`python app.py batch INPUT -o OUTPUT`: from the command line to a run, and to an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from programs.backends.backend import Backend
+from programs.backends.local_engine import LocalEngine
+from programs.backends.remote_service import RemoteService
+from programs.batch.dry_run import Estimate
+from programs.batch.files import errors_path, open_files
+from programs.batch.formats.file_format import FileFormat, format_of, unknown_format
+from programs.batch.formats.registry import combine_formats
+from programs.batch.glossary import Glossary, load_glossary
+from programs.batch.inputs import Input
+from programs.batch.lines import LineWorker
+from programs.batch.options import Options, check_settings, flag_of, parse_options
+from programs.batch.outputs import STDOUT
+from programs.batch.progress import Reporter, RunStats
+from programs.batch.reorder_buffer import ReorderBuffer
+from programs.batch.run import Run
+from programs.batch.sidecar import Progress
+from programs.batch.tasks import JSON_TASKS, Task, make_task
+from programs.record import Record, RunError
+from programs.settings import Settings, SettingsError, parse_settings
+from programs.settings.model_file import with_default_model
+from routes.request.bodies import validate
+from routes.table import ROUTES
+from rwkv_batch.errors import ServiceError, StartupError
+from rwkv_batch.ipc.process import LogStyle, set_up_logging
+
+ALL_ANSWERED, CANNOT_RUN, BAD_FLAG, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit codes."""
+_SUBTITLES = ("srt", "vtt")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        options, rest = parse_options(arguments)
+        settings = parse_settings(rest, os.environ)
+        check_settings(options.url, rest)
+        check_body(options)
+        set_up_logging("batch", LogStyle(settings.service.log_format, settings.service.log_level))
+        backend: Backend = _service(options, settings) if options.url else LocalEngine(with_default_model(settings))
+        return asyncio.run(_interruptible(_Command(options, backend).run()))
+    except SettingsError as error:
+        return _print_error(str(error), BAD_FLAG)
+    except (RunError, StartupError) as error:
+        return _print_error(str(error), CANNOT_RUN)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return _print_error("stopped; the same command goes on from here", INTERRUPTED)
+
+
+def _print_error(error: str, code: int) -> int:
+    sys.stderr.write(f"error: {error}\n")
+    return code
+
+
+def _service(options: Options, settings: Settings) -> RemoteService:
+    return RemoteService(options.url, settings.http.password)
+
+
+async def _interruptible(work: Any) -> int:
+    """Ends orderly at SIGTERM as at SIGINT: what has ended is kept."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return int(await task)
+
+
+def check_body(options: Options) -> None:
+    """Whether the flags make a body that its route takes. Raises SettingsError."""
+    task_options = options.task_options
+    request = make_task(task_options).request(Record(0, 1, _AnyFields()))
+    route = next(route for route in ROUTES if route.path == request.path)
+    assert route.body is not None
+    try:
+        validate(route.body, request.body)
+    except ServiceError as error:
+        raise SettingsError(str(error)) from None
+
+
+class _AnyFields(dict[str, Any]):
+    """A record that has every field."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return "x"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
+
+
+@dataclass(slots=True)
+class _Command:
+    options: Options
+    backend: Backend
+
+    async def run(self) -> int:
+        """Do it; returns the exit code. Raises RunError."""
+        try:
+            return await self._run()
+        finally:
+            await self.backend.close()
+
+    async def _run(self) -> int:
+        options = self.options
+        form = _file_format(options)
+        glossary = load_glossary(options.glossary) if options.glossary else None
+        source = Input(options.input)
+        records = _select_records(form.read(source.lines()), options)
+        task = make_task(options.task_options)
+        if options.dry_run:
+            return await self._estimate(records, task, glossary)
+        settings = self._settings(glossary, await self.backend.model())
+        files = await asyncio.to_thread(open_files, options, source, form, settings)
+        try:
+            reorder_buffer = ReorderBuffer(options.order == "keep", files.progress)
+            stats = RunStats(source.fraction)
+            answers = files.sidecar if options.dedupe else None
+            worker = LineWorker(self.backend, task, options.retry, glossary, answers=answers)
+            with Reporter(stats, options.progress):
+                await Run(records, worker, files, reorder_buffer, stats, options.max_in_flight).run()
+        finally:
+            files.close()
+            source.close()
+        return self._print_failures(files.progress)
+
+    async def _estimate(self, records: Iterator[Record], task: Task, glossary: Glossary | None) -> int:
+        estimate = Estimate(task)
+        await asyncio.to_thread(estimate.count, records)
+        await self.backend.open()
+        figures = await estimate.figures(LineWorker(self.backend, task, self.options.retry, glossary))
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return ALL_ANSWERED
+
+    def _print_failures(self, progress: Progress) -> int:
+        if progress.failed:
+            where = errors_path(self.options) or "above"
+            sys.stderr.write(f"{progress.failed} of {progress.answered + progress.failed} lines failed: see {where}\n")
+        return SOME_FAILED if progress.failed else ALL_ANSWERED
+
+    def _settings(self, glossary: Glossary | None, model: str) -> dict[str, str]:
+        """What decides over the answers, by the names of its flags."""
+        options, task_options = self.options, self.options.task_options
+        decode = {flag_of(name): repr(value) for name, value in task_options.decode.items()}
+        terms = Path(options.glossary).read_bytes() if glossary is not None else b""
+        return decode | {
+            "--task": task_options.task,
+            "--field": task_options.field,
+            "--template": task_options.template,
+            "--source-lang": task_options.source_lang,
+            "--target-lang": task_options.target_lang,
+            "--out-field": options.out_field,
+            "--order": options.order,
+            "--shard": "/".join(map(str, options.shard)),
+            "--dedupe": "given" if options.dedupe else "",
+            "--glossary": hashlib.sha256(terms).hexdigest() if terms else "",
+            "--format": options.form,
+            "--url": "given" if options.url else "",
+            "the model": model,
+        }
+
+
+def _file_format(options: Options) -> FileFormat:
+    """Raises RunError where a name does not tell it, or the two do not go together."""
+    source = options.form or format_of(options.input)
+    if source is None:
+        raise unknown_format(options.input, "name it by --format")
+    target = source if options.output == STDOUT else format_of(options.output)
+    if target is None:
+        raise unknown_format(options.output, "give an --output whose name ends like one, or name it by --format")
+    if target in _SUBTITLES and options.order == "done":
+        raise RunError("--order done would shuffle subtitles; leave it out, or write .jsonl")
+    return combine_formats(
+        source, target, options.task_options.field, options.out_field, options.task_options.task in JSON_TASKS
+    )
+
+
+def _select_records(records: Iterator[Record], options: Options) -> Iterator[Record]:
+    """Those of the shard, within the limit."""
+    part, parts = options.shard
+    limited = islice(records, options.limit) if options.limit else records
+    return (record for record in limited if record.index % parts == part - 1)

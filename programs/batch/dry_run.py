@@ -1,0 +1,95 @@
+"""What a run would cost: lines and tokens of the whole input, and the time by a few lines that are really answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from programs.batch.lines import LineWorker
+from programs.batch.tasks import FIM, SCORE, TRANSLATE, Task, TaskRequest
+from programs.record import LineError, Record
+from routes.request import prompts
+from routes.request.bodies import PromptBody, validate
+from routes.request.jobs import prompts_and_stops
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.tokenizer import Tokenizer
+
+SAMPLE = 64
+"""Lines that are answered, spread over the input as it is read."""
+
+
+class Estimate:
+    """Counts records; keeps a few."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._tokenizer = Tokenizer()
+        self._stride = 1
+        self.lines = self.unreadable = self.prompt_tokens = 0
+        self.sample: list[Record] = []
+        self._sample_tokens: list[int] = []
+
+    def count(self, records: Iterator[Record]) -> None:
+        """Read them all."""
+        for record in records:
+            if record.verbatim is not None:
+                continue
+            self.lines += 1
+            tokens = self._tokens(record)
+            if tokens is None:
+                self.unreadable += 1
+            else:
+                self.prompt_tokens += tokens
+                self._keep(record, tokens)
+
+    def _tokens(self, record: Record) -> int | None:
+        """About how many the record's prompt has; None if it has none."""
+        try:
+            return None if record.problem else len(self._tokenizer.encode(_prompt(self._task.request(record))))
+        except (LineError, ServiceError):
+            return None
+
+    def _keep(self, record: Record, tokens: int) -> None:
+        """Every `stride`-th record; twice that once there are too many."""
+        if self.lines % self._stride:
+            return
+        self.sample.append(record)
+        self._sample_tokens.append(tokens)
+        if len(self.sample) > SAMPLE:
+            self.sample, self._sample_tokens = self.sample[1::2], self._sample_tokens[1::2]
+            self._stride *= 2
+
+    async def figures(self, worker: LineWorker) -> dict[str, Any]:
+        """What there is to tell, after the sample has been answered."""
+        figures: dict[str, Any] = {
+            "lines": self.lines,
+            "unreadable": self.unreadable,
+            "prompt_tokens": self.prompt_tokens,
+        }
+        if not self.sample:
+            return figures
+        started = time.monotonic()
+        outcomes = await asyncio.gather(*(asyncio.create_task(worker.outcome(record)) for record in self.sample))
+        seconds = time.monotonic() - started
+        ratio = self.prompt_tokens / max(1, sum(self._sample_tokens))
+        return figures | {
+            "sampled_lines": len(self.sample),
+            "sample_failed": sum(bool(outcome.problem) for outcome in outcomes),
+            "completion_tokens": round(ratio * sum(outcome.completion_tokens for outcome in outcomes)),
+            "seconds": round(ratio * seconds, 1),
+        }
+
+
+def _prompt(request: TaskRequest) -> str:
+    """About what the model will read. Raises ServiceError if the body is none."""
+    if request.path == TRANSLATE:
+        return prompts.translation(
+            request.body["source_lang"], request.body["target_lang"], request.body["text_list"][0]
+        )
+    if request.path == SCORE:
+        return str(request.body["contents"][0]) + "".join(map(str, request.body["candidates"]))
+    if request.path == FIM:
+        return prompts.fill_in_the_middle(request.body["prefix"][0], request.body["suffix"][0])
+    return prompts_and_stops(validate(PromptBody, request.body))[0][0]

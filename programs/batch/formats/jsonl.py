@@ -1,0 +1,77 @@
+"""JSON Lines: an object a line, or a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from programs.batch.formats.file_format import unreadable_reason
+from programs.batch.inputs import Line
+from programs.record import Record
+
+MAX_DEPTH = 200
+"""Lists and objects inside each other in a line: deeper ones can be read and then not be written."""
+
+
+class Jsonl:
+    """Objects keep what they have and get one field more."""
+
+    def __init__(self, field: str, out_field: str, is_json: bool = False) -> None:
+        """`is_json`: answers are JSON values."""
+        self._is_json = is_json
+        self._field = field
+        self._out_field = out_field
+
+    def read(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """See Form. Empty lines are no records."""
+        index = 0
+        for line in lines:
+            if not line.data.strip():
+                continue
+            fields, problem = self._parsed(line)
+            yield Record(index, line.number, fields, problem, size=line.size)
+            index += 1
+
+    def _parsed(self, line: Line) -> tuple[dict[str, Any], str]:
+        if problem := unreadable_reason(line):
+            return {}, problem
+        try:
+            value = json.loads(line.data)
+        except (ValueError, RecursionError) as error:
+            return {}, f"is not JSON: {error}"
+        if isinstance(value, str):
+            value = {self._field: value}
+        if is_too_deep(value):
+            return {}, f"has more than {MAX_DEPTH} lists and objects inside each other"
+        if not isinstance(value, dict):
+            return {}, f"must be a JSON object or a text, got {type(value).__name__}"
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            return {}, "has a lone surrogate, which has no UTF-8 form"
+        except ValueError:
+            return {}, "has a number that JSON cannot write, like NaN or one beyond 1e308"
+        return value, ""
+
+    def header(self) -> str:
+        """See Form."""
+        return ""
+
+    def write(self, record: Record, answer: str | None) -> str:
+        """See Form. A record that has failed is in the file of errors alone."""
+        if answer is None:
+            return ""
+        value = json.loads(answer) if self._is_json else answer
+        return json.dumps({**record.fields, self._out_field: value}, ensure_ascii=False) + "\n"
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a JSON value is nested beyond MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inside = [one for one in level if isinstance(one, dict | list)]
+        if not inside:
+            return False
+        level = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+    return True

@@ -1,0 +1,161 @@
+"""What becomes of one record: its question, again and again if need be, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from programs.backends.backend import UNREACHABLE, Backend, Reply
+from programs.batch.glossary import Glossary
+from programs.batch.sidecar import Sidecar
+from programs.batch.tasks import TRANSLATE, Task, TaskRequest
+from programs.record import LineError, Record, RunError
+
+OK = 200
+_BUSY = frozenset({UNREACHABLE, 429, 502, 503})
+"""The service, not the line: when it stays so, the run stops, and can be gone on with."""
+_RETRYABLE = frozenset({500, 504})
+_TOO_MANY_REQUESTS = 429
+_WAIT_S = 0.5
+_MAX_WAIT_S = 30.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """An answer, or why there is none; of a glossary's missing term both."""
+
+    answer: str | None = None
+    problem: str = ""
+    status: int = OK
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    code: str = ""
+    """The problem's name, where it has one."""
+    reply: Any = None
+    """The body of an answer that was none."""
+    key: bytes | None = None
+    """What equal lines have in common, where the answer is worth keeping for them."""
+
+
+@dataclass(slots=True)
+class LineWorker:
+    """Answers records. One event loop."""
+
+    backend: Backend
+    task: Task
+    retry: int
+    glossary: Glossary | None = None
+    max_busy_retries: int | None = None
+    """Tries while the service is busy or away; None: as many as `retry`."""
+    max_refused_s: float = float("inf")
+    """How long a line is asked again that is refused as too much (429), while no other line is answered either; then it
+    fails alone: it may be more than the service ever takes at once."""
+    answers: Sidecar | None = None
+    """Where answers to equal lines are kept (--dedupe)."""
+    in_progress: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
+    """Questions whose answers are not in the sidecar yet."""
+    answered_at: float = 0.0
+    """When a question was answered last, as time.monotonic."""
+
+    async def open(self) -> int:
+        """Make ready; returns how many lines at once keep the backend at work. Raises RunError."""
+        return await self.backend.open()
+
+    async def outcome(self, record: Record) -> Outcome:
+        """What the record gets. Raises RunError if nobody answers any more."""
+        if record.problem:
+            return Outcome(problem=record.problem, status=400)
+        try:
+            request = self.task.request(record)
+        except LineError as error:
+            return Outcome(problem=str(error), status=400)
+        if self.answers is None:
+            return await self._compute(request)
+        return await self._deduplicated(request, self.answers)
+
+    async def _deduplicated(self, request: TaskRequest, answers: Sidecar) -> Outcome:
+        """The answer to this or an equal line."""
+        key = _key(request)
+        if (waiting := self.in_progress.get(key)) is not None:
+            first = await asyncio.shield(waiting)
+            return Outcome(first.answer, first.problem, first.status)
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.in_progress[key] = future
+        try:
+            known = await asyncio.to_thread(answers.answer, key)
+            outcome = Outcome(known) if known is not None else await self._compute(request)
+        except BaseException:  # whoever waits for the same is told, and the next one asks anew
+            self.in_progress.pop(key, None)
+            future.cancel()
+            raise
+        future.set_result(outcome)
+        if known is None and outcome.answer is not None and not outcome.problem:
+            outcome.key = key
+        else:
+            del self.in_progress[key]
+        return outcome
+
+    def on_committed(self, keys: list[bytes]) -> None:
+        """The sidecar has these answers from now on."""
+        for key in keys:
+            self.in_progress.pop(key, None)
+
+    async def _compute(self, request: TaskRequest) -> Outcome:
+        outcome = await self._request_with_retries(request)
+        if self.glossary is None or outcome.answer is None or request.path != TRANSLATE:
+            return outcome
+        text = request.body["text_list"][0]
+        if not self.glossary.missing(text, outcome.answer):
+            return outcome
+        second = await self._request_with_retries(
+            TaskRequest(request.path, {**request.body, "text_list": [self.glossary.apply(text)]})
+        )
+        second.prompt_tokens += outcome.prompt_tokens
+        second.completion_tokens += outcome.completion_tokens
+        if second.answer is None or self.glossary.missing(text, second.answer):
+            terms = ", ".join(f"{term} = {to}" for term, to in self.glossary.missing(text, outcome.answer).items())
+            second.answer, second.problem = outcome.answer, f"glossary: the answer lacks {terms}"
+        return second
+
+    async def _request_with_retries(self, request: TaskRequest) -> Outcome:
+        """The answer, after as many tries as are due."""
+        tries, started = 0, time.monotonic()
+        while True:
+            reply = await self.backend.request(request.path, request.body)
+            tokens = reply.prompt_tokens, reply.completion_tokens
+            if reply.status == OK:
+                self.answered_at = time.monotonic()
+                try:
+                    return Outcome(self.task.text(reply.value), "", OK, *tokens)
+                except LineError as error:
+                    return Outcome(None, str(error), OK, *tokens)
+                except (KeyError, IndexError, TypeError):
+                    return Outcome(None, f"the answer is not of the form asked for: {str(reply.value)[:200]}", 502)
+            is_busy = reply.status in _BUSY
+            max_retries = self.retry if not is_busy or self.max_busy_retries is None else self.max_busy_retries
+            is_refused_for_long = (
+                reply.status == _TOO_MANY_REQUESTS
+                and time.monotonic() - max(started, self.answered_at) > self.max_refused_s
+            )
+            if tries >= max_retries or is_refused_for_long or reply.status not in _BUSY | _RETRYABLE:
+                break
+            await asyncio.sleep(_wait_s(reply, tries))
+            tries += 1
+        if is_busy and not is_refused_for_long:
+            raise RunError(f"{reply.reason}; the same command goes on from here")
+        return Outcome(None, reply.reason, reply.status, *tokens, reply=reply.value)
+
+
+def _wait_s(reply: Reply, tries: int) -> float:
+    """Seconds until the next try: doubled each time, and never less than the service asks for."""
+    return min(_MAX_WAIT_S, max(reply.retry_after_s or 0.0, _WAIT_S * 2.0 ** min(tries, 10)))
+
+
+def _key(request: TaskRequest) -> bytes:
+    """What equal questions have in common: all but the seed."""
+    body = {name: value for name, value in request.body.items() if name != "seed"}
+    return hashlib.sha256(json.dumps([request.path, body], sort_keys=True).encode()).digest()

@@ -1,0 +1,211 @@
+"""The command line of `batch`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from programs.batch import progress
+from programs.batch.formats.file_format import FORMAT_NAMES
+from programs.batch.sidecar import SUFFIX
+from programs.batch.tasks import OUT_FIELDS, TASKS, TaskOptions
+from programs.settings import SettingsError, program
+
+ERRORS_SUFFIX = ".errors.jsonl"
+_DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "most tokens drawn for a line"),
+    "temperature": (float, "0 is greedy"),
+    "top_k": (int, "0 switches it off"),
+    "top_p": (float, "1 switches it off"),
+    "alpha_presence": (float, "presence penalty"),
+    "alpha_frequency": (float, "frequency penalty"),
+    "alpha_decay": (float, "by which the count of drawn tokens shrinks"),
+    "seed": (int, "line i draws with seed + i; without it lines draw by chance"),
+}
+"""Fields of the body, by their names in docs/api.md, which has their limits and defaults."""
+_FLAGS = {"stop_tokens": "--stop", "enable_think": "--think"}
+_SERVICE_FLAGS = ("--password", "--password-file", "--log-format", "--log-level")
+"""Settings that mean something beside --url."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for; the engine's flags are settings."""
+
+    input: str
+    output: str
+    task_options: TaskOptions
+    out_field: str
+    id_field: str = ""
+    form: str = ""
+    """"" = by the input's name."""
+    url: str = ""
+    """"" = an engine in this process."""
+    max_in_flight: int = 0
+    order: str = "keep"
+    retry: int = 8
+    errors: str = ""
+    dedupe: bool = False
+    glossary: str = ""
+    limit: int = 0
+    shard: tuple[int, int] = (1, 1)
+    dry_run: bool = False
+    fresh: bool = False
+    progress: str = "auto"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see {program('batch')} --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"must be i/n with 1 <= i <= n, got {text!r}")
+    return int(part), int(parts)
+
+
+def _unescaped(text: str) -> str:
+    r"""Text as a shell can hand it over: \n is a line break, \t a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _template(text: str) -> str:
+    """A template, or @FILE that has it."""
+    if not text.startswith("@"):
+        return _unescaped(text)
+    try:
+        with open(text[1:], encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `batch`; all others are the service's."""
+    parser = _Parser(
+        prog=program("batch"),
+        allow_abbrev=False,
+        description="Answer every line of a file. Flags of the engine (--model-path, --pp-devices, --dtype ...) are "
+        "the service's. A run that was stopped goes on when the same command is given again.",
+    )
+    parser.add_argument("input", help="JSONL, CSV, TSV, text, srt or vtt, perhaps .gz or .zst; - for standard input")
+    parser.add_argument("-o", "--output", required=True, help="in the input's form, or .jsonl; - for standard output")
+    _add_task(parser)
+    _add_decoding(parser)
+    _add_running(parser)
+    return parser
+
+
+def _add_task(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is asked").add_argument
+    add("--task", choices=TASKS, default="translate", help="default: translate")
+    add("--source-lang", default="auto", help="ISO code or name; default: auto, found out for each line")
+    add("--target-lang", default="", help="wanted by translate")
+    add("--field", default="text", help="field or column that has the text; default: text")
+    add("--out-field", default="", help="field or column of the answer; default: by the task")
+    add("--id-field", default="", help="field that names a line in the file of errors")
+    add("--template", type=_template, default="", help="text made of fields, like 'Summarise: {text}'; @FILE reads it")
+    add(
+        "--format", choices=FORMAT_NAMES, default="", dest="form", help="form of the input where its name does not tell"
+    )
+    add("--glossary", default="", help="terms with their translations: JSON, or CSV or TSV of two columns")
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how answers are drawn (not by translate); defaults: docs/api.md")
+    for name, (kind, text) in _DECODE.items():
+        group.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    group.add_argument(
+        "--stop", action="append", type=_unescaped, help="text that ends an answer (\\n: a line break); may be repeated"
+    )
+    group.add_argument("--think", action="store_true", help="let the model think first (chat)")
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the run").add_argument
+    add("--url", default="", help="a running service instead of an engine in this process; --password is sent to it")
+    add("--max-in-flight", type=_count, default=0, help="questions at once; 0: 256 to a service, by memory here")
+    add("--order", choices=("keep", "done"), default="keep", help="of the output; done: as lines end")
+    add("--retry", type=_count, default=8, help="tries after the first while the service is busy or away; default: 8")
+    add("--errors", default="", help=f"JSON lines of what failed and why; default: OUTPUT{ERRORS_SUFFIX}")
+    add("--dedupe", action="store_true", help="answer equal lines once")
+    add("--limit", type=_count, default=0, help="only the first so many lines of the input")
+    add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, beginning with the i-th")
+    add("--dry-run", action="store_true", help="count lines and tokens, and estimate the time from a few of them")
+    add("--fresh", action="store_true", help=f"begin anew: OUTPUT, its errors and OUTPUT{SUFFIX} are overwritten")
+    add(
+        "--progress",
+        choices=progress.PROGRESS_FORMATS,
+        default="auto",
+        help="auto: a bar on a terminal, else plain lines",
+    )
+
+
+def flag_of(name: str) -> str:
+    """The flag that gives this field of a body."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Options, and the arguments that are settings of the service. Raises SettingsError."""
+    given, rest = build_parser().parse_known_args(list(arguments))
+    decode = {name: value for name in _DECODE if (value := getattr(given, name)) is not None}
+    if given.stop:
+        decode["stop_tokens"] = [0, *given.stop]
+    if given.think:
+        decode["enable_think"] = True
+    task_options = TaskOptions(
+        task=given.task,
+        field=given.field,
+        template=given.template,
+        source_lang=given.source_lang,
+        target_lang=given.target_lang,
+        decode=decode,
+    )
+    _check(given, task_options)
+    names = {field.name for field in msgspec.structs.fields(Options)} - {"plan", "out_field"}
+    values = {name: value for name, value in vars(given).items() if name in names}
+    return Options(
+        **values, task_options=task_options, out_field=given.out_field or OUT_FIELDS[task_options.task]
+    ), rest
+
+
+def _check(given: argparse.Namespace, task_options: TaskOptions) -> None:
+    """Raises SettingsError for flags that do not go together."""
+    if task_options.task == "translate" and not task_options.target_lang:
+        raise SettingsError("--target-lang must be given: the language to translate into")
+    if task_options.task in ("translate", "score") and task_options.decode:
+        name = flag_of(next(iter(task_options.decode)))
+        raise SettingsError(f"{name} does nothing for {task_options.task}, which draws nothing by chance; leave it out")
+    for flag, is_given, tasks in (
+        ("--glossary", given.glossary, ("translate",)),
+        ("--source-lang", task_options.source_lang != "auto", ("translate",)),
+        ("--target-lang", task_options.target_lang, ("translate",)),
+        ("--think", given.think, ("chat",)),
+        ("--template", task_options.template, ("translate", "chat", "complete", "score")),
+    ):
+        if is_given and task_options.task not in tasks:
+            raise SettingsError(f"{flag} is for {', '.join(tasks)}, not for {task_options.task}; leave it out")
+    if given.form in ("srt", "vtt") and given.order == "done":
+        raise SettingsError("--order done would shuffle subtitles; leave it out")
+    if given.errors == "-":
+        raise SettingsError(
+            "--errors must name a file, got -; with --output - failures go to standard error without it"
+        )
+
+
+def check_settings(url: str, rest: Sequence[str]) -> None:
+    """Raises SettingsError for settings of an engine, where a service at a URL answers."""
+    names = [argument.partition("=")[0] for argument in rest if argument.startswith("--")]
+    if url and (other := next((name for name in names if name not in _SERVICE_FLAGS), None)):
+        raise SettingsError(f"{other} is a setting of an engine in this process, but --url asks a service; give one")

@@ -1,0 +1,125 @@
+"""What a run remembers beside its output: a small SQLite file that a killed run is resumed from.
+
+It is written behind the output: what it calls done is on the disk by then. What the output has beyond that is cut off
+when the run is resumed, and made again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from programs.record import RunError
+
+SUFFIX = ".progress"
+_VERSION = 1
+_SCHEMA = (
+    "CREATE TABLE run (version INTEGER NOT NULL, settings TEXT NOT NULL, input TEXT NOT NULL, progress TEXT NOT NULL)",
+    "CREATE TABLE answers (key BLOB PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID",
+)
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the run is; true of the disk."""
+
+    next_index: int = 0
+    """Every record before it is done."""
+    beyond: list[int] = []
+    """Records behind it that are done too."""
+    has_begun: bool = False
+    """Whether the output has its opening."""
+    output_bytes: int = 0
+    errors_bytes: int = 0
+    answered: int = 0
+    failed: int = 0
+
+
+class Sidecar:
+    """One run's memory. Any thread may call."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: nothing outlives the run. Raises RunError if the file cannot be used."""
+        self._lock = threading.Lock()
+        self._path = path
+        try:
+            self._database = sqlite3.connect(
+                "" if path is None else path, isolation_level=None, check_same_thread=False
+            )
+            self._database.execute("PRAGMA synchronous=FULL")
+            self.is_new = not self._database.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError as error:
+            raise RunError(f"{path} cannot be used now ({error}); try again") from None
+        except sqlite3.Error as error:
+            raise RunError(f"{path} cannot be used ({error}); delete it and the output, or give --fresh") from None
+
+    def begin(self, settings: Mapping[str, str], input_digest: str) -> Progress:
+        """Begin a run, or go on with the one that was begun. Raises RunError if that was of something else."""
+        with self._lock:
+            try:
+                if self.is_new:
+                    self._create(settings, input_digest)
+                    return Progress()
+                row = self._database.execute("SELECT version, settings, input, progress FROM run").fetchone()
+                progress = msgspec.json.decode(row[3], type=Progress)
+                before = msgspec.json.decode(row[1], type=dict[str, str])
+            except sqlite3.OperationalError as error:  # locked, full, or away: --fresh would not help
+                raise RunError(f"{self._path} cannot be used now ({error}); try again") from None
+            except (sqlite3.Error, TypeError, msgspec.DecodeError) as error:
+                raise RunError(f"what was remembered of this output cannot be read ({error}); give --fresh") from None
+        if row[0] != _VERSION:
+            raise RunError(f"{self._path} is of another version of this program; go on with that one, or give --fresh")
+        _check(before, settings)
+        if row[2] != input_digest:
+            raise RunError(
+                "the input is not what it was when this output was begun (its SHA-256 differs); "
+                "give the same file, another --output, or --fresh to begin anew"
+            )
+        return progress
+
+    def _create(self, settings: Mapping[str, str], input_digest: str) -> None:
+        row = (_VERSION, json.dumps(dict(settings)), input_digest, msgspec.json.encode(Progress()).decode())
+        with self._database:
+            self._database.execute("BEGIN")
+            for statement in _SCHEMA:
+                self._database.execute(statement)
+            self._database.execute("INSERT INTO run VALUES (?, ?, ?, ?)", row)
+
+    def commit(self, progress: Progress, answers: Mapping[bytes, str]) -> None:
+        """Remember that so much is done. Raises OSError, as when the disk is full."""
+        try:
+            with self._lock, self._database:
+                self._database.execute("BEGIN")
+                self._database.execute("UPDATE run SET progress = ?", (msgspec.json.encode(progress).decode(),))
+                if answers:
+                    self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers.items())
+        except sqlite3.Error as error:
+            raise OSError(str(error)) from error
+
+    def answer(self, key: bytes) -> str | None:
+        """What was answered to an equal line. Raises RunError."""
+        try:
+            with self._lock:
+                row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            raise RunError(f"{self._path} cannot be read ({error}); the same command goes on from here") from None
+        return None if row is None else str(row[0])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._database.close()
+
+
+def _check(then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises RunError naming the first setting that differs."""
+    for name in sorted({*then, *now}):
+        before, after = then.get(name, ""), now.get(name, "")
+        if before != after:
+            raise RunError(
+                f"{name} was {before or 'not given'} when this output was begun and is {after or 'not given'} now; "
+                "give the same, another --output, or --fresh to begin anew"
+            )

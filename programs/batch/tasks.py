@@ -1,0 +1,166 @@
+"""From a record to the body of one of the service's routes, and from that route's answer to a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from programs.record import LineError, Record
+
+TRANSLATE, CHAT, FIM = "/translate/v1/batch-translate", "/v1/chat/completions", "/FIM/v1/batch-FIM"
+SCORE = "/v1/score"
+TASKS = ("translate", "chat", "complete", "fim", "score")
+OUT_FIELDS = {
+    "translate": "translation",
+    "chat": "answer",
+    "complete": "completion",
+    "fim": "middle",
+    "score": "scores",
+}
+JSON_TASKS = frozenset({"score"})
+"""Tasks whose answers are JSON values, not texts."""
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+_SEEDS = 2**64
+
+
+class TaskRequest(NamedTuple):
+    """A question to a route."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of every record."""
+
+    task: str
+    field: str = "text"
+    template: str = ""
+    source_lang: str = "auto"
+    target_lang: str = ""
+    decode: dict[str, Any] = {}
+    """Fields of the body, by their names in the HTTP interface; `seed` is that of the first record."""
+
+
+class Task(Protocol):
+    """One kind of work."""
+
+    def request(self, record: Record) -> TaskRequest:
+        """The question. Raises LineError if the record lacks what it needs."""
+
+    def text(self, answer: Any) -> str:
+        """The text of a good answer. Raises LineError if it is none after all."""
+
+
+def make_task(task_options: TaskOptions) -> Task:
+    """The task of a plan."""
+    match task_options.task:
+        case "translate":
+            return _Translate(task_options)
+        case "score":
+            return _Score(task_options)
+        case _:
+            return _Generate(task_options)
+
+
+def fill_template(template: str, fields: Mapping[str, Any]) -> str:
+    """`{name}` replaced by the record's field, `{{` and `}}` by braces. Raises LineError if there is no such field."""
+
+    def value(placeholder: re.Match[str]) -> str:
+        name = placeholder.group(1)
+        return placeholder.group(0)[0] if name is None else _text(fields, name)
+
+    return _PLACEHOLDER.sub(value, template)
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    if name not in fields:
+        raise LineError(f"has no field {name!r}, only {', '.join(sorted(fields)) or 'none'}")
+    value = fields[name]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise LineError(f"field {name!r} must be text, got {type(value).__name__}")
+
+
+class _Translate:
+    def __init__(self, task_options: TaskOptions) -> None:
+        self._plan = task_options
+
+    def request(self, record: Record) -> TaskRequest:
+        """See Task."""
+        task_options = self._plan
+        text = (
+            fill_template(task_options.template, record.fields)
+            if task_options.template
+            else _text(record.fields, task_options.field)
+        )
+        languages = {"source_lang": task_options.source_lang, "target_lang": task_options.target_lang}
+        return TaskRequest(TRANSLATE, {**languages, "text_list": [text], **task_options.decode})
+
+    def text(self, answer: Any) -> str:
+        """See Task."""
+        return str(answer["translations"][0]["text"])
+
+
+class _Score:
+    """A prompt, and `candidates`: a text or a list of them."""
+
+    def __init__(self, task_options: TaskOptions) -> None:
+        self._plan = task_options
+
+    def request(self, record: Record) -> TaskRequest:
+        """See Task."""
+        task_options, fields = self._plan, record.fields
+        text = (
+            fill_template(task_options.template, fields) if task_options.template else _text(fields, task_options.field)
+        )
+        given = fields.get("candidates")
+        candidates = given if isinstance(given, list) else [_text(fields, "candidates")]
+        return TaskRequest(SCORE, {"contents": [text], "candidates": candidates})
+
+    def text(self, answer: Any) -> str:
+        """The candidates' scores, as JSON."""
+        return json.dumps(answer["scores"][0]["candidates"], ensure_ascii=False)
+
+
+class _Generate:
+    """chat, complete and fim: the native batch form with one row."""
+
+    def __init__(self, task_options: TaskOptions) -> None:
+        self._plan = task_options
+
+    def request(self, record: Record) -> TaskRequest:
+        """See Task."""
+        decode = dict(self._plan.decode)
+        if "seed" in decode:
+            decode["seed"] = (decode["seed"] + record.index) % _SEEDS
+        prompt = self._prompt(record.fields)
+        return TaskRequest(FIM if self._plan.task == "fim" else CHAT, {**prompt, **decode})
+
+    def _prompt(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        task_options = self._plan
+        if task_options.task == "fim":
+            return {"prefix": [_text(fields, "prefix")], "suffix": [_text(fields, "suffix")]}
+        if task_options.task == "chat" and not task_options.template and isinstance(fields.get("messages"), list):
+            return {"messages": fields["messages"]}
+        text = (
+            fill_template(task_options.template, fields) if task_options.template else _text(fields, task_options.field)
+        )
+        return (
+            {"contents": [text]}
+            if task_options.task == "complete"
+            else {"messages": [{"role": "user", "content": text}]}
+        )
+
+    def text(self, answer: Any) -> str:
+        """See Task."""
+        choice = answer["choices"][0]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise LineError(choice.get("error") or f"did not end in time ({choice['finish_reason']})")
+        return str(choice["message"]["content"])

@@ -1,0 +1,126 @@
+"""Streamed answers of the native chat route: from a service, or from an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+import aiohttp
+
+from programs.backends.local_engine import LocalEngine
+from programs.chat.conversation import ConsoleError
+from routes.dispatch import response_or_error
+from routes.request.bodies import validate
+from routes.request_context import RequestContext, set_current_request
+from routes.response.http_response import HandlerResponse, HttpResponse
+from routes.v1 import PATH, ROUTES
+
+_DATA, _DONE = b"data: ", b"[DONE]"
+_READ_TIMEOUT_S = 60.0
+
+
+class AnswerSource(Protocol):
+    """Whoever answers."""
+
+    async def open(self) -> None:
+        """Make ready. Raises RunError or ConsoleError."""
+
+    def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """The answer to a body, piece by piece. Raises ConsoleError. Closing it ends the work."""
+
+    async def close(self) -> None:
+        """Let go."""
+
+
+class RemoteAnswers:
+    """A service at a URL."""
+
+    def __init__(self, url: str, password: str) -> None:
+        self._url = url.rstrip("/") + PATH
+        self._headers = {"Authorization": f"Bearer {password}"} if password else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """See Answers."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_READ_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True)
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """See Answers."""
+        assert self._session is not None
+        try:
+            async with self._session.post(self._url, json=body) as answer:
+                if answer.status != 200:
+                    raise ConsoleError(_reason(await answer.read(), answer.status))
+                buffer = b""
+                async for piece in answer.content.iter_any():
+                    *events, buffer = (buffer + piece).split(b"\n\n")
+                    for event in events:
+                        for text in _texts(event):
+                            yield text
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConsoleError(f"no answer from {self._url} ({type(error).__name__}: {error})") from None
+
+    async def close(self) -> None:
+        """See Answers."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class LocalAnswers:
+    """An engine in this process, through the service's handler."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+
+    async def open(self) -> None:
+        """See Answers."""
+        await self._engine.open()
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """See Answers."""
+        route = ROUTES[0]
+        assert route.body is not None
+        set_current_request(RequestContext(method="POST", route=route.path, client="console"))
+        reply = await response_or_error(route, self._handle(body))
+        if isinstance(reply, HttpResponse):
+            raise ConsoleError(_reason(reply.body, reply.status))
+        chunks = reply.chunks
+        try:
+            while not chunks.ended:
+                for event in (await asyncio.to_thread(chunks.__next__)).split(b"\n\n"):
+                    for text in _texts(event):
+                        yield text
+        finally:
+            chunks.close()
+
+    async def _handle(self, body: dict[str, Any]) -> HandlerResponse:
+        route = ROUTES[0]
+        assert route.body is not None
+        return await route.handle(self._engine.context, validate(route.body, body))
+
+    async def close(self) -> None:
+        """See Answers."""
+        await self._engine.close()
+
+
+def _texts(event: bytes) -> list[str]:
+    """What a server-sent event says. Raises ConsoleError if it is a failure."""
+    if not event.startswith(_DATA) or event == _DATA + _DONE:
+        return []
+    try:
+        value = json.loads(event[len(_DATA) :])
+        if "error" in value:
+            raise ConsoleError(str(value["error"]))
+        return [str(text) for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        raise ConsoleError("what answers is no service of ours; check --url") from None
+
+
+def _reason(body: bytes, status: int) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return f"status {status}"

@@ -1,0 +1,133 @@
+"""What begins with a slash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from programs.chat.conversation import ConsoleError, Conversation, as_value
+from routes.request.bodies import PromptBody, validate
+from routes.request.unsupported_fields import ChatOnlyFields
+from rwkv_batch.errors import ServiceError
+
+SYSTEM = "system"
+"""A setting of ours: the instructions."""
+_RESERVED_FIELDS = frozenset({"contents", "messages", "prefix", "suffix", "stream", "session_id", "password", "model"})
+_SETTABLE = frozenset(PromptBody.model_fields) - _RESERVED_FIELDS - frozenset(ChatOnlyFields.model_fields)
+
+
+@dataclass(slots=True)
+class Console:
+    """A conversation and how its answers are drawn."""
+
+    conversation: Conversation = field(default_factory=Conversation)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Fields of the body, and `system`."""
+    is_done: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """What is asked: the branch's messages, the settings."""
+        settings = {name: value for name, value in self.settings.items() if name != SYSTEM}
+        system = self.settings.get(SYSTEM)
+        before = [{"role": SYSTEM, "content": system}] if system else []
+        return {"messages": [*before, *self.conversation.messages], "stream": True, "chunk_size": 1, **settings}
+
+    def handle_command(self, line: str) -> str:
+        """Do what a line that begins with a slash says; returns what is to be told. Raises ConsoleError."""
+        name, _, rest = line[1:].strip().partition(" ")
+        command = _COMMANDS.get(name)
+        if command is None:
+            raise ConsoleError(f"there is no /{name}; /help lists the commands")
+        return command(self, rest.strip())
+
+    def set(self, name: str, value: Any) -> None:
+        """Change a setting; None: back to its default. Raises ConsoleError."""
+        if name != SYSTEM and name not in _SETTABLE:
+            raise ConsoleError(f"there is no setting {name!r}, only {', '.join(sorted({*_SETTABLE, SYSTEM}))}")
+        if name == SYSTEM and not isinstance(value, str | None):
+            value = str(value)
+        changed = {**self.settings, name: value}
+        fields = {key: one for key, one in changed.items() if key != SYSTEM}
+        try:
+            validate(PromptBody, {"contents": ["x"], **fields})
+        except ServiceError as error:
+            raise ConsoleError(str(error)) from None
+        self.settings = {key: one for key, one in changed.items() if one is not None}
+
+
+def _help(console: Console, rest: str) -> str:
+    return "\n".join(f"/{name:<7} {_HELP_TEXTS[name]}" for name in _COMMANDS)
+
+
+def _branch(console: Console, rest: str) -> str:
+    conversation = console.conversation
+    if not rest:
+        marks = (("*" if name == conversation.branch else " ", name) for name in conversation.branches)
+        return "\n".join(f"{mark} {name} ({len(conversation.branches[name])} messages)" for mark, name in marks)
+    is_new = conversation.switch_branch(rest)
+    return f"on the {'new ' if is_new else ''}branch {rest}"
+
+
+def _undo(console: Console, rest: str) -> str:
+    if rest and not rest.isdecimal():
+        raise ConsoleError(f"/undo takes a number of turns, got {rest!r}")
+    return f"{console.conversation.undo(int(rest or 1))} turns taken back"
+
+
+def _save(console: Console, rest: str) -> str:
+    if not rest:
+        raise ConsoleError("/save wants a file's name")
+    console.conversation.save(rest, console.settings)
+    return f"saved to {rest}"
+
+
+def _load(console: Console, rest: str) -> str:
+    if not rest:
+        raise ConsoleError("/load wants a file's name")
+    conversation, loaded = Conversation(), Console()
+    for name, value in conversation.load(rest).items():
+        loaded.set(name, value)
+    console.conversation, console.settings = conversation, loaded.settings
+    return f"on the branch {conversation.branch}, {len(conversation.messages)} messages"
+
+
+def _reset(console: Console, rest: str) -> str:
+    console.conversation.reset()
+    return "forgotten"
+
+
+def _set(console: Console, rest: str) -> str:
+    name, _, value = rest.partition(" ")
+    if not name:
+        return "\n".join(f"{key} {one}" for key, one in sorted(console.settings.items())) or "all as by default"
+    console.set(name, as_value(value.strip()) if value.strip() else None)
+    return f"{name} is {console.settings.get(name, 'as by default')}"
+
+
+def _quit(console: Console, rest: str) -> str:
+    console.is_done = True
+    return ""
+
+
+_COMMANDS: dict[str, Callable[[Console, str], str]] = {
+    "branch": _branch,
+    "undo": _undo,
+    "save": _save,
+    "load": _load,
+    "reset": _reset,
+    "set": _set,
+    "help": _help,
+    "quit": _quit,
+}
+_HELP_TEXTS = {
+    "branch": "NAME: go on in a copy of the conversation, or go back to one; without: list them",
+    "undo": "[N]: take back the last turns",
+    "save": "FILE: all branches and settings",
+    "load": "FILE: as they were",
+    "reset": "forget the conversation",
+    "set": "NAME VALUE: max_tokens, temperature, enable_think, system, ...; without a value: the default",
+    "help": "this",
+    "quit": "leave; so does Ctrl-D",
+}
+NAMES = tuple(f"/{name}" for name in _COMMANDS)

@@ -1,0 +1,107 @@
+"""What was said, in branches that can be gone back to. Plain data: whoever answers is sent the messages of a branch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+MAIN = "main"
+
+
+class ConsoleError(Exception):
+    """A command cannot be done; the message says why."""
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What somebody said."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str
+
+
+class Saved(msgspec.Struct, kw_only=True):
+    """A conversation in a file."""
+
+    branch: str
+    branches: dict[str, list[Message]]
+    settings: dict[str, Any] = {}
+
+
+class Conversation:
+    """Branches of messages, as OpenAI writes them; one is spoken on."""
+
+    def __init__(self) -> None:
+        self.branch = MAIN
+        self.branches: dict[str, list[dict[str, str]]] = {MAIN: []}
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """Those of the branch that is spoken on."""
+        return self.branches[self.branch]
+
+    def say(self, role: str, text: str) -> None:
+        """Add a message."""
+        self.messages.append({"role": role, "content": text})
+
+    def undo(self, turns: int = 1) -> int:
+        """Take back the last turns, question and answer; returns how many there were. Instructions stay."""
+        done = 0
+        while done < turns and any(message["role"] == "user" for message in self.messages):
+            while self.messages.pop()["role"] != "user":
+                pass
+            done += 1
+        return done
+
+    def switch_branch(self, name: str) -> bool:
+        """Speak on the branch of that name; a new one begins as a copy of this one. Returns whether it is new."""
+        is_new = name not in self.branches
+        if is_new:
+            self.branches[name] = [dict(message) for message in self.messages]
+        self.branch = name
+        return is_new
+
+    def reset(self) -> None:
+        """Forget all branches."""
+        self.__init__()  # type: ignore[misc]
+
+    def save(self, path: str, settings: dict[str, Any]) -> None:
+        """Write everything to a file. Raises ConsoleError."""
+        branches = {name: msgspec.convert(messages, list[Message]) for name, messages in self.branches.items()}
+        content = msgspec.json.encode(Saved(branch=self.branch, branches=branches, settings=settings))
+        try:
+            Path(path).write_bytes(msgspec.json.format(content) + b"\n")
+        except OSError as error:
+            raise ConsoleError(f"{path} cannot be written: {error.strerror}") from None
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Read it back; returns the settings. Raises ConsoleError and stays as it is if that fails."""
+        try:
+            saved = msgspec.json.decode(Path(path).read_bytes(), type=Saved)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConsoleError(f"{path} cannot be read: {error}") from None
+        if saved.branch not in saved.branches:
+            raise ConsoleError(f"{path} has no branch {saved.branch!r}, though it says so")
+        self.branch, self.branches = saved.branch, msgspec.to_builtins(saved.branches)
+        return saved.settings
+
+
+def as_value(text: str) -> Any:
+    """A setting's value as it is typed: JSON where it is any, else text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"} | {
+    ord("\r"): None
+}
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: a model may say escape sequences, which move the cursor, change the
+    title or fill the clipboard. The conversation keeps them."""
+    return text.translate(_CONTROLS)

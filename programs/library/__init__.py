@@ -1,0 +1,20 @@
+"""The engine in a program of one's own: `from library import LLM`."""
+
+from programs.library.async_llm import AsyncLLM
+from programs.library.errors import LLMError
+from programs.library.llm import LLM
+from programs.library.outputs import CompletionOutput, Piece, RequestOutput, Score
+from programs.library.params import SamplingParams
+from programs.library.states import State
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "LLMError",
+    "Piece",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "State",
+]

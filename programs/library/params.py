@@ -1,0 +1,110 @@
+"""How answers are drawn, in vLLM's words, and the fields of a body that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from routes.openai.request import ChatBody, CompletionBody
+from routes.request.bodies import validate
+
+_SEEDS = 2**64
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Names and defaults are vLLM's; what is behind `logit_bias` is this engine's. Limits are those of the routes."""
+
+    n: int = 1
+    """Answers to each prompt; they share its prefill."""
+    max_tokens: int = 16
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Answer k to prompt i draws with seed + i * n + k."""
+    stop: str | list[str] = []
+    stop_token_ids: list[int] | None = None
+    """None: none for prompts, those of the prompt form for conversations."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Tell `token_ids`, their log-probabilities, and of so many rivals of each."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit; -100 bans it."""
+    penalty_decay: float = 1.0
+    """By which the counts of the penalties shrink with each token."""
+    pad_zero: bool = False
+    """Put token 0 before the prompt."""
+    state: str | None = None
+    """Name of a tuned state (`states=` of LLM) that prompts are read from."""
+    adapter: str | None = None
+    """Name of an adapter (`served_adapters=` of LLM) under which prompts are read and answered."""
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    timeout_s: float | None = None
+
+
+def merge_params(params: SamplingParams | None, given: dict[str, Any]) -> SamplingParams:
+    """One of the two ways to say it. Raises TypeError for both, and for a name that is no parameter."""
+    if params is None:
+        return SamplingParams(**given)
+    if given:
+        raise TypeError(f"give SamplingParams or {', '.join(given)}, not both")
+    return params
+
+
+def _fields(params: SamplingParams, first: int, streams: bool) -> dict[str, Any]:
+    """What both bodies have."""
+    fields: dict[str, Any] = {
+        "n": params.n,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "alpha_presence": params.presence_penalty,
+        "alpha_frequency": params.frequency_penalty,
+        "alpha_decay": params.penalty_decay,
+        "seed": None if params.seed is None else (params.seed + first * params.n) % _SEEDS,
+        "stop": params.stop,
+        "ignore_eos": params.ignore_eos,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+        "state": params.state,
+        "adapter": params.adapter,
+        "json_schema": params.json_schema,
+        "regex": params.regex,
+        "choice": params.choice,
+        "grammar": params.grammar,
+        "timeout_s": params.timeout_s,
+        "stream": streams,
+        "chunk_size": 1,
+    }
+    if params.pad_zero:
+        fields["pad_zero"] = True
+    if params.stop_token_ids is not None:
+        fields["stop_tokens"] = params.stop_token_ids
+    return fields
+
+
+def completion_body(
+    prompts: list[Any], params: SamplingParams, first: int, session_id: str | None, streams: bool
+) -> CompletionBody:
+    """Prompts from number `first` of a call on. Raises ServiceError."""
+    own = {"prompt": prompts, "logprobs": params.logprobs, "session_id": session_id}
+    body: CompletionBody = validate(CompletionBody, _fields(params, first, streams) | own)
+    return body
+
+
+def chat_body(
+    messages: list[Any], params: SamplingParams, first: int, session_id: str | None, streams: bool, **more: Any
+) -> ChatBody:
+    """Conversation number `first` of a call. Raises ServiceError."""
+    logprobs = {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
+    own = {"messages": messages, "session_id": session_id, **logprobs, **more}
+    body: ChatBody = validate(ChatBody, _fields(params, first, streams) | own)
+    return body

@@ -1,0 +1,267 @@
+"""One batch, from its file to its results. It goes on where it was, whenever the process was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from programs.backends.backend import Reply
+from programs.backends.handlers import call_handler
+from programs.batch.files import RunFiles
+from programs.batch.inputs import Input
+from programs.batch.lines import LineWorker, Outcome
+from programs.batch.outputs import OutputFile
+from programs.batch.progress import RunStats
+from programs.batch.reorder_buffer import ReorderBuffer
+from programs.batch.run import Run
+from programs.batch.sidecar import Sidecar
+from programs.record import Record, RunError
+from programs.serve.batches.lines import BatchFormat, BatchTask, validate_lines
+from routes.context import Context
+from routes.file_records import (
+    Batch,
+    Counts,
+    Purpose,
+    Result,
+    Status,
+    StoredFile,
+)
+from routes.file_store import Store
+from rwkv_batch.request import ClientLimits
+
+IN_FLIGHT = 512
+"""Lines of a batch that are asked at once; the engine shares its places out among clients."""
+_RETRY = 3
+_MAX_BUSY_RETRIES = 10**6
+"""Tries while the engine is busy or away: the completion window is what ends a batch."""
+_MAX_REFUSED_S = 3600.0
+"""A line that is refused so long while no line of its batch is answered is more than the service takes at once."""
+_POLL_S = 0.5
+_TTL_S = 30 * 86400
+_MAX_REJECTED = 256
+_MESSAGES = {
+    Status.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
+    Status.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+}
+
+
+@dataclass(slots=True)
+class _Engine:
+    """See Backend."""
+
+    context: Context
+    batch: Batch
+
+    async def model(self) -> str:
+        return ""
+
+    async def open(self) -> int:
+        rows = (self.batch.limits or {}).get("rows")
+        return min(IN_FLIGHT, rows or IN_FLIGHT)
+
+    async def request(self, path: str, body: dict[str, Any]) -> Reply:
+        limits = None if self.batch.limits is None else ClientLimits(**self.batch.limits)
+        return await call_handler(
+            self.context, path, body, client=self.batch.client, owner=self.batch.owner, limits=limits
+        )
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _RejectingWorker:
+    """Answers nothing any more: the rest of a batch that has ended before its end."""
+
+    status: Status
+
+    async def open(self) -> int:
+        """See LineWorker."""
+        return _MAX_REJECTED
+
+    async def outcome(self, record: Record) -> Outcome:
+        """See LineWorker."""
+        code, message = _MESSAGES[self.status]
+        return Outcome(problem=message, code=code, status=0)
+
+    def on_committed(self, keys: list[bytes]) -> None:
+        """See LineWorker."""
+
+
+class _InputError(Exception):
+    """The batch's file cannot be read, now or later; the message says why."""
+
+
+class BatchJob:
+    """A batch under way."""
+
+    def __init__(self, store: Store, context: Context, batch: Batch) -> None:
+        self._store = store
+        self._context = context
+        self.batch = batch
+        self.is_cancelled = batch.status is Status.CANCELLING
+        """Set when its owner wants it to end."""
+        self._format = BatchFormat(batch.id)
+
+    async def run(self) -> None:
+        """Bring the batch to its end. Raises RunError if that has to be tried again later."""
+        try:
+            await self._run_steps()
+        except _InputError as error:
+            await self.fail(str(error), "invalid_file")
+
+    async def _run_steps(self) -> None:
+        if self.batch.status is Status.VALIDATING:
+            await self._validate()
+        if self.batch.status in (Status.IN_PROGRESS, Status.CANCELLING):
+            ends_as = await self._answer()
+            await self._set_status(Status.FINALIZING, ends_as=ends_as)
+        if self.batch.status is Status.FINALIZING:
+            await self._finalise()
+
+    async def fail(self, message: str, code: str = "internal") -> None:
+        """End it for a fault that no later try mends. What was answered is kept as its results. Raises OSError."""
+        reasons = [{"code": code, "message": message, "param": None, "line": None}]
+        await self._set_status(Status.FINALIZING, ends_as=Status.FAILED, errors=reasons)
+        await self._finalise()
+
+    async def _set_status(self, status: Status, **changes: Any) -> None:
+        def changed(batch: Batch) -> Batch:
+            return batch.with_status(status, int(time.time()), **changes)
+
+        self.batch = await asyncio.to_thread(self._store.update, self.batch.id, changed)
+
+    async def _validate(self) -> None:
+        count, wrong = await asyncio.to_thread(self._validation_errors)
+        if wrong:
+            await self._set_status(Status.FAILED, errors=wrong)
+            return
+
+        def begun(batch: Batch) -> Batch:
+            batch = msgspec.structs.replace(batch, counts=Counts(total=count))
+            if batch.status is Status.CANCELLING:
+                return batch
+            return batch.with_status(Status.IN_PROGRESS, int(time.time()))
+
+        self.batch = await asyncio.to_thread(self._store.update, self.batch.id, begun)
+        self.is_cancelled = self.batch.status is Status.CANCELLING
+
+    def _validation_errors(self) -> tuple[int, list[dict[str, Any]]]:
+        source = self._input()
+        try:
+            return validate_lines(self._format.read(source.lines()), self.batch.endpoint)
+        except RunError:  # its own message names a path of the server
+            raise _InputError(f"the file {self.batch.input_file_id} ends within its compressed data") from None
+        finally:
+            source.close()
+
+    def _input(self) -> Input:
+        """The lines' file. Raises _InputError if it is gone."""
+        try:
+            return Input(str(self._store.content(self.batch.input_file_id)))
+        except RunError:
+            raise _InputError(f"the file {self.batch.input_file_id} was deleted") from None
+
+    def _path(self, suffix: str) -> Path:
+        return self._store.runs / f"{self.batch.id}{suffix}"
+
+    async def _answer(self) -> Status:
+        """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
+        ends_as = self._early_status()
+        if ends_as is Status.COMPLETED:
+            engine = _Engine(self._context, self.batch)
+            worker = LineWorker(
+                engine, BatchTask(), _RETRY, max_busy_retries=_MAX_BUSY_RETRIES, max_refused_s=_MAX_REFUSED_S
+            )
+            ends_as = await self._run(worker)
+        if ends_as is not Status.COMPLETED:
+            await self._run(_RejectingWorker(ends_as))
+        return ends_as
+
+    def _early_status(self) -> Status:
+        """How it ends if it must not go on; COMPLETED if it may."""
+        if self.is_cancelled:
+            return Status.CANCELLED
+        return Status.EXPIRED if time.time() >= self.batch.expires_at else Status.COMPLETED
+
+    async def _run(self, worker: LineWorker | _RejectingWorker) -> Status:
+        source = self._input()
+        files = await asyncio.to_thread(self._open)
+        try:
+            reorder_buffer = ReorderBuffer(False, files.progress)
+            run = Run(self._format.read(source.lines()), worker, files, reorder_buffer, RunStats(source.fraction))
+            return await self._watch(asyncio.create_task(run.run()), files, can_stop=isinstance(worker, LineWorker))
+        finally:
+            files.close()
+            source.close()
+
+    def _open(self) -> RunFiles:
+        output, errors = OutputFile(self._path(".jsonl"), ""), OutputFile(self._path(".errors.jsonl"), "")
+        sidecar = Sidecar(self._path(".progress"))
+        progress = sidecar.begin({}, "")
+        output.cut(progress.output_bytes)
+        errors.cut(progress.errors_bytes)
+        return RunFiles(output, errors, sidecar, self._format, progress, error_line=self._format.error)
+
+    async def _watch(self, running: asyncio.Task[None], files: RunFiles, can_stop: bool) -> Status:
+        """Follow a run: tell how far it is, and stop it when the batch is cancelled or its window is over."""
+        ends_as = Status.COMPLETED
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=_POLL_S)
+                await self._update_counts(files)
+                if can_stop and not running.done() and (early := self._early_status()) is not Status.COMPLETED:
+                    ends_as = early
+                    break
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        if ends_as is Status.COMPLETED:
+            running.result()
+        await self._update_counts(files)
+        return ends_as
+
+    async def _update_counts(self, files: RunFiles) -> None:
+        done = files.progress
+        counts = Counts(total=self.batch.counts.total, completed=done.answered, failed=done.failed)
+        if counts != self.batch.counts:
+
+            def counted(batch: Batch) -> Batch:
+                return msgspec.structs.replace(batch, counts=counts)
+
+            self.batch = await asyncio.to_thread(self._store.update, self.batch.id, counted)
+        self.is_cancelled = self.is_cancelled or self.batch.status is Status.CANCELLING
+
+    async def _finalise(self) -> None:
+        """Results become files; done again from its beginning if it was cut short, as its status says by then."""
+        output = await asyncio.to_thread(self._publish_result, ".jsonl", Result.OUTPUT)
+        errors = await asyncio.to_thread(self._publish_result, ".errors.jsonl", Result.ERROR)
+        for suffix in (".jsonl", ".errors.jsonl", ".progress"):  # nobody needs them, and later nobody would come
+            await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
+        await self._set_status(self.batch.ends_as, output_file_id=output, error_file_id=errors)
+
+    def _publish_result(self, suffix: str, result: Result) -> str | None:
+        """The id of a result's file; None if it is empty."""
+        written = self._path(suffix)
+        file_id = self.batch.result_id(result)
+        content = self._store.content(file_id)
+        if written.exists() and written.stat().st_size:
+            written.rename(content)
+        if not content.exists():
+            return None
+        now = int(time.time())
+        file = StoredFile(
+            id=file_id,
+            owner=self.batch.owner,
+            bytes=content.stat().st_size,
+            created_at=now,
+            filename=f"{self.batch.id}_{result}.jsonl",
+            purpose=Purpose.BATCH_OUTPUT,
+            expires_at=now + _TTL_S,
+        )
+        self._store.add_existing_file(file)
+        return file_id

@@ -1,0 +1,126 @@
+"""A batch's lines as OpenAI writes them: `{"custom_id", "url", "body"}` in, `{"custom_id", "response"}` out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from programs.backends.handlers import BY_PATH
+from programs.batch.formats.jsonl import Jsonl
+from programs.batch.inputs import Line
+from programs.batch.lines import OK, Outcome
+from programs.batch.tasks import TaskRequest
+from programs.record import LineError, Record
+
+MAX_LINES = 100_000
+MAX_ERRORS = 100
+"""Mistakes of a file that are told."""
+_NATIVE_FIELDS = ("contents", "prefix")
+_OPENAI = "/openai"
+
+
+def path_of(url: str, body: dict[str, Any]) -> str:
+    """The route that a line means. Where OpenAI and we have one of that url it is OpenAI's, unless the body is ours."""
+    is_native = url in BY_PATH and any(name in body for name in _NATIVE_FIELDS)
+    return _OPENAI + url if _OPENAI + url in BY_PATH and not is_native else url
+
+
+class BatchTask:
+    """See Task."""
+
+    def request(self, record: Record) -> TaskRequest:
+        """See Task."""
+        body = record.fields["body"]
+        path = path_of(record.fields["url"], body)
+        if path not in BY_PATH:
+            raise LineError(f"no such url: {path}")
+        return TaskRequest(path, body)
+
+    def text(self, answer: Any) -> str:
+        """The whole body, as JSON."""
+        return json.dumps(answer, ensure_ascii=False)
+
+
+@dataclass(slots=True)
+class BatchFormat:
+    """See Form. A line's id is made of the batch's and its number, so that it is one whenever it runs."""
+
+    batch_id: str
+
+    def read(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """See Form."""
+        return Jsonl("", "").read(lines)
+
+    def header(self) -> str:
+        """See Form."""
+        return ""
+
+    def write(self, record: Record, answer: str | None) -> str:
+        """See Form."""
+        if answer is None:
+            return ""
+        response = {"status_code": OK, "request_id": self._id(record), "body": json.loads(answer)}
+        return self._line(record, response, None)
+
+    def error(self, record: Record, outcome: Outcome) -> str:
+        """What the file of errors says of a line that has failed."""
+        if outcome.reply is None:
+            return self._line(record, None, {"code": outcome.code or "invalid_request", "message": outcome.problem})
+        response = {"status_code": outcome.status, "request_id": self._id(record), "body": outcome.reply}
+        return self._line(record, response, None)
+
+    def _id(self, record: Record) -> str:
+        return f"batch_req_{self.batch_id.removeprefix('batch_')}_{record.index}"
+
+    def _line(self, record: Record, response: Any, error: Any) -> str:
+        custom_id = record.fields.get("custom_id")
+        line = {"id": self._id(record), "custom_id": custom_id, "response": response, "error": error}
+        return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def validate_lines(records: Iterator[Record], endpoint: str) -> tuple[int, list[dict[str, Any]]]:
+    """How many lines a batch's file has, and what is wrong with it, as OpenAI tells it."""
+    count, errors, seen = 0, [], set()
+    for record in records:
+        count += 1
+        problem = _line_error(record, endpoint)
+        key = hash(record.fields.get("custom_id")) if not problem else None
+        if key is not None and key in seen:
+            problem = "custom_id", "is that of another line too; it must be unique"
+        seen.add(key)
+        if problem:
+            param, message = problem
+            errors.append(
+                _error_entry("invalid_json_line" if not param else "invalid_request", message, param, record.line)
+            )
+        if len(errors) >= MAX_ERRORS:
+            break
+        if count > MAX_LINES:
+            errors.append(
+                _error_entry("too_many_lines", f"the file has more than {MAX_LINES} lines; send several batches")
+            )
+            break
+    if not count:
+        errors.append(_error_entry("empty_file", "the file has no lines"))
+    return count, errors
+
+
+def _line_error(record: Record, endpoint: str) -> tuple[str | None, str] | None:
+    fields = record.fields
+    if record.problem:
+        return None, f"the line {record.problem}"
+    if not isinstance(fields.get("custom_id"), str) or not 0 < len(fields["custom_id"]) <= 512:
+        return "custom_id", "must be a text of 1 to 512 characters"
+    if fields.get("method") != "POST":
+        return "method", f"must be POST, got {fields.get('method')!r:.40}"
+    if fields.get("url") != endpoint:
+        return "url", f"must be the batch's endpoint {endpoint}, got {fields.get('url')!r:.100}"
+    if not isinstance(fields.get("body"), dict):
+        return "body", "must be a JSON object"
+    return None
+
+
+def _error_entry(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}

@@ -1,0 +1,166 @@
+"""The process that runs batches: one for the service, started and watched by the supervisor.
+
+The store's database says what is under way; it is looked at twice a second, so that nobody has to tell this process
+anything, and what was under way before a restart goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from programs.record import RunError
+from programs.serve.batches.job import BatchJob
+from routes.config import HttpConfig
+from routes.context import Context, RequestLimiter
+from routes.file_records import Batch, Status
+from routes.file_store import Store
+from routes.files_folder import open_store
+from routes.model_connections import connect_model
+from routes.model_registry import ModelRegistry
+from routes.readiness import Readiness
+from routes.translate import CACHE_KEY, TranslationCache
+from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.ipc.process import LogStyle, become_child
+
+logger = logging.getLogger(__name__)
+
+_MAX_BATCHES, _MAX_BATCHES_PER_CLIENT = 8, 4
+"""Batches that run beside each other; others wait."""
+_POLL_S = 0.5
+_SWEEP_S = 600.0
+_RETRY_S = 10.0
+"""Wait after a batch that could not go on, as when the disk is full."""
+
+
+def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Connection) -> None:
+    """Main function of the process. The supervisor is sent ("started", None), and sends ("models", the engines there
+    are) and "drain".
+    """
+    become_child(name, style)
+    store = open_store(config)
+    assert store is not None
+    fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
+    context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store, status_wait_s=None)
+    context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
+    models = ModelRegistry(lambda _: None, lambda model: connect_model(context, model, name), fleet.update)
+    context.models = models
+    fleet.start(name)
+    supervisor.send(("started", None))
+
+    def report_used() -> None:
+        if used := models.pop_used():
+            supervisor.send(("used", used))
+
+    asyncio.run(_run_until_drain(BatchRunner(store, context, report_used), models, supervisor))
+
+
+async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, supervisor: Connection) -> None:
+    """Run until the supervisor says "drain", or is gone; from when it has said which other models there are."""
+    loop, stop, has_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while (message := supervisor.recv()) != "drain":
+                models.update(message[1])
+                loop.call_soon_threadsafe(has_models.set)
+        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(has_models.set)
+
+    threading.Thread(target=listen, name="supervisor", daemon=True).start()
+    await has_models.wait()
+    await runner.run(stop)
+
+
+class BatchRunner:
+    """Begins batches and follows them. One event loop."""
+
+    def __init__(self, store: Store, context: Context, report_used: Callable[[], None]) -> None:
+        """`report_used` tells the supervisor which models lines have asked for: these are not idle."""
+        self._report_used = report_used
+        self._store = store
+        self._context = context
+        self._jobs: dict[str, BatchJob] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._retry_at: dict[str, float] = {}
+        self._swept = 0.0
+        self._offset = time.time() - time.monotonic()
+        self._store_error = ""
+        """Why the store could not be looked at last time."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run what there is until `stop`; what is under way then goes on at the next start."""
+        while not stop.is_set():
+            try:
+                await self._poll()
+            except OSError as error:  # a locked or full disk: the batches under way go on, and this is tried again
+                self._log_store_error(str(error))
+            else:
+                self._log_store_error("")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _POLL_S)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _log_store_error(self, store_error: str) -> None:
+        """Log what has changed: the store is looked at so often that each failure would fill a disk with words."""
+        if store_error and store_error != self._store_error:
+            logger.error("batches wait: %s; if the disk of --files-dir is full, make room there", store_error)
+        elif self._store_error and not store_error:
+            logger.info("the store of batches can be used again")
+        self._store_error = store_error
+
+    async def _poll(self) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is gone, and so will be this process
+            self._report_used()
+        before = set(self._jobs)
+        for batch in await asyncio.to_thread(self._store.active_batches):
+            job = self._jobs.get(batch.id)
+            if job is not None:
+                job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
+            elif batch.id not in before and self._can_start(batch):  # what has just ended may have been read before
+                self._start(batch)
+        if time.monotonic() - self._swept > _SWEEP_S:
+            self._swept = time.monotonic()
+            # A clock that is set ahead while this runs deletes nobody's files.
+            await asyncio.to_thread(self._store.sweep, min(time.time(), self._offset + time.monotonic()))
+
+    def _can_start(self, batch: Batch) -> bool:
+        if time.monotonic() < self._retry_at.get(batch.id, 0.0):
+            return False
+        of_client = Counter(job.batch.client for job in self._jobs.values())
+        return len(self._jobs) < _MAX_BATCHES and of_client[batch.client] < _MAX_BATCHES_PER_CLIENT
+
+    def _start(self, batch: Batch) -> None:
+        self._jobs[batch.id] = BatchJob(self._store, self._context, batch)
+        self._tasks[batch.id] = asyncio.create_task(self._run(self._jobs[batch.id]))
+
+    async def _run(self, job: BatchJob) -> None:
+        batch_id = job.batch.id
+        try:
+            await _run_or_fail(job)
+            self._retry_at.pop(batch_id, None)
+            logger.info("batch %s is %s: %s", batch_id, job.batch.status, job.batch.counts)
+        except (RunError, OSError) as error:
+            logger.error("batch %s cannot go on now: %s", batch_id, error)
+            self._retry_at[batch_id] = time.monotonic() + _RETRY_S
+        finally:
+            del self._jobs[batch_id], self._tasks[batch_id]
+
+
+async def _run_or_fail(job: BatchJob) -> None:
+    """Bring a batch to its end. Raises RunError or OSError if that has to be tried again later."""
+    try:
+        await job.run()
+    except (RunError, OSError):
+        raise
+    except Exception as error:  # a fault of ours: its owner is told, others go on
+        logger.exception("batch %s failed", job.batch.id)
+        await job.fail(f"the batch failed: {type(error).__name__}: {error}")

@@ -1,0 +1,137 @@
+"""The engines of a service in a cluster: actors that a process follows; and this machine's other models."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from programs.serve.child import Child
+from programs.serve.engines import MAX_REPLICAS, RESTARTABLE, Engines
+from rwkv_batch.errors import StartupError
+from rwkv_batch.fleet.actors.plan import ALL
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ServedModel
+
+logger = logging.getLogger("supervisor")
+
+
+class ClusterEngines:
+    """`Engines` whose replicas are in the cluster. `child` runs `rwkv_batch.fleet.actors.process`."""
+
+    def __init__(self, models: Engines, child: Child, drain_s: float) -> None:
+        self._models = models
+        self._child = child
+        self._drain_s = drain_s
+        self._replicas: tuple[ServedModel, ...] = ()
+        self._leaving: set[str] = set()
+        """those among them that were told to, and may go on for as long as the cluster's head is away"""
+        self._is_leaving = False
+        self.is_up = False
+        """An engine of the own model has been ready."""
+
+    @property
+    def registered(self) -> tuple[ServedModel, ...]:
+        """All engines, as the cluster's were told last."""
+        return self._replicas + self._models.registered
+
+    def handle_command(self, command: ModelCommand) -> str | None:
+        """See Engines."""
+        if command.spec is not None or command.unload:
+            return self._models.handle_command(command)
+        if command.add_engine is not None:
+            if len(self._replicas) >= MAX_REPLICAS:
+                return f"devices: {len(self._replicas)} engines serve the model already, the limit is {MAX_REPLICAS}"
+            self._child.send_command(("add", command.add_engine))
+            return None
+        name = command.remove_engine or command.restart_engine
+        refusal = self._refusal_reason(name, bool(command.remove_engine))
+        if refusal is None:
+            if command.remove_engine:
+                self._leaving.add(name)
+            self._child.send_command(("remove" if command.remove_engine else "restart", name))
+        return refusal
+
+    def _refusal_reason(self, name: str, leaves: bool) -> str | None:
+        here = {engine.engine: engine for engine in self._replicas}
+        if name == ALL and not leaves:
+            return None
+        if name not in here:
+            return f"engine: no engine {name!r} serves the model, only {', '.join(here)}"
+        stay = here.keys() - self._leaving - {name}
+        serves_on = any(here[one].status is ModelStatus.READY for one in stay)
+        if leaves and not serves_on and here[name].status is not ModelStatus.FAILED:
+            return f"engine: {name!r} is the last one of the model; add another one first"
+        if not leaves and here[name].status not in RESTARTABLE:
+            return f"engine: {name!r} is {here[name].status}; wait until it is ready, or has failed"
+        return None
+
+    def mark_used(self, names: tuple[str, ...]) -> None:
+        """See Engines."""
+        self._models.mark_used(names)
+
+    def poll(self) -> None:
+        """See Engines."""
+        self._models.poll()
+        self._listen()
+        child = self._child
+        if child.process is not None and not child.is_alive:
+            self._listen()
+            cause = child.reap()
+            if not self._is_leaving:
+                logger.error(
+                    "process cluster ended (%s); it is started again in %.1f s", cause, child.schedule_restart()
+                )
+        if child.process is None and not self._is_leaving and time.monotonic() >= child.restart_at:
+            self._start()
+
+    def _start(self) -> None:
+        """Start the process that follows the cluster; where the system has none to give, again in a moment."""
+        child = self._child
+        try:
+            child.start()
+        except (EOFError, OSError) as error:
+            child.process = None
+            logger.error("process cluster cannot be started (%r); again in %.1f s", error, child.schedule_restart())
+        else:
+            self._leaving.clear()  # a process that has just begun knows nothing of it
+            child.send_command(("begin", self.is_up))
+
+    def _listen(self) -> None:
+        for subject, value in self._child.messages():
+            match subject:
+                case "engines":
+                    self._replicas = value
+                    self._leaving &= {one.engine for one in value}
+                    self.is_up = self.is_up or any(one.status is ModelStatus.READY for one in value)
+                case "failed" if not self.is_up:
+                    raise StartupError(value)
+                case "failed":
+                    logger.error("%s", value)
+
+    def wait_s(self) -> float | None:
+        """See Engines."""
+        waits = [self._models.wait_s()]
+        if self._child.process is None and not self._is_leaving:
+            waits.append(max(0.0, self._child.restart_at - time.monotonic()))
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    @property
+    def waitables(self) -> list[Any]:
+        """See Engines."""
+        return [*self._models.waitables, *self._child.waitables]
+
+    @property
+    def any_alive(self) -> bool:
+        """Whether anything runs here, or leaves the cluster."""
+        return self._models.any_alive or self._child.is_alive
+
+    def drain(self) -> None:
+        """The service ends on this machine; engines that no other machine's service uses end too."""
+        self._is_leaving = True
+        self._models.drain()
+        self._child.send_command(("leave", self._drain_s))
+
+    def kill(self) -> None:
+        """End at once what runs here. The cluster's engines notice that nobody asks for them."""
+        self._models.kill()
+        self._child.kill()

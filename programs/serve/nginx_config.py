@@ -1,0 +1,205 @@
+"""When Debian's nginx stands in front, and its configuration as text."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import resource
+import shutil
+import socket
+
+import msgspec
+
+from programs.settings import Settings
+from routes.serving.client_identity import PROXY_KEY_HEADER
+from rwkv_batch.errors import StartupError
+
+logger = logging.getLogger("supervisor")
+
+_SYSTEM_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
+"""Where nginx lies on systems that keep these out of a user's PATH."""
+_MAX_CONNECTIONS = 16_384
+_RESERVED_FILES = 64
+"""Descriptors of an nginx process that are no connections."""
+_OPENAI_PREFIX = "/openai/"
+_UPSTREAM_IDLE_S = 10
+"""Of a connection to a worker. Robyn closes none itself, so none is used while it is being closed."""
+
+
+def find_nginx(settings: Settings) -> str | None:
+    """Path of the nginx that stands in front; None if none does. Raises StartupError if it is asked for and missing."""
+    wanted, host = settings.service.front, settings.http.host
+    is_public = not ipaddress.ip_address(host).is_loopback
+    if wanted == "none" or (wanted == "auto" and not is_public):
+        return None
+    path = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), _SYSTEM_PATHS]))
+    if path is None and wanted == "nginx":
+        raise StartupError("--front nginx: nginx is not installed (Debian, Ubuntu: apt-get install nginx-light)")
+    if path is None:
+        logger.warning(
+            "NO PROXY IN FRONT: %s is reachable from outside, and one malformed packet ends an HTTP worker with all "
+            "its streams; install nginx (apt-get install nginx-light), or say --front none if a proxy of yours "
+            "buffers requests before they come here",
+            host,
+        )
+    return path
+
+
+class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What nginx has to know."""
+
+    program: str
+    host: str
+    port: int
+    worker_ports: list[int]
+    proxy_key: str
+    trusted_proxies: tuple[str, ...]
+    cors_origin: str
+    body_mb: float
+    """The largest body of any route."""
+    connections_per_client: int
+    stall_timeout_s: float
+    drain_timeout_s: float
+
+    @classmethod
+    def build(cls, settings: Settings, workers: list[socket.socket]) -> NginxConfig:
+        """What the settings imply for workers that listen on these sockets. Raises StartupError without nginx."""
+        http = settings.http
+        per_worker = http.max_streams_per_client or http.max_streams
+        program = find_nginx(settings)
+        if program is None:
+            raise StartupError("nginx is not installed any more")
+        return cls(
+            program=program,
+            host=http.host,
+            port=http.port,
+            worker_ports=[worker.getsockname()[1] for worker in workers],
+            proxy_key=http.proxy_key,
+            trusted_proxies=http.trusted_proxies,
+            cors_origin=http.cors_origin,
+            body_mb=max(http.max_body_mb, http.max_state_mb),
+            connections_per_client=settings.service.max_connections_per_client or per_worker * len(workers),
+            stall_timeout_s=http.stall_timeout_s,
+            drain_timeout_s=http.drain_timeout_s,
+        )
+
+    def render(self, folder: str) -> str:
+        """nginx.conf, with everything that nginx writes in `folder`."""
+        connections = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _RESERVED_FILES)
+        return _MAIN.format(
+            processes=max(1, min(4, (os.cpu_count() or 1) // 2)),
+            files=connections + _RESERVED_FILES,
+            connections=connections,
+            folder=folder,
+            body_bytes=int(self.body_mb * 1024 * 1024),
+            stall=max(1, round(self.stall_timeout_s)),
+            drain=max(1, round(self.drain_timeout_s)),
+            per_client=self.connections_per_client,
+            trusted="".join(f"    set_real_ip_from {network};\n" for network in self.trusted_proxies),
+            servers="".join(f"        server 127.0.0.1:{port} max_fails=0;\n" for port in self.worker_ports),
+            idle=_UPSTREAM_IDLE_S,
+            listen=f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}",
+            key_header=PROXY_KEY_HEADER,
+            key=self.proxy_key,
+            errors="".join(self._error(*one) for one in self._nginx_errors()),
+        )
+
+    def _nginx_errors(self) -> list[tuple[int, str, str, int]]:
+        """What nginx answers by itself: status, OpenAI's type, message, seconds to wait before another try."""
+        limit = f"{self.connections_per_client} (--max-connections-per-client)"
+        return [
+            (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
+            (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),
+            (502, "server_error", "the HTTP worker process was lost and is being replaced; send the request again", 1),
+            (504, "server_error", "the HTTP worker process does not answer; see the server's log", 1),
+        ]
+
+    def _error(self, status: int, kind: str, message: str, retry_s: int) -> str:
+        openai = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        return _ERROR.format(
+            status=status,
+            native=_quoted(json.dumps({"error": message})),
+            openai=_quoted(json.dumps(openai)),
+            prefix=_OPENAI_PREFIX,
+            origin=self.cors_origin,
+            retry=f"            add_header Retry-After {retry_s} always;\n" if retry_s else "",
+        )
+
+
+def _quoted(text: str) -> str:
+    """As a string of nginx's configuration."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+_MAIN = """\
+daemon off;
+worker_processes {processes};
+worker_rlimit_nofile {files};
+worker_shutdown_timeout {drain}s;
+pid {folder}/nginx.pid;
+error_log stderr error;
+events {{
+    worker_connections {connections};
+}}
+http {{
+    access_log off;
+    server_tokens off;
+    default_type application/json;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+
+    client_header_timeout 10s;
+    client_body_timeout 30s;
+    keepalive_timeout 75s;
+    keepalive_requests 100000;
+    send_timeout {stall}s;
+    reset_timedout_connection on;
+    large_client_header_buffers 4 16k;
+    client_max_body_size {body_bytes};
+    client_body_buffer_size 256k;
+    limit_conn_zone $binary_remote_addr zone=clients:10m;
+    limit_conn clients {per_client};
+    limit_conn_status 429;
+    real_ip_header X-Forwarded-For;
+    real_ip_recursive on;
+{trusted}
+    upstream workers {{
+        least_conn;
+{servers}        keepalive 128;
+        keepalive_timeout {idle}s;
+    }}
+    server {{
+        listen {listen};
+        location / {{
+            proxy_pass http://workers;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_set_header Host $http_host;
+            proxy_set_header X-Forwarded-For $remote_addr;
+            # Bodies are JSON or session files, whatever they call themselves; Robyn would answer forms with a 500.
+            proxy_set_header Content-Type "";
+            proxy_set_header {key_header} {key};
+            proxy_request_buffering on;
+            proxy_buffering off;
+            proxy_connect_timeout 30s;
+            proxy_send_timeout 60s;
+            proxy_read_timeout 3600s;
+        }}
+{errors}    }}
+}}
+"""
+_ERROR = """\
+        error_page {status} @own{status};
+        location @own{status} {{
+            add_header Access-Control-Allow-Origin "{origin}" always;
+{retry}            if ($request_uri ~ ^{prefix}) {{
+                return {status} {openai};
+            }}
+            return {status} {native};
+        }}
+"""

@@ -1,0 +1,144 @@
+"""A command line and an environment -> settings. The command line wins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from programs.settings.config import ServiceConfig, Settings
+from programs.settings.flags import FLAGS, PASSWORD_FILE, Flag, default_text
+from programs.settings.values import SettingsError, database
+from routes.config import HttpConfig
+from rwkv_batch import __version__
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.strategy import parse_strategy
+from state_pool.config import PoolConfig
+
+
+def program(command: str = "") -> str:
+    """How this program, or one of its commands, was called: what messages tell its user to type."""
+    name = Path(sys.argv[0]).name
+    return f"{name if name == 'rwkv-batch' else 'python app.py'} {command}".rstrip()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see {program()} --help")
+
+
+class _Repeated(argparse.Action):
+    """A flag given several times is a list with commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line. Values stay text (None: not given), so that one place reads flag and environment."""
+    parser = _Parser(
+        prog=program(),
+        allow_abbrev=False,
+        description="RWKV-7 batch inference server. Other commands: batch, chat, bench, each with its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"rwkv-batch {__version__}")
+    for section, flags in FLAGS.items():
+        for flag in flags:
+            text = f"{flag.help} (default: {default_text(section, flag)}; {flag.variable})".replace("%", "%%")
+            action = _Repeated if flag.repeats else "store"
+            parser.add_argument(flag.option, dest=flag.variable, metavar="X", help=text, action=action)
+    parser.add_argument(
+        PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="X", help="file whose first line is the password"
+    )
+    return parser
+
+
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Settings of a command line and an environment. Raises SettingsError with one clear line."""
+    cli_values = vars(build_parser().parse_args(list(arguments)))
+    source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
+    values = {section: _section_values(flags, cli_values, source) for section, flags in FLAGS.items()}
+    if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
+        values[HttpConfig]["password"] = _first_line(path)
+    _apply_devices(values[EngineConfig], values[ServiceConfig])
+    _apply_strategy(values[EngineConfig])
+    engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
+    _refuse_file_in_cluster(values[ServiceConfig].get("cluster", ""), engine.pool)
+    shared: dict[str, Any] = {name: getattr(engine, name) for name in ("drain_timeout_s", "model_name", "models_dir")}
+    service = ServiceConfig(**values[ServiceConfig])
+    if service.http_workers == 0:
+        service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))
+    return Settings(service=service, http=HttpConfig(**values[HttpConfig], **shared), engine=engine)
+
+
+def _apply_devices(engine: dict[str, Any], service: dict[str, Any]) -> None:
+    """`--pp-devices` as the devices of the first engine, and of each if there are several."""
+    groups: tuple[tuple[str, ...], ...] = engine.pop("devices", ())
+    if not groups:
+        return
+    engine["devices"] = groups[0]
+    if len(groups) > 1:
+        if service.setdefault("replicas", len(groups)) != len(groups):
+            raise SettingsError(f"--pp-devices names {len(groups)} engines, --replicas {service['replicas']}")
+        service["replica_devices"] = groups
+
+
+def _refuse_file_in_cluster(cluster: str, pool: PoolConfig) -> None:
+    """Engines on several machines cannot write one file."""
+    if cluster and pool.state_db and pool.files_stem == pool.state_db:
+        raise SettingsError(
+            f"--cluster has engines on several machines, which cannot share the file {pool.state_db}; "
+            "give --state-db postgresql://USER:PASSWORD@HOST/NAME, or --state-db '' to keep sessions in memory alone"
+        )
+
+
+def _apply_strategy(engine: dict[str, Any]) -> None:
+    """`--strategy` as the settings it stands for. SettingsError where one of these is given too."""
+    if not engine.get("strategy"):
+        return
+    for field, option in (
+        ("devices", "--pp-devices"),
+        ("layers", "--pp-layers"),
+        ("resident", "--pp-resident"),
+        ("dtype", "--dtype"),
+    ):
+        if field in engine:
+            raise SettingsError(f"--strategy says what {option} says: give one of them")
+    strategy = parse_strategy(engine["strategy"])
+    engine |= {"devices": strategy.devices, "layers": strategy.layers, "dtype": strategy.dtype}
+    engine["resident"] = strategy.resident
+
+
+def default_http_workers(cpus: int) -> int:
+    """HTTP worker processes for a machine of so many CPUs."""
+    return 8 if cpus >= 32 else 4 if cpus >= 8 else 2
+
+
+def _section_values(flags: Sequence[Flag], cli_values: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for flag in flags:
+        text = source.get(flag.variable)
+        if text is None or (text == "" and flag.parse not in (str, database)):
+            continue
+        try:
+            values[flag.field] = flag.parse(text)
+        except SettingsError as error:
+            origin = flag.option if cli_values[flag.variable] is not None else flag.variable
+            raise SettingsError(f"{origin} {error}") from None
+    return values
+
+
+def _first_line(path: str) -> str:
+    try:
+        password = Path(path).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--password-file {path} cannot be read: {error}") from None
+    if not password:
+        raise SettingsError(f"--password-file {path} has no password in its first line")
+    return password

@@ -1,0 +1,56 @@
+"""The model that is served: the given file, else the demo's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from native.cache_folder import VARIABLE, cache_folder
+from programs.settings.config import Settings
+from rwkv_batch.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+
+def with_default_model(settings: Settings) -> Settings:
+    """Settings with a model file: the given one, else the demo's. Raises StartupError if it cannot be read."""
+    path = settings.engine.model_path
+    if not path:
+        try:
+            path = str(_demo_model())
+        except OSError as error:
+            raise StartupError(
+                f"the demo model cannot be written to {cache_folder()} ({error.strerror}); "
+                f"give --model-path, or another folder as {VARIABLE}"
+            ) from None
+    try:
+        if not Path(path).is_dir():  # of folders the engine says what is in them
+            with open(path, "rb"):
+                pass
+    except OSError as error:
+        raise StartupError(f"model file {path} cannot be read ({error.strerror}); check --model-path") from None
+    return msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, model_path=path))
+
+
+def _demo_model() -> Path:
+    """The demo model's file; without one, random weights in the same form."""
+    with contextlib.suppress(ImportError, FileNotFoundError):
+        from demo.files import ensure_model
+
+        path = Path(ensure_model())
+        logger.info("no --model-path given: serving the built-in demo model %s", path)
+        return path
+    path = cache_folder() / "random.pth"
+    if not path.exists():
+        from demo.random_weights import write_random_model
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_name(f"half-{os.getpid()}.pth")
+        write_random_model(half, layers=4, width=256)
+        half.replace(path)
+    logger.warning("no --model-path and no demo model: serving random weights (%s), whose text is meaningless", path)
+    return path

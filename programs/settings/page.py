@@ -1,0 +1,28 @@
+"""docs/settings.md, made from the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from programs.settings.flags import FLAGS, HEADINGS, PASSWORD_FILE, default_text
+from routes.config import HttpConfig
+
+SETTINGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+
+
+def markdown() -> str:
+    """docs/settings.md: every flag with its variable, default and meaning."""
+    parts = [
+        "# Settings\n\nMade by `python -m programs.settings` from the table that the command line is read with. "
+        "Each flag is also an environment variable; the command line wins. Lists are separated by commas.\n"
+    ]
+    for section, flags in FLAGS.items():
+        rows = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
+        for flag in flags:
+            default = default_text(section, flag)
+            cells = (f"`{flag.option}`", f"`{flag.variable}`", f"`{default}`" if default else "", flag.help)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if section is HttpConfig:
+            rows.append(f"| `{PASSWORD_FILE[0]}` | `{PASSWORD_FILE[1]}` | | file whose first line is the password |")
+        parts.append(f"## {HEADINGS[section]}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)

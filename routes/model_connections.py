@@ -1,0 +1,32 @@
+"""A model that was loaded while the service runs, as handlers see it: a context with an engine of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from routes import translate
+from routes.context import Context
+from routes.readiness import Readiness
+from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.ipc.served_model import ServedModel
+
+
+def connect_model(context: Context, model: ServedModel, name: str) -> tuple[Context, Fleet]:
+    """The context of a model that is ready: its engine, which work waits for, its name, and translations of its own.
+
+    `name`: of this process, as the engine's status lists it.
+    """
+    readiness = Readiness(context.config.engine_wait_s)
+    fleet = Fleet(FleetLimits(context.config.resubmit, context.config.engine_wait_s), readiness.engine_changed)
+    fleet.update([model])
+    fleet.start(name)
+    config = msgspec.structs.replace(context.config, model_name=model.spec.name)
+    shared = {**context.shared, translate.CACHE_KEY: translate.TranslationCache(config.translate_cache)}
+    return (
+        dataclasses.replace(
+            context, engine=fleet, readiness=readiness, config=config, shared=shared, defaults=model.spec.defaults
+        ),
+        fleet,
+    )

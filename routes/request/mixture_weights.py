@@ -1,0 +1,21 @@
+"""Weights of a named mixture's members that a request gives in place of those that the mixture has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from routes.request.bodies import MixedState, MixtureFields
+from rwkv_batch.errors import invalid
+
+Mixing = TypeVar("Mixing", bound=MixtureFields)
+
+
+def with_mixture_weights(body: Mixing, mixture: Sequence[tuple[str, float]]) -> Mixing:
+    """The body with its own mixture of the members in `mixture`, (name, weight). Raises ServiceError."""
+    weights = body.mrss_gatingweight
+    if len(weights) != len(mixture):
+        what = f"the mixture's {len(mixture)} states" if mixture else "a mixture that `model` or `state` names"
+        raise invalid("mrss_gatingweight", f"must be a weight for each of {what}, got {len(weights)}", weights)
+    members = [MixedState(name=name, weight=weight) for (name, _), weight in zip(mixture, weights, strict=True)]
+    return body.model_copy(update={"states": members, "state": None})

@@ -1,0 +1,96 @@
+"""The family's native batch form: one object with indexed choices."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from routes.context import Context
+from routes.request import prompts
+from routes.request.bodies import BatchBody, GenerationBody
+from routes.response.generate import BaseFormatter, RowResult, run
+from routes.response.http_response import HandlerResponse, failure, sse
+from routes.response.output_decoder import OutputDecoder, RowUpdate
+from rwkv_batch.request import Finish, Job
+
+
+def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
+    """OpenAI's usage object, summed over rows; the `n` continuations of a prompt read it once."""
+    ends = [end for end in finishes if end is not None]
+    read = [end for end in finishes[::n] if end is not None]
+    prompt = sum(end.prompt_tokens for end in read)
+    completion = sum(end.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in read)},
+    }
+
+
+class BatchFormatter(BaseFormatter):
+    """The family's batch form: one object, many indexed choices.
+
+    Of a conversation, which OpenAI's clients ask for, chunks bear an id, and each has one choice, as these look at the
+    first alone.
+    """
+
+    def __init__(self, body: GenerationBody, object_name: str = "chat.completion", answer_id: str = "") -> None:
+        head = {"object": object_name, "created": int(time.time()), "model": body.model}
+        self._whole_head = {"id": answer_id or "rwkv7-batch", **head}
+        self._chunk_head: dict[str, Any] = {"object": f"{object_name}.chunk"}
+        if answer_id:
+            self._chunk_head = {**self._whole_head, **self._chunk_head}
+        self._has_one_choice = bool(answer_id)
+        self._includes_usage = body.includes_usage
+        self._finishes: list[Finish] = []
+
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        """See Dialect."""
+        choices: list[dict[str, Any]] = []
+        for row in updates:
+            if row.text:
+                choices.append({"index": row.row, "delta": {"content": row.text}})
+            if row.finish is not None:
+                self._finishes.append(row.finish)
+                choices.append({"index": row.row, "delta": {}, "finish_reason": row.finish.reason})
+        if self._has_one_choice:
+            return b"".join(sse({**self._chunk_head, "choices": [choice]}) for choice in choices)
+        return sse({**self._chunk_head, "choices": choices}) if choices else b""
+
+    def stream_end(self) -> bytes:
+        """See Dialect."""
+        if not self._includes_usage:
+            return b""
+        return sse({**self._chunk_head, "choices": [], "usage": usage(self._finishes)})
+
+    def full_body(self, rows: list[RowResult]) -> Any:
+        """See Dialect."""
+        choices = [_choice(index, row) for index, row in enumerate(rows)]
+        return {**self._whole_head, "choices": choices, "usage": usage([row.finish for row in rows])}
+
+
+def _choice(index: int, row: RowResult) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "message": {"role": "assistant", "content": row.text}}
+    choice["finish_reason"] = row.finish.reason if row.finish is not None else "error"
+    if row.finish is not None and row.finish.error is not None:
+        choice |= failure(row.finish.error)
+    return choice
+
+
+async def answer(context: Context, body: BatchBody, job: Job) -> HandlerResponse:
+    """Run a native batch body's job and answer in the family's form; conversations have an id, for OpenAI's clients."""
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
+    return await run(context, job, BatchFormatter(body, answer_id=answer_id), make_decoder(body, job), body.stream)
+
+
+def make_decoder(body: BatchBody, job: Job) -> OutputDecoder:
+    """How a native answer's text begins: with the tag that the prompt opened, or without white space.
+
+    Text that is held to a form is told as it is.
+    """
+    opening = prompts.THINK_START if body.thinks else ""
+    strip = bool(body.messages) and not body.thinks and job.rows[0].constraint is None
+    return OutputDecoder(job.num_rows, opening, strip)

@@ -1,0 +1,288 @@
+"""Parts calls of functions from the text around them, piece by piece, wherever the pieces cut them."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from routes.request.tool_set import FENCE, FENCE_END, TAG, TAG_END
+
+_CLOSINGS = {FENCE: FENCE_END, TAG: TAG_END}
+_OPENING = re.compile("|".join(map(re.escape, _CLOSINGS)))
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+_MARKS = re.compile(r'["\\{}\[\]]')
+
+
+@dataclass(slots=True)
+class ToolCallPiece:
+    """What is new of one call; its name comes once, first."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedDelta:
+    """New text around calls, and new pieces of calls."""
+
+    content: str
+    calls: list[ToolCallPiece]
+
+
+class _ParserState(enum.Enum):
+    TEXT = enum.auto()
+    HEAD = enum.auto()
+    """behind an opening, until it is a call or none"""
+    ARGUMENTS = enum.auto()
+    REST = enum.auto()
+    """what the call's object has behind its arguments"""
+    CLOSING = enum.auto()
+
+
+class JsonEndFinder:
+    """Finds where a JSON value of brackets ends, piece by piece."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth`: brackets that are open already."""
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+
+    def find(self, piece: str) -> int | None:
+        """How much of `piece` belongs to the value, if it ends there."""
+        at = 0
+        while at < len(piece):
+            if self._escaped:
+                self._escaped, at = False, at + 1
+                continue
+            found = _MARKS.search(piece, at)
+            if found is None:
+                return None
+            at = found.end()
+            self._process_mark(found[0])
+            if not self._depth and not self._in_string and found[0] in "}]":
+                return at
+        return None
+
+    def _process_mark(self, mark: str) -> None:
+        if mark == "\\":
+            self._escaped = self._in_string
+        elif mark == '"':
+            self._in_string = not self._in_string
+        elif not self._in_string:
+            self._depth += 1 if mark in "{[" else -1
+
+
+class ToolCallParser:
+    """One row's answer. White space before a call and after the last is dropped; the pieces' borders do not matter.
+
+    What is none, or calls what is not offered, stays text. A call that the answer's end cuts is told if its name is
+    whole, with as much of its arguments as there is; else it is no text either, and not told.
+    """
+
+    def __init__(
+        self, names: Iterable[str], is_open: bool = False, must_call: bool = False, is_calls_or_text: bool = False
+    ) -> None:
+        """`names`: what may be called; `is_open`: the prompt ended with FENCE, so the text begins behind it;
+        `must_call`: there is no text but calls; `is_calls_or_text`: an answer that does not begin with a call has none."""
+        self._names = frozenset(names)
+        self._must_call = must_call
+        self._is_either = is_calls_or_text
+        self._buffer = ""
+        self._pending_space = ""
+        """white space that is dropped if a call comes next"""
+        self._state = _ParserState.HEAD if is_open else _ParserState.TEXT
+        self._opening, self._closing = "", FENCE_END
+        self._end = JsonEndFinder()
+        self._scanned = 0
+        """how much of what is held is known to `_end`"""
+        self._has_text = False
+        self._text: list[str] = []
+        self._pieces: list[ToolCallPiece] = []
+        self.count = 0
+        """calls that have begun"""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls, and the text does not end inside one."""
+        return self.count > 0 and not self.is_inside
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text ends inside a call, or in what was opened as one."""
+        return self._state in (_ParserState.HEAD, _ParserState.ARGUMENTS)
+
+    def ends_inside(self, opens_with_call: bool) -> bool:
+        """Whether the text ends inside what was told last: a call's arguments, or text."""
+        return self._state is (_ParserState.ARGUMENTS if opens_with_call else _ParserState.TEXT)
+
+    def feed(self, text: str, final: bool) -> ParsedDelta:
+        """What `text` makes certain; everything that is left with `final`."""
+        self._buffer += text
+        while self._step(final):
+            pass
+        if final and self._state is _ParserState.TEXT and not (self.count or self._must_call):
+            self._text.append(self._pending_space)
+        parsed = ParsedDelta("".join(self._text), self._pieces)
+        self._text, self._pieces = [], []
+        return parsed
+
+    def _step(self, final: bool) -> bool:
+        """Work on what is held; whether there may be more to do."""
+        match self._state:
+            case _ParserState.TEXT:
+                return self._read_text(final)
+            case _ParserState.HEAD:
+                return self._read_head(final)
+            case _ParserState.ARGUMENTS:
+                return self._read_arguments()
+            case _ParserState.REST:
+                return self._read_rest()
+            case _ParserState.CLOSING:
+                return self._read_closing(final)
+
+    def _add_text(self, text: str) -> None:
+        """Text, whose last white space waits for what follows; that at a call's end is dropped."""
+        if self.count and not self._has_text:
+            text = text.lstrip()
+        stripped = text.rstrip()
+        if stripped:
+            self._has_text = True
+            self._text += [self._pending_space, stripped]
+            self._pending_space = ""
+        self._pending_space += text[len(stripped) :]
+
+    def _read_text(self, final: bool) -> bool:
+        if self._has_no_call():
+            self._add_text(self._buffer)
+            self._buffer = ""
+            return False
+        found = _OPENING.search(self._buffer)
+        if found is not None:
+            self._add_text(self._buffer[: found.start()])
+            self._buffer = self._buffer[found.end() :]
+            self._state, self._opening, self._closing = _ParserState.HEAD, found[0], _CLOSINGS[found[0]]
+            self._end, self._scanned = JsonEndFinder(), 0
+            return True
+        only_calls = self._must_call or self.count  # behind a call come only more of them
+        safe_length = len(self._buffer) if final and not only_calls else _length_before_opening(self._buffer)
+        self._add_text(self._buffer[:safe_length])
+        self._buffer = self._buffer[safe_length:]
+        return False
+
+    def _has_no_call(self) -> bool:
+        """Whether an answer that is either calls or text is text, whatever its strings have in them."""
+        if not self._is_either or self.count:
+            return False
+        begun = self._buffer.lstrip()
+        return self._has_text or not any(one.startswith(begun) or begun.startswith(one) for one in _CLOSINGS)
+
+    def _read_head(self, final: bool) -> bool:
+        head = _HEAD.match(self._buffer)
+        if head is not None and (name := _string(head[1])) in self._names:
+            self._start_call(name)
+            self._buffer, self._state, self._end = self._buffer[head.end() :], _ParserState.ARGUMENTS, JsonEndFinder()
+            return True
+        begun = self._buffer.lstrip()
+        if begun and begun[0] not in "{[":
+            return self._revert_to_text()
+        end = self._end.find(self._buffer[self._scanned :])
+        if end is None:
+            self._scanned = len(self._buffer)
+            return False
+        calls = list(_calls(self._buffer[: self._scanned + end], self._names))
+        if not calls:
+            return self._revert_to_text()
+        for name, arguments in calls:
+            self._start_call(name)
+            self._pieces[-1].arguments = arguments
+        self._buffer, self._state = self._buffer[self._scanned + end :], _ParserState.CLOSING
+        return True
+
+    def _revert_to_text(self) -> bool:
+        """What was opened is text, in which a call may yet begin."""
+        self._add_text(self._opening)
+        self._state = _ParserState.TEXT
+        return True
+
+    def _start_call(self, name: str) -> None:
+        self._pending_space = ""
+        self._pieces.append(ToolCallPiece(self.count, name))
+        self.count += 1
+
+    def _read_arguments(self) -> bool:
+        end = self._end.find(self._buffer)
+        piece = self._buffer if end is None else self._buffer[:end]
+        if piece:
+            self._add_arguments(piece)
+        self._buffer = self._buffer[len(piece) :]
+        if end is not None:
+            self._state, self._end, self._scanned = _ParserState.REST, JsonEndFinder(depth=1), 0
+        return end is not None
+
+    def _add_arguments(self, arguments: str) -> None:
+        if not self._pieces or self._pieces[-1].index != self.count - 1:
+            self._pieces.append(ToolCallPiece(self.count - 1))
+        self._pieces[-1].arguments += arguments
+
+    def _read_rest(self) -> bool:
+        self._buffer = self._buffer if self._scanned else self._buffer.lstrip()
+        if self._buffer and not self._scanned:
+            self._scanned = 1
+            if self._buffer[0] not in ",}":  # a brace was forgotten
+                self._state = _ParserState.CLOSING
+                return True
+        end = self._end.find(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._state = _ParserState.CLOSING
+        return end is not None
+
+    def _read_closing(self, final: bool) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._closing.startswith(self._buffer) and self._buffer != self._closing and not final:
+            return False
+        self._buffer = self._buffer.removeprefix(self._closing)
+        self._state = _ParserState.TEXT
+        return True
+
+
+def _length_before_opening(text: str) -> int:
+    """How much of a text cannot belong to an opening."""
+    for length in range(min(len(text), len(TAG) - 1), 0, -1):
+        if any(opening.startswith(text[-length:]) for opening in _CLOSINGS):
+            return len(text) - length
+    return len(text)
+
+
+def _string(text: str) -> str:
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return ""
+
+
+def _calls(text: str, names: frozenset[str]) -> Iterable[tuple[str, str]]:
+    """Name and arguments of each call that a JSON value is; nothing if it is none, or has other things in it."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    found = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
+    if None not in found:
+        yield from (call for call in found if call is not None)
+
+
+def _call(value: Any, names: frozenset[str]) -> tuple[str, str] | None:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in names:
+        return None
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):  # JSON as text, as OpenAI writes it
+        return name, arguments
+    return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

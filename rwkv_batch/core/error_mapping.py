@@ -1,0 +1,108 @@
+"""What work for a request ended with, in the words of the one error table."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
+from state_pool.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    DatabaseTimeout,
+    DialogueNotFound,
+    DirectoryUnreachable,
+    InvalidSessionId,
+    NameTaken,
+    OriginMismatch,
+    PoolError,
+    PoolFull,
+    SessionBusy,
+    SessionNotFound,
+    SessionReadFailed,
+    SessionTooLarge,
+    SessionUnusable,
+    StaleEpoch,
+    StateNotFound,
+    TurnInDoubt,
+)
+
+logger = logging.getLogger(__name__)
+
+_KINDS: dict[type[PoolError], ErrorKind] = {
+    SessionBusy: ErrorKind.SESSION_BUSY,
+    SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
+    DialogueNotFound: ErrorKind.SESSION_NOT_FOUND,
+    InvalidSessionId: ErrorKind.INVALID_FIELD,
+    SessionUnusable: ErrorKind.SESSION_UNUSABLE,
+    SessionReadFailed: ErrorKind.ENGINE_LOST,
+    PoolFull: ErrorKind.OVERLOADED,
+    DatabaseTimeout: ErrorKind.TIMEOUT,
+    SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
+    StateNotFound: ErrorKind.STATE_NOT_FOUND,
+    AdapterNotFound: ErrorKind.ADAPTER_NOT_FOUND,
+    NameTaken: ErrorKind.NAME_TAKEN,
+    OriginMismatch: ErrorKind.INVALID_FIELD,
+    AdapterMismatch: ErrorKind.INVALID_FIELD,
+    StaleEpoch: ErrorKind.SESSION_BUSY,
+    DirectoryUnreachable: ErrorKind.ENGINE_LOST,
+    TurnInDoubt: ErrorKind.ENGINE_LOST,
+}
+_RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0, SessionReadFailed: 2.0}
+_FIELDS: dict[type[PoolError], str] = {
+    DialogueNotFound: "dialogue_idx",
+    StateNotFound: "state",
+    OriginMismatch: "state",
+    AdapterNotFound: "adapter",
+    AdapterMismatch: "adapter",
+    NameTaken: "name",
+}
+"""Where it is always the same field that is wrong."""
+
+
+def as_service_error(
+    error: Exception, field: str | None = "session_id", given: str | int | None = None
+) -> ServiceError:
+    """A pool's failure in the words of the one error table.
+
+    `field`: what the request describe_error wrongly, if anything, as `given`; where the failure does not say so itself.
+    """
+    if isinstance(error, PoolError):
+        default_field = _FIELDS.get(type(error))
+        given = error.given if default_field or error.given is not None else given
+        field = default_field or field
+        kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
+        message = f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error)
+        return ServiceError(kind, message, field=field, given=given, retry_after_s=retry_after_s)
+    message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
+    return ServiceError(ErrorKind.INTERNAL, message, field=field, given=given)
+
+
+def describe_error(error: BaseException) -> str:
+    """What was caught, in a message; some have no text of their own."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def error_translator(
+    what: str, fields: Mapping[type[Exception], str] | None = None
+) -> Callable[[BaseException], ServiceError]:
+    """A translation of failures into the table's words.
+
+    `what`: could not be done, of a failure that nobody has thought of, which is a fault of ours: it is logged, and told
+    as one. `fields`: of failures that are a request's, the field of it that was wrong.
+    """
+    fields_by_error = dict(fields or {})
+
+    def translate(error: BaseException) -> ServiceError:
+        if isinstance(error, ServiceError):
+            return error
+        field = next((field for kind, field in fields_by_error.items() if isinstance(error, kind)), None)
+        if field is not None:
+            given = getattr(error, "given", None)
+            return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field, given=given)
+        if isinstance(error, PoolError):
+            return as_service_error(error)
+        logger.error("%s", what, exc_info=error)
+        return ServiceError(ErrorKind.INTERNAL, f"{what}: {type(error).__name__}: {error}")
+
+    return translate

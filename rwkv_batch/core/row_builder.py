@@ -1,0 +1,140 @@
+"""What a job must be to be taken, and the rows that it is run as. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rwkv_batch.core.output import RowOutput
+from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
+from rwkv_batch.core.scheduler import Scheduler
+from rwkv_batch.core.sequence import RunningJob, Sequence
+from rwkv_batch.core.state_manager import StateManager
+from rwkv_batch.core.stops import StopRulesCache
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import GenerateRequest, Job
+from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from sampling.grammar.matcher import Matcher
+
+
+class RowBuilder:
+    """Checks jobs, and makes their rows. Engine thread."""
+
+    def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
+        self._scheduler = scheduler
+        self._state_manager = state_manager
+        self._byte_table = tokenizer.byte_table
+        self._stop_rules = StopRulesCache(tokenizer.byte_table)
+        self._vocab = vocab
+
+    def check(self, job: Job) -> None:
+        """Raises ServiceError for a job that cannot be taken, or not now."""
+        if not job.attempt:  # else another engine has admitted it, and its client was answered
+            self._check_queue(job)
+        for request in job.rows:
+            self._check_row(request)
+            check_scoring(request, self._vocab)
+            check_resumed(request)
+        if any(request.session is not None for request in job.rows) and job.num_rows != 1:
+            raise ServiceError(
+                ErrorKind.INVALID_FIELD,
+                f"a session takes one row a request, {job.num_rows} were given",
+                field="session_id",
+            )
+
+    def _check_queue(self, job: Job) -> None:
+        limit = self._scheduler.limits.max_waiting_rows
+        waiting = self._scheduler.admission.waiting_rows
+        if waiting + job.num_rows > limit:
+            raise _queue_is_full(f"{waiting} rows wait", job.num_rows, f"{limit} (--max-waiting-rows)")
+        share = self._scheduler.limits.waiting_rows_per_client
+        waiting = self._scheduler.admission.waiting_rows_of(job.client) if job.client else 0
+        if job.client and waiting + job.num_rows > share:
+            flag = f"{share} for one client (--max-waiting-rows-per-client)"
+            raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, flag)
+
+    def _check_row(self, request: GenerateRequest) -> None:
+        self._state_manager.check(request)
+        resume = request.session.resume_prompt if request.session else request.prompt
+        if not request.prompt or not resume:
+            raise ServiceError(ErrorKind.INVALID_FIELD, "a prompt is empty; give at least one token", field="prompt")
+        bias = list(request.sampling.logit_bias)
+        named = [
+            ("prompt", request.prompt),
+            ("session", resume),
+            ("stop_tokens", request.stop_ids),
+            ("logit_bias", bias),
+            ("resumed", request.resumed.token_ids if request.resumed is not None else []),
+        ]
+        for field, ids in [*named, *(("candidates", candidate) for candidate in request.candidates)]:
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
+                wrong = next(i for i in ids if not 0 <= i < self._vocab)
+                raise ServiceError(
+                    ErrorKind.INVALID_FIELD,
+                    f"{field}: token id {wrong} is outside the model's vocabulary 0..{self._vocab - 1}",
+                    field=field,
+                    given=wrong,
+                )
+
+    def build(self, job: RunningJob) -> list[Sequence]:
+        """The rows to run at first: for `n` continuations of a longer prompt, the row that reads it for all."""
+        rows: list[Sequence] = []
+        number = 0
+        for request in job.spec.rows:
+            if request.num_rows > 1 and len(request.prompt) > 1 and not request.mixture:
+                shared = self._sequence(job, number, request, request.prompt[:-1], samples=False)
+                shared.fork_count, shared.scored = request.num_rows, scored_positions(request)
+                rows.append(shared)
+            else:
+                rows.extend(self.continuations(job, number, request))
+            number += request.num_rows
+        return rows
+
+    def continuations(self, job: RunningJob, first: int, request: GenerateRequest) -> list[Sequence]:
+        """The rows of a request. Where another has read the prompt for them, it has told what it scored of it."""
+        rows: list[Sequence] = []
+        for i in range(request.num_rows):
+            own = self._nth(request, i)
+            rows.append(self._sequence(job, first + i, own, list(own.prompt), samples=True))
+            rows[-1].scored = scored_positions(own)
+        return rows
+
+    @staticmethod
+    def _nth(request: GenerateRequest, i: int) -> GenerateRequest:
+        """The request of one continuation: its own seed or candidate; ignore_eos bans the end token, which is never
+        read."""
+        if request.candidates:
+            request = msgspec.structs.replace(request, prompt=request.prompt + request.candidates[i], candidates=[])
+        sampling = request.sampling
+        if i:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % (1 << 64))
+        if request.ignore_eos:
+            sampling = msgspec.structs.replace(sampling, logit_bias={**sampling.logit_bias, END_OF_TEXT: float("-inf")})
+        return request if sampling is request.sampling else msgspec.structs.replace(request, sampling=sampling)
+
+    def _sequence(
+        self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], samples: bool
+    ) -> Sequence:
+        output = RowOutput(row, request, self._stop_rules.build(request), self._byte_table, job.spec.return_token_ids)
+        sequence = Sequence(job, row, request, token_ids, output, samples=samples, prompt_tokens=len(request.prompt))
+        if request.constraint is not None and samples:
+            sequence.matcher = Matcher(job.grammars[request.constraint])
+            for token in request.resumed.token_ids if request.resumed is not None else ():
+                sequence.matcher.advance(token)
+        return sequence
+
+
+def check_resumed(request: GenerateRequest) -> None:
+    """Raises ServiceError for a row that cannot go on from where it is said to be."""
+    if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
+        count = len(request.resumed.token_ids)
+        message = f"resumed: {count} tokens for {request.num_rows} rows of at most {request.max_tokens}"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="resumed", given=count)
+
+
+def _queue_is_full(waiting: str, more: int, limit: str) -> ServiceError:
+    return ServiceError(
+        ErrorKind.OVERLOADED,
+        f"the queue is full: {waiting}, {more} more would pass the limit of {limit}; "
+        "try again later or send fewer rows",
+        retry_after_s=1,
+    )

@@ -1,0 +1,94 @@
+"""The process that holds a service's place in a cluster: it keeps the roster, and the supervisor knows no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rwkv_batch.errors import StartupError
+from rwkv_batch.fleet.actors.driver import load_ray
+from rwkv_batch.fleet.actors.plan import ClusterPlan
+from rwkv_batch.fleet.actors.roster import POLL_INTERVAL_S, Roster
+from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+def run_cluster(plan: ClusterPlan, style: LogStyle, name: str, supervisor: Connection) -> None:
+    """Main function of the process.
+
+    The supervisor is sent ("engines", the table) when it changes and ("failed", one line). It first sends ("begin",
+    whether the service has had its engines), then ("add", devices), ("remove", name), ("restart", name), and
+    ("leave", seconds): engines that nobody else wants then have so long.
+    """
+    become_child(name, style)
+    try:
+        _follow_supervisor(Roster(plan, style), supervisor)
+    except StartupError as error:
+        _send(supervisor, ("failed", str(error)))
+    except (
+        OSError,
+        load_ray().exceptions.RayError,
+    ) as error:  # not the supervisor's: `_receive_command` and `_send` see to that
+        logger.error("the cluster's head does not answer (%r); this process ends, to be started again", error)
+
+
+def _follow_supervisor(roster: Roster, supervisor: Connection) -> None:
+    reported: tuple[ServedModel, ...] = ()
+    command = _receive_command(supervisor, None)
+    while command[0] not in ("leave", "gone"):
+        _handle_command(roster, command)
+        table = _poll(roster)
+        if table != reported:
+            reported = table
+            _send(supervisor, ("engines", table))
+        command = _receive_command(supervisor, POLL_INTERVAL_S)
+    if command[0] == "gone":
+        logger.error("the supervisor is gone; leaving the cluster")
+    _leave(roster, command[1])
+
+
+def _receive_command(supervisor: Connection, timeout_s: float | None) -> tuple[str, Any]:
+    """The supervisor's next command, ("nothing", None) if none comes in that time, ("gone", 0.0) if none can come."""
+    try:
+        return supervisor.recv() if supervisor.poll(timeout_s) else ("nothing", None)
+    except (EOFError, OSError):
+        return "gone", 0.0
+
+
+def _send(supervisor: Connection, message: tuple[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # `_receive_command` notices that it is gone
+        supervisor.send(message)
+
+
+def _handle_command(roster: Roster, command: tuple[str, Any]) -> None:
+    match command:
+        case ("begin", is_up):
+            roster.begin(is_up)
+        case ("add", devices):
+            roster.add(devices)
+        case ("remove", name):
+            roster.remove(name)
+        case ("restart", name):
+            roster.restart(name)
+
+
+def _poll(roster: Roster) -> tuple[ServedModel, ...]:
+    """The table. Raises StartupError; then nothing stays that this service has placed."""
+    try:
+        return roster.poll()
+    except StartupError:
+        roster.remove_created()
+        raise
+
+
+def _leave(roster: Roster, timeout_s: float) -> None:
+    """Leave the cluster; if the engines do so too, wait until they have."""
+    deadline = time.monotonic() + timeout_s
+    if roster.leave():
+        while roster.names and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)

@@ -1,0 +1,416 @@
+"""Several engines of one model behind the face of one: who gets a job, and how it goes on when its engine is lost.
+
+A job is handed to one engine and followed; if that engine is lost, or leaves, the job goes on with another one, or
+waits a while for one to come. One engine is a fleet of one.
+
+Threads: any may call. Each engine's client has a thread, on which its events are passed on; one looks after all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rwkv_batch.calls import AcquireQuota, Answer, EngineCall, Reply
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.fleet.affinity import EngineLru, prefix_key, rendezvous_weight
+from rwkv_batch.fleet.gather import gather
+from rwkv_batch.fleet.in_flight_job import CANCELLED, ENGINE_GONE, InFlightJob
+from rwkv_batch.fleet.member import POLL_INTERVAL_S, Member
+from rwkv_batch.fleet.routing import RoutingHints, choose
+from rwkv_batch.ipc.client import LOADING
+from rwkv_batch.ipc.served_model import ServedModel
+from rwkv_batch.ipc.wire import Observe, UsageReport
+from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.request import Job, JobEvents, Usage
+
+logger = logging.getLogger(__name__)
+
+
+class FleetLimits(NamedTuple):
+    """How long a job is held on to."""
+
+    resubmit: int = 2
+    """Engines that it may lose and go on; 0: none, then it ends with its engine."""
+    wait_s: float = 10.0
+    """It waits so long for an engine each time."""
+    shares_sessions: bool = False
+    """Whether any engine can go on with any session; else each session has its engine for good."""
+    num_routers: int = 1
+    """Processes that choose engines as this one does, itself among them."""
+
+
+class Attempt(NamedTuple):
+    """A job with one engine."""
+
+    number: int
+    job_id: str
+    """Under which the engine knows it."""
+    member: Member
+    connection: int
+    """The engine's, when the job was handed to it."""
+
+
+class Fleet:
+    """`EngineProtocol` over the engines that `update` names; see above."""
+
+    def __init__(self, limits: FleetLimits, on_change: Callable[[bool], None] = lambda is_connected: None) -> None:
+        """`on_change` is told when some engine takes work, and when none does any more; it must not ask the fleet."""
+        self._limits = limits
+        self._on_change = on_change
+        self._name = ""
+        self._is_shutting_down = False
+        self._lock = threading.RLock()
+        self._members: dict[str, Member] = {}
+        """by address"""
+        self._in_flight_jobs: dict[str, InFlightJob] = {}
+        self._waiting: dict[str, InFlightJob] = {}
+        """those among them that no engine has"""
+        self._sessions, self._prompts = EngineLru(), EngineLru()
+        self._was_connected = False
+        self._lost_at = -math.inf
+        """time.monotonic when it was told that none takes work"""
+        self._notify_lock = threading.Lock()
+        """held to tell `on_change`, which waits for nothing"""
+        self._rng = random.Random()
+        self._stopped = threading.Event()
+
+    # Life ----------------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """Begin to connect, as the process of that name."""
+        self._name = name
+        for member in self.members:
+            member.client.start(name)
+        threading.Thread(target=self._poll_loop, name="fleet", daemon=True).start()
+
+    def update(self, engines: Sequence[ServedModel]) -> None:
+        """The engines there are now. Those that are here no longer are let go of; their jobs go on elsewhere."""
+        info = {engine.address: engine for engine in engines}
+        with self._lock:
+            gone = [self._members.pop(address) for address in set(self._members) - set(info)]
+            for address, engine in info.items():
+                if address in self._members:
+                    self._members[address].info = engine
+                else:
+                    member = self._members[address] = Member(engine, self._changed)
+                    member.client.is_shutting_down = self._is_shutting_down
+                    if self._name:
+                        member.client.start(self._name)
+        for member in gone:
+            member.client.stop()
+        self._notify_change()
+
+    def stop(self) -> None:
+        """Let go of all engines for good."""
+        self._stopped.set()
+        self._is_shutting_down = True
+        for member in self.members:
+            member.client.stop()
+        self._dispatch_waiting()
+
+    @property
+    def is_shutting_down(self) -> bool:
+        """The service is being shut down: an engine that is lost now is not waited for; another that stays goes on."""
+        return self._is_shutting_down
+
+    @is_shutting_down.setter
+    def is_shutting_down(self, value: bool) -> None:
+        self._is_shutting_down = value
+        for member in self.members:
+            member.client.is_shutting_down = value
+
+    @property
+    def members(self) -> list[Member]:
+        """The engines, whether or not they are there."""
+        with self._lock:
+            return list(self._members.values())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether some engine takes work."""
+        return any(member.is_available for member in self.members)
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the engines that take no work now."""
+        return [member.name for member in self.members if not member.is_available]
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs under way."""
+        return len(self._in_flight_jobs)
+
+    # EngineProtocol ------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
+        """See EngineProtocol."""
+        in_flight_job = InFlightJob(job, sink, admitted, self._limits.resubmit > 0)
+        error = self._unavailable_reason()
+        if not self.is_connected and not self._may_come_back():
+            in_flight_job.fail(error)
+            return
+        with self._lock:
+            self._in_flight_jobs[job.job_id] = in_flight_job
+        usage = job.usage
+        if usage is None or len(self.members) < 2:
+            self._dispatch(in_flight_job, error)
+        else:
+            self._acquire_quota(in_flight_job, usage)
+
+    def _acquire_quota(self, in_flight_job: InFlightJob, usage: Usage) -> None:
+        """Have one engine, the same for all processes, hold the client's limits; whoever runs the job does not."""
+        quota_engine = min(
+            (one for one in self.members if one.client.is_connected), key=lambda one: one.name, default=None
+        )
+
+        def on_quota(answer: bool | ServiceError) -> None:
+            if isinstance(answer, ServiceError) and answer.info.kind not in ENGINE_GONE:
+                self._forget(in_flight_job)
+                in_flight_job.answer(answer)
+                return
+            in_flight_job.quota_engine = quota_engine
+            self._dispatch(in_flight_job, LOADING)
+
+        in_flight_job.job = msgspec.structs.replace(in_flight_job.job, limits=None)
+        if quota_engine is None:
+            self._dispatch(in_flight_job, LOADING)
+        else:
+            quota_engine.client.call(AcquireQuota(usage), on_quota)
+
+    def cancel(self, job_id: str) -> None:
+        """See EngineProtocol."""
+        with self._lock:
+            in_flight_job = self._in_flight_jobs.get(job_id)
+            waits = self._waiting.pop(job_id, None) is not None
+            if in_flight_job is None:
+                return
+            in_flight_job.is_cancelled = (
+                True  # under the lock: who hands it on meanwhile sees it, or has told its place
+            )
+            member = in_flight_job.member
+        if waits:
+            self._fail(in_flight_job, CANCELLED)
+        elif member is not None:
+            member.client.cancel(in_flight_job.attempt_id)
+
+    def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
+        """See EngineProtocol."""
+        members = [member for member in self.members if member.client.is_connected]
+        if not members:
+            reply(ServiceError.from_info(self._unavailable_reason()))
+            return
+        gather(call, reply, members, self.members, self._session_member, self._limits.shares_sessions)
+
+    def observe(self, observation: Observe) -> None:
+        """Report an ended HTTP request to one engine; forgotten when there is none."""
+        for member in self.members:
+            if member.client.is_connected:
+                member.client.observe(observation)
+                return
+
+    # The way of a job ----------------------------------------------------------------------------------------
+
+    def _dispatch(self, in_flight_job: InFlightJob, error: ErrorInfo) -> None:
+        """Hand it to an engine, or let it wait for one; `error` is what it is told if none comes."""
+        member = self._choose_member(in_flight_job)
+        if member is None:
+            self._enqueue(in_flight_job, error)
+            return
+        job = in_flight_job.next_attempt()
+        if job is None:  # its rows had ended, and only that was not told
+            self._forget(in_flight_job)
+            in_flight_job.forward(JobEvents(job_id=in_flight_job.job.job_id, deltas=[], done=True))
+            return
+        attempt = Attempt(in_flight_job.attempt, in_flight_job.attempt_id, member, member.connection)
+        self._assign(in_flight_job, member)
+        member.sent(job)
+        member.client.submit(
+            job,
+            lambda events: self._on_events(in_flight_job, attempt, events),
+            lambda refusal: self._on_admitted(in_flight_job, attempt, refusal),
+        )
+        if in_flight_job.is_cancelled:
+            member.client.cancel(attempt.job_id)
+
+    def _enqueue(self, in_flight_job: InFlightJob, error: ErrorInfo) -> None:
+        with self._lock:
+            self._assign(in_flight_job, None)
+            over = CANCELLED if in_flight_job.is_cancelled else error if self._stopped.is_set() else None
+            if over is None:
+                in_flight_job.error = error
+                in_flight_job.deadline = time.monotonic() + self._limits.wait_s
+                self._waiting[in_flight_job.job.job_id] = in_flight_job
+        if over is not None:  # nobody would look after it
+            self._fail(in_flight_job, over)
+
+    def _on_admitted(self, in_flight_job: InFlightJob, attempt: Attempt, refusal: ServiceError | None) -> None:
+        """An engine has admitted a job, or not."""
+        if refusal is not None:
+            attempt.member.refused(attempt.job_id)
+        if attempt.number != in_flight_job.attempt:
+            return
+        if refusal is None:
+            in_flight_job.answer(None)
+        elif refusal.info.kind in ENGINE_GONE:
+            leaves = refusal.info.kind is ErrorKind.DRAINING and not self._is_shutting_down
+            self._on_lost(in_flight_job, attempt, attempt.member.leaves if leaves else refusal.info)
+        else:
+            self._forget(in_flight_job)
+            in_flight_job.answer(refusal)
+
+    def _on_events(self, in_flight_job: InFlightJob, attempt: Attempt, events: JobEvents) -> None:
+        """An engine says something of a job. What is said of an earlier attempt comes too late."""
+        if attempt.number != in_flight_job.attempt:
+            return
+        if events.done and events.error is not None and events.error.kind in ENGINE_GONE:
+            in_flight_job.forward_last(events)
+            self._on_lost(in_flight_job, attempt, events.error)
+            return
+        if in_flight_job.quota_engine is not None:
+            tokens = sum(delta.num_tokens for delta in events.deltas)
+            in_flight_job.quota_engine.client.report_usage(UsageReport(in_flight_job.job.job_id, tokens, done=False))
+        if events.done:
+            self._forget(in_flight_job)
+        in_flight_job.forward(events)
+
+    def _on_lost(self, in_flight_job: InFlightJob, attempt: Attempt, error: ErrorInfo) -> None:
+        """Its engine does not go on with a job: another one does, unless that has happened too often."""
+        attempt.member.fails(attempt.connection)
+        if in_flight_job.is_cancelled:
+            self._fail(in_flight_job, CANCELLED)
+            return
+        in_flight_job.losses += error.kind is ErrorKind.ENGINE_LOST
+        has_begun = in_flight_job.is_admitted or error.kind is ErrorKind.ENGINE_LOST
+        has_too_many_losses = in_flight_job.losses > self._limits.resubmit
+        is_last = self._stopped.is_set() or (self._is_shutting_down and not self.is_connected)
+        if is_last or has_too_many_losses or (has_begun and not in_flight_job.can_resume):
+            self._fail(
+                in_flight_job,
+                in_flight_job.too_many_losses_error(error)
+                if has_too_many_losses and in_flight_job.can_resume
+                else error,
+            )
+            return
+        logger.info("job %s leaves engine %s", attempt.job_id, attempt.member.name)
+        self._dispatch(in_flight_job, error)
+
+    def _fail(self, in_flight_job: InFlightJob, error: ErrorInfo) -> None:
+        self._forget(in_flight_job)
+        in_flight_job.fail(error)
+
+    def _forget(self, in_flight_job: InFlightJob) -> None:
+        with self._lock:
+            self._in_flight_jobs.pop(in_flight_job.job.job_id, None)
+            self._assign(in_flight_job, None)
+        if in_flight_job.quota_engine is not None:
+            in_flight_job.quota_engine.client.report_usage(UsageReport(in_flight_job.job.job_id, 0, done=True))
+
+    def _assign(self, in_flight_job: InFlightJob, member: Member | None) -> None:
+        """It is with that engine from now on, or with none."""
+        with self._lock:
+            if in_flight_job.member is not None:
+                in_flight_job.member.assigned_rows -= in_flight_job.job.num_rows
+            in_flight_job.member = member
+            if member is not None:
+                member.assigned_rows += in_flight_job.job.num_rows
+
+    # Who gets it ---------------------------------------------------------------------------------------------
+
+    def _choose_member(self, in_flight_job: InFlightJob) -> Member | None:
+        available = [member for member in self.members if member.is_available]
+        session = next((row.session.session_id for row in in_flight_job.job.rows if row.session is not None), None)
+        if session is not None:
+            return self._choose_for_session(session, available)
+        if len(available) < 2:
+            return available[0] if available else None
+        names = [member.name for member in available]
+        key = prefix_key(in_flight_job.job)
+        preferred = self._prompts.get(key) if key else None
+        chosen = self._choose_by_load(available, names.index(preferred) if preferred in names else None, None)
+        if key:
+            with self._lock:
+                self._prompts.put(key, chosen.name)
+        return chosen
+
+    def _choose_by_load(self, available: list[Member], preferred: int | None, holder: int | None) -> Member:
+        assigned_rows, unanswered = [one.assigned_rows for one in available], [one.num_unanswered for one in available]
+        hints = RoutingHints(preferred, assigned_rows, unanswered, self._limits.num_routers)
+        return available[choose(hints, [one.load for one in available], holder, self._rng)]
+
+    def _choose_for_session(self, session: str, available: list[Member]) -> Member | None:
+        session_member = self._session_member(session)
+        if not self._limits.shares_sessions or not available:
+            return session_member if session_member in available else None
+        holder = available.index(session_member) if session_member in available else None
+        chosen = self._choose_by_load(available, None, holder)
+        with self._lock:
+            self._sessions.put(session, chosen.name)
+        return chosen
+
+    def _session_member(self, session: str) -> Member | None:
+        """The engine that a session is with as far as is known here, else the one that every process would name."""
+        members = self.members
+        known = self._sessions.get(session) if self._limits.shares_sessions else None
+        named = next((member for member in members if member.name == known), None)
+        return named or max(members, key=lambda member: rendezvous_weight(session, member.name), default=None)
+
+    # Looking after -------------------------------------------------------------------------------------------
+
+    def _changed(self, member: Member, is_connected: bool) -> None:
+        if not is_connected and not (self._is_shutting_down or member.info.is_draining):
+            logger.warning("engine %s is lost", member.name)
+        self._notify_change()
+        if is_connected:
+            self._dispatch_waiting()
+
+    def _notify_change(self) -> None:
+        with self._notify_lock:  # until it is told: a thread that has looked before must not tell after
+            is_connected = self.is_connected
+            was_connected, self._was_connected = self._was_connected, is_connected
+            if is_connected != was_connected:
+                self._lost_at = self._lost_at if is_connected else time.monotonic()
+                self._on_change(is_connected)
+
+    def _poll_loop(self) -> None:
+        while not self._stopped.wait(POLL_INTERVAL_S):
+            self._poll_members()
+            self._notify_change()
+            self._dispatch_waiting()
+
+    def _poll_members(self) -> None:
+        for member in self.members:
+            member.poll(is_last=not any(one.is_available for one in self.members if one is not member))
+
+    def _dispatch_waiting(self) -> None:
+        """Hand jobs that wait to engines that are there, and end those that have waited too long."""
+        now = time.monotonic()
+        with self._lock:
+            waiting = list(self._waiting.values())
+        for in_flight_job in waiting:
+            has_waited = self._is_shutting_down or now >= in_flight_job.deadline
+            if not has_waited and self._choose_member(in_flight_job) is None:
+                continue
+            with self._lock:
+                if self._waiting.pop(in_flight_job.job.job_id, None) is None:
+                    continue  # cancelled, or taken by another thread
+            error = in_flight_job.error or LOADING
+            if has_waited:
+                self._fail(in_flight_job, error)
+            else:
+                self._dispatch(in_flight_job, error)
+
+    def _may_come_back(self) -> bool:
+        """Whether a job that finds no engine waits: it may have been on its way here when the last one was lost."""
+        wait_s = 0.0 if self._is_shutting_down else self._limits.wait_s
+        return wait_s > 0 and (self._was_connected or time.monotonic() < self._lost_at + wait_s)
+
+    def _unavailable_reason(self) -> ErrorInfo:
+        return next((member.client.reason for member in self.members), LOADING)

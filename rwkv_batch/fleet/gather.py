@@ -1,0 +1,128 @@
+"""Questions to a fleet: asked of the engines that can answer, and their answers made into one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rwkv_batch import calls
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
+from rwkv_batch.fleet.member import Member
+from rwkv_batch.fleet.stats import merged_metrics, merged_status
+from state_pool.session_page import SessionEntry, SessionPage
+
+MAX_LISTED_SESSIONS = 100_000
+"""Sessions that each of several engines lists for one page, where each has its own."""
+Combine = Callable[[list[tuple[Member, Any]]], Any]
+
+
+def gather(
+    call: calls.EngineCall[Any],
+    reply: calls.Reply[Any],
+    members: list[Member],
+    all_members: list[Member],
+    session_member: Callable[[str], Member | None],
+    shares_sessions: bool,
+) -> None:
+    """Answer a call from `members`, which are there, at least one; `all_members`: those too that are not.
+
+    `session_member`: the engine that has a session; `shares_sessions`: every engine lists all of them.
+    """
+    match call:
+        case calls.GetStatus():
+            _call_members(call, reply, members, lambda answers: merged_status(answers, all_members))
+        case calls.GetMetrics():
+            _call_members(call, reply, members, merged_metrics)
+        case calls.ListSessions(limit, offset) if shares_sessions and len(members) > 1:
+            _call_members(call, reply, members, _page(limit, 0, shared=True))
+        case calls.ListSessions(limit, offset) if len(members) > 1:
+            if limit + offset > MAX_LISTED_SESSIONS:
+                reply(_offset_error(limit, offset))
+            else:
+                _call_members(calls.ListSessions(limit + offset, 0), reply, members, _page(limit, offset, shared=False))
+        case calls.DeleteSessions() | calls.CancelJobs() | calls.CountJobs():
+            _call_members(call, reply, members, lambda answers: sum(value for _, value in answers))
+        case calls.AddState() | calls.RemoveState() | calls.AddAdapter() | calls.RemoveAdapter():
+            _call_members(call, reply, members, _first, require_all=True)
+        case calls.ExportSession(session_id) | calls.ImportSession(session_id):
+            at = session_member(session_id)
+            _call_members(call, reply, [at if at in members and at is not None else members[0]], _first)
+        case _:
+            _call_members(call, reply, members[:1], _first)
+
+
+def _call_members(
+    call: calls.EngineCall[Any],
+    reply: calls.Reply[Any],
+    members: list[Member],
+    combine: Combine,
+    require_all: bool = False,
+) -> None:
+    """Ask all of `members`, and reply when the last has answered.
+
+    An engine that is lost or leaves is left out, unless all are or `require_all` answer; any other failure is the reply.
+    """
+    lock = threading.Lock()
+    answers: dict[int, Any] = {}
+
+    def collect(number: int, value: Any) -> None:
+        with lock:
+            answers[number] = value
+            if len(answers) < len(members):
+                return
+        values = [(members[i], answers[i]) for i in range(len(members))]
+        failures = [value for _, value in values if isinstance(value, ServiceError)]
+        successes = [(member, value) for member, value in values if not isinstance(value, ServiceError)]
+        fatal = [error for error in failures if require_all or error.info.kind not in ENGINE_GONE]
+        if fatal or not successes:
+            reply((fatal or failures)[0])
+        else:
+            reply(combine(successes))
+
+    for number, member in enumerate(members):
+        member.client.call(call, lambda value, number=number: collect(number, value))  # type: ignore[misc]
+
+
+def _first(answers: list[tuple[Member, Any]]) -> Any:
+    return answers[0][1]
+
+
+def _offset_error(limit: int, offset: int) -> ServiceError:
+    message = (
+        f"offset: limit and offset are {limit + offset} together, the limit is {MAX_LISTED_SESSIONS} where several engines "
+        "have sessions of their own; list fewer, or have the engines share a database"
+    )
+    return ServiceError(ErrorKind.INVALID_FIELD, message, field="offset", given=offset)
+
+
+def _page(limit: int, offset: int, shared: bool) -> Combine:
+    """A page of all engines' lists; a session that several of them list is one. `shared`: they are the same list."""
+
+    def combine(answers: list[tuple[Member, Any]]) -> SessionPage:
+        pages: list[SessionPage] = [value for _, value in answers]
+        found: dict[str, SessionEntry] = {}
+        for page in pages:
+            for entry in page.sessions:
+                known = found.get(entry.session_id)
+                if known is None or entry.updated > known.updated:
+                    found[entry.session_id] = entry
+        newest = sorted(found.values(), key=lambda entry: entry.updated, reverse=True)
+        if shared:
+            total = max(page.total for page in pages)
+        else:
+            is_whole = all(page.total <= limit + offset for page in pages)
+            total = len(found) if is_whole else sum(page.total for page in pages)
+        return msgspec.structs.replace(
+            pages[0],
+            total=total,
+            in_slots=sum(page.in_slots for page in pages),
+            in_host_memory=sum(page.in_host_memory for page in pages),
+            on_disk=max(page.on_disk for page in pages),
+            sessions=newest[offset : offset + limit],
+        )
+
+    return combine

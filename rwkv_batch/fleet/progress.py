@@ -1,0 +1,125 @@
+"""What a job's engine has told of it, kept so that another engine can go on from there with the same text."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed, SessionTurn
+
+
+@dataclass(slots=True)
+class RowProgress:
+    """One row of the job as its caller numbers it."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    """four bytes each: an HTTP worker holds those of all its streams until they end"""
+    shown: int = 0
+    """bytes of text"""
+    logprobs: int = 0
+    """tokens whose log-probabilities were told"""
+    prompt_logprobs: int = 0
+    """the same of its prompt's"""
+    session_tokens: int | None = None
+    """of its session before the turn; None: the turn has not begun"""
+    has_ended: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was told of it."""
+        has_output = self.token_ids or self.prompt_logprobs or self.has_ended
+        return bool(has_output or self.session_tokens is not None)
+
+    def record(self, delta: Delta) -> None:
+        """Note what is told."""
+        self.token_ids.fromlist(delta.token_ids)
+        self.shown += len(delta.text)
+        self.logprobs += len(delta.logprobs or ())
+        self.prompt_logprobs += len(delta.prompt_logprobs or ())
+        if delta.session_tokens is not None:
+            self.session_tokens = delta.session_tokens
+        self.has_ended = delta.finish is not None
+
+
+class Progress:
+    """A job's rows, over all engines that it has been given to. One thread at a time."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rows = [RowProgress() for _ in range(job.num_rows)]
+        self._numbers: list[int] | None = None
+        """of the rows of the job as it was handed over last; None: as they are"""
+
+    def record(self, events: JobEvents) -> JobEvents:
+        """Note what the engine tells; returns what its caller is told, with the rows numbered as in the job."""
+        if self._numbers is not None:
+            deltas = [msgspec.structs.replace(delta, row=self._numbers[delta.row]) for delta in events.deltas]
+            events = msgspec.structs.replace(events, deltas=deltas)
+        for delta in events.deltas:
+            self._rows[delta.row].record(delta)
+        if any(delta.session_tokens is not None for delta in events.deltas):
+            deltas = [delta for delta in events.deltas if delta.session_tokens is None]
+            events = msgspec.structs.replace(events, deltas=deltas)
+        return events
+
+    def remaining_job(self) -> Job | None:
+        """What is left to be done, to be handed to another engine next; None: every row has ended."""
+        rows: list[GenerateRequest] = []
+        numbers: list[int] = []
+        first = 0
+        for request in self._job.rows:
+            for one, number in self._remaining_requests(request, first):
+                rows.append(one)
+                numbers.extend(range(number, number + one.num_rows))
+            first += request.num_rows
+        self._numbers = numbers
+        return msgspec.structs.replace(self._job, rows=rows) if rows else None
+
+    def _remaining_requests(self, request: GenerateRequest, first: int) -> Iterator[tuple[GenerateRequest, int]]:
+        """What is left of a request whose first row has that number, with the number of each part's first row."""
+        progress = self._rows[first : first + request.num_rows]
+        if not any(row.has_begun for row in progress):
+            yield request, first
+            return
+        for i, row in enumerate(progress):
+            if not row.has_ended:
+                yield _resumed(request, i, row), first + i
+
+
+def _resumed(request: GenerateRequest, i: int, progress: RowProgress) -> GenerateRequest:
+    """Row i of a request as a request of its own that goes on behind what was told."""
+    prompt = request.prompt + request.candidates[i] if request.candidates else request.prompt
+    seed = (request.sampling.seed + i) % (1 << 64)
+    # Tokens whose log-probabilities were held back with their text are drawn again.
+    has_logprobs = request.sampling.top_logprobs is not None
+    token_ids = progress.token_ids[: progress.logprobs] if has_logprobs else progress.token_ids
+    return msgspec.structs.replace(
+        request,
+        prompt=prompt,
+        candidates=[],
+        n=1,
+        sampling=msgspec.structs.replace(request.sampling, seed=seed),
+        resumed=Resumed(token_ids=list(token_ids), shown=progress.shown) if token_ids else None,
+        session=_session_of(request.session, progress),
+        prompt_logprobs=_remaining_prompt_logprobs(request, i, progress, len(prompt)),
+    )
+
+
+def _session_of(turn: SessionTurn | None, progress: RowProgress) -> SessionTurn | None:
+    """The turn, to be taken only if it was not kept before its engine was lost."""
+    return turn if turn is None else msgspec.structs.replace(turn, expected_tokens=progress.session_tokens)
+
+
+def _remaining_prompt_logprobs(
+    request: GenerateRequest, i: int, progress: RowProgress, prompt_end: int
+) -> PromptLogprobs | None:
+    wanted = request.prompt_logprobs
+    if wanted is None:
+        return None
+    # The first of several rows tells what is scored of the prompt that they share.
+    is_shared = i > 0 and len(request.prompt) > 1
+    start = (max(wanted.start, len(request.prompt)) if is_shared else wanted.start) + progress.prompt_logprobs
+    return msgspec.structs.replace(wanted, start=start) if start < prompt_end else None

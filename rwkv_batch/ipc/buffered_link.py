@@ -1,0 +1,173 @@
+"""A link whose bytes something else carries: what is sent waits to be taken, what has come is put in.
+
+Frames travel in pieces, so that a long one is no silence. What has left and was not read at the other end is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic
+
+import msgspec
+
+from rwkv_batch.ipc import wire
+from rwkv_batch.ipc.wire import FrameTooLong, Incoming, Outgoing
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20
+WINDOW_BYTES = 256 << 20
+"""So much may have left that the other end has not said to have read."""
+_MORE, _LAST = b"\1", b"\0"
+"""First byte of a piece: whether the frame goes on in the next one."""
+
+
+class BufferedLink(Generic[Incoming, Outgoing]):
+    """A `Link`; its carrier calls `take`, `put` and `acknowledge`, from any thread."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder()
+        lock = threading.Lock()
+        self._can_send, self._has_input = threading.Condition(lock), threading.Condition(lock)
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._inbox: deque[bytes] = deque()
+        self._late_pieces: list[bytes] = []
+        self._sent_bytes = self._acknowledged_bytes = 0
+        self._closed = False
+        self._last_put_at = time.monotonic()
+        self.num_pieces = 0
+        """What `receive` has read."""
+        self.read_bytes = 0
+        """The same in bytes, for the other end to be told."""
+
+    # As its owner sees it --------------------------------------------------------------------------------------
+
+    @property
+    def is_sending(self) -> bool:
+        """See Link."""
+        return bool(self._outbox)
+
+    def send(self, *messages: Outgoing) -> None:
+        """See Link."""
+        body = self._encoder.encode(messages)
+        if len(body) > wire.MAX_FRAME_BYTES:
+            raise FrameTooLong(len(body))
+        room = PIECE_BYTES - 1
+        pieces = [body] if len(body) <= room else [body[at : at + room] for at in range(0, len(body), room)]
+        with self._can_send:
+            if self._closed:
+                return
+            self._outbox.extend(_MORE + piece for piece in pieces[:-1])
+            self._outbox.append(_LAST + pieces[-1])
+            self._outbox_bytes += len(body) + len(pieces)
+            self._can_send.notify()
+            if len(self._outbox) > wire.MAX_WAITING_FRAMES or self._outbox_bytes > wire.MAX_WAITING_BYTES:
+                logger.error("a peer left %d frames unread; closing its connection", len(self._outbox))
+                self._close()
+
+    def receive(self) -> Iterator[Incoming]:
+        """See Link."""
+        frame: list[bytes] = []
+        length = 0
+        while (piece := self.next_piece()) is not None:
+            self.num_pieces += 1
+            self.read_bytes += len(piece)
+            frame.append(piece[1:])
+            length += len(piece) - 1
+            if length > wire.MAX_FRAME_BYTES:
+                raise FrameTooLong(length)
+            if piece[:1] == _LAST:
+                yield from self._decoder.decode(frame[0] if len(frame) == 1 else b"".join(frame))
+                frame, length = [], 0
+
+    def close(self) -> None:
+        """See Link."""
+        with self._can_send:
+            self._close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def _close(self) -> None:
+        self._closed = True
+        self._outbox.clear()
+        self._inbox.clear()
+        self._late_pieces.clear()
+        self._can_send.notify_all()
+        self._has_input.notify_all()
+
+    def next_piece(self) -> bytes | None:
+        """What `receive` reads next, once it is there; None: the link is closed. Who has to fetch it does so here."""
+        with self._has_input:
+            while not self._inbox and not self._closed:
+                self._has_input.wait()
+            return None if self._closed else self._inbox.popleft()
+
+    # As its carrier sees it --------------------------------------------------------------------------------------
+
+    def take(self, timeout_s: float) -> list[bytes] | None:
+        """Pieces to be carried away, `PIECE_BYTES` at most; none after `timeout_s` seconds; None: it is closed."""
+        until = time.monotonic() + timeout_s
+        with self._can_send:
+            while not self._closed and not self._may_send():
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return []
+                self._can_send.wait(left_s)
+            if self._closed:
+                return None
+            outgoing = [self._outbox.popleft()]
+            size = len(outgoing[0])
+            while self._outbox and size + len(self._outbox[0]) <= PIECE_BYTES:
+                outgoing.append(self._outbox.popleft())
+                size += len(outgoing[-1])
+            self._outbox_bytes -= size
+            self._sent_bytes += size
+            return outgoing
+
+    def _may_send(self) -> bool:
+        return bool(self._outbox) and self._sent_bytes - self._acknowledged_bytes < WINDOW_BYTES
+
+    def put(self, pieces: list[bytes]) -> None:
+        """Pieces have been carried here; none is a sign of life."""
+        with self._has_input:
+            self._last_put_at = time.monotonic()
+            if not self._closed:
+                self._inbox.extend(self._late_pieces)
+                self._inbox.extend(pieces)
+                self._late_pieces.clear()
+                self._has_input.notify()
+
+    def put_stale(self, pieces: list[bytes]) -> None:
+        """As `put`, of what may have been on its way for long: its sender, who may have given this end up, is heard
+        once more before it is read."""
+        with self._has_input:
+            if not self._late_pieces and not self._closed:
+                self._last_put_at = time.monotonic()
+                self._late_pieces.extend(pieces)
+                return
+        self.put(pieces)
+
+    def acknowledge(self, read_bytes: int) -> None:
+        """The other end has read so many bytes since the beginning."""
+        with self._can_send:
+            self._acknowledged_bytes = max(self._acknowledged_bytes, read_bytes)
+            self._can_send.notify()
+
+    @property
+    def has_input(self) -> bool:
+        """Whether something was put in and not read yet."""
+        return bool(self._inbox)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since `put` was called last."""
+        return time.monotonic() - self._last_put_at

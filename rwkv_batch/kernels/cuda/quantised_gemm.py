@@ -1,0 +1,136 @@
+"""Products with weights in small codes, each by the kernel for so many rows.
+
+Few rows: kernels that stream the codes (skinny_quant.py). More, on Hopper: codes as they are by rows in two parts (of fp8
+csrc/wide_parts.cu, of int8 wide_int8.cuh), or codes made halves on its tensor cores (csrc/wide_codes.cuh). More still:
+fp8 weights times fp8 activations (a scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_mm
+from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, prepare_hopper_gemm
+from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, fits_hopper_fp8, hopper_fp8_returns_fp32, launch_hopper_fp8
+from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE, Int8Gemm, launch_hopper_int8
+from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import launch_weight_only
+from rwkv_batch.kernels.cuda.hopper_quantised_launch import num_splits
+from rwkv_batch.kernels.cuda.library import cuda_pointer, library
+from rwkv_batch.kernels.cuda.quantised_rows import PartialSums, QuantisedRows, quantise_rows
+from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
+from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
+
+
+@dataclass(slots=True)
+class W8A8Gemm:
+    """One map over rows that are fp8 codes already: y = activation((codes * scales) @ W.T), or in parts (RowCodes)."""
+
+    linear: QuantisedWeights
+    codes: Tensor
+    scales: Tensor | None
+    y: Tensor
+    activation: Activation = Activation.NONE
+    y_scales: Tensor | None = None
+    """of results in bytes"""
+
+
+def multiply_into(maps: Sequence[QuantGemm]) -> None:
+    """Up to 8 maps of one format over the same number of rows each."""
+    rows, first = maps[0].x.shape[0], maps[0].linear
+    if first.uses_skinny_kernel(rows):
+        multiply_few(maps)
+    elif first.takes_two_part_rows(rows) and maps[0].y.dtype == torch.float16:
+        multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y, m.activation) for m in maps])
+    elif maps[0].y.dtype == torch.float32 and all(m.linear.returns_fp32(rows) for m in maps):
+        for m in maps:  # a share that is the whole product
+            multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y.unsqueeze(0))])
+    elif first.packed.fits_weight_only(rows):
+        launch_weight_only([m.linear.packed.weight_only_gemm(m.x, m.y, m.activation) for m in maps])
+    elif first.takes_fp8_rows(rows):
+        multiply_quantised_rows([W8A8Gemm(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in maps])
+    else:
+        for m in maps:
+            dequantised_weight = m.linear.packed.dequantised()
+            torch.mm(
+                m.x,
+                dequantised_weight if m.linear.packed.transposed else dequantised_weight.T,
+                out_dtype=m.y.dtype,
+                out=m.y,
+            )
+            apply_activation(m.y, m.activation)
+
+
+def multiply_rows(linear: QuantisedWeights, x: QuantisedRows) -> Tensor:
+    """Rows [T, in] as codes or in two parts -> [T, out] fp16."""
+    y = torch.empty(len(x.codes), linear.packed.outputs, dtype=torch.float16, device=x.codes.device)
+    multiply_quantised_rows([W8A8Gemm(linear, *x, y)])
+    return y
+
+
+def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor | PartialSums:
+    """Rows [T, 2, in] in two parts -> [T, out] fp16, as shares where blocks share a product's k."""
+    rows, packed = len(x.codes), linear.packed
+    device = x.codes.device
+    count = num_splits(rows, packed.outputs, packed.inputs, len(prepare_hopper_gemm(device).partial))
+    if count == 1:
+        return multiply_rows(linear, x)
+    partials = torch.empty(count, rows, packed.outputs, dtype=torch.float32, device=device)
+    multiply_quantised_rows([W8A8Gemm(linear, *x, partials)])
+    return PartialSums(partials)
+
+
+def multiply_quantised_rows(
+    maps: Sequence[W8A8Gemm], halves: Sequence[Fp16Gemm] = (), late: Sequence[Fp16Gemm] = ()
+) -> None:
+    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_hopper_fp8` says so, else cuBLAS.
+
+    Rows in parts are our own kernels', of fp8 or of int8, and so are results in parts.
+
+    `halves`, `late`: maps of halves for our own kernel, see `launch_hopper_fp8`.
+    """
+    first = maps[0]
+    if first.codes.dtype == INT8_DTYPE:
+        launch_hopper_int8([_int8_gemm(m) for m in maps], halves, late)
+        return
+    if first.scales is None or _fits_hopper_gemm(first):
+        launch_hopper_fp8([_fp8_gemm(m) for m in maps], halves, late)
+        return
+    for m in maps:
+        assert m.scales is not None, "parts are multiplied above"
+        scaled_mm(m.linear.packed, m.codes, m.scales, m.y)
+        apply_activation(m.y, m.activation)
+
+
+def _fits_hopper_gemm(m: W8A8Gemm) -> bool:
+    """Whether our own kernel multiplies such rows of fp8 codes."""
+    packed = m.linear.packed
+    rows, n, k, device = len(m.codes), packed.outputs, packed.inputs, m.y.device
+    if m.y.dtype == torch.float16:
+        return fits_hopper_fp8(rows, n, k, device, packed.transposed)
+    return not packed.transposed and hopper_fp8_returns_fp32(rows, n, k, device)
+
+
+def _fp8_gemm(m: W8A8Gemm) -> Fp8Gemm:
+    packed = m.linear.packed
+    return Fp8Gemm(packed.codes, packed.scales, m.codes, m.scales, m.y, m.activation, packed.transposed)
+
+
+def _int8_gemm(m: W8A8Gemm) -> Int8Gemm:
+    assert m.scales is not None, "bytes have scales"
+    packed = m.linear.packed
+    return Int8Gemm(packed.codes, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation, packed.transposed)
+
+
+def apply_activation(y: Tensor, activation: Activation) -> None:
+    """In place on y [T, out] fp16, of those that follow a matrix in small codes. Raises ValueError for others."""
+    if activation is Activation.RELU_SQUARED:
+        library().call("rwkv_relu_square", cuda_pointer(y), y.numel())
+    elif activation is Activation.SIGNED_SQUARE:
+        y.mul_(y.abs())
+    elif activation is not Activation.NONE:
+        raise ValueError(f"no product of small codes is followed by {activation.name}")

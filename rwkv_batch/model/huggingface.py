@@ -1,0 +1,103 @@
+"""RWKV-7 as Hugging Face's folders have it: flash-linear-attention's names and RWKV's own, in one file or in shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from rwkv_batch.model.layer import MIX_ORDER
+from rwkv_batch.model.tensor_files import FileError, read_tensors
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+_PREFIX = "rwkv7."
+"""Before RWKV's own names, which are those of the .pth files."""
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
+_MODULE = re.compile(r"\bmodel\.layers\.(\d+)\.(attn\.[rkvo]_proj|ffn\.(?:key|value))\b")
+_OUTSIDE = {
+    "model.embeddings.weight": "emb.weight",
+    "model.norm.weight": "ln_out.weight",
+    "model.norm.bias": "ln_out.bias",
+    "lm_head.weight": "head.weight",
+}
+_PARTS = {"pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn": "att", "ffn": "ffn"}
+_PROJECTIONS = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
+_LOW_RANK = {"0.weight": "1", "2.weight": "2", "2.bias": "0"}
+"""The end of a low-rank pair's name -> the number behind its letter: w1, w2 and their bias w0."""
+_ALL_MIXES = "attn.x_x"
+"""Older files keep the six token-shift weights together, [6, C] in MIX_ORDER."""
+
+
+class _Index(msgspec.Struct):
+    """Which shard has which tensor."""
+
+    weight_map: dict[str, str]
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder has weights as Hugging Face keeps them."""
+    return path.is_dir() and ((path / INDEX).is_file() or (path / WHOLE).is_file())
+
+
+def read_folder(path: Path) -> dict[str, Tensor]:
+    """All tensors [...] of a folder, by the names of its files. Raises FileError, naming what is missing."""
+    index = path / INDEX
+    if not index.is_file():
+        return dict(read_tensors(path / WHOLE))
+    try:
+        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FileError(f"{index} cannot be read ({error}); fetch the model again") from error
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if Path(shard).name != shard:
+            raise FileError(f"{index} names the shard {shard!r}, which is not a file of its folder; fetch it again")
+        tensors |= read_tensors(path / shard)
+    missing = [name for name in places if name not in tensors]
+    if missing:
+        raise FileError(f"{index} names {len(missing)} tensors that its shards lack ({missing[0]}); fetch it again")
+    return tensors
+
+
+def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors [...] by the names and in the forms of the .pth files, whichever of the layouts they come in."""
+    if any(name.startswith(f"{_PREFIX}blocks.") for name in tensors):
+        return {_OUTSIDE.get(name, name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
+    if not any(_LAYER.match(name) and ".attn.w_lora." in name for name in tensors):
+        return tensors
+    return {native: converted for name, tensor in tensors.items() for native, converted in _converted(name, tensor)}
+
+
+def native_module(name: str) -> str:
+    """The name of an adapter's tensor with its module called as in the .pth files."""
+
+    def module(found: re.Match[str]) -> str:
+        part, _, last = found[2].partition(".")
+        return f"blocks.{found[1]}.{_PARTS[part]}.{_PROJECTIONS.get(last, last)}"
+
+    return re.sub(r"\blm_head\b", "head", _MODULE.sub(module, name))
+
+
+def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of flash-linear-attention's as those of .pth files; an unknown one keeps its name, to be refused."""
+    layer = _LAYER.match(name)
+    if layer is None:
+        yield _OUTSIDE.get(name, name), tensor
+        return
+    block, rest = f"blocks.{layer[1]}", layer[2]
+    if rest == _ALL_MIXES:
+        yield from ((f"{block}.att.x_{letter}", one) for letter, one in zip(MIX_ORDER, tensor, strict=True))
+        return
+    part, _, inner = rest.partition(".")
+    low_rank = re.fullmatch(r"([wavg])_lora\.lora\.(\d\.\w+)", inner)
+    if low_rank is not None and low_rank[2] in _LOW_RANK:
+        transposed = tensor.t() if tensor.dim() == 2 else tensor
+        yield f"{block}.att.{low_rank[1]}{_LOW_RANK[low_rank[2]]}", transposed
+        return
+    first, dot, last = inner.partition(".")
+    first = _PROJECTIONS.get(first, first) if part == "attn" else first
+    yield f"{block}.{_PARTS.get(part, part)}.{first}{dot}{last}", tensor

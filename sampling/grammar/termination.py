@@ -1,0 +1,107 @@
+"""Schemas that refer to themselves so that no value can end: an answer would go on for ever, or nowhere.
+
+A list whose `next` may be null or left out termination; one whose `next` is required, and is such a list again, does not. What
+else a schema says may rule values out too; here only references are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from sampling.grammar.error_location import Path, join_path, resolve_ref, subschemas
+from sampling.grammar.errors import GrammarError
+
+MAX_VISITS = 50_000
+"""Parts looked at; a schema that takes more is let pass."""
+_WHY = "refers to itself so that no value can end; allow something else beside it, or let it be left out"
+_SKIPPED = (".$defs.", ".definitions.", ".not", ".if")
+
+
+class _TooManyVisitsError(Exception):
+    """MOST_LOOKS were not enough."""
+
+
+def check_terminates(schema: Any) -> None:
+    """Raises GrammarError, naming the first place where a value could begin that never ends."""
+    try:
+        termination = _Termination(schema)
+        for path, part in _reachable(schema):
+            if not termination.can_end(part):
+                raise GrammarError(_WHY, join_path(path))
+    except _TooManyVisitsError:
+        return
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
+
+
+class _Termination:
+    """Which references lead to something that has a value which ends: a least fixed point."""
+
+    def __init__(self, root: Any) -> None:
+        """Raises _TooManyLooksError, as `can_end` does."""
+        self._visits = 0
+        self._targets = {
+            part["$ref"]: resolve_ref(root, part["$ref"]) for _, part in _reachable(root) if _has_ref(part)
+        }
+        self._terminating: set[int] = set()
+        """ids of targets, which may have several names"""
+        open_ones = {id(target): target for target in self._targets.values()}
+        while found := {key for key, target in open_ones.items() if self.can_end(target)}:
+            self._terminating |= found
+            open_ones = {key: target for key, target in open_ones.items() if key not in found}
+
+    def can_end(self, part: Any) -> bool:
+        """Whether a value of it may end, by what is known so far."""
+        self._visits += 1
+        if self._visits > MAX_VISITS:
+            raise _TooManyVisitsError
+        if not isinstance(part, dict) or "const" in part or "enum" in part:
+            return True
+        if _has_ref(part) and id(self._targets[part["$ref"]]) not in self._terminating:
+            return False
+        if not all(map(self.can_end, _listed(part, "allOf"))):
+            return False
+        for name in ("anyOf", "oneOf"):
+            if (branches := _listed(part, name)) and not any(map(self.can_end, branches)):
+                return False
+        return all(map(self.can_end, _required(part)))
+
+
+def _has_ref(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("$ref"), str)
+
+
+def _listed(part: dict[str, Any], name: str) -> list[Any]:
+    found = part.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _required(part: dict[str, Any]) -> Iterator[Any]:
+    """The schemas of what every value of an object or an array has in it; no work is done for those not asked for."""
+    least = part.get("minItems", 0)
+    if part.get("type") == "object" and isinstance(part.get("properties"), dict):
+        named = part["properties"]
+        yield from (named.get(name) if isinstance(name, str) else None for name in _listed(part, "required"))
+    elif part.get("type") == "array" and isinstance(least, int):
+        first = _listed(part, "prefixItems")
+        yield from islice(first, min(max(least, 0), len(first)))
+        if least > len(first):
+            yield part.get("items")
+
+
+def _reachable(root: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every part that a value or a part of one may be held to, each once, and how it is reached."""
+    seen: set[int] = set()
+    waiting: list[tuple[Path, Any]] = [((), root)]
+    while waiting:
+        path, part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        inner = [((path, step), child) for step, child in subschemas(part) if not step.startswith(_SKIPPED)]
+        waiting += inner[::-1]
+        if _has_ref(part):
+            waiting.append((path, resolve_ref(root, part["$ref"])))

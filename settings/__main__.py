@@ -1,5 +1,0 @@
-"""Writes docs/settings.md."""
-
-from settings.page import SETTINGS_PAGE, markdown
-
-SETTINGS_PAGE.write_text(markdown(), encoding="utf-8")

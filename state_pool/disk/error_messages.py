@@ -1,0 +1,54 @@
+"""Faults of the session database: whose they are, and what to tell."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from state_pool.disk.applier import SmallJob
+from state_pool.disk.checkpoint_store import CheckpointStoreUnavailable
+from state_pool.disk.operations import Append, Checkpoint
+from state_pool.disk.state_store import ServerUnavailable
+from state_pool.errors import DirectoryUnreachable, PoolError, TurnInDoubt, TurnNotStored
+
+
+def is_environment_error(error: Exception) -> bool:
+    """Whether the fault lies outside the job: trying again at once would only wait again."""
+    return isinstance(error, sqlite3.Error) and any(
+        word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O")
+    )
+
+
+def describe_error(error: Exception) -> str:
+    """What failed, and what to do about it."""
+    if isinstance(error, CheckpointStoreUnavailable):
+        return str(error)
+    if not isinstance(error, sqlite3.Error):
+        return f"{type(error).__name__}: {error}"
+    text = str(error)
+    if isinstance(error, ServerUnavailable):
+        return f"the server of the session database does not answer ({text}); start it, or see to the network"
+    if "full" in text:
+        return f"no space is left for the session database ({text}); make room on its disk"
+    if "moved" in text:
+        return "the session database's file has been moved or removed; put it back, or restart the service"
+    if "readonly" in text:
+        return f"the session database is read-only ({text}); make it writable again"
+    if "locked" in text or "busy" in text:
+        return f"another program holds a lock on the session database ({text}); close it"
+    return f"the session database cannot be written ({text}); check its disk"
+
+
+def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
+    """What to tell of a job. `in_doubt`: a commit of it was sent and its outcome not heard."""
+    if error is not None and in_doubt and _ends_turn(job):
+        return TurnInDoubt("the server of the session database was lost while it committed the turn")
+    if error is None or isinstance(error, PoolError):
+        return error
+    if isinstance(error, ServerUnavailable):
+        return DirectoryUnreachable(f"{describe_error(error)}; try again in a moment")
+    what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
+    return TurnNotStored(f"{what}: {describe_error(error)}")
+
+
+def _ends_turn(job: SmallJob | Checkpoint) -> bool:
+    return isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)

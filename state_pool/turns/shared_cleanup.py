@@ -1,0 +1,59 @@
+"""What has expired or finds no room, where engines share the database: one deletes for all. Engine thread."""
+
+from __future__ import annotations
+
+from state_pool.arena import Arena
+from state_pool.config import PoolConfig
+from state_pool.disk.operations import DeleteOldest
+from state_pool.disk.store import Store
+from state_pool.expiry import Expiry
+from state_pool.sessions import Session, SessionIndex
+
+_MAX_DELETES_PER_JOB = 256
+_MAX_IDLE_SESSIONS = 4096
+"""Sessions beyond those in memory whose names are kept, though the database is asked for each at its next turn."""
+
+
+class SharedCleanup:
+    """Deletes through the database; other engines find out when they are asked for the session again."""
+
+    def __init__(self, config: PoolConfig, index: SessionIndex, arena: Arena, store: Store, expiry: Expiry) -> None:
+        self._config = config
+        self._index = index
+        self._state_bytes = max(1, arena.state_bytes)
+        self._store = store
+        self._expiry = expiry
+        self._is_deleting = False
+
+    def run(self) -> None:
+        """Called each second."""
+        self._forget_names()
+        cutoff = self._expiry.cutoff()
+        if self._is_deleting or not self._store.is_cleanup_leader:
+            return
+        job = self._over_limit_job() or (None if cutoff is None else DeleteOldest(_MAX_DELETES_PER_JOB, cutoff))
+        if job is not None:
+            self._is_deleting = True
+            self._store.submit(job, self._done)
+
+    def _done(self, _: Exception | None) -> None:
+        self._is_deleting = False
+
+    def _over_limit_job(self) -> DeleteOldest | None:
+        store = self._store
+        if not store.over_limit or store.has_pending_deletes or self._config.state_db_full != "evict":
+            return None
+        return DeleteOldest(min(_MAX_DELETES_PER_JOB, 1 + store.excess_bytes // self._state_bytes), None)
+
+    def _forget_names(self) -> None:
+        """Sessions that only the database has need no entry here."""
+        excess = len(self._index) - len(self._index.l1) - len(self._index.l2) - _MAX_IDLE_SESSIONS
+        if excess > 0:
+            idle = [session for session in self._index if self._may_forget(session)]
+            for session in idle[:excess]:
+                self._index.remove(session)
+
+    @staticmethod
+    def _may_forget(session: Session) -> bool:
+        in_memory = session.slot is not None or session.host is not None
+        return not (in_memory or session.busy or session.loading or session.moving or session.unlogged)

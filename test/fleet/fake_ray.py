@@ -1,0 +1,183 @@
+"""The few calls of Ray that a service makes, without Ray: a head that lists actors, and actors that tests play."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+from rwkv_batch.ipc.served_model import ModelStatus
+
+
+class RayError(Exception):
+    pass
+
+
+class GetTimeoutError(RayError, TimeoutError):
+    """An OSError too, as Ray's is."""
+
+
+class RayActorError(RayError):
+    pass
+
+
+class ActorUnavailableError(RayActorError):
+    pass
+
+
+class ActorAlreadyExistsError(ValueError, RayError):
+    pass
+
+
+class PlayedEngine:
+    """An engine's actor: what tests set it answers, once it has a process."""
+
+    def __init__(self, serves: str) -> None:
+        self.serves = serves
+        self.status = ModelStatus.LOADING
+        self.error = ""
+        self.has_served = False
+        self.has_process = True
+        self.dies: RayError | None = None
+        self.is_last = True
+        self.asked: list[tuple[Any, ...]] = []
+        """calls with their arguments"""
+
+    def becomes(self, status: ModelStatus, error: str = "") -> PlayedEngine:
+        self.status, self.error = status, error
+        self.has_served = self.has_served or status is ModelStatus.READY
+        return self
+
+    def __getattr__(self, call: str) -> Any:
+        def remote(*arguments: Any) -> SimpleNamespace:
+            self.asked.append((call, *arguments))
+            return SimpleNamespace(engine=self, call=call)
+
+        if call.startswith("_"):
+            raise AttributeError(call)
+        return SimpleNamespace(remote=remote)
+
+    def answer(self, call: str) -> Any:
+        if self.dies is not None:
+            raise self.dies
+        if call == "leave":
+            return self.is_last
+        if call == "drain":
+            self.status = ModelStatus.UNLOADING
+        fields = {"error": self.error, "has_served": self.has_served, "serves": self.serves}
+        return SimpleNamespace(status=self.status, pid=1, node="10.0.0.1", since=0, **fields)
+
+    @property
+    def drains(self) -> list[bool]:
+        """Whether it was to come back, for each time that it was drained."""
+        return [arguments[1] for arguments in self.asked if arguments[0] == "drain"]
+
+
+class FakeRay:
+    """The package `ray`, `ray.util` and the modules in it, as far as `rwkv_batch.fleet.actors` asks for them."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, PlayedEngine] = {}
+        self.fault: Exception | None = None
+        """what the head raises, whatever it is asked"""
+        self.gpus = 0
+        self.begins_as = (ModelStatus.LOADING, "")
+        """how an engine stands that is placed"""
+        self.is_joined = False
+        self.exceptions = SimpleNamespace(
+            RayError=RayError,
+            GetTimeoutError=GetTimeoutError,
+            RayActorError=RayActorError,
+            ActorUnavailableError=ActorUnavailableError,
+            ActorAlreadyExistsError=ActorAlreadyExistsError,
+            RaySystemError=RayError,
+        )
+        self._private: Any = SimpleNamespace()
+        self.util = self
+        """one object plays all modules"""
+
+    def modules(self) -> dict[str, Any]:
+        """For sys.modules."""
+        return dict.fromkeys(("ray", "ray.util", "ray.util.scheduling_strategies"), self)
+
+    def engine(self, name: str, serves: str, status: ModelStatus = ModelStatus.READY) -> PlayedEngine:
+        """An engine that is there."""
+        self.actors[name] = PlayedEngine(serves).becomes(status)
+        return self.actors[name]
+
+    def _head(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    # The package ---------------------------------------------------------------------------------------------
+
+    def is_initialized(self) -> bool:
+        return self.is_joined
+
+    def init(self, **settings: Any) -> None:
+        self.is_joined = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray sets a handler of its own
+
+    def cluster_resources(self) -> dict[str, float]:
+        self._head()
+        return {"GPU": float(self.gpus)}
+
+    def get_actor(self, name: str) -> PlayedEngine:
+        self._head()
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
+
+    def wait(self, references: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
+        ready = [one for one in references if one.engine.has_process or one.engine.dies]
+        return ready, [one for one in references if one not in ready]
+
+    def get(self, reference: Any) -> Any:
+        return reference.engine.answer(reference.call)
+
+    def kill(self, actor: PlayedEngine, no_restart: bool) -> None:
+        self.actors = {name: one for name, one in self.actors.items() if one is not actor}
+
+    def remote(self, **settings: Any) -> Any:
+        def options(name: str, **settings: Any) -> Any:
+            return SimpleNamespace(remote=lambda *arguments: self._create(name, settings, arguments[-1]))
+
+        return lambda actor_class: SimpleNamespace(options=options)
+
+    def _create(self, name: str, settings: dict[str, Any], serves: str) -> PlayedEngine:
+        self._head()
+        if name not in self.actors:
+            self.actors[name] = PlayedEngine(serves).becomes(*self.begins_as)
+        elif not settings.get("get_if_exists"):
+            raise ActorAlreadyExistsError(name)
+        return self.actors[name]
+
+    def method(self, **settings: Any) -> Any:
+        return lambda function: function
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(was_current_actor_reconstructed=False)
+
+    # ray.util ------------------------------------------------------------------------------------------------
+
+    def get_node_ip_address(self) -> str:
+        return "10.0.0.1"
+
+    def list_named_actors(self) -> list[str]:
+        self._head()
+        return list(self.actors)
+
+    def placement_group(self, *bundles: Any, **settings: Any) -> str:
+        return str(settings["name"])
+
+    def get_placement_group(self, name: str) -> str:
+        return str(self.get_actor(name) and name)
+
+    def placement_group_table(self, group: str) -> dict[str, str]:
+        return {"state": "CREATED" if self.actors[group].has_process else "PENDING"}
+
+    def remove_placement_group(self, group: str) -> None:
+        pass
+
+    def PlacementGroupSchedulingStrategy(self, *arguments: Any, **settings: Any) -> None:  # noqa: N802
+        pass

@@ -1,0 +1,161 @@
+"""How an engine's actor ends: always, whatever fails or hangs meanwhile. Ray and the engine are played."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.buffered_link import BufferedLink
+from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.served_model import ModelStatus
+from test.fleet.fake_ray import FakeRay, GetTimeoutError
+from test.serving import wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""A thread that would end the process raises SystemExit instead."""
+
+
+class PlayedEngine:
+    """An engine that serves at once; how it ends the test says."""
+
+    def __init__(self, ends: Callable[[], None]) -> None:
+        self._ends = ends
+
+    def drain(self, timeout_s: float) -> None:
+        self._ends()
+
+    def stop(self) -> None:
+        pass
+
+
+class Ended:
+    """Process and cluster that the actor leaves."""
+
+    def __init__(self) -> None:
+        self.process = threading.Event()
+        self.has_left = threading.Event()
+        self.fault: Exception | None = None
+
+    def leave(self, name: str) -> None:
+        self.has_left.set()
+        if self.fault is not None:
+            raise self.fault
+
+    def exit(self, code: int) -> None:
+        self.process.set()
+        raise SystemExit
+
+
+def frame_of(message: int) -> bytes:
+    """What an HTTP worker sends, in one piece."""
+    other = BufferedLink[Any, int](msgspec.msgpack.Decoder(list[int]))
+    other.send(message)
+    (piece,) = other.take(0.0) or []
+    return piece
+
+
+@pytest.fixture
+def ended() -> Ended:
+    return Ended()
+
+
+@pytest.fixture
+def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    from rwkv_batch.fleet.actors import engine_actor
+
+    monkeypatch.setattr(os, "_exit", ended.exit)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.setattr(engine_actor, "remove_engine_actor", ended.leave)
+    monkeypatch.setattr(engine_actor, "set_up_logging", lambda name, style: None)
+    monkeypatch.setattr(engine_actor, "SHUTDOWN_GRACE_S", 0.0)
+    monkeypatch.setattr(engine_actor, "EngineServer", lambda engine: None)
+    monkeypatch.setattr(engine_actor, "EngineMonitor", lambda engine, config: lambda: None)
+
+    def start(ends: Callable[[], None]) -> Any:
+        monkeypatch.setattr(engine_actor, "started_engine", lambda config, factory: PlayedEngine(ends))
+        config = EngineConfig(model_path="/x.pth", drain_timeout_s=0.0)
+        actor = engine_actor.EngineActor("engine-0", config, "m:E", LogStyle(), "x")
+        wait_for(lambda: actor.info().status is ModelStatus.READY, 10, "it serves")
+        return actor
+
+    yield start
+    for thread in threading.enumerate():  # before os._exit is the process's own again
+        if thread.name in ("engine-life", "engine-end"):
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("will_restart", [True, False])
+def test_an_engine_that_fails_as_it_ends_ends(
+    started: Callable[..., Any], ended: Ended, will_restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a disk")
+
+    actor = started(fails)
+    monkeypatch.setattr(actor, "_kill_after_timeout", lambda: None)
+    actor.drain(will_restart)
+    assert ended.process.wait(60) and ended.has_left.is_set() is not will_restart
+
+
+def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended: Ended) -> None:
+    hangs = threading.Event()
+    try:
+        started(hangs.wait).drain(False)
+        assert ended.process.wait(60) and ended.has_left.is_set()
+    finally:
+        hangs.set()
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_work_that_was_on_its_way_while_it_stood_still_waits_for_one_more_word(
+    started: Callable[..., Any], gives_up: bool
+) -> None:
+    """A turn that its sender has given to another engine meanwhile would be taken twice."""
+    actor, link = started(lambda: None), BufferedLink[Any, Any](msgspec.msgpack.Decoder(list[int]))
+    actor._links["worker"] = link
+    assert actor.push("worker", [frame_of(1)], 0) and link.has_input
+    link._last_put_at -= 2.0
+    assert actor.push("worker", [frame_of(2)], 0) and len(link._inbox) == 1
+    if gives_up:
+        actor.close_link("worker")
+        assert list(link.receive()) == []
+    else:
+        link._last_put_at -= 2.0
+        assert actor.push("worker", [frame_of(3)], 0), "however slow it is"
+        incoming = link.receive()
+        assert [next(incoming) for _ in range(3)] == [1, 2, 3]
+    actor.drain(False)
+
+
+def test_a_watcher_that_comes_while_another_leaves_breaks_nothing(
+    started: Callable[..., Any], ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = started(lambda: None)
+    actor.info("leaves")
+    actor._watchers = {"gone": -1e9, **actor._watchers}
+    clock, this = time.monotonic, threading.current_thread()
+
+    def comes_meanwhile() -> float:
+        if threading.current_thread() is this:
+            actor._watchers["comes"] = clock()
+        return clock()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", comes_meanwhile)
+        assert actor.leave("leaves"), "those that had come before are gone"
+    assert ended.process.wait(60)
+
+
+def test_an_engine_that_cannot_tell_the_head_that_it_leaves_ends(started: Callable[..., Any], ended: Ended) -> None:
+    ended.fault = GetTimeoutError("the head is away")
+    started(lambda: None).drain(False)
+    assert ended.process.wait(60) and ended.has_left.is_set()

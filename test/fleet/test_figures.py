@@ -1,0 +1,59 @@
+"""What a service with several engines tells of their figures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rwkv_batch.calls import CountJobs
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.fleet.gather import gather
+from rwkv_batch.fleet.stats import merged_metrics
+
+
+def test_figures_of_engines_bear_their_names_and_those_of_requests_are_added_up() -> None:
+    text = '# HELP rwkv_x X.\n# TYPE rwkv_x gauge\nrwkv_x 1.0\n# HELP rwkv_http_n N.\nrwkv_http_n{a="b"} 2.0\n'
+    members: list[Any] = [type("Member", (), {"name": name}) for name in ("engine-0", "engine-1")]
+    merged = merged_metrics([(one, text) for one in members]).splitlines()
+    assert merged == [
+        "# HELP rwkv_x X.",
+        "# TYPE rwkv_x gauge",
+        'rwkv_x{engine="engine-0"} 1.0',
+        'rwkv_x{engine="engine-1"} 1.0',
+        "# HELP rwkv_http_n N.",
+        'rwkv_http_n{a="b"} 4.0',
+    ]
+
+
+def test_families_without_samples_do_not_tear_others_in_two() -> None:
+    """Of a service that nobody has asked anything yet in one of its engines."""
+    registry = CollectorRegistry()
+    counter = Counter("rwkv_answers", "Answers.", ["kind"], registry=registry)
+    Gauge("rwkv_rows", "Rows.", registry=registry).set(1)
+    idle = generate_latest(registry).decode()
+    counter.labels("chat").inc()
+    busy = generate_latest(registry).decode()
+    members: list[Any] = [type("Member", (), {"name": name}) for name in ("engine-0", "engine-1")]
+    for texts in ((idle, busy), (busy, idle)):
+        merged = merged_metrics(list(zip(members, texts, strict=True)))
+        assert merged.count("# HELP rwkv_rows") == merged.count("# TYPE rwkv_answers_total") == 1
+        families = {one.name: one for one in text_string_to_metric_families(merged)}
+        assert [sample.labels["engine"] for sample in families["rwkv_rows"].samples] == ["engine-0", "engine-1"]
+        assert {one.name for one in families["rwkv_answers"].samples} == {"rwkv_answers_total"}
+
+
+@pytest.mark.parametrize("away", [ErrorKind.ENGINE_LOST, ErrorKind.DRAINING])
+def test_an_engine_that_is_lost_or_leaves_does_not_answer_for_all(away: ErrorKind) -> None:
+    def asked(answer: Any) -> Any:
+        return SimpleNamespace(client=SimpleNamespace(call=lambda call, reply: reply(answer)))
+
+    gone, other = ServiceError(away, "it ends"), ServiceError(ErrorKind.INTERNAL, "it fails")
+    for answers, right in (((2, gone, 3), 5), ((gone,), gone), ((2, gone, other), other)):
+        told: list[Any] = []
+        members = [asked(answer) for answer in answers]
+        gather(CountJobs("v1"), told.append, members, members, lambda session: None, True)
+        assert told == [right]

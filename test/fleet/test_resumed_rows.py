@@ -1,0 +1,163 @@
+"""A row that another engine began goes on with the same text, from wherever it was cut."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.fleet.progress import Progress
+from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed
+from sampling.grammar.constraint import Constraint, Form
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import RunningJob, make_request, run, started_engine, tiny_model, turn
+
+PENALISED = SamplingParams(
+    presence_penalty=0.9, frequency_penalty=0.4, penalty_decay=0.97, top_p=0.9, seed=11, logit_bias={40: 2.0}
+)
+SCORED = SamplingParams(seed=5, top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("resumed")
+    with started_engine(tiny_model(folder), PoolConfig(state_db=""), overlap_on_cpu=True) as engine:
+        yield engine
+
+
+def told(running: RunningJob) -> list[Delta]:
+    """Everything a job has told, delta by delta."""
+    return [delta for events in running.events for delta in events.deltas]
+
+
+def joined(deltas: list[Delta]) -> dict[int, Any]:
+    """What a client makes of it: each row's text, log-probabilities and end."""
+    rows: dict[int, Any] = {}
+    for delta in deltas:
+        text, logprobs, scores, end = rows.get(delta.row, (b"", [], [], None))
+        assert end is None, "a row goes on after its end"
+        logprobs = logprobs + [(one.token, round(one.logprob, 3)) for one in delta.logprobs or ()]
+        scores = scores + [(one.token, round(one.logprob, 3)) for one in delta.prompt_logprobs or ()]
+        finish = delta.finish
+        end = None if finish is None else (finish.reason, finish.prompt_tokens, finish.completion_tokens)
+        rows[delta.row] = (text + delta.text, logprobs, scores, end)
+    return rows
+
+
+def cut_and_resumed(engine: Engine, job: Job, deltas: list[Delta], at: int) -> list[Delta]:
+    """What is told if the first engine is lost after so many deltas."""
+    progress = Progress(job)
+    before = [progress.record(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in deltas[:at]]
+    remaining_job = progress.remaining_job()
+    if remaining_job is None:
+        return before
+    after = run(engine, *remaining_job.rows, return_token_ids=True)
+    return before + [progress.record(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in told(after)]
+
+
+def stop_inside(engine: Engine, **fields: Any) -> list[bytes]:
+    """Stops that the text comes close to, again and again, and one that it meets late."""
+    text = run(engine, make_request("Once", **fields)).texts[0]
+    near = {text[i : i + 6] + b"\xff" for i in range(0, len(text) - 6, 3)}
+    return [*sorted(near), text[-12:-6]]
+
+
+def cases(engine: Engine) -> dict[str, list[GenerateRequest]]:
+    one = {"chunk_size": 1, "max_tokens": 24}
+    stops = stop_inside(engine, **one)
+    return {
+        "greedy": [make_request("Once upon a time", **one)],
+        "penalties": [make_request("The river", sampling=PENALISED, **one)],
+        "stops": [make_request("Once", stop_strings=stops, **one)],
+        "logprobs": [make_request("Once", sampling=SCORED, stop_strings=stops, **one)],
+        "several": [
+            make_request("Two roads", n=3, sampling=SamplingParams(seed=3), **one),
+            make_request("Three", **one),
+        ],
+        "scored": [
+            make_request("A much longer prompt that is scored", max_tokens=0, prompt_logprobs=PromptLogprobs(top=1))
+        ],
+        "candidates": [
+            make_request("It is", max_tokens=0, candidates=[[40, 41], [50, 51, 52]], prompt_logprobs=PromptLogprobs())
+        ],
+        "constrained": [
+            make_request("Number:", constraint=Constraint(form=Form.REGEX, source="[0-9]{3,12}(,[a-z]{2,9}){2}"), **one)
+        ],
+        "chunks": [make_request("Once", max_tokens=40, chunk_size=7, sampling=SamplingParams(seed=8))],
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["greedy", "penalties", "stops", "logprobs", "several", "scored", "candidates", "constrained", "chunks"],
+)
+def test_a_cut_row_goes_on_with_the_same_text(engine: Engine, name: str) -> None:
+    rows = cases(engine)[name]
+    whole = run(engine, *rows, return_token_ids=True)
+    deltas = told(whole)
+    expected = joined(deltas)
+    for at in sorted({0, 1, 2, len(deltas) // 3, len(deltas) // 2, len(deltas) - 2, len(deltas) - 1, len(deltas)}):
+        assert joined(cut_and_resumed(engine, whole.job, deltas, max(0, at))) == expected, f"cut after delta {at}"
+
+
+def test_a_cut_turn_of_a_session_begins_from_the_state_before_it(engine: Engine) -> None:
+    for name in ("kept", "cut"):
+        run(engine, turn(name, "My name is Ada."))
+    whole = run(engine, turn("kept", " What is it?", chunk_size=1), return_token_ids=True)
+    progress = Progress(whole.job)
+    for delta in told(whole)[:5]:
+        progress.record(JobEvents(job_id="x", deltas=[delta]))
+    remaining_job = progress.remaining_job()
+    assert remaining_job is not None
+    request = GenerateRequest(
+        **{
+            name: getattr(remaining_job.rows[0], name)
+            for name in GenerateRequest.__struct_fields__
+            if name != "session"
+        },
+        session=turn("cut", " What is it?").session,
+    )
+    resumed = run(engine, request)
+    begun = b"".join(delta.text for delta in told(whole)[:5])
+    assert begun + resumed.texts[0] == whole.texts[0]
+    following = [run(engine, turn(name, " And again?")).texts[0] for name in ("kept", "cut")]
+    assert following[0] == following[1]
+
+
+def test_what_cannot_be_resumed_is_refused(engine: Engine) -> None:
+    for fields in ({"n": 2}, {"max_tokens": 2}):
+        request = make_request("Once", resumed=Resumed(token_ids=[5, 6], shown=2), **fields)
+        with pytest.raises(ServiceError, match="resumed"):
+            run(engine, request)
+
+
+def test_ids_are_told_only_where_they_are_wanted(engine: Engine) -> None:
+    assert all(not delta.token_ids for delta in told(run(engine, make_request("Once"))))
+    wanted = told(run(engine, make_request("Once"), return_token_ids=True))
+    assert [len(delta.token_ids) for delta in wanted] == [delta.num_tokens for delta in wanted]
+
+
+def test_a_job_that_has_told_nothing_is_handed_on_as_it_is() -> None:
+    job = Job(job_id="j", rows=[make_request("a", n=2), make_request("b")])
+    remaining_job = Progress(job).remaining_job()
+    assert remaining_job is not None and remaining_job.rows == job.rows
+
+
+def test_a_token_that_was_told_takes_four_bytes_until_its_stream_ends() -> None:
+    """A list takes some forty, which each HTTP worker would hold for all tokens of its streams."""
+    progress = Progress(Job(job_id="x", rows=[make_request("Once")]))
+    tracemalloc.start()
+    for number in range(20_000):
+        progress.record(JobEvents(job_id="x", deltas=[Delta(row=0, text=b"", num_tokens=1, token_ids=[1000 + number])]))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 10 * 20_000
+    remaining_job = progress.remaining_job()
+    assert remaining_job is not None and remaining_job.rows[0].resumed == Resumed(
+        token_ids=list(range(1000, 21_000)), shown=0
+    )

@@ -1,0 +1,205 @@
+"""What runs batches, over a store alone: faults of ours, a store that cannot be used, clocks that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from programs.batch.sidecar import Progress, Sidecar
+from programs.serve.batches import process as runner_process
+from programs.serve.batches.job import BatchJob
+from programs.serve.batches.process import BatchRunner
+from routes.file_records import ACTIVE_STATUSES, Batch, Purpose, Status, StoredFile
+from routes.file_store import Store
+
+
+class FullDisk(Store):
+    """Takes no record of a batch that has failed, so often."""
+
+    refusals = 1
+
+    def update(self, batch_id: str, update: Callable[[Batch], Batch]) -> Batch:
+        def checked(batch: Batch) -> Batch:
+            batch = update(batch)
+            if batch.status is Status.FAILED and self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return batch
+
+        return super().update(batch_id, checked)
+
+
+def faulty_batch(store: Store) -> Batch:
+    """One under way, with a line answered."""
+    file = StoredFile(id="file-1", owner="", bytes=3, created_at=1, filename="f.jsonl", purpose=Purpose.BATCH)
+    batch = Batch(
+        id="batch_1",
+        owner="",
+        client="",
+        endpoint="/v1/chat/completions",
+        input_file_id=file.id,
+        completion_window="24h",
+        status=Status.IN_PROGRESS,
+        created_at=1,
+        expires_at=int(time.time()) + 3600,
+    )
+    store.add_batch(batch)
+    store.add_file(file, b"{}\n")
+    (store.runs / f"{batch.id}.jsonl").write_bytes(ANSWERED)
+    progress = Sidecar(store.runs / f"{batch.id}.progress")
+    progress.begin({}, "")
+    progress.commit(Progress(output_bytes=len(ANSWERED), answered=1), {})
+    progress.close()
+    return batch
+
+
+ANSWERED = b'{"custom_id": "c0"}\n'
+
+
+def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store: Store = FullDisk(tmp_path, 1 << 30, 100)
+    batch = faulty_batch(store)
+    context: Any = None
+
+    async def faulty(self: BatchJob) -> Status:
+        raise TypeError("a fault of ours")
+
+    async def tried() -> None:
+        runner = BatchRunner(store, context, lambda: None)
+        stop = asyncio.Event()
+        running = asyncio.create_task(runner.run(stop))
+        while batch.id not in runner._retry_at:  # nobody is told of it but by the wait
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        stop.set()
+        await running
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchJob, "_answer", faulty)
+        asyncio.run(asyncio.wait_for(tried(), 20))
+    found = store.batch("", batch.id)
+    assert found is not None and found.status in ACTIVE_STATUSES
+    asyncio.run(asyncio.wait_for(BatchJob(store, context, found).run(), 20))
+    failed = store.batch("", batch.id)
+    assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]
+    assert failed.output_file_id and store.content(failed.output_file_id).read_bytes() == ANSWERED
+    assert not list(store.runs.iterdir())
+
+
+class Unusable(Store):
+    """Cannot be looked at the first times, for one reason and then another."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 30, 100)
+        self.reasons = ["is full"] * 3 + ["is locked"] * 3
+        self.was_looked_at = threading.Event()
+
+    def active_batches(self) -> list[Batch]:
+        if self.reasons:
+            raise OSError(self.reasons.pop(0))
+        self.was_looked_at.set()
+        return []
+
+
+def test_a_store_that_cannot_be_used_is_told_once_and_when_it_can_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_process, "_POLL_S", 0.001)
+    store = Unusable(tmp_path)
+
+    async def tried() -> None:
+        context: Any = None
+        stop = asyncio.Event()
+        running = asyncio.create_task(BatchRunner(store, context, lambda: None).run(stop))
+        await asyncio.to_thread(store.was_looked_at.wait, 60)
+        stop.set()
+        await running
+
+    with caplog.at_level("INFO", runner_process.logger.name):
+        asyncio.run(asyncio.wait_for(tried(), 20))
+    assert [record.getMessage() for record in caplog.records] == [
+        *(
+            f"batches wait: {reason}; if the disk of --files-dir is full, make room there"
+            for reason in ("is full", "is locked")
+        ),
+        "the store of batches can be used again",
+    ]
+
+
+def test_a_clock_that_is_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, 1 << 30, 100)
+    wall, running = 1e9, 50.0
+    clock = SimpleNamespace(time=lambda: wall, monotonic=lambda: running)
+    monkeypatch.setattr(runner_process, "time", clock)
+    for name, expires in (("file-a", wall + 2000), ("file-b", wall + 900)):
+        file = StoredFile(
+            id=name,
+            owner="",
+            bytes=1,
+            created_at=int(wall),
+            filename="a",
+            purpose=Purpose.BATCH,
+            expires_at=int(expires),
+        )
+        store.add_file(file, b"a")
+    context: Any = None
+    runner = BatchRunner(store, context, lambda: None)
+    wall, running = wall + 1e8 + 1000, running + 1000
+    asyncio.run(runner._poll())
+    assert [file.id for file in store.files("", "", "", 10, True)] == ["file-a"]
+
+
+class LooksLate(Store):
+    """What is under way is told a while after it was read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 30, 100)
+        self.has_read, self.may_tell = threading.Event(), threading.Event()
+
+    def active_batches(self) -> list[Batch]:
+        found = super().active_batches()
+        self.has_read.set()
+        self.may_tell.wait(60)
+        return found
+
+
+def test_a_batch_that_ends_while_it_is_looked_for_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, begun = LooksLate(tmp_path), []
+    faulty_batch(store)
+
+    async def looked() -> None:
+        context: Any = None
+        runner, ends = BatchRunner(store, context, lambda: None), asyncio.Event()
+
+        async def run(self: BatchJob) -> None:
+            begun.append(self.batch.id)
+            await ends.wait()
+            await self._set_status(Status.COMPLETED)
+
+        monkeypatch.setattr(BatchJob, "run", run)
+        store.may_tell.set()
+        await runner._poll()
+        store.has_read.clear()
+        store.may_tell.clear()
+        looking = asyncio.create_task(runner._poll())
+        await asyncio.to_thread(store.has_read.wait, 60)
+        ends.set()
+        await asyncio.gather(*runner._tasks.values())
+        store.may_tell.set()
+        await looking
+        await asyncio.gather(*runner._tasks.values())
+
+    asyncio.run(asyncio.wait_for(looked(), 60))
+    assert begun == ["batch_1"]

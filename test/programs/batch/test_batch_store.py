@@ -1,0 +1,62 @@
+"""What the store of files and batches throws away, and what it keeps."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from routes.file_records import Batch, Purpose, Result, Status, StoredFile
+from routes.file_store import Store
+
+DAY_S = 86_400
+NOW = int(time.time())
+BATCH = Batch(
+    id="batch_1",
+    owner="",
+    client="",
+    endpoint="/v1/completions",
+    input_file_id="file-a",
+    completion_window="24h",
+    status=Status.FINALIZING,
+    created_at=NOW,
+    expires_at=NOW + DAY_S,
+)
+
+
+def file(name: str, expires_at: int | None) -> StoredFile:
+    return StoredFile(
+        id=name, owner="", bytes=1, created_at=NOW, filename="f", purpose=Purpose.BATCH, expires_at=expires_at
+    )
+
+
+def left(store: Store, name: str, age_s: float) -> Path:
+    """A content without a row."""
+    path = store.content(name)
+    path.write_bytes(b"x")
+    os.utime(path, (NOW - age_s, NOW - age_s))
+    return path
+
+
+def test_what_has_expired_and_what_is_nobodys_is_swept(tmp_path: Path) -> None:
+    store = Store(tmp_path / "files", 1 << 20, 10)
+    assert store.sweep(NOW) == 0 and not (tmp_path / "files").exists()
+    for name, expires_at in (("over", NOW), ("later", NOW + 1), ("never", None)):
+        store.add_file(file(name, expires_at), b"x")
+    old, fresh = left(store, "old.half", 2 * DAY_S), left(store, "fresh.half", 10)
+    store.content("renamed.half").symlink_to("is-not-there")  # as one that went while the folder was read
+    assert store.sweep(NOW) == 2
+    assert not old.exists() and fresh.exists()
+    assert [store.file("", name) is not None for name in ("over", "later", "never")] == [False, True, True]
+    assert not store.content("over").exists() and store.content("later").exists()
+
+
+def test_results_that_have_no_row_yet_are_kept_while_their_batch_is_under_way(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 20, 10)
+    store.add_batch(BATCH)
+    results = [left(store, BATCH.result_id(result), 2 * DAY_S) for result in Result]
+    assert store.sweep(NOW) == 0 and all(path.exists() for path in results)
+    store.update(BATCH.id, lambda batch: msgspec.structs.replace(batch, status=Status.FAILED))
+    assert store.sweep(NOW) == 2 and not any(path.exists() for path in results)

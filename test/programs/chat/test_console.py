@@ -1,0 +1,270 @@
+"""The console: its commands by themselves, and a conversation with a service and with an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+from app import main
+from programs.backends.local_engine import LocalEngine
+from programs.chat.answer_sources import LocalAnswers, RemoteAnswers, _texts
+from programs.chat.command import _chat_loop, build_parser, open_history
+from programs.chat.commands import Console
+from programs.chat.conversation import ConsoleError, printable
+from programs.settings import parse_settings
+from programs.settings.model_file import with_default_model
+from test.serving import ROOT, START_TIMEOUT_S, Service
+
+
+def spoken(*turns: str) -> Console:
+    console = Console()
+    for turn in turns:
+        console.conversation.say("user", turn)
+        console.conversation.say("assistant", turn.upper())
+    return console
+
+
+def said(console: Console) -> list[str]:
+    return [message["content"] for message in console.conversation.messages]
+
+
+def test_branches_are_copies_that_can_be_gone_back_to() -> None:
+    console = spoken("a", "b")
+    assert "new branch other" in console.handle_command("/branch other")
+    assert console.handle_command("/undo") == "1 turns taken back"
+    console.conversation.say("user", "c")
+    assert said(console) == ["a", "A", "c"]
+    console.handle_command("/branch main")
+    assert said(console) == ["a", "A", "b", "B"]
+    assert console.handle_command("/branch") == "* main (4 messages)\n  other (3 messages)"
+    assert console.handle_command("/undo 5") == "2 turns taken back" and said(console) == []
+    console.handle_command("/reset")
+    assert console.handle_command("/branch") == "* main (0 messages)"
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    console = spoken("a", "ü\n✿")
+    console.handle_command("/set temperature 0.5")
+    console.handle_command("/branch other")
+    console.handle_command("/undo")
+    console.handle_command(f"/save {tmp_path / 'talk.json'}")
+    again = Console()
+    again.handle_command(f"/load {tmp_path / 'talk.json'}")
+    assert (again.conversation.branches, again.conversation.branch) == (
+        console.conversation.branches,
+        console.conversation.branch,
+    )
+    assert again.settings == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"branch": "x", "branches": {}}',
+        b'{"branch": "main", "branches": {"main": "no"}}',
+        b'{"branch": "main", "branches": {"main": [{"content": "without a role"}]}}',
+        b'{"branch": "main", "branches": {"main": [{"role": "user", "content": "\xff"}]}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_file_that_is_none_changes_nothing(tmp_path: Path, content: bytes) -> None:
+    console = spoken("a")
+    (tmp_path / "talk.json").write_bytes(content)
+    with pytest.raises(ConsoleError, match=r"talk\.json"):
+        console.handle_command(f"/load {tmp_path / 'talk.json'}")
+    assert said(console) == ["a", "A"]
+
+
+def test_settings_are_fields_of_the_body_within_their_limits() -> None:
+    console = spoken("a")
+    console.handle_command("/set temperature 0")
+    console.handle_command("/set enable_think true")
+    console.handle_command("/set system Be brief.")
+    body = console.body()
+    assert (body["temperature"], body["enable_think"], body["messages"][0]) == (
+        0,
+        True,
+        {"role": "system", "content": "Be brief."},
+    )
+    for wrong in ("temperature -1", "temperature warm", "contents x", "nonsense 1", "max_tokens 0"):
+        with pytest.raises(ConsoleError, match=wrong.split()[0]):
+            console.handle_command(f"/set {wrong}")
+    assert console.handle_command("/set").splitlines() == ["enable_think True", "system Be brief.", "temperature 0"]
+    console.handle_command("/set temperature")
+    assert "temperature" not in console.body()
+    for wrong in ("/nonsense", "/undo x", "/save", "/load", "/"):
+        with pytest.raises(ConsoleError):
+            console.handle_command(wrong)
+    assert all(
+        name in console.handle_command("/help") for name in ("/branch", "/undo", "/save", "/load", "/reset", "/set")
+    )
+
+
+def test_what_is_nested_too_deeply_is_text() -> None:
+    with pytest.raises(ConsoleError, match="temperature"):
+        Console().handle_command("/set temperature " + "[" * 100_000)
+
+
+def test_a_terminal_is_not_told_what_to_do() -> None:
+    said = "a\x1b]52;c;cm0gLXJm\x07b\x9b2Jc\rd\te\n✿"
+    shown = printable(said)
+    assert not [one for one in shown if one != "\n" and one != "\t" and (ord(one) < 32 or 127 <= ord(one) < 160)]
+    assert shown.startswith("a") and shown.endswith("cd\te\n✿")
+
+
+def test_a_history_that_cannot_be_written_is_done_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(open_history(str(tmp_path / "history")), FileHistory)
+    assert isinstance(open_history(str(tmp_path / "absent" / "history")), InMemoryHistory)
+    assert "--history" in capsys.readouterr().err
+
+
+def test_an_answer_of_something_else_is_said() -> None:
+    for event in (
+        b"data: {",
+        b"data: []",
+        b'data: {"choices": 1}',
+        b'data: {"choices": [{"delta": null}]}',
+        b"data: 1",
+    ):
+        with pytest.raises(ConsoleError, match="--url"):
+            _texts(event)
+
+
+def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", service.url, "--set", "max_tokens", "2", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True)
+
+
+def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
+    """The fake engine says again what the user said last, once for each token."""
+    talk = tmp_path / "talk.json"
+    lines = [
+        "H\udcffi",
+        "/undo",
+        "/undo",
+        "Hi",
+        "/undo",
+        "Ho",
+        "/set temperature -1",
+        "break it",
+        f"/save {talk}",
+        "/quit",
+        "never said",
+    ]
+    process = chat(fake)
+    assert process.stdin is not None
+    process.stdin.reconfigure(errors="surrogateescape")  # type: ignore[attr-defined]  # the first line is no UTF-8
+    output, errors = process.communicate("\n".join(lines) + "\n", timeout=START_TIMEOUT_S)
+    assert (process.returncode, errors) == (0, "")
+    told = output.splitlines()[3:]
+    assert told[:3] == ["HiHi", "1 turns taken back", "HoHo"]
+    assert "temperature" in told[3] and any("broken on demand" in line for line in told[4:6])
+    assert "never said" not in output
+    assert [one["content"] for one in json.loads(talk.read_text())["branches"]["main"]][:2] == ["Ho", "HoHo"]
+
+
+def test_an_answer_can_be_cut_off_and_the_conversation_goes_on(fake: Service) -> None:
+    process = chat(fake, "--set", "max_tokens", "1000000")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("endless\n")
+    process.stdin.flush()
+    assert process.stdout.read(7) == "endless"
+    process.send_signal(signal.SIGINT)
+    process.stdin.write("/branch\n")
+    process.stdin.flush()
+    output, _ = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0 and output.rstrip().endswith("* main (2 messages)")
+    fake.wait_idle()
+
+
+def test_nobody_there_is_said(fake: Service) -> None:
+    command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "http://127.0.0.1:1"]
+    ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert "no answer from http://127.0.0.1:1" in ran.stdout
+    wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
+
+
+def test_it_can_be_left_while_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def opened(_answers: RemoteAnswers) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr(RemoteAnswers, "open", opened)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        assert main(["chat", "--url", "http://127.0.0.1:1"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_service_takes_no_flags_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--model-path", "m.pth"], ["--dtype=fp32"], ["--log-level", "debug", "--max-running", "4"]):
+        assert main(["chat", "--url", "http://127.0.0.1:1", *flags]) == 2
+        named = next(flag.partition("=")[0] for flag in flags if flag.startswith("--") and flag != "--log-level")
+        assert f"{named} is a setting of an engine in this process, but --url" in capsys.readouterr().err
+
+
+def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter(["Hi", "And now?", "/set max_tokens 0"])
+    console = Console()
+    console.handle_command("/set max_tokens 5")
+    console.handle_command("/set ignore_eos true")
+    console.handle_command("/set stop_tokens []")
+
+    async def ask() -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    settings = with_default_model(parse_settings(["--model-path", str(tiny_model), "--pp-devices", "cpu"], {}))
+    asyncio.run(_chat_loop(console, LocalAnswers(LocalEngine(settings)), ask))
+    answers = [one["content"] for one in console.conversation.messages if one["role"] == "assistant"]
+    output = capsys.readouterr().out
+    assert len(answers) == 2 and all(answer in output for answer in answers)
+    assert "error: max_tokens" in output
+
+
+def test_the_page_names_commands_and_settings_that_are_there() -> None:
+    page = (ROOT / "docs" / "console.md").read_text(encoding="utf-8")
+    console = Console()
+    for name in re.findall(r"^\| `/(\w+)", page, re.MULTILINE):
+        assert f"/{name}" in console.handle_command("/help")
+    for line in re.findall(r"^python app\.py chat(.*)$", page, re.MULTILINE):
+        given, rest = build_parser().parse_known_args(shlex.split(line, comments=True))
+        assert not rest
+        for name, value in given.set:
+            console.handle_command(f"/set {name} {value}")
+    assert console.settings == {"temperature": 0.5, "system": "Answer in one sentence."}
+
+
+def test_the_pages_commands_run_as_printed(
+    fake: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "console.md").read_text(encoding="utf-8")
+    commands = [
+        shlex.split(line, comments=True) for line in re.findall(r"^python app\.py (chat.*)$", page, re.MULTILINE)
+    ]
+    assert len(commands) == 3
+    for number, command in enumerate(commands):
+        url = [] if "--url" in command else ["--url", fake.url]  # their own engines: test_with_an_engine_of_its_own
+        command = [fake.url if word == "http://127.0.0.1:8000" else word for word in command]
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"/set max_tokens 1\nHello {number}\n/quit\n"))
+        assert main([*command, *url]) == 0
+        assert f"Hello {number}\n" in capsys.readouterr().out

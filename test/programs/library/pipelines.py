@@ -1,0 +1,92 @@
+"""The rwkv package's own answer to a script, from a process of its own: it reads its settings while it is imported.
+
+python -m test.programs.library.pipelines MODEL-WITHOUT-PTH
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from demo.random_weights import random_weights
+from rwkv_batch.tokenizer import Tokenizer
+
+CTX = "User: simulate SpaceX mars landing using python\n\nAssistant: <think"
+IDS = [187, 510, 1563, 310, 247]
+"""Of the README."""
+_LOOP = 32
+_WORDS = 100
+"""Token ids below this, of one letter or two, digits among them."""
+PLAIN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.0, "alpha_frequency": 0.0, "alpha_presence": 0.0}
+PENALISED: dict[str, Any] = {"temperature": 0, "alpha_frequency": 1.0, "alpha_presence": 0.5, "alpha_decay": 0.9}
+
+
+def write_ascii_model(path: Path) -> Path:
+    """A random model of few tokens: it repeats itself, and breaks no character, behind which the package is mute."""
+    tensors = random_weights(2, 64)
+    table = Tokenizer().byte_table
+    shown = torch.tensor([bool(token) and token.isascii() and at < _WORDS for at, token in enumerate(table)])
+    tensors["head.weight"][~shown] = 0
+    torch.save(tensors, path)
+    return path
+
+
+def told(model: Any, pipeline_class: Any, args_class: Any) -> dict[str, Any]:
+    """What a script with the package's calls gets."""
+    pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
+    pieces: list[str] = []
+    answers: dict[str, Any] = {
+        "plain": pipeline.generate(CTX, token_count=48, args=args_class(**PLAIN), callback=pieces.append)
+    }
+    answers["told"] = "".join(pieces)
+    third = pipeline.encode(answers["plain"])[2]
+    for name, more in {"banned": {"token_ban": [third]}, "stopped": {"token_stop": [third]}}.items():
+        answers[name] = pipeline.generate(CTX, token_count=48, args=args_class(**PLAIN, **more))
+    answers["penalised"] = pipeline.generate(CTX, token_count=48, args=args_class(**PENALISED))
+    return answers
+
+
+def forwarded(model: Any, pipeline_class: Any) -> dict[str, Any]:
+    """What a script gets that draws by itself, as API_DEMO_CHAT and the README's second half do.
+
+    "text": of a loop with penalties; "logits": behind token ids read at once, in pieces and one by one, and of each.
+    """
+    pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
+    occurrence: dict[int, float] = {}
+    tokens: list[int] = []
+    out, state = model.forward(pipeline.encode(CTX), None)
+    for _ in range(_LOOP):
+        for token, count in occurrence.items():
+            out[token] -= 0.4 + count * 0.4
+        out[0] -= 1e10
+        token = pipeline.sample_logits(out, temperature=1.0, top_p=0.0)
+        out, state = model.forward([token], state)
+        tokens.append(token)
+        occurrence = {old: count * 0.996 for old, count in occurrence.items()}
+        occurrence[token] = 1 + occurrence.get(token, 0)
+    whole, _ = model.forward(IDS, None)
+    _, state = model.forward(IDS[:2], model.generate_zero_state())
+    _, state = model.forward(IDS[2], state)
+    pieces, _ = model.forward(IDS[3:], state)
+    each, _ = model.forward(IDS, None, full_output=True)
+    logits = [whole, pieces, *each]
+    return {"text": pipeline.decode(tokens), "logits": [one.detach().cpu().numpy().tolist() for one in logits]}
+
+
+def main() -> None:
+    """Print the package's answers as JSON."""
+    os.environ.update({"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"})
+    from rwkv.model import RWKV
+    from rwkv.utils import PIPELINE, PIPELINE_ARGS
+
+    model = RWKV(model=sys.argv[1], strategy="cpu fp32")
+    print(json.dumps({"told": told(model, PIPELINE, PIPELINE_ARGS), "forwarded": forwarded(model, PIPELINE)}))
+
+
+if __name__ == "__main__":
+    main()

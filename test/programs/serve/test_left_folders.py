@@ -1,0 +1,123 @@
+"""Temporary folders of processes that were killed: the next one removes them, and nobody else's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from native import temporary_folder
+from native.temporary_folder import TemporaryFolder, remove_stale
+from test.serving import Service, wait_for
+from test.sources import ROOT
+
+HOLDS = "from native.temporary_folder import TemporaryFolder as T; print(T('{}').path, flush=True); input()"
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are; its path is short, for sockets lie there."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def left(folder: Path) -> set[str]:
+    return {one.name for one in folder.iterdir()}
+
+
+class Other:
+    """Another process, which has a folder."""
+
+    def __init__(self, kind: str) -> None:
+        command = [sys.executable, "-c", HOLDS.format(kind)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.process.stdout is not None
+        self.folder = Path(self.process.stdout.readline().strip()).name
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def others() -> Iterator[list[Other]]:
+    made: list[Other] = []
+    yield made
+    for one in made:
+        one.kill()
+
+
+def test_only_those_without_an_owner_are_removed(place: Path, others: list[Other]) -> None:
+    others += [Other("nginx"), Other("")]
+    killed, running = others
+    foreign = place / "rwkv-bench"
+    foreign.mkdir()
+    mine = TemporaryFolder("library")
+    assert left(place) == {killed.folder, running.folder, foreign.name, Path(mine.path).name}
+    killed.kill()
+    again = TemporaryFolder()
+    kept = {running.folder, foreign.name, Path(mine.path).name}
+    assert left(place) == {*kept, Path(again.path).name}
+    for _ in range(2):
+        again.remove()
+        assert left(place) == kept
+    mine.remove()
+
+
+def test_what_another_user_has_left_is_not_touched(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = place / "rwkv-a"
+    folder.mkdir()
+    (folder / "owner.lock").touch()
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    remove_stale()
+    assert left(place) == {"rwkv-a"}
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    remove_stale()
+    assert left(place) == set()
+
+
+def test_one_that_is_removed_before_it_is_locked_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, times = fcntl.flock, [0]
+
+    def late(descriptor: int, how: int) -> None:
+        times[0] += 1
+        if times[0] == 1:
+            remove_stale()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(temporary_folder.fcntl, "flock", late)
+    folder = TemporaryFolder()
+    assert left(place) == {Path(folder.path).name} and (Path(folder.path) / "owner.lock").exists()
+    folder.remove()
+
+
+def test_a_service_removes_what_a_killed_one_has_left(place: Path, tmp_path: Path) -> None:
+    flags = ("--http-workers", "1", "--files-dir", "none")
+    killed = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        wait_for(lambda: "serving" in killed.log.read_text(), 60, "it has an engine")
+        before = left(place)
+        killed.process.kill()
+        killed.process.wait()
+        assert before and left(place) == before
+    finally:
+        killed.close()
+    service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        wait_for(lambda: "serving" in service.log.read_text(), 60, "it has an engine")
+        assert not left(place) & before
+        service.process.terminate()
+        assert service.process.wait(60) == 0
+    finally:
+        service.close()
+    assert left(place) == set()

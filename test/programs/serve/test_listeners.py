@@ -1,0 +1,92 @@
+"""The port is one service's from the first moment on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from programs.serve.listeners import Listeners, open_listeners
+from rwkv_batch.errors import StartupError
+from test.serving import ROOT, free_port, wait_for
+
+HOST = "127.0.0.1"
+
+
+def test_of_many_who_come_at_the_same_moment_one_gets_the_port() -> None:
+    for _ in range(20):
+        port, start, won, lost = free_port(), threading.Barrier(6), [], []
+
+        def claim(port: int, start: threading.Barrier, won: list[Listeners], lost: list[str]) -> None:
+            start.wait()
+            try:
+                won.append(open_listeners(HOST, port, 2, 30.0, front=False))
+            except StartupError as error:
+                lost.append(str(error))
+
+        threads = [threading.Thread(target=claim, args=(port, start, won, lost)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(won), len(lost)) == (1, 5)
+        assert all(str(port) in reason and "--port" in reason for reason in lost)
+        won[0].close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_port_that_another_server_has_is_refused_though_it_would_share(shares: bool) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
+        taken.bind((HOST, 0))
+        taken.listen()
+        with pytest.raises(StartupError, match="in use"):
+            open_listeners(HOST, taken.getsockname()[1], 2, 30.0, front=False)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_connections_wait_until_somebody_serves(front: bool) -> None:
+    listeners = open_listeners(HOST, port := free_port(), 2, 30.0, front=front)
+    try:
+        with socket.create_connection((HOST, port), timeout=5) as client:
+            client.sendall(b"hello")
+            readable = [listeners.front] if listeners.front else listeners.workers
+            for one in readable:
+                one.settimeout(1)
+            accepted = next(one for one in map(_accepted, readable) if one)
+            assert accepted.recv(5) == b"hello"
+            accepted.close()
+    finally:
+        listeners.close()
+
+
+def _accepted(listener: socket.socket) -> socket.socket | None:
+    try:
+        return listener.accept()[0]
+    except TimeoutError:
+        return None
+
+
+def test_two_services_started_at_the_same_moment_do_not_share_a_port(tiny_model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
+    command = [sys.executable, "app.py", "--port", str(port), "--model-path", str(tiny_model), "--state-db", ""]
+    both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean) for _ in range(2)]
+    try:
+        wait_for(lambda: any(one.poll() is not None for one in both), 60, "one of them ends")
+        wait_for(lambda: httpx.get(f"http://{HOST}:{port}/readyz").status_code == 200, 60, "the other one serves")
+        codes = [one.poll() for one in both]
+        assert sorted(codes, key=str) == [1, None]
+        loser = both[codes.index(1)]
+        assert loser.stderr is not None
+        assert f"port {port}" in loser.stderr.read().decode()
+    finally:
+        for one in both:
+            one.kill()
+            one.wait(60)

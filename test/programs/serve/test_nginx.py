@@ -1,0 +1,312 @@
+"""Debian's nginx in front, the real program: what it keeps from Robyn, what it must not keep from clients."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from programs.serve import nginx_config
+from programs.serve.nginx_config import find_nginx
+from programs.settings import parse_settings
+from test.serving import ROOT, Service, free_port, is_process_alive, raw_request, read_all, wait_for
+
+NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+CHAT = "/v1/chat/completions"
+SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 3}
+ENDLESS: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1_000_000, "stream": True, "chunk_size": 1}
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n".encode()
+pytestmark = [pytest.mark.proxy, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
+
+
+@pytest.fixture(scope="module")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service without a model behind nginx."""
+    flags = ("--front", "nginx", "--max-body-mb", "0.01", "--max-state-mb", "0.02", "--max-streams-per-client", "4")
+    folder = tmp_path_factory.mktemp("proxied")
+    running = Service(folder, *flags, "--stall-timeout-s", "1", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def request_context(service: Service, *pieces: bytes) -> bytes:
+    """What the server says to these bytes."""
+    with service.connect() as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        return read_all(connection)
+
+
+def nginx_master(service: Service) -> int:
+    """Process id of nginx's master; 0 while there is none."""
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")[0]
+            if command.startswith(b"nginx: master") and _descends(int(entry.name), service.process.pid):
+                return int(entry.name)
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return False
+
+
+@pytest.mark.parametrize(
+    ("framing", "status"),
+    [
+        (b"Transfer-Encoding: chunked\r\n\r\nZZZ\r\n", b"400"),
+        (b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n", b"400"),
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", b"400"),
+        (b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
+        (b"Content-Length: -1\r\n\r\n", b"400"),
+    ],
+)
+def test_malformed_framing_ends_at_nginx(proxied: Service, framing: bytes, status: bytes) -> None:
+    before = proxied.pids()
+    assert request_context(proxied, HEAD + framing).startswith(b"HTTP/1.1 " + status)
+    assert proxied.pids() == before
+
+
+def test_forms_are_told_that_json_is_wanted(proxied: Service) -> None:
+    """Robyn parses them by itself, before it is known who asks."""
+    for kind, body in (("multipart/form-data", b"--x"), ("multipart/form-data; boundary=x", b"--x\r\n\r\nabc")):
+        answer = proxied.post(CHAT, content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 400 and "JSON" in answer.json()["error"]
+    assert proxied.post(CHAT, content=json.dumps(SHORT), headers={"Content-Type": "multipart/x"}).status_code == 200
+
+
+def test_a_correct_chunked_body_with_a_trailer_is_served(proxied: Service) -> None:
+    before, body = proxied.pids(), json.dumps(SHORT).encode()
+    chunks = b"%x\r\n%s\r\n0\r\nX-Checksum: 1\r\n\r\n" % (len(body), body)
+    answer = request_context(proxied, HEAD + b"Trailer: X-Checksum\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"abcabcabc" in answer
+    assert proxied.pids() == before
+
+
+def test_a_body_that_is_cut_never_reaches_a_worker(proxied: Service) -> None:
+    with proxied.connect() as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        connection.shutdown(socket.SHUT_WR)
+        assert b"200" not in read_all(connection)[:20]
+    assert proxied.post(CHAT, SHORT).status_code == 200
+
+
+def test_events_come_one_by_one(proxied: Service) -> None:
+    with proxied.connect() as connection:
+        connection.sendall(raw_request(CHAT, json.dumps(ENDLESS).encode()))
+        received = b""
+        while received.count(b"abc") < 3:  # the stream has no end: a proxy that gathers would never let this pass
+            received += connection.recv(65536)
+    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "the client's end is noticed")
+
+
+def test_clients_of_http_1_0_get_a_body_that_ends(proxied: Service) -> None:
+    body = json.dumps({**SHORT, "stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nConnection: Keep-Alive\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head_only, _, text = request_context(proxied, head + body).partition(b"\r\n\r\n")
+    assert b"chunked" not in head_only.lower()
+    events = [event for event in text.split(b"\n\n") if not event.startswith(b":")]  # a slow engine brings heartbeats
+    assert events[0].startswith(b"data: ")
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+def test_what_nginx_refuses_is_refused_in_our_form(proxied: Service) -> None:
+    large = proxied.post(CHAT, content=b"x" * 30_000)
+    assert large.status_code == 413
+    assert "--max-body-mb" in large.json()["error"]
+    assert large.headers["access-control-allow-origin"] == "*"
+    openai = proxied.post("/openai/v1/chat/completions", content=b"x" * 30_000)
+    assert openai.status_code == 413
+    assert openai.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_limit_for_a_client_counts_the_address_that_nginx_saw(proxied: Service) -> None:
+    connections = [proxied.connect() for _ in range(8)]
+    try:
+        for connection in connections:
+            connection.sendall(raw_request(CHAT, json.dumps(ENDLESS).encode(), extra="X-Forwarded-For: 6.6.6.6\r\n"))
+        for connection in connections:  # nobody else has a place before they have theirs
+            assert connection.recv(12) in (b"HTTP/1.1 200", b"HTTP/1.1 429")
+        wait_for(lambda: _streams(proxied) == 8, 10, "4 streams of each worker")
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def _streams(service: Service) -> int:
+    refused = service.post(CHAT, SHORT, headers={"X-Forwarded-For": "7.7.7.7"})
+    assert refused.status_code in (200, 429)
+    if refused.status_code == 429:
+        # nginx's own limit, or a worker's, which names the client.
+        message = refused.json()["error"]
+        assert "127.0.0.1" in message or "--max-connections-per-client" in message
+        return 8
+    return 0
+
+
+def test_a_client_that_reads_nothing_is_cut_off(proxied: Service) -> None:
+    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
+    with proxied.connect() as connection:
+        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["flood"]}).encode()))
+        assert connection.recv(12) == b"HTTP/1.1 200"  # and no more
+        wait_for(lambda: proxied.status()["running_rows"] == 0, 30, "the row is cancelled")
+
+
+def test_a_worker_that_is_replaced_is_taken_back_at_once(proxied: Service) -> None:
+    for _ in range(3):
+        before = proxied.pids()
+        os.kill(before["http-0"], signal.SIGKILL)
+        wait_for(lambda before=before: proxied.pids().get("http-0") not in (None, before["http-0"]), 30, "another one")
+        assert [proxied.post(CHAT, SHORT).status_code for _ in range(8)] == [200] * 8
+
+
+def test_an_nginx_that_is_killed_is_started_again_without_a_refused_connection(proxied: Service) -> None:
+    master = nginx_master(proxied)
+    assert os.getsid(master) == os.getsid(proxied.process.pid) and os.getpgid(master) == master  # as all its processes
+    os.kill(master, signal.SIGKILL)
+
+    def answer() -> bytes:
+        with contextlib.suppress(ConnectionResetError):  # taken by a process of the old nginx in its last moment
+            return request_context(proxied, b"GET /healthz HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+        return b""
+
+    wait_for(answer, 30, "an answer; a refused connection would be an error")
+    wait_for(lambda: nginx_master(proxied) not in (0, master), 30, "another nginx")
+    wait_for(lambda: proxied.get("/readyz").status_code == 200, 30, "served again")
+
+
+def test_an_nginx_that_is_killed_with_the_process_that_runs_it_leaves_none_of_its_own(proxied: Service) -> None:
+    """Its workers would go on taking connections beside the next one's, and keep the port for ever."""
+    master = nginx_master(proxied)
+    runs_it = _parent(master)
+    os.kill(runs_it, signal.SIGSTOP)  # it would notice
+    for pid in (master, runs_it):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not _has_processes(master), 30, "no process of it is left")
+    wait_for(lambda: nginx_master(proxied) not in (0, master), 30, "another nginx")
+    wait_for(lambda: proxied.get("/readyz").status_code == 200, 30, "served again")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        service.wait_ready()
+        master, received = nginx_master(service), []
+        body = json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 500}).encode()
+        reader = threading.Thread(target=lambda: received.append(request_context(service, raw_request(CHAT, body))))
+        reader.start()
+        wait_for(lambda: service.status()["running_rows"] == 1, 10, "a stream runs")
+        service.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: all(service.get("/readyz").status_code == 503 for _ in range(16)), 10, "every worker drains")
+        assert service.post(CHAT, SHORT).status_code == 503
+        reader.join(60)
+        assert received[0].count(b"xyz") == 500  # letters that no identifier or length in hexadecimal has
+        assert b"[DONE]" in received[0]
+        assert service.process.wait(60) == 0
+        assert not Path(f"/proc/{master}").exists()
+    finally:
+        service.close()
+
+
+def test_a_request_that_is_whole_when_the_workers_have_ended_is_told_at_once(tmp_path: Path) -> None:
+    """It would else wait where nobody listens any more, and the service with it, as long as requests may take."""
+    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        workers = [pid for name, pid in service.wait_ready().pids().items() if name.startswith("http-")]
+        request = raw_request(CHAT, json.dumps(SHORT).encode(), extra="Expect: 100-continue\r\n")
+        with service.connect() as connection:
+            connection.sendall(request[:-1])
+            assert b"100 Continue" in connection.recv(100), "nginx has it"
+            service.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: not any(is_process_alive(pid) for pid in workers), 30, "the workers have ended")
+            connection.sendall(request[-1:])
+            answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 502") and b"send the request again" in answer
+        assert service.process.wait(60) == 0
+    finally:
+        service.close()
+
+
+def test_nginx_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        master = nginx_master(service.wait_ready())
+        service.process.kill()
+        service.process.wait(60)
+        wait_for(lambda: not Path(f"/proc/{master}").exists(), 20, "nginx has ended")
+        wait_for(lambda: _is_refused(service.port), 20, "nobody holds the port")
+    finally:
+        service.close()
+
+
+def _is_refused(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
+def test_two_services_with_nginx_do_not_share_a_port(proxied: Service, tiny_model: Path) -> None:
+    command = [sys.executable, "app.py", "--port", str(proxied.port), "--front", "nginx", "--state-db", ""]
+    ended = subprocess.run(
+        [*command, "--model-path", str(tiny_model)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert f"port {proxied.port}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "front", "used"),
+    [
+        ("127.0.0.1", "auto", False),
+        ("127.0.0.1", "nginx", True),
+        ("0.0.0.0", "auto", True),
+        ("::1", "auto", False),
+        ("0.0.0.0", "none", False),
+    ],
+)
+def test_nginx_stands_in_front_of_public_addresses(host: str, front: str, used: bool) -> None:
+    settings = parse_settings(["--host", host, "--front", front, "--port", str(free_port())], {})
+    assert (find_nginx(settings) is not None) == used
+
+
+def test_a_public_address_without_nginx_is_told_loudly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nginx_config, "_SYSTEM_PATHS", "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_nginx(parse_settings(["--host", "0.0.0.0"], {})) is None
+    assert "NO PROXY IN FRONT" in caplog.text
+    with pytest.raises(Exception, match="nginx-light"):
+        find_nginx(parse_settings(["--host", "0.0.0.0", "--front", "nginx"], {}))

@@ -1,0 +1,178 @@
+"""Settings: one table, two sources, clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from app import main
+from programs.settings import FLAGS, SettingsError, parse_settings
+from programs.settings.command_line import build_parser, default_http_workers
+from programs.settings.config import ServiceConfig
+from programs.settings.page import SETTINGS_PAGE, markdown
+from routes.config import HttpConfig
+from rwkv_batch import __version__
+from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
+from rwkv_batch.kernels.registry import choose_ops
+from sampling.registry import SAMPLERS
+from state_pool.config import PoolConfig
+
+DERIVED = {
+    "proxy_key",
+    "pool",
+    "drain_timeout_s",
+    "model_name",
+    "models_dir",
+    "replica_devices",
+    "replica",
+    "replicas",
+    "engine",
+    "service",
+    "loads_at_low_priority",
+    "preferred",
+    "only_idle_cores",
+    "shares_sessions",
+}
+"""Fields that another section's flag or the supervisor sets, or that are sections themselves."""
+
+
+@pytest.mark.parametrize("section", [ServiceConfig, HttpConfig, EngineConfig, PoolConfig])
+def test_every_field_has_a_flag(section: type[msgspec.Struct]) -> None:
+    fields = {field.name for field in msgspec.structs.fields(section)}
+    assert fields - {flag.field for flag in FLAGS[section]} <= DERIVED  # type: ignore[index]
+
+
+def test_devices_of_several_engines() -> None:
+    settings = parse_settings(["--pp-devices", "0,1;2,cpu"], {})
+    assert settings.service.replicas == 2
+    assert settings.service.replica_devices == (("cuda:0", "cuda:1"), ("cuda:2", "cpu"))
+    assert settings.engine.devices == ("cuda:0", "cuda:1")
+    assert parse_settings(["--replicas", "3"], {}).service.replica_devices == ()
+    with pytest.raises(SettingsError, match="names 2 engines, --replicas 3"):
+        parse_settings(["--pp-devices", "0;1", "--replicas", "3"], {})
+
+
+def test_a_number_below_zero_that_has_a_meaning() -> None:
+    assert parse_settings(["--batch-rows-beside", "-1"], {}).engine.batch_rows_beside == ALL_BATCH_ROWS
+    with pytest.raises(SettingsError, match=r"-1\.\.1000000"):
+        parse_settings(["--batch-rows-beside", "-2"], {})
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert SETTINGS_PAGE.read_text(encoding="utf-8") == markdown(), "run: python -m programs.settings"
+
+
+def test_every_flag_and_variable_is_unique() -> None:
+    flags = [flag for section in FLAGS.values() for flag in section]
+    assert len({flag.option for flag in flags}) == len({flag.variable for flag in flags}) == len(flags)
+    told = build_parser().format_help()
+    assert all(flag.option in told for flag in flags)
+
+
+def test_defaults_are_those_of_the_config_structs() -> None:
+    settings = parse_settings([], {})
+    assert settings.engine == EngineConfig(model_path="")
+    assert settings.http == HttpConfig()
+    assert settings.service.http_workers >= 2
+
+
+def test_every_sampler_of_the_default_can_be_named() -> None:
+    for name in EngineConfig(model_path="").samplers:
+        assert parse_settings(["--samplers", name], {}).engine.samplers == (name,)
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    settings = parse_settings(["--port", "9"], {"RWKV_PORT": "8", "RWKV_L1_SESSIONS": "3", "RWKV_WARMUP": "no"})
+    assert settings.http.port == 9
+    assert settings.engine.pool.l1_sessions == 3
+    assert settings.engine.warmup is False
+    assert parse_settings([], {"RWKV_PORT": ""}).http.port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("[0,1,2,3]", ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+        ("0, 1", ("cuda:0", "cuda:1")),
+        ("cuda:0,cpu", ("cuda:0", "cpu")),
+        ("auto", ("auto",)),
+    ],
+)
+def test_devices(text: str, devices: tuple[str, ...]) -> None:
+    assert parse_settings(["--pp-devices", text], {}).engine.devices == devices
+
+
+def test_localhost_becomes_an_address() -> None:
+    assert parse_settings(["--host", "localhost"], {}).http.host in ("127.0.0.1", "::1")
+
+
+def test_password_from_flag_variable_and_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from file\nsecond line\n")
+    assert parse_settings(["--password", "a"], {"RWKV_PASSWORD": "b"}).http.password == "a"
+    assert parse_settings([], {"RWKV_PASSWORD": "b"}).http.password == "b"
+    assert parse_settings(["--password-file", str(secret)], {}).http.password == "from file"
+    assert parse_settings([], {"RWKV_PASSWORD_FILE": str(secret)}).http.password == "from file"
+
+
+def test_shared_values_reach_both_sides() -> None:
+    settings = parse_settings(["--model-name", "m", "--drain-timeout-s", "7"], {})
+    assert settings.http.model_name == settings.engine.model_name == "m"
+    assert settings.http.drain_timeout_s == settings.engine.drain_timeout_s == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (["--warmup", "perhaps"], {}, "--warmup"),
+        (["--samplers", "rapid,dice"], {}, "dice"),
+        (["--gpu-memory-utilization", "nan"], {}, "--gpu-memory-utilization"),
+        ([], {"RWKV_MAX_RUNNING": "-1"}, "RWKV_MAX_RUNNING"),
+        (["serve"], {}, "serve"),
+        (["--port"], {}, "--port"),
+        (["--pp-layers", "2.3,4"], {}, "--pp-layers must be whole numbers or halves"),
+        (["--pp-layers", "5.5,0.5"], {}, r"--pp-layers must be 1\.\.1000, got 0\.5$"),
+    ],
+)
+def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingsError, match=named) as refusal:
+        parse_settings(arguments, environment)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"rwkv-batch {__version__}\n")
+
+
+def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve"]) == 2
+    assert capsys.readouterr().err == "error: no command is called 'sreve'; there are serve, batch, chat, bench\n"
+
+
+def test_the_bench_command_lists_what_measures_and_no_process_that_it_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "nothing"]) == 2
+    names = capsys.readouterr().err.removeprefix("error: bench wants the name of a measuring program: ").strip()
+    assert {"gpu", "serve", "batch", "acceptance", "batch.kills", "service.streams"} <= set(names.split(", "))
+    assert not [name for name in names.split(", ") if name.endswith(("_engine", "memory_redis", "warm"))]
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [("cuda", "do not run on cpu"), ("x", "one of auto, cuda, cpu, naive")])
+def test_kernels_that_cannot_serve_say_what_to_ask_for(wanted: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"{wanted}.*{reason}.*--kernels auto"):
+        choose_ops(wanted, torch.device("cpu"))
+
+
+def test_http_workers_by_cpus() -> None:
+    assert [default_http_workers(cpus) for cpus in (1, 2, 7, 8, 31, 32, 256)] == [2, 2, 2, 4, 4, 8, 8]
+
+
+def test_every_sampler_may_be_asked_for() -> None:
+    assert parse_settings([], {}).engine.samplers == tuple(SAMPLERS)
+    assert parse_settings(["--samplers", ",".join(reversed(SAMPLERS))], {}).engine.samplers == tuple(reversed(SAMPLERS))

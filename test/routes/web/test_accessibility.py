@@ -1,0 +1,90 @@
+"""Accessibility: axe finds nothing, on a desktop and on a phone, light and dark; the keyboard reaches everything."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.base import AXE_FILE_PATH
+from playwright.sync_api import Page, expect
+
+from test.routes.web.conftest import WAIT_MS, Opener
+from test.serving import Service
+
+pytestmark = pytest.mark.browser
+expect.set_options(timeout=WAIT_MS)
+AXE = Path(AXE_FILE_PATH)
+PANELS = ("chat", "batch", "translate", "dashboard")
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
+
+
+def findings(page: Page) -> list[str]:
+    """What axe finds wrong, all rules."""
+    page.evaluate(AXE.read_text("utf-8"))
+    result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{one['id']} ({one['help']}): {node['html'][:200]} {node['failureSummary'][:300]}"
+        for one in result["violations"]
+        for node in one["nodes"]
+    ]
+
+
+def fill(page: Page) -> None:
+    """Something in every panel, and what is folded opened."""
+    page.fill("#question", "**Hello** `there`")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn .markdown")).to_contain_text("Hello")
+    page.click("#stop")
+    expect(page.locator("#send")).to_be_visible()
+    page.evaluate("for (const one of document.querySelectorAll('main details')) one.open = true")
+    expect(page.locator("#chat-temperature")).to_be_visible()
+
+
+@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, PHONE], ids=["desktop", "dark", "phone"])
+def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, Any], shots: Path) -> None:
+    page = open_page(fake, **options)
+    fill(page)
+    found = {}
+    look = "phone" if "is_mobile" in options else options.get("color_scheme", "light")
+    for panel in PANELS:
+        page.locator(f"header a[href='#{panel}']").click()
+        if panel == "batch":
+            page.fill("#batch-lines", "one\ntwo")
+            page.fill("#batch-most", "40")
+            page.click("#batch-start")
+            expect(page.locator("#batch-figures")).to_have_attribute("data-done", "2")
+        if panel == "dashboard":
+            expect(page.locator('[data-metric="rwkv_running_rows"]')).to_be_visible()
+        page.screenshot(path=shots / f"{look}-{panel}.png")
+        found[panel] = findings(page)
+    assert found == {panel: [] for panel in PANELS}
+
+
+def test_nothing_is_wider_than_a_phone(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake, **PHONE)
+    fill(page)
+    for panel in PANELS:
+        page.locator(f"header a[href='#{panel}']").click()
+        expect(page.locator(f"#panel-{panel}")).to_be_visible()
+        width = page.evaluate(
+            "Math.max(...[document.body, ...document.querySelectorAll('main > section')].map(e => e.scrollWidth))"
+        )
+        assert width <= PHONE["viewport"]["width"], panel
+
+
+def test_the_keyboard_is_enough(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake)
+    expect(page.locator("#tiers")).to_be_visible()
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate("document.activeElement.id || document.activeElement.textContent.trim().slice(0, 30)")
+        )
+    assert {"Batch", "New chat", "question", "think", "Decode parameters"} <= reached, reached
+    page.locator("header a[href='#translate']").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#translate-source")).to_be_visible()
+    assert re.search("#translate$", page.url)

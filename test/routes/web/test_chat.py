@@ -1,0 +1,154 @@
+"""The chat panel in a real browser: answers that stream, branches, sessions, files."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from test.routes.web.conftest import WAIT_MS, Opener
+from test.serving import Service, wait_for
+
+pytestmark = pytest.mark.browser
+expect.set_options(timeout=WAIT_MS)
+
+
+def say(page: Page, text: str) -> None:
+    """Send a message."""
+    page.fill("#question", text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page, turns: int) -> list[str]:
+    """The shown answers, once the tree has so many turns and none grows any more."""
+    expect(page.locator(".tree .node")).to_have_count(1 + turns)
+    expect(page.locator("#send")).to_be_visible()
+    return page.locator(".turn .markdown").all_inner_texts()
+
+
+def greedy(page: Page) -> None:
+    page.get_by_text("Decode parameters").first.click()
+    page.fill("#chat-temperature", "0")
+    page.keyboard.press("Tab")
+    page.get_by_text("Decode parameters").first.click()
+
+
+def test_an_answer_streams_in_and_the_session_remembers(demo: Service, open_page: Opener, shots: Path) -> None:
+    page = open_page(demo)
+    greedy(page)
+    say(page, "My name is Anna.")
+    answers(page, 1)
+    say(page, "What is my name?")
+    assert "Anna" in answers(page, 2)[-1]
+    expect(page.locator(".sessions li.shown .tier")).to_have_text(re.compile("VRAM|RAM|disk"))
+    page.screenshot(path=shots / "chat.png")
+
+
+def test_a_turn_is_asked_again_edited_and_branched(demo: Service, open_page: Opener, shots: Path) -> None:
+    page = open_page(demo)
+    greedy(page)
+    say(page, "My name is Anna.")
+    answers(page, 1)
+    say(page, "What is my name?")
+    assert "Anna" in answers(page, 2)[-1]
+    first = page.locator(".turn").first
+    first.get_by_role("button", name="Edit").click()
+    first.locator("textarea").fill("My name is Peter.")
+    first.get_by_role("button", name="Ask as a branch").click()
+    answers(page, 3)
+    say(page, "What is my name?")
+    assert "Peter" in answers(page, 4)[-1]
+    expect(page.locator(".siblings")).to_have_text(re.compile("2/2"))
+    nodes = page.locator(".tree .node")
+    expect(page.locator(".tree .dot.hollow")).to_have_count(0)
+    page.screenshot(path=shots / "branches.png")
+    # Back to the first branch by its node: the old state goes on as if nothing had been.
+    nodes.filter(has_text="My name is Anna.").click()
+    say(page, "What is my name?")
+    assert "Anna" in answers(page, 5)[-1]
+    page.locator(".turn").last.get_by_role("button", name="Again").click()
+    assert "Anna" in answers(page, 6)[-1]
+
+
+def test_an_answer_is_stopped_and_the_chat_goes_on(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake)
+    say(page, "word")
+    expect(page.locator(".turn .markdown")).to_contain_text("word")
+    page.click("#stop")
+    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator(".turn")).to_contain_text("Stopped")
+    wait_for(lambda: fake.status()["running_rows"] == 0, 20, "the row is cancelled")
+    length = len(page.locator(".turn .markdown").inner_text())
+    assert len(page.locator(".turn .markdown").inner_text()) == length
+
+
+def test_a_session_is_resumed_after_the_server_was_killed(own_demo: Service, open_page: Opener) -> None:
+    service = own_demo
+    page = open_page(service)
+    greedy(page)
+    say(page, "My name is Anna.")
+    answers(page, 1)
+    expect(page.locator("#model")).not_to_be_empty()  # it knows which engine there is
+    os.kill(service.pids()["engine"], signal.SIGKILL)
+    expect(page.locator("#notice")).to_contain_text("restarted and is back")
+    page.reload()
+    page.locator(".sessions .name").first.click()
+    expect(page.locator(".turn")).to_have_count(1)
+    say(page, "What is my name?")
+    assert "Anna" in answers(page, 2)[-1]
+    expect(page.locator(".tree .dot.hollow")).to_have_count(0)
+
+
+def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Opener, tmp_path: Path) -> None:
+    page = open_page(demo)
+    greedy(page)
+    say(page, "My name is Anna.")
+    answers(page, 1)
+    page.locator(".menu summary").click()
+    files = []
+    for button in ("State of this turn", "Conversation"):
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name=button).click()
+        file = tmp_path / waiting.value.suggested_filename
+        waiting.value.save_as(file)
+        files.append(file)
+    name = page.locator(".sessions li.shown .title").inner_text()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator(".sessions li.shown").get_by_role("button", name="Delete").click()
+    expect(page.locator(".sessions li", has_text=name)).to_have_count(0)
+    for file in files:
+        # The state goes on where it was; the text is read again.
+        page.set_input_files("#import-file", file)
+        expect(page.locator(".tree .node")).to_have_count(2)
+        say(page, "What is my name?")
+        assert "Anna" in answers(page, 2)[-1]
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator(".tree .node")).to_have_count(1)
+
+
+def test_a_session_of_another_browser_is_gone_on_from(demo: Service, open_page: Opener) -> None:
+    turn = {"contents": ["User: My name is Anna.\n\nAssistant:"], "temperature": 0, "max_tokens": 30}
+    assert demo.post("/multi_state/chat/completions", {**turn, "session_id": "elsewhere"}).status_code == 200
+    page = open_page(demo)
+    greedy(page)
+    page.locator(".sessions .name", has_text="elsewhere").click()
+    expect(page.locator(".turn")).to_contain_text("its text is not in this browser")
+    say(page, "What is my name?")
+    assert "Anna" in answers(page, 2)[-1]
+
+
+def test_a_thought_is_folded_away(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake)
+    page.select_option("#think", "on")
+    say(page, ">Let me see.</think>The answer.")
+    expect(page.locator(".turn .markdown")).to_contain_text("The answer.")
+    page.click("#stop")
+    thought = page.locator(".turn details.thought")
+    expect(thought.locator("summary")).to_have_text("Thought")
+    expect(thought.locator(".text")).to_be_hidden()
+    thought.locator("summary").click()
+    expect(thought.locator(".text")).to_have_text("Let me see.")
