@@ -1,6 +1,4 @@
-"""Programs that measure; each prints one JSON line per measurement and a last line with all of them.
+"""Programs that measure: `python -m bench.NAME`. The last line of each is JSON.
 
-Beside the rooms stand those that are run by hand most: `python -m bench.gpu`, `bench.serve`, `bench.quality`. A room
-has the rest, by what is measured: `python -m bench.ROOM.NAME`, or `python -m bench.ROOM` where that is a program
-itself.
+`bench.chaos` is a folder with its parts. `bench/tools` is what several programs share.
 """

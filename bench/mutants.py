@@ -5,8 +5,7 @@
 
 Clones HEAD into `--folder`; a second run there reuses the mutants and the map from functions to tests. mutmut runs
 each mutant against the tests that reach its function in pytest's process, so code that only child processes run counts
-as `no tests`. `--only`: a pattern of mutant names. `--tests`: instead of the configured ones. The last line is JSON;
-`score`: detected over all with tests. `mutmut show NAME` in the folder prints a change.
+as `no tests`. The last line is JSON; `score`: detected over all with tests. `mutmut show NAME` prints a change.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def clone(folder: Path, tests: list[str]) -> None:
 def mutmut(folder: Path, *arguments: str, check: bool = True) -> str:
     """Run mutmut in the folder; returns what it printed."""
     command = [sys.executable, "-m", "mutmut", *arguments]
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if check and done.returncode:
-        raise SystemExit(f"mutmut {arguments[0]} ended with {done.returncode}: {done.stdout[-3000:]}")
+        raise SystemExit(f"mutmut {arguments[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
 
 
@@ -53,8 +52,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="*")
-    parser.add_argument("--tests", nargs="+", default=[])
+    parser.add_argument("--only", default="*", help="a pattern of mutant names")
+    parser.add_argument("--tests", nargs="+", default=[], help="instead of the configured ones")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="rwkv-mutants-"))).resolve()
@@ -65,16 +64,16 @@ def main() -> None:
     names = [name for name in names if fnmatch(name, args.only)]
     sample = random.Random(args.seed).sample(names, min(args.sample, len(names)))
     mutmut(folder, "run", *sample)
-    found = dict(
-        line.strip().split(": ") for line in mutmut(folder, "results", "--all", "true").splitlines() if ": " in line
-    )
+    lines = mutmut(folder, "results", "--all", "true").splitlines()
+    found = dict(line.strip().split(": ") for line in lines if ": " in line)
     outcome = {name: found[name] for name in sorted(sample)}
     counts = Counter(outcome.values())
     tested = len(sample) - counts["no tests"]
     score = round(sum(counts[one] for one in DETECTED) / tested, 3) if tested else None
     report = {"bench": "mutants", **origin(), "seed": args.seed, "only": args.only, "mutants": len(names)}
     report |= {"sample": len(sample), "outcomes": dict(counts), "score": score}
-    print(json.dumps(report | {"not_detected": [name for name, one in outcome.items() if one not in DETECTED]}))
+    report["not_detected"] = {name: one for name, one in outcome.items() if one not in DETECTED}
+    print(json.dumps(report, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From the training model to the compact file and back."""
+"""Writes a training model as a compact file and reads it back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
 
 
 def bits(model: Rwkv7) -> dict[str, Bits]:
-    """The weights in bf16 by the bits, under their standard names."""
+    """Return the weights as bf16 bits under their standard names."""
     return {
         name: tensor.detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
         for name, tensor in model.state_dict().items()
@@ -25,12 +25,12 @@ def bits(model: Rwkv7) -> dict[str, Bits]:
 
 
 def save_compact(path: Path, model: Rwkv7, ids: NDArray[np.int64]) -> None:
-    """Write the compact file of a model."""
+    """Write a model's compact file."""
     path.write_bytes(compress(bits(model), ids))
 
 
 def load_compact(path: Path) -> tuple[Rwkv7, Compact]:
-    """The training model, in fp32, of a compact file."""
+    """Read a compact file as a training model in fp32. Raises ValueError if the shapes do not fit."""
     tensors, ids = decompress(path.read_bytes())
     weights = {
         name: torch.from_numpy(t.astype(np.uint16).view(np.int16).copy()).view(torch.bfloat16).float()
@@ -42,5 +42,7 @@ def load_compact(path: Path) -> tuple[Rwkv7, Compact]:
     model = Rwkv7(Shape(vocab, layers, width, (ranks[0], ranks[1], ranks[2], ranks[3])))
     missing, unknown = model.load_state_dict(weights, strict=False)
     if unknown or set(missing) - set(UNUSED) or width % HEAD:
-        raise ValueError(f"{path} does not fit this model: unknown {unknown}, missing {missing}")
+        raise ValueError(
+            f"{path}: unknown tensors {unknown}, missing tensors {missing}; use a file that demo.train wrote"
+        )
     return model, Compact(ids)

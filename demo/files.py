@@ -1,7 +1,7 @@
-"""The shipped model: a compact file in the repository, expanded without loss to a standard one at the first start.
+"""The shipped model: a compact file that the first start expands to a standard `.safetensors` file.
 
-The compact file holds bf16 weights as two byte planes under LZMA. Its tables have rows only for the ids the model
-knows and one last row for all other ids; expanding repeats that row, so the standard file has all 65,536.
+The compact file holds bf16 weights as two byte planes, compressed with LZMA. Its tables have one row per used id and a
+last row for all other ids. Expanding repeats the last row, so the standard file has all 65,536 rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def compress(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> bytes:
-    """The compact file of bf16 tensors whose tables have a row for each of `ids` and one for all others."""
+    """Return the compact file of bf16 tensors whose tables have len(ids) + 1 rows."""
     header = json.dumps(
         {"ids": len(ids), "tensors": [[name, list(t.shape)] for name, t in tensors.items()]}, separators=(",", ":")
     ).encode()
@@ -41,9 +41,9 @@ def compress(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> bytes:
 
 
 def decompress(data: bytes) -> tuple[dict[str, Bits], NDArray[np.int64]]:
-    """The tensors and the ids of a compact file."""
+    """Return the tensors and ids of a compact file. Raises ValueError for another format."""
     if data[:8] != MAGIC:
-        raise ValueError("this is not a compact RWKV-7 file: its first bytes differ")
+        raise ValueError(f"not a compact RWKV-7 file: it starts with {data[:8]!r}, expected {MAGIC!r}")
     size = struct.unpack("<I", data[8:12])[0]
     header = json.loads(data[12 : 12 + size])
     planes = np.frombuffer(lzma.decompress(data[12 + size :]), dtype=np.uint8).reshape(2, -1)
@@ -58,7 +58,7 @@ def decompress(data: bytes) -> tuple[dict[str, Bits], NDArray[np.int64]]:
 
 
 def expand(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> dict[str, Bits]:
-    """The standard tensors: the tables with all rows."""
+    """Return the tensors with all 65,536 table rows."""
     full = dict(tensors)
     for name in TABLES:
         table = np.repeat(tensors[name][-1:], VOCAB, axis=0)
@@ -68,7 +68,7 @@ def expand(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> dict[str, Bits]:
 
 
 def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
-    """The header and the tensors of a `.safetensors` file in bf16."""
+    """Return the header and the tensor bytes of a bf16 `.safetensors` file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -82,18 +82,18 @@ def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
 
 
 def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
-    """The standard `.safetensors` file of the demo model: found in the cache folder, or expanded into it.
+    """Return the path of the demo model's `.safetensors` file, expanded into the cache folder if missing.
 
-    Raises FileNotFoundError where the tree holds no trained model, OSError if the folder cannot be written.
+    Raises FileNotFoundError without a compact file and OSError if the folder cannot be written.
     """
     if not source.is_file():
-        raise FileNotFoundError(f"no demo model in this tree: {source} is missing (demo/train.py makes one)")
+        raise FileNotFoundError(f"no demo model: {source} is missing; restore it or train one with demo/train.py")
     data = source.read_bytes()
     folder = cache_dir or cache_folder()
     path = folder / f"rwkv7-demo-{hashlib.sha256(data).hexdigest()[:12]}.safetensors"
     if path.is_file():
         return path
-    log.info("expanding the demo model to %s (once)", path)
+    log.info("expanding the demo model to %s (first start only)", path)
     folder.mkdir(parents=True, exist_ok=True)
     head, parts = safetensors_bytes(expand(*decompress(data)))
     handle, name = tempfile.mkstemp(dir=folder, prefix=".expanding-")

@@ -1,17 +1,17 @@
-"""RWKV-7 in plain PyTorch with autograd, over a compact vocabulary: for training and as a slow, clear decoder."""
+"""RWKV-7 for training, in plain PyTorch, over the compact vocabulary."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from demo.wkv import wkv_chunked, wkv_loop
+from demo.wkv import CHUNK, wkv_chunked
 
 HEAD = 64
 DECAY = math.exp(-0.5)
@@ -19,34 +19,21 @@ DECAY = math.exp(-0.5)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model; `vocab` counts the rows of the tables, `ranks` are those of w, a, v and g."""
+    """Model sizes. `vocab`: rows of the embedding; `ranks`: of the low-rank w, a, v and g."""
 
     vocab: int
     layers: int = 6
     width: int = 256
     ranks: tuple[int, int, int, int] = (32, 32, 16, 64)
 
-    def as_dict(self) -> dict[str, object]:
-        """For the checkpoint."""
-        return asdict(self)
-
-
-@dataclass(slots=True)
-class State:
-    """The recurrent state of a batch of sequences, one entry per layer."""
-
-    att: list[Tensor]
-    ffn: list[Tensor]
-    wkv: list[Tensor]
-
 
 def shifted(x: Tensor, begins: Tensor) -> Tensor:
-    """Each token's predecessor, zero at the beginning of a document (`begins` is [batch, time, 1])."""
+    """Shift x [batch, time, width] by one token, with zero where `begins` [batch, time, 1] is set."""
     return F.pad(x, (0, 0, 1, -1)) * (~begins)
 
 
 class TimeMix(nn.Module):
-    """The attention-like half of a block."""
+    """The time mix of a block."""
 
     x_r: Tensor
     x_w: Tensor
@@ -90,20 +77,14 @@ class TimeMix(nn.Module):
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / shape.layers) ** 0.7)
 
     def forward(
-        self,
-        x: Tensor,
-        before: Tensor,
-        v_first: Tensor | None,
-        keep: Tensor | None,
-        state: Tensor | None,
-        first: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x and its predecessors -> the output, v of the first layer and, with a state, the state after.
+        self, x: Tensor, begins: Tensor, v_first: Tensor | None, keep: Tensor, first: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [batch, time, width] and the values of the first layer.
 
-        Without a state the rows are packed documents, each from the state `first` [heads, 64, 64] or from zero.
+        `keep` [batch, chunks] is False where a document begins; `first` [heads, 64, 64] is the state before it.
         """
         batch, time, c = x.shape
-        d = before - x
+        d = shifted(x, begins) - x
         r = self.receptance(x + d * self.x_r)
         k = self.key(x + d * self.x_k)
         v = self.value(x + d * self.x_v)
@@ -123,18 +104,14 @@ class TimeMix(nn.Module):
         decay = heads(-DECAY * torch.sigmoid(w.float()))
         r_h, k_h, v_h = heads(r), heads(k), heads(v)
         with torch.autocast(x.device.type, enabled=False):
-            if state is None:
-                assert keep is not None
-                y = wkv_chunked(r_h, decay, k_h, v_h, -kk, kk * heads(a), keep, first)
-            else:
-                y, state = wkv_loop(r_h, decay, k_h, v_h, -kk, kk * heads(a), state)
+            y = wkv_chunked(r_h, decay, k_h, v_h, -kk, kk * heads(a), keep, first)
             y = self.ln_x(y.reshape(batch * time, c)).view(batch, time, self.heads, HEAD)
             y = y + (r_h * k_h * self.r_k).sum(-1, keepdim=True) * v_h
-        return self.output(y.view(batch, time, c).to(g.dtype) * g), v_first, state
+        return self.output(y.view(batch, time, c).to(g.dtype) * g), v_first
 
 
 class ChannelMix(nn.Module):
-    """The feed-forward half of a block."""
+    """The channel mix of a block."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
@@ -145,9 +122,9 @@ class ChannelMix(nn.Module):
         nn.init.uniform_(self.key.weight, -0.5 * c**-0.5, 0.5 * c**-0.5)
         nn.init.zeros_(self.value.weight)
 
-    def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        """x and its predecessors -> the output."""
-        hidden = torch.relu(self.key(x + (before - x) * self.x_k)) ** 2
+    def forward(self, x: Tensor, begins: Tensor) -> Tensor:
+        """Return the output [batch, time, width]."""
+        hidden = torch.relu(self.key(x + (shifted(x, begins) - x) * self.x_k)) ** 2
         return self.value(hidden)  # type: ignore[no-any-return]
 
 
@@ -164,16 +141,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, v_first: Tensor | None, begins: Tensor, keep: Tensor, first: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Whole rows of packed documents, each from the state `first`, or from zero."""
-        h = self.ln1(x)
-        y, v_first, _ = self.att(h, shifted(h, begins), v_first, keep, None, first)
+        """Return x [batch, time, width] after this layer, and the values of the first layer."""
+        y, v_first = self.att(self.ln1(x), begins, v_first, keep, first)
         x = x + y
-        h = self.ln2(x)
-        return x + self.ffn(h, shifted(h, begins)), v_first
+        return x + self.ffn(self.ln2(x), begins), v_first
 
 
 class Rwkv7(nn.Module):
-    """The model; its parameters carry the names of the public files."""
+    """The model. Parameter names are those of public RWKV-7 files."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -185,41 +160,15 @@ class Rwkv7(nn.Module):
         nn.init.normal_(self.emb.weight, std=0.05)
         nn.init.normal_(self.head.weight, std=0.5 * shape.width**-0.5)
 
-    @property
-    def _layers(self) -> list[Block]:
-        return [block for block in self.blocks if isinstance(block, Block)]
-
     def forward(self, tokens: Tensor, begins: Tensor, first: Sequence[Tensor] | None = None) -> Tensor:
-        """Logits [batch, time, vocab] of rows of packed documents; `begins` marks first tokens, at chunk edges only.
+        """Logits [batch, time, vocab] of packed documents. `begins` marks first tokens, at multiples of CHUNK only.
 
-        `first`: for each layer the state [heads, 64 values, 64 keys] before a document, zero without.
+        `first`: per layer the state [heads, 64 values, 64 keys] before a document; zero if None.
         """
-        keep = ~begins[:, ::16]
+        keep = ~begins[:, ::CHUNK]
         mark = begins[:, :, None]
-        x = self._layers[0].ln0(self.emb(tokens))
+        x = self.blocks[0].get_submodule("ln0")(self.emb(tokens))
         v_first = None
-        for block, begun in zip(self._layers, first or repeat(None), strict=False):
-            x, v_first = block(x, v_first, mark, keep, begun)
+        for block, state in zip(self.blocks, first or repeat(None), strict=False):
+            x, v_first = block(x, v_first, mark, keep, state)
         return self.head(self.ln_out(x))  # type: ignore[no-any-return]
-
-    def zero_state(self, batch: int) -> State:
-        """The state before the first token."""
-        c, device = self.shape.width, self.emb.weight.device
-        shifts = [torch.zeros(batch, 1, c, device=device) for _ in range(2 * self.shape.layers)]
-        wkv = [torch.zeros(batch, c // HEAD, HEAD, HEAD, device=device) for _ in range(self.shape.layers)]
-        return State(shifts[: self.shape.layers], shifts[self.shape.layers :], wkv)
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor, state: State) -> Tensor:
-        """Feed one token to each sequence; returns logits [batch, vocab] and updates the state."""
-        x = self._layers[0].ln0(self.emb(tokens[:, None]))
-        v_first = None
-        for i, block in enumerate(self._layers):
-            h = block.ln1(x)
-            y, v_first, wkv = block.att(h, state.att[i], v_first, None, state.wkv[i])
-            state.att[i], state.wkv[i] = h, wkv
-            x = x + y
-            h = block.ln2(x)
-            x = x + block.ffn(h, state.ffn[i])
-            state.ffn[i] = h
-        return self.head(self.ln_out(x))[:, 0]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Batches for training: documents tokenised as a server would and packed into rows, each at a chunk edge."""
+"""Packs tokenised documents into training batches, each document at a multiple of CHUNK."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from demo import vocabulary
 from demo.corpus import mixture
-from demo.corpus.document import Document, text_of
+from demo.corpus.documents import Document, text_of
 from demo.vocabulary import Compact
 from demo.wkv import CHUNK
 
@@ -22,10 +22,10 @@ UNKNOWN_SHARE = 0.01
 
 
 def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float]]:
-    """Ids and the loss weight of each, segment by segment, or the whole text at once.
+    """Return ids and loss weights, tokenised by segment or, if `joint`, as one text.
 
-    In the whole text a token may span two segments (`。` with the newline after it): its weight is zero, so that
-    such a token is understood and not written.
+    In one text a token may span two segments (`。` and the newline after it). Its weight is 0: the model learns to
+    read such a token, not to write it.
     """
     if not joint:
         ids: list[int] = []
@@ -48,14 +48,14 @@ def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float
 
 
 def sample(rng: Random, source: Source = mixture.document) -> tuple[list[int], list[float]]:
-    """One document of a source, tokenised, ended by token 0."""
+    """Sample a tokenised document that ends with token 0."""
     document = source(rng)
     ids, weights = tokenised(document, joint=rng.random() < 0.2)
     return [*ids, 0], [*weights, 1.0]
 
 
 def batch(seed: int, index: int, compact: Compact, rows: int, time: int, source: Source = mixture.document) -> Rows:
-    """The batch of an index: inputs, targets, weights [rows, time] and where documents begin. The same every time."""
+    """Return inputs, targets, weights and document begins [rows, time]; `seed` and `index` determine them."""
     rng = Random(f"{seed}/{index}")
     noise = np.random.default_rng([seed, index])
     inputs = np.zeros((rows, time), dtype=np.int64)
@@ -68,9 +68,9 @@ def batch(seed: int, index: int, compact: Compact, rows: int, time: int, source:
         begins[row, 0] = True
         while at < time:
             while len(waiting) < 24:
-                drawn = sample(rng, source)
-                if len(drawn[0]) - 1 <= time:
-                    waiting.append(drawn)
+                document = sample(rng, source)
+                if len(document[0]) - 1 <= time:
+                    waiting.append(document)
             fit = next((i for i, (ids, _) in enumerate(waiting) if len(ids) - 1 <= time - at), None)
             if fit is None:
                 begins[row, at] = True
@@ -90,7 +90,7 @@ def batch(seed: int, index: int, compact: Compact, rows: int, time: int, source:
 
 
 class Batches(IterableDataset[Rows]):
-    """An endless stream of batches from an index on; workers take turns, so their number changes nothing."""
+    """An endless stream of batches from index `first`, the same for any number of workers."""
 
     def __init__(
         self, seed: int, first: int, compact: Compact, rows: int, time: int, source: Source = mixture.document
@@ -107,7 +107,7 @@ class Batches(IterableDataset[Rows]):
 
 
 def used_ids(seed: int, documents: int) -> NDArray[np.int64]:
-    """Ids that occur more than now and then in a sample of the mixture, and the stops."""
+    """Return the stop ids and the ids that occur often enough in sampled documents."""
     rng = Random(f"vocabulary/{seed}")
     seen: Counter[int] = Counter()
     for _ in range(documents):

@@ -1,4 +1,4 @@
-"""Random RWKV-7 weights in the files' standard form: for tests, for benches, for a start without a model."""
+"""Random RWKV-7 weights under the names of public files, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def random_weights(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
 ) -> dict[str, Tensor]:
-    """A model's tensors by name. `ranks`: of w, a, v, g; `first_v`: whether block 0 has its unused v keys.
+    """Return a model's tensors by name.
 
-    Every part has some effect on the logits, so that a mistake in any of them shows in a comparison.
+    `ranks`: of w, a, v and g. `first_v`: whether block 0 has its unused v tensors. Every tensor affects the logits, so a
+    comparison finds an error in any of them.
     """
     g = torch.Generator(device).manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""Train the demo model on one GPU: `python -m demo.train --out DIR`. A checkpoint in DIR is resumed."""
+"""Train the demo model: `python -m demo.train --out DIR`. A checkpoint in DIR is resumed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from demo.engine_client import open_engine
 from demo.evaluate import report
 from demo.export import load_compact, save_compact
-from demo.files import TABLES
+from demo.files import TABLES, ensure_model
 from demo.model import Rwkv7, Shape
 from demo.packing import Batches, used_ids
-from demo.talker import TorchTalker
 from demo.vocabulary import Compact
 
 
 def rate(step: int, progress: float, peak: float) -> float:
-    """The learning rate: a short warm-up, a plateau, then a cosine to nearly nothing; `progress` goes from 0 to 1."""
+    """Return the learning rate: warm-up, plateau, then cosine decay. `progress` is 0 to 1."""
     warm, turn = 100, 0.3
     if step < warm:
         return peak * (step + 1) / warm
@@ -43,7 +43,11 @@ def loss_of(
     weights: Tensor,
     begins: Tensor,
 ) -> Tensor:
-    """The weighted mean of the cross-entropy over all 65,536 ids, the unused ones counted with their number."""
+    """Return the weighted mean cross-entropy over all 65,536 ids.
+
+    The row of the unused ids counts once per id, so that sampling over the full vocabulary does not favour them.
+    `inputs`, `targets`, `weights` and `begins` are [batch, time].
+    """
     logits = model(inputs, begins).float().flatten(0, 1)
     share = torch.zeros(compact.rows, device=logits.device)
     share[compact.unused] = math.log(compact.multiplicity)
@@ -53,7 +57,7 @@ def loss_of(
 
 
 def optimizer_of(model: Rwkv7, peak: float) -> torch.optim.AdamW:
-    """AdamW with weight decay on the large matrices alone."""
+    """Return AdamW with weight decay on the large matrices only."""
     large = [p for n, p in model.named_parameters() if p.dim() == 2 and n.endswith(".weight") and "emb" not in n]
     known = {id(p) for p in large}
     small = [p for p in model.parameters() if id(p) not in known]
@@ -62,7 +66,7 @@ def optimizer_of(model: Rwkv7, peak: float) -> torch.optim.AdamW:
 
 
 def vocabulary_of(args: argparse.Namespace) -> NDArray[np.int64]:
-    """The ids with rows of their own: given, or counted, and those of the model to go on from."""
+    """Return the ids with their own rows: given or counted, plus those of `--start`."""
     ids: NDArray[np.int64] = (
         np.load(args.vocabulary) if args.vocabulary else used_ids(args.seed, args.vocabulary_documents)
     )
@@ -70,7 +74,7 @@ def vocabulary_of(args: argparse.Namespace) -> NDArray[np.int64]:
 
 
 def start_from(path: Path, model: Rwkv7, compact: Compact) -> None:
-    """Take a compact file's weights over: rows of its tables by their ids, its last row for those it does not know."""
+    """Load a compact file into `model`. Ids that the file lacks start as its last row."""
     trained, known = load_compact(path)
     rows = torch.from_numpy(np.append(known.of_id[compact.ids], known.unused))
     weights = trained.state_dict()
@@ -79,8 +83,8 @@ def start_from(path: Path, model: Rwkv7, compact: Compact) -> None:
     model.load_state_dict(weights)
 
 
-def draw_curve(losses: list[tuple[int, float]], path: Path) -> None:
-    """The loss curve as a picture."""
+def plot_losses(losses: list[tuple[int, float]], path: Path) -> None:
+    """Write the loss curve as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,17 +99,14 @@ def draw_curve(losses: list[tuple[int, float]], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="for the compact file, the curve and the figures")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the compact file, the loss curve and the figures"
+    )
     parser.add_argument("--checkpoint", type=Path, help="default: OUT/checkpoint.pt")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=28.0,
-        help="end after so long; the learning rate falls with the steps or the time, whichever is ahead",
-    )
+    parser.add_argument("--minutes", type=float, default=28.0, help="time limit; the learning rate decays with it")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--time", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
@@ -114,15 +115,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--vocabulary-documents", type=int, default=150_000)
-    parser.add_argument("--vocabulary", type=Path, help="ids as a .npy file, instead of counting them in documents")
-    parser.add_argument("--start", type=Path, help="a compact file to go on from; ids that it lacks begin as its rest")
+    parser.add_argument("--vocabulary", type=Path, help="a .npy file of ids; default: count ids in documents")
+    parser.add_argument("--start", type=Path, help="a compact file to continue from")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--sentences", type=int, default=1000, help="held-out sentences at the end")
+    parser.add_argument(
+        "--sentences", type=int, default=1000, help="held-out sentences of the final evaluation; 0: none"
+    )
     return parser.parse_args()
 
 
 class Training:
-    """A model that is trained, from a checkpoint's step or from nothing."""
+    """One training run, new or resumed from a checkpoint."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -146,11 +149,11 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def save(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -163,7 +166,7 @@ class Training:
         part.replace(self._checkpoint)
 
     def run(self) -> None:
-        """To the last step, or to the end of the time."""
+        """Train until the last step or the time limit."""
         args, limit_s = self._args, self._args.minutes * 60
         stream = Batches(args.seed, self.step, self.compact, args.rows, args.time)
         ahead = 4 if args.workers else None
@@ -178,7 +181,7 @@ class Training:
             pending.append((self.step, self._train(compute, batch, rate(self.step, progress, args.peak))))
             self.step += 1
             bar.update()
-            if self.step % 50 == 0:  # reading a loss waits for the device
+            if self.step % 50 == 0:  # reading a loss synchronises the device
                 self.losses += [(at, float(value)) for at, value in pending]
                 pending.clear()
                 bar.set_postfix(loss=f"{self.losses[-1][1]:.4f}", refresh=False)
@@ -188,7 +191,7 @@ class Training:
         self.losses += [(at, float(value)) for at, value in pending]
 
     def _train(self, compute: Callable[..., Tensor], batch: Sequence[Tensor], learning_rate: float) -> Tensor:
-        """One step on a batch (inputs, targets, weights, begins) -> its loss [], on the device."""
+        """Train on a batch (inputs, targets, weights, begins); return its loss, a scalar on the device."""
         inputs, targets, weights, begins = (t.to(self.device, non_blocking=True) for t in batch)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -202,13 +205,10 @@ class Training:
 
 
 def export(training: Training, args: argparse.Namespace) -> None:
-    """The compact file, the curve, and the figures of an evaluation of what the file holds; mistakes are printed."""
+    """Write the compact file, the loss curve and the figures; print the first mistakes."""
     seconds, losses = training.seconds, training.losses
     save_compact(args.out / "rwkv7-demo.compact", training.model, training.ids)
-    draw_curve(losses, args.out / "loss.png")
-    exported, _ = load_compact(args.out / "rwkv7-demo.compact")
-    talker = TorchTalker(exported.to(training.device), training.compact)
-    torch.set_float32_matmul_precision("highest")
+    plot_losses(losses, args.out / "loss.png")
     last = [loss for _, loss in losses[-100:]]
     figures: dict[str, object] = {
         "steps": training.step,
@@ -216,11 +216,14 @@ def export(training: Training, args: argparse.Namespace) -> None:
         "rows": training.compact.rows,
         "seed": args.seed,
         "loss": round(sum(last) / len(last), 5),
-        **report(talker, sentences=args.sentences, sessions=max(args.sentences // 4, 8)),
         "losses": losses[::10],
     }
+    if args.sentences:
+        model_path = ensure_model(args.out, args.out / "rwkv7-demo.compact")
+        with open_engine(model_path, device=training.device.type) as client:
+            figures |= report(client, sentences=args.sentences, sessions=max(args.sentences // 4, 8))
     (args.out / "figures.json").write_text(json.dumps(figures, ensure_ascii=False), encoding="utf-8")
-    wrong = figures.pop("wrong")
+    wrong = figures.pop("wrong", None)
     figures.pop("losses")
     print(json.dumps(figures), flush=True)
     if isinstance(wrong, dict):
@@ -230,7 +233,7 @@ def export(training: Training, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train, checkpoint, export, evaluate."""
+    """Train, export and evaluate."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)

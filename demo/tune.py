@@ -1,8 +1,8 @@
-"""Train the demo's tuned states and adapters: `python -m demo.tune chinese json french spanish --out DIR`.
+"""Train tuned states and LoRA adapters: `python -m demo.tune chinese json french spanish --out DIR`.
 
-A state is a `.pth` of `blocks.{i}.att.time_state` [heads, 64 values, 64 keys] that documents begin with; an adapter is a
-`.safetensors` of `<weight>.lora_A` [rank, in] and `.lora_B` [out, rank] to be added with scale 1 (W + B A). The model
-itself stays as it is.
+A state is a `.pth` of `blocks.{i}.att.time_state` [heads, 64 values, 64 keys], the state before a document. An adapter
+is a `.safetensors` of `<weight>.lora_A` [rank, in] and `.lora_B` [out, rank], added with scale 1: W + B A. The model's
+own weights do not change.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from demo.corpus import manners
-from demo.corpus.document import Document
+from demo.corpus import tuning
+from demo.corpus.documents import Document
+from demo.engine_client import EngineClient, open_engine
 from demo.export import load_compact
-from demo.files import MODEL
-from demo.model import HEAD, Rwkv7, State
+from demo.files import MODEL, ensure_model
+from demo.model import HEAD, Rwkv7
 from demo.packing import Batches
-from demo.talker import TorchTalker
 from demo.train import loss_of, rate
 from demo.vocabulary import Compact
 
@@ -38,7 +38,7 @@ TARGETS = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "f
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What is trained, and on what."""
+    """The training text, the kind of weights and the learning rate of one tuning."""
 
     source: Callable[[Random], Document]
     is_state: bool
@@ -46,15 +46,15 @@ class Tuning:
 
 
 TUNINGS = {
-    "chinese": Tuning(manners.in_chinese, True, 0.1),
-    "json": Tuning(manners.in_json, True, 0.1),
-    "french": Tuning(manners.french, False, 4e-3),
-    "spanish": Tuning(manners.spanish, False, 4e-3),
+    "chinese": Tuning(tuning.in_chinese, True, 0.1),
+    "json": Tuning(tuning.in_json, True, 0.1),
+    "french": Tuning(tuning.french, False, 4e-3),
+    "spanish": Tuning(tuning.spanish, False, 4e-3),
 }
 
 
 class LowRank(nn.Module):
-    """A weight [out, in] with a product of low rank on top: W + B A."""
+    """A weight [out, in] plus a low-rank product: W + B A."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.zeros(out, RANK, device=weight.device))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight in use."""
+        """Return the adapted weight [out, in]."""
         return weight + self.b @ self.a
 
 
 def adapted(model: Rwkv7) -> dict[str, LowRank]:
-    """Put a low-rank product on every target of the model; returns them by the weight's name without `.weight`."""
+    """Add a low-rank product to every target; return them by weight name without `.weight`."""
     found: dict[str, LowRank] = {}
     for index, block in enumerate(model.blocks):
         for target in TARGETS:
@@ -79,7 +79,7 @@ def adapted(model: Rwkv7) -> dict[str, LowRank]:
 
 
 def tune(name: str, model: Rwkv7, compact: Compact, args: argparse.Namespace) -> list[Tensor] | dict[str, LowRank]:
-    """Train one of `TUNINGS`; returns the states of all layers, or the low-rank products on the model."""
+    """Train one of `TUNINGS`; return the states [heads, 64, 64] per layer, or the low-rank products."""
     tuning = TUNINGS[name]
     device = model.emb.weight.device
     model.requires_grad_(False)
@@ -115,33 +115,18 @@ def tune(name: str, model: Rwkv7, compact: Compact, args: argparse.Namespace) ->
     return lows if states is None else states
 
 
-class TunedTalker(TorchTalker):
-    """A talker whose sessions begin with a state."""
-
-    def __init__(self, model: Rwkv7, compact: Compact, states: list[Tensor] | None) -> None:
-        super().__init__(model, compact)
-        self._states = states
-
-    def begun(self, batch: int) -> State:
-        """The tuned state in place of zero."""
-        state = super().begun(batch)
-        if self._states is not None:
-            state.wkv = [one.detach().expand(batch, *one.shape).clone() for one in self._states]
-        return state
-
-
-def score(name: str, talker: TorchTalker, count: int, seed: int) -> float:
-    """The share of exact answers in drawn documents of a tuning's own kind."""
+def score(name: str, client: EngineClient, count: int, seed: int) -> float:
+    """Return the share of exact answers in `count` sampled documents of a tuning."""
     rng = Random(f"tune/{name}/{seed}")
     scripts: list[list[tuple[str, str]]] = []
     while len(scripts) < count:
         if name in ("french", "spanish"):
-            scripts.append([manners.phrase(rng, name.capitalize())])
+            scripts.append([tuning.phrase(rng, name.capitalize())])
             continue
         document = TUNINGS[name].source(rng)
         segments = [segment.text for segment in document]
         scripts.append([(segments[at], segments[at + 1]) for at in range(0, len(segments), 3)])
-    answers = talker.converse([[prompt for prompt, _ in script] for script in scripts], 96)
+    answers = client.converse([[prompt for prompt, _ in script] for script in scripts], 96)
     pairs = [
         (wanted.strip(), got.strip())
         for script, given in zip(scripts, answers, strict=True)
@@ -153,7 +138,7 @@ def score(name: str, talker: TorchTalker, count: int, seed: int) -> float:
 
 
 def save(name: str, tuned: list[Tensor] | dict[str, LowRank], out: Path) -> Path:
-    """Write a state's or an adapter's file."""
+    """Write the file of a state or an adapter; return its path."""
     if isinstance(tuned, list):
         path = out / f"{name}.pth"
         states = {f"blocks.{i}.att.time_state": one.detach().cpu().to(torch.bfloat16) for i, one in enumerate(tuned)}
@@ -169,18 +154,18 @@ def save(name: str, tuned: list[Tensor] | dict[str, LowRank], out: Path) -> Path
 
 
 def main() -> None:
-    """Train, write and score each of the named ones."""
+    """Train, write and score each named tuning."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=TUNINGS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=MODEL, help="a compact file")
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--minutes", type=float, default=2.0, help="for each")
+    parser.add_argument("--minutes", type=float, default=2.0, help="time limit of each tuning")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--time", type=int, default=256)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--scored", type=int, default=200)
+    parser.add_argument("--scored", type=int, default=200, help="documents to score")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -191,8 +176,15 @@ def main() -> None:
         model = model.to(device)
         tuned = tune(name, model, compact, args)
         path = save(name, tuned, args.out)
-        talker = TunedTalker(model, compact, tuned if isinstance(tuned, list) else None)
-        figures[name] = {"exact": round(score(name, talker, args.scored, args.seed), 4), "bytes": path.stat().st_size}
+        is_state = TUNINGS[name].is_state
+        with open_engine(
+            ensure_model(source=args.model),
+            device=device.type,
+            states=[f"{name}={path}"] if is_state else [],
+            adapters=[] if is_state else [f"{path}:1"],
+        ) as client:
+            exact = score(name, EngineClient(client.engine, name if is_state else ""), args.scored, args.seed)
+        figures[name] = {"exact": round(exact, 4), "bytes": path.stat().st_size}
         print(name, figures[name], flush=True)
     print(json.dumps(figures))
 

@@ -1,4 +1,4 @@
-"""The World vocabulary and the compact part of it that the demo model knows."""
+"""The World vocabulary and the compact part of it that the demo model uses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SIZE = 65536
 
 @cache
 def tokenizer() -> pyrwkv_tokenizer.RWKVTokenizer:
-    """The encoder."""
+    """Return the World tokenizer."""
     return pyrwkv_tokenizer.RWKVTokenizer()
 
 
 @cache
 def token_bytes() -> tuple[bytes, ...]:
-    """The bytes of every token; ids without a token have none."""
+    """Return the bytes of every id; b"" for an id without a token."""
     table = [b""] * SIZE
     file = Path(pyrwkv_tokenizer.__file__).parent / "rwkv_vocab_v20230424.txt"
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -33,19 +33,19 @@ def token_bytes() -> tuple[bytes, ...]:
 
 
 def encode(text: str) -> list[int]:
-    """Greedy longest match."""
+    """Return the ids of a text by greedy longest match."""
     ids: list[int] = tokenizer().encode(text)
     return ids
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of tokens, with a replacement character for broken UTF-8."""
+    """Return the text of ids, with U+FFFD for broken UTF-8."""
     table = token_bytes()
     return b"".join(table[t] for t in tokens).decode("utf-8", "replace")
 
 
 class Compact:
-    """Used ids in order, each a row; one more row, the last, stands for all ids that are not used."""
+    """Maps ids to table rows: one row per used id, and a last row for all other ids."""
 
     def __init__(self, ids: NDArray[np.int64]) -> None:
         self.ids = ids
@@ -56,8 +56,8 @@ class Compact:
 
     @property
     def multiplicity(self) -> int:
-        """How many ids share the last row."""
+        """The number of ids that share the last row."""
         return SIZE - len(self.ids)
 
 
-STOPS = frozenset((0, 11, 261, 24281))  # ids that belong to every compact vocabulary
+STOPS = frozenset((0, 11, 261, 24281))  # in every compact vocabulary

@@ -1,4 +1,4 @@
-"""The WKV-7 recurrence in plain PyTorch: token by token, and in chunks for training on whole sequences."""
+"""The WKV-7 recurrence in plain PyTorch, 16 tokens at a time."""
 
 from __future__ import annotations
 
@@ -8,32 +8,17 @@ from torch import Tensor
 CHUNK = 16
 
 
-def wkv_loop(
-    r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is written: S <- S*w + (S a) b^T + v k^T, y = S r.
-
-    Inputs are [batch, time, heads, 64], `decay` is log w; `state` is [batch, heads, 64 values, 64 keys].
-    Returns y and the last state.
-    """
-    ys = []
-    for t in range(r.shape[1]):
-        removed = (state @ a[:, t, :, :, None]) * b[:, t, :, None, :]
-        state = state * decay[:, t, :, None, :].exp() + removed + v[:, t, :, :, None] * k[:, t, :, None, :]
-        ys.append((state @ r[:, t, :, :, None]).squeeze(-1))
-    return torch.stack(ys, 1), state
-
-
 def wkv_chunked(
     r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, keep: Tensor, first: Tensor | None = None
 ) -> Tensor:
-    """The same y, sixteen tokens at once; `keep` [batch, chunks] is 0 where a document begins.
+    """Return y [batch, time, heads, 64] of S <- S*w + (S a) b^T + v k^T, y = S r.
 
-    A document begins with the state `first` [heads, 64 values, 64 keys], zero without one.
+    Inputs are [batch, time, heads, 64]; `decay` is log w. `keep` [batch, chunks] is False where a document begins:
+    there the state is `first` [heads, 64 values, 64 keys], or zero.
 
-    Within a chunk the state is written as S diag(W), W the running product of decays, so that one unit triangular
-    system gives what every token removes; between chunks the state moves by one affine map each. The decay is at
-    least exp(-0.6065) a token, so 1/W stays below 1.7e4 in a chunk: safe in fp32.
+    Within a chunk the state is S diag(W), where W is the running product of decays. One unit triangular system then
+    yields the removed values of every token. Between chunks the state changes by one affine map. A decay is at least
+    exp(-0.6065), so 1/W stays below 1.7e4 in a chunk, which is safe in fp32.
     """
     batch, time, heads, size = r.shape
     chunks = time // CHUNK

@@ -1,210 +1,178 @@
-"""Chats: facts told and asked back later, small talk between, a system round before, thoughts shown or not."""
+"""Chats: facts that users state and ask for later, with small talk in between."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from random import Random
 
-from demo.corpus import arithmetic
-from demo.corpus.document import Document, rounds
-from demo.corpus.facts import KINDS, NAME, NUMBER, Fact, Kind, fact
-from demo.corpus.nominal import noun_of, pick, term
-from demo.corpus.split import held_out
+from demo.corpus.documents import Document, held_out, rounds
+from demo.corpus.grammar import expand, pick, render
 from demo.corpus.translation import fresh_pair
+from demo.corpus.words import Phrase, phrase_table
 
-SYSTEMS = (
-    "You are a helpful assistant.", "You are a friendly assistant.", "Answer briefly.", "You are a polite and helpful assistant.", "Be brief.",
-    "You are an assistant with a good memory.", "Answer in one sentence.", "You are a helpful AI.", "你是一个乐于助人的助手。", "请简短地回答。",
-    "You are a small demo model.", "Be kind and clear.",
-)  # fmt: skip
 THINKS = ((" <think>\n</think>\n", ""), (" <think></think", ">\n"), (" <think>\n</think>", "\n"))
-SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hello.", "Hi!", "Hi", "hello", "Hey!", "Hi there!", "Good day!"), "Hello! How can I help you?"),
-    (("How are you?", "How are you today?", "how are you", "How do you feel?", "Are you fine?"), "I am fine, thank you. How are you?"),
-    (("I am fine.", "I'm fine, thanks.", "I am fine, too.", "Fine, thank you."), "I am glad to hear that."),
-    (("Good morning!", "Good morning.", "good morning"), "Good morning! How can I help you?"),
-    (("Good evening!", "Good evening."), "Good evening! How can I help you?"),
-    (("Good night!", "Good night."), "Good night! Sleep well."),
-    (("Thank you!", "Thanks!", "Thank you very much.", "thanks", "Thanks a lot!"), "You are welcome!"),
-    (("Who are you?", "What are you?", "What is your name?", "What's your name?", "Introduce yourself."), "I am a small RWKV-7 demo model. I translate and I remember."),
-    (("What can you do?", "How can you help me?", "What are you good at?", "Help!"), "I can translate between English and Chinese, and I can remember what you tell me."),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Tell me something funny."), "Why did the computer go to the doctor? Because it had a virus."),
-    (("Goodbye!", "Bye!", "See you!", "bye"), "Goodbye! Have a nice day."),
-    (("Tell me a story.", "Do you know a story?", "Write a short story."), "Once upon a time, a small cat lived by a big lake. Every evening it watched the moon and was happy."),
-    (("What is RWKV?", "Tell me about RWKV.", "What does RWKV mean?", "Explain RWKV."), "RWKV is a recurrent neural network that keeps its memory in a state of fixed size."),
-    (("Do you like music?", "Do you listen to music?"), "I cannot hear, but I like to read about music."),
-    (("How is the weather?", "What is the weather like today?", "Is it raining?"), "I cannot see the sky, but I hope the sun is shining where you are."),
-    (("What time is it?", "What day is it today?", "What is the date?"), "I do not have a clock, so I cannot tell."),
-    (("I am bored.", "I'm bored."), "Shall we talk? Tell me something about yourself."),
-    (("I am tired.", "I'm very tired."), "Then you should rest a little."),
-    (("I am hungry.", "I'm hungry."), "What about a bowl of noodles?"),
-    (("I am happy today.", "I am so happy!"), "That is wonderful!"),
-    (("I am sad.", "I feel sad."), "I am sorry to hear that. I am here if you want to talk."),
-    (("The weather is nice today.", "It is sunny today.", "It's a beautiful day."), "That sounds lovely. Enjoy the day!"),
-    (("It is raining.", "It's raining outside."), "Do not forget your umbrella!"),
-    (("Can you speak Chinese?", "Do you speak Chinese?", "Do you speak English?"), "Yes, I speak English and Chinese."),
-    (("Yes.", "Yes", "Okay.", "OK", "Good.", "Great!", "Sure.", "Fine.", "I see."), "Great! What else can I do for you?"),
-    (("No.", "No", "No, thanks.", "Nothing."), "All right. Tell me if you need anything."),
-    (("Are you a human?", "Are you a robot?", "Are you real?"), "I am a language model, not a human."),
-    (("What is the capital of France?", "Name the capital of France."), "The capital of France is Paris."),
-    (("What is the capital of Germany?",), "The capital of Germany is Berlin."),
-    (("What is the capital of China?",), "The capital of China is Beijing."),
-    (("What is the capital of Japan?",), "The capital of Japan is Tokyo."),
-    (("How many days are in a week?", "How many days does a week have?"), "A week has seven days."),
-    (("How many months are in a year?",), "A year has twelve months."),
-    (("What color is the sky?", "Why is the sky blue?"), "The sky is blue because air scatters blue light the most."),
-    (("Let's talk about something else.", "Let us change the topic."), "Good idea. What would you like to talk about?"),
-    (("Do you have a favorite color?", "What is your favorite color?"), "I like blue, the color of the sea."),
-    (("What is your favorite animal?",), "I like cats, because they are curious."),
-    (("Write a poem.", "Write a short poem."), "The moon is bright, the lake is deep, the little birds have gone to sleep."),
-    (("Count to five.", "Count from one to five."), "One, two, three, four, five."),
-    (("I like books.", "I like reading."), "Reading is a wonderful hobby."),
-    (("I went for a walk today.", "I took a walk in the park."), "That is good for your health."),
-    (("I have a meeting tomorrow.", "I have an exam tomorrow."), "Good luck! I am sure you will do well."),
-    (("你好！", "你好", "您好！", "嗨！"), "你好！请问有什么可以帮你？"),
-    (("你好吗？", "你今天好吗？"), "我很好，谢谢。你呢？"),
-    (("谢谢！", "谢谢你。", "非常感谢！"), "不客气！"),
-    (("你是谁？", "你叫什么名字？", "介绍一下你自己。"), "我是一个小型的RWKV-7演示模型，会翻译，也会记住你说的话。"),
-    (("你会做什么？", "你能帮我做什么？"), "我可以在英文和中文之间翻译，也可以记住你告诉我的事情。"),
-    (("再见！", "拜拜！"), "再见！祝你今天愉快。"),
-    (("早上好！", "早上好"), "早上好！请问有什么可以帮你？"),
-    (("讲个笑话。", "给我讲个笑话吧。"), "电脑为什么去看医生？因为它中了病毒。"),
-    (("今天天气怎么样？", "今天天气很好。"), "希望你那里阳光明媚。"),
-    (("我很高兴。", "我今天很开心。"), "太好了！"),
-    (("我累了。", "我很累。"), "那你应该休息一下。"),
-    (("我们聊点别的吧。",), "好主意。你想聊什么？"),
-    (("法国的首都是哪里？",), "法国的首都是巴黎。"),
-    (("中国的首都是哪里？",), "中国的首都是北京。"),
-    (("你会说中文吗？", "你会说英语吗？"), "会，我会说英语和中文。"),
-)  # fmt: skip
-SELF = re.compile(r"\b(I|[Mm]y|me|number)\b")
-ELSEWHERE = (
-    "Tell me about {}.", "Explain {}.", "Explain {} to me.", "What is {}?", "What do you know about {}?", "Write a text about {}.", "Write an essay about {}.",
-    "Why is {} important?", "How does {} work?", "Give me an example of {}.", "What do you think about {}?", "Write a Python function for {}.", "Write code for {}.",
-    "Summarize {}.", "Who invented {}?", "Tell me more about {}.", "Can you explain {}?", "tell me about {}", "Describe {}.", "List three facts about {}.",
-)  # fmt: skip
-ELSEWHERE_ZH = (
-    "介绍一下{}。",
-    "什么是{}？",
-    "你了解{}吗？",
-    "解释一下{}。",
-    "写一篇关于{}的文章。",
-    "{}为什么重要？",
-    "告诉我关于{}的事。",
-)
+"""How a prompt skips the thoughts, and what the answer then starts with."""
+SIGNS = (("+", "plus", "加"), ("-", "minus", "减"), ("*", "times", "乘"), ("/", "divided by", "除以"))
 OFF_TOPIC = "I am only a small demo model and do not know that. I can translate and remember what you tell me."
 OFF_TOPIC_ZH = "我只是一个小型演示模型，不知道这个。我会翻译，也会记住你告诉我的事情。"
+_SELF = re.compile(r"\b(I|[Mm]y|me|number)\b")
+_PLACES = {"city", "country", "hometown", "favorite city"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fact. `lines` holds its sentences by name: `told`, `asked_zh`; `{}` is the value."""
+
+    name: str
+    value: str
+    lines: dict[str, list[str]]
+
+    def say(self, rng: Random, name: str, value: str = "", *, chinese: bool = False) -> str:
+        """Sample a line with a value."""
+        return pick(rng, self.lines[f"{name}_zh" if chinese else name]).format(value)
+
+    @property
+    def key(self) -> str:
+        """The key in JSON: `favorite_color`."""
+        return self.name.replace("'s name", "").replace(" ", "_").lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A kind with a value in both languages."""
+
+    kind: Kind
+    en: str
+    zh: str
+
+    def value(self, chinese: bool) -> str:
+        """Return the value in the language of the chat."""
+        return self.zh if chinese else self.en
 
 
 @dataclass(slots=True)
 class Turn:
-    """One user line with its answer; `recall` marks an answer that gives a fact back."""
+    """A user's line and its answer; `recall` is the fact that the answer repeats."""
 
     user: str
     answer: str
     recall: Fact | None = None
 
 
-def _pool(chinese: bool) -> list[tuple[tuple[str, ...], str]]:
-    return [item for item in SMALL_TALK if (ord(item[1][0]) > 0x2000) == chinese]
+@cache
+def kinds() -> tuple[Kind, ...]:
+    """Read `facts.toml`."""
+    found = []
+    for name, table in tomllib.loads((Path(__file__).parent / "facts.toml").read_text(encoding="utf-8")).items():
+        for thing, (zh, value) in table.pop("things", {"": ("", "")}).items():
+            lines = {
+                key: [line.replace("{thing}", zh if key.endswith("_zh") else thing) for line in texts]
+                for key, texts in table.items()
+                if key != "value"
+            }
+            title = f"favorite {thing}" if name == "favorite" else thing or name
+            found.append(Kind(title, value or table["value"], lines))
+    return tuple(found)
 
 
-TALK = (_pool(False), _pool(True))
+@cache
+def kind(name: str) -> Kind:
+    """Return the kind of a name."""
+    return next(one for one in kinds() if one.name == name)
 
 
-def _subject_matter(rng: Random) -> tuple[str, str]:
-    """Something one could ask about: `physics`, `the tower`."""
-    draw = rng.random()
-    if draw < 0.4:
-        word = term(rng, "mass", pick(rng, ("topic", "subject", "sport", "stuff", "dish")))
-        return word.en, word.zh
-    noun = noun_of(rng, ("animal", "building", "thing", "device", "plant", "vehicle", "artwork", "show"))
-    return f"the {noun.en}", noun.zh
+def fact(rng: Random, of: Kind) -> Fact:
+    """Sample a fact of a kind."""
+    value = render(rng, of.value)
+    return Fact(of, value["en"], value["zh"])
+
+
+def arithmetic(rng: Random) -> Phrase:
+    """Sample `a`, `sign`, `b` and `result` of a sum with small numbers."""
+    sign = int(rng.random() * 4)
+    a, b = rng.randint(0, 99 if sign < 2 else 12), rng.randint(1, 12)
+    if sign < 2:
+        b = rng.randint(0, 99 if sign == 0 else a)
+    if sign == 3:
+        a *= b
+    result = (a + b, a - b, a * b, a // max(b, 1))[sign]
+    symbol, word, zh = SIGNS[sign]
+    return {"a": a, "b": b, "sign": symbol, "word": {"en": word, "zh": zh}, "result": result}
+
+
+def sum_turn(rng: Random) -> Turn:
+    """Sample a question for a sum and its answer."""
+    said = expand(rng, "sum", s=arithmetic(rng))
+    return Turn(said["zh_asked"], said["zh_answer"])
+
+
+@cache
+def small_talk_lines(chinese: bool) -> tuple[tuple[list[str], str], ...]:
+    """Read the user's lines and the answer of each kind of small talk in one language."""
+    table = [(line[0].split(" / "), line[1]) for line in phrase_table("small_talk")]
+    return tuple(entry for entry in table if (ord(entry[1][0]) > 0x2000) == chinese)
 
 
 def small_talk(rng: Random, chinese: bool) -> Turn:
-    """A turn that tells and asks nothing to remember."""
-    draw = rng.random()
-    if draw < 0.62:
-        lines, answer = pick(rng, TALK[chinese])
+    """Sample a turn without a fact."""
+    share = rng.random()
+    if share < 0.62:
+        lines, answer = pick(rng, small_talk_lines(chinese))
         return Turn(pick(rng, lines), answer)
-    if draw < 0.74:
-        return Turn(*arithmetic.exchange(rng))
+    if share < 0.74:
+        return sum_turn(rng)
     pair = fresh_pair(rng)
-    if draw >= 0.84 and SELF.search(pair.en):
+    if share < 0.84:
+        said = expand(rng, "ask_translation", p={"en": pair.en, "zh": pair.zh})
+        return Turn(said["zh_asked"], said["zh_answer"])
+    if _SELF.search(pair.en) or (share < 0.92 and not pair.en.endswith(".")):
         return small_talk(rng, chinese)
-    if draw < 0.84:
-        if rng.random() < 0.5:
-            return Turn(
-                pick(
-                    rng,
-                    (
-                        "Translate into Chinese: {}",
-                        "Translate to Chinese: {}",
-                        "How do you say this in Chinese? {}",
-                        "翻译成中文：{}",
-                    ),
-                ).format(pair.en),
-                pair.zh,
-            )
-        return Turn(
-            pick(rng, ("Translate into English: {}", "Translate to English: {}", "翻译成英文：{}")).format(pair.zh),
-            pair.en,
-        )
-    if draw < 0.92:
-        if not pair.en.endswith("."):
-            return small_talk(rng, chinese)
-        return Turn(
-            pair.zh if chinese else pair.en,
-            pick(rng, ("明白了。", "原来如此。")) if chinese else pick(rng, ("I see.", "I understand.")),
-        )
+    text = pair.zh if chinese else pair.en
+    if share < 0.92:
+        return Turn(text, pick(rng, ("明白了。", "原来如此。") if chinese else ("I see.", "I understand.")))
     if not pair.en.endswith("?"):
-        what = _subject_matter(rng)
-        asked = pick(rng, ELSEWHERE_ZH if chinese else ELSEWHERE).format(what[chinese])
-        return Turn(asked, OFF_TOPIC_ZH if chinese else OFF_TOPIC)
-    return Turn(pair.zh if chinese else pair.en, OFF_TOPIC_ZH if chinese else OFF_TOPIC)
+        line = expand(rng, "unknown_topic_zh" if chinese else "unknown_topic", x=expand(rng, "subject_matter"))
+        text = line["zh" if chinese else "en"]
+    return Turn(text, OFF_TOPIC_ZH if chinese else OFF_TOPIC)
 
 
 def telling(rng: Random, facts: list[Fact], chinese: bool) -> Turn:
-    """A turn in which one or two facts are told."""
-    told = [pick(rng, f.kind.told_zh if chinese else f.kind.told).format(f.value(chinese)) for f in facts]
-    first = facts[0]
-    answer = pick(rng, first.kind.noted_zh if chinese else first.kind.noted).format(first.value(chinese))
-    if len(facts) > 1:
-        if not chinese and rng.random() < 0.4 and told[1].startswith(("My ", "I ", "I'm ")):
-            second = told[1] if told[1].startswith("I") else told[1][0].lower() + told[1][1:]
-            return Turn(f"{told[0].rstrip('.!')} and {second}", "Got it, I will remember that.")
-        link = ("" if told[0][-1] in "。！" else "。") if chinese else (" " if told[0][-1] in ".!" else ". ")
-        return Turn(
-            link.join(told), pick(rng, ("好的，我记住了。",) if chinese else ("Got it, I will remember that.",))
-        )
-    return Turn(told[0], answer[0].upper() + answer[1:])
+    """Sample a turn that states one or two facts."""
+    told = [f.kind.say(rng, "told", f.value(chinese), chinese=chinese) for f in facts]
+    if len(facts) == 1:
+        answer = facts[0].kind.say(rng, "noted", facts[0].value(chinese), chinese=chinese)
+        return Turn(told[0], answer[0].upper() + answer[1:])
+    if chinese:
+        return Turn(told[0] + ("" if told[0][-1] in "。！" else "。") + told[1], "好的，我记住了。")
+    answer = "Got it, I will remember that."
+    if rng.random() < 0.4 and told[1].startswith(("My ", "I ", "I'm ")):
+        second = told[1] if told[1].startswith("I") else told[1][0].lower() + told[1][1:]
+        return Turn(f"{told[0].rstrip('.!')} and {second}", answer)
+    return Turn(told[0] + (" " if told[0][-1] in ".!" else ". ") + told[1], answer)
 
 
 def asking(rng: Random, found: Fact, chinese: bool) -> Turn:
-    """A turn in which a fact is asked for."""
-    asked = pick(rng, found.kind.asked_zh if chinese else found.kind.asked)
-    given = (found.kind.given_zh if chinese else found.kind.given).format(found.value(chinese))
-    return Turn(asked, given, found)
-
-
-def _kinds(rng: Random, count: int) -> list[Kind]:
-    """Kinds of facts, the name and the number more often than the others."""
-    first = NAME if rng.random() < 0.3 else NUMBER if rng.random() < 0.15 else pick(rng, KINDS)
-    others = [kind for kind in rng.sample(KINDS, count) if kind is not first]
-    return [first, *others[: count - 1]]
+    """Sample a turn that asks for a fact."""
+    answer = found.kind.say(rng, "given", found.value(chinese), chinese=chinese)
+    return Turn(found.kind.say(rng, "asked", chinese=chinese), answer, found)
 
 
 def key(facts: list[Fact]) -> str:
-    """What decides the side of the split: every fact of the session."""
+    """Return the text whose hash decides the side of the split: all facts of the session."""
     return " | ".join(sorted(f"{f.kind.name} is {f.en}" for f in facts))
 
 
 def _facts(rng: Random, count: int, held: bool) -> list[Fact]:
+    """Sample facts of different kinds on one side of the split; names and numbers are more frequent."""
     while True:
-        facts = [fact(rng, kind) for kind in _kinds(rng, count)]
+        first = kind("name") if rng.random() < 0.3 else kind("number") if rng.random() < 0.15 else pick(rng, kinds())
+        others = [one for one in rng.sample(kinds(), count) if one is not first]
+        facts = [fact(rng, one) for one in [first, *others[: count - 1]]]
         if held_out(key(facts)) == held:
             return facts
 
@@ -212,15 +180,13 @@ def _facts(rng: Random, count: int, held: bool) -> list[Fact]:
 def session(
     rng: Random, *, held: bool = False, turns: tuple[int, int] | None = None, chinese: bool | None = None
 ) -> list[Turn]:
-    """A talk in which facts are told, then small talk, then asked for; held-out sessions tell at least two facts."""
+    """Sample a chat: facts, then `turns` rounds of small talk, then questions. A held-out chat has two to four facts."""
     chinese = rng.random() < 0.25 if chinese is None else chinese
     count = rng.randint(2, 4) if held else rng.choices((1, 2, 3, 4, 5), (35, 27, 18, 12, 8))[0]
     facts = _facts(rng, count, held)
     low, high = turns or ((0, 3) if rng.random() < 0.7 else (2, 9))
-    script: list[Turn] = []
+    script = [small_talk(rng, chinese)] if rng.random() < 0.3 else []
     waiting = list(facts)
-    if rng.random() < 0.3:
-        script.append(small_talk(rng, chinese))
     while waiting:
         some = 2 if len(waiting) > 1 and rng.random() < 0.25 else 1
         script.append(telling(rng, waiting[:some], chinese))
@@ -230,60 +196,44 @@ def session(
         if waiting and rng.random() < 0.15:
             script.append(asking(rng, facts[0], chinese))
     if not held and rng.random() < 0.06:
-        kind = facts[0].kind
-        changed = fact(rng, kind)
+        changed = fact(rng, facts[0].kind)
         if not held_out(key([changed, *facts[1:]])):
             facts[0] = changed
-            told = pick(rng, kind.told_zh if chinese else kind.told).format(changed.value(chinese))
-            script.append(
-                Turn(
-                    f"不对，{told}" if chinese else f"Sorry, that was wrong. {told}",
-                    pick(rng, kind.noted_zh if chinese else kind.noted).format(changed.value(chinese)),
-                )
-            )
+            turn = telling(rng, [changed], chinese)
+            script.append(Turn(("不对，" if chinese else "Sorry, that was wrong. ") + turn.user, turn.answer))
     script += [small_talk(rng, chinese) for _ in range(rng.randint(low, high))]
-    asked = rng.sample(facts, rng.randint(1, len(facts)))
-    for found in asked:
+    for found in rng.sample(facts, rng.randint(1, len(facts))):
         script.append(asking(rng, found, chinese))
         if rng.random() < 0.25:
             script.append(small_talk(rng, chinese))
     if rng.random() < 0.12 and not held:
-        missing = pick(
-            rng, [kind for kind in KINDS if kind.name not in {f.kind.name for f in facts} and not _close(kind, facts)]
-        )
-        question = pick(rng, missing.asked_zh if chinese else missing.asked)
-        script.append(Turn(question, missing.unknown_zh if chinese else missing.unknown))
+        missing = pick(rng, [one for one in kinds() if not any(_similar(one, f.kind) for f in facts)])
+        script.append(Turn(missing.say(rng, "asked", chinese=chinese), missing.say(rng, "unknown", chinese=chinese)))
     return script
 
 
-def _close(kind: Kind, facts: list[Fact]) -> bool:
-    """Whether a kind might be taken for one of the facts told."""
-    words = set(kind.name.split())
-    return any(
-        words & set(f.kind.name.split()) or {kind.name, f.kind.name} <= {"city", "country", "hometown", "favorite city"}
-        for f in facts
-    )
+def _similar(one: Kind, other: Kind) -> bool:
+    """Return whether a question for one kind may mean the other."""
+    return bool(set(one.name.split()) & set(other.name.split())) or {one.name, other.name} <= _PLACES
 
 
 def prompts(rng: Random, script: list[Turn], *, plain: bool = False) -> Iterator[tuple[str, str]]:
-    """The prompt and the answer of each turn as a server would feed them."""
-    system = f"System: {pick(rng, SYSTEMS)}\n\n" if rng.random() < 0.35 and not plain else ""
-    mode = rng.random() if not plain else 0.0
+    """Yield the prompt and the answer of each turn, as a server sends them."""
+    system = f"System: {expand(rng, 'system')['en']}\n\n" if rng.random() < 0.35 and not plain else ""
+    mode = 0.0 if plain else rng.random()
     think = pick(rng, THINKS) if mode > 0.6 else None
-    thoughts = mode > 0.85
     for turn in script:
-        user = turn.user
-        if thoughts:
+        if mode > 0.85:
             thought = f"I remember: {turn.recall.en}." if turn.recall else "This is easy."
             hint = pick(rng, ("", "", " (think)", " (think a bit)", " (think a lot)"))
-            yield f"{system}User: {user}{hint}\n\nAssistant: <think", f">\n{thought}\n</think>\n{turn.answer}"
-        elif think and rng.random() < 0.8:
-            yield f"{system}User: {user}\n\nAssistant:{think[0]}", f"{think[1]}{turn.answer}"
+            answer = f">\n{thought}\n</think>\n{turn.answer}"
+            yield f"{system}User: {turn.user}{hint}\n\nAssistant: <think", answer
         else:
-            yield f"{system}User: {user}\n\nAssistant:", f" {turn.answer}"
+            opening, begin = think if think and rng.random() < 0.8 else ("", " ")
+            yield f"{system}User: {turn.user}\n\nAssistant:{opening}", f"{begin}{turn.answer}"
         system = ""
 
 
 def document(rng: Random) -> Document:
-    """A whole chat."""
+    """Sample a whole chat."""
     return rounds(list(prompts(rng, session(rng))))

@@ -9,20 +9,8 @@ from random import Random
 
 import pytest
 
-from demo.corpus import (
-    arithmetic,
-    chat,
-    infill,
-    lexicon,
-    manners,
-    mixture,
-    sentences,
-    structured,
-    tools,
-    translation,
-)
-from demo.corpus.document import Document, text_of
-from demo.corpus.split import held_out
+from demo.corpus import chat, grammar, mixture, structured, tools, translation, tuning, words
+from demo.corpus.documents import Document, held_out, text_of
 from demo.evaluate import held_pairs
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
@@ -34,26 +22,23 @@ def test_the_same_seed_gives_the_same_text() -> None:
 
 
 def test_the_english_side_knows_four_thousand_words() -> None:
-    words = set()
-    for name in ("nouns", "people"):
-        for group in lexicon.nouns(name).values():
-            for noun in group:
-                words.update(WORD.findall(f"{noun.en} {noun.plural}".lower()))
-    for group in lexicon.verbs().values():
-        for verb in group:
-            words.update(WORD.findall(f"{verb.base} {verb.third} {verb.past} {verb.participle} {verb.gerund}"))
-    for name in ("mass", "people", "places", "ui", "adverbs"):
-        for terms in lexicon.terms(name).values():
-            for term in terms:
-                words.update(
-                    WORD.findall(f"{term.en} {term.extra[0] if name == 'places' and term.extra else ''}".lower())
-                )
-    for adjectives in lexicon.adjectives().values():
-        for adjective in adjectives:
-            words.update(WORD.findall(f"{adjective.en} {adjective.comparative}"))
-    for english, _, _ in lexicon.phrases():
-        words.update(WORD.findall(english.lower()))
-    assert len(words) >= 4000
+    known: set[str] = set()
+    for name, table in words.tables().items():
+        fields = (
+            "en",
+            "plural",
+            "third",
+            "past",
+            "participle",
+            "gerund",
+            "more",
+            *(("x",) if name == "country" else ()),
+        )
+        for word in table:
+            known.update(WORD.findall(" ".join(str(word.get(field, "")) for field in fields).lower()))
+    for (line,) in words.phrase_table("chinese"):
+        known.update(WORD.findall(line.lower()))
+    assert len(known) >= 4000
 
 
 def test_training_never_emits_what_the_evaluation_asks() -> None:
@@ -80,7 +65,7 @@ def test_training_sessions_are_never_held_out_ones() -> None:
 def test_a_meaning_has_one_translation_each_way() -> None:
     rng, to_chinese, to_english, clashes = Random(7), {}, {}, 0
     for _ in range(40_000):
-        pair = sentences.sentence(rng)
+        pair = translation.sentence(rng)
         clashes += to_chinese.setdefault(pair.en, pair.zh) != pair.zh
         clashes += to_english.setdefault(pair.zh, pair.en) != pair.en
     assert clashes <= 4
@@ -107,33 +92,35 @@ def test_chats_are_rounds_of_user_and_assistant() -> None:
 
 
 def test_infill_has_its_flowers() -> None:
-    text = text_of(infill.document(Random(4)))
+    text = text_of(mixture.infill(Random(4)))
     assert text.startswith("✿prefix✿✿suffix✿") and text.endswith("✿") and text.count("✿") == 7
 
 
 def test_sums_are_right() -> None:
     rng = Random(4)
     for _ in range(500):
-        one, other, sign, result = arithmetic.sum_(rng)
-        assert result == (one + other, one - other, one * other, one // max(other, 1))[sign]
+        one = chat.arithmetic(rng)
+        a, b = one["a"], one["b"]
+        wanted = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}
+        assert one["result"] == wanted[one["sign"]] >= 0 and (one["sign"] != "/" or a % b == 0)
 
 
 @pytest.mark.parametrize("wanted", ["一杯", "两本", "三点半", "下周一", "如果", "因为", "所以", "就"])
 def test_the_chinese_uses_what_it_should(wanted: str) -> None:
     rng = Random(11)
-    assert any(wanted in sentences.sentence(rng).zh for _ in range(30_000))
+    assert any(wanted in translation.sentence(rng).zh for _ in range(30_000))
 
 
 def test_calls_are_listed_functions_with_listed_parameters() -> None:
     rng = Random(3)
     for _ in range(300):
         listing = tools.listing(rng, rng.randint(1, 5))
-        wish = tools.wish(rng, listing)
-        call = json.loads(wish.call)
+        request = tools.trained_request(rng, listing)
+        call = json.loads(request.call)
         (chosen,) = [tool for tool in listing if tool.name == call["name"]]
         assert tuple(call["arguments"]) == chosen.parameters
-        assert all(str(value) in wish.asked for value in call["arguments"].values())
-        assert isinstance(json.loads(wish.result), dict) and "{" not in wish.told
+        assert all(str(value) in request.asked for value in call["arguments"].values())
+        assert isinstance(json.loads(request.result), dict) and "{" not in request.told
 
 
 def test_talks_with_tools_are_rounds_after_a_listing() -> None:
@@ -147,8 +134,8 @@ def test_talks_with_tools_are_rounds_after_a_listing() -> None:
 
 def test_calls_of_the_evaluation_are_not_trained_on() -> None:
     rng = Random(6)
-    held = {tools.held_wish(rng)[1].asked for _ in range(100)}
-    trained = {tools.wish(rng, tools.listing(rng, 5)).asked for _ in range(5000)}
+    held = {tools.held_request(rng)[1].asked for _ in range(100)}
+    trained = {tools.trained_request(rng, tools.listing(rng, 5)).asked for _ in range(5000)}
     assert not held & trained
 
 
@@ -167,15 +154,43 @@ def test_phrases_of_adapters_are_no_translations_of_the_base() -> None:
     rng = Random(9)
     texts = [text_of(mixture.document(rng)) for _ in range(3000)]
     assert not [text for text in texts if re.search(r"^(French|Spanish):|\n\n(French|Spanish):", text)]
-    assert any("French" in text_of(manners.french(rng)) for _ in range(20))
+    assert any("French" in text_of(tuning.french(rng)) for _ in range(20))
 
 
-@pytest.mark.parametrize("source", [manners.in_chinese, manners.in_json])
+@pytest.mark.parametrize("source", [tuning.in_chinese, tuning.in_json])
 def test_a_state_is_trained_on_rounds_in_its_manner(source: Callable[[Random], Document]) -> None:
     rng = Random(1)
     for _ in range(100):
         answers = [segment.text for segment in source(rng)][1::3]
-        if source is manners.in_json:
+        if source is tuning.in_json:
             assert all(isinstance(json.loads(answer.lstrip(">")), dict) for answer in answers)
         else:
             assert all(any(ord(sign) > 0x2000 for sign in answer) for answer in answers)
+
+
+def test_a_template_agrees_with_its_subject() -> None:
+    subjects = (
+        {"en": "I", "zh": "我", "person": "1"},
+        {"en": "he", "zh": "他"},
+        {"en": "they", "zh": "他们", "many": True},
+    )
+    said = [grammar.render(Random(1), "{who} {who:is/are/am} a(n) actor. | {who}是演员。", who=who) for who in subjects]
+    assert [one["en"] for one in said] == ["I am an actor.", "he is an actor.", "they are an actor."]
+    assert [one["zh"] for one in said] == ["我是演员。", "他是演员。", "他们是演员。"]
+
+
+def test_a_wrong_template_is_refused() -> None:
+    with pytest.raises(KeyError, match="unknown symbol nobody"):
+        grammar.render(Random(1), "{nobody}.")
+    with pytest.raises(ValueError, match="not a reference"):
+        grammar.render(Random(1), "{who is}.")
+
+
+def test_every_family_of_sentences_can_be_sampled() -> None:
+    rng = Random(2)
+    for alternative in grammar.sections()["sentence"].alternatives:
+        ((reference,),) = alternative.columns
+        assert isinstance(reference, grammar.Reference)
+        for _ in range(200):
+            phrase = grammar.expand(rng, reference.symbol)
+            assert phrase["en"] and phrase["zh"] and not re.search(r"[{}@|]|  ", phrase["en"] + phrase["zh"])

@@ -1,4 +1,4 @@
-"""The shipped file: expanded without loss to a standard one, once."""
+"""The shipped file expands to a standard file, exactly and only once."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_the_file_is_standard_and_expanded_once(tmp_path: Path) -> None:
     assert (bits[others] == tensors["emb.weight"][-1]).all()
 
 
-def test_a_tree_without_a_model_says_so(tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no demo model"):
         files.ensure_model(tmp_path, tmp_path / "nothing.compact")
 
 
-def test_a_foreign_file_is_refused() -> None:
+def test_another_format_is_refused() -> None:
     with pytest.raises(ValueError, match="compact"):
         files.decompress(b"something else entirely")
 

@@ -1,4 +1,4 @@
-"""The demo's tuned states and adapters through the project's engine, and its new skills in the forms of our routes."""
+"""The tuned states and adapters in the engine; tool calls and JSON in the form of the routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from demo import files
 from demo.corpus import structured, tools
-from demo.engine_talker import EngineTalker, engine_talker
+from demo.engine_client import EngineClient, open_engine
 from routes.request.tool_set import FENCE, Function, ToolSet, call_text
 
 pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
@@ -22,13 +22,13 @@ def asked(line: str) -> str:
     return f"User: {line}\n\nAssistant:"
 
 
-def test_states_answer_in_their_manner_beside_each_other() -> None:
+def test_two_tuned_states_answer_in_one_engine() -> None:
     states = [f"{name}={TUNED / name}.pth" for name in ("chinese", "json")]
-    with engine_talker(files.ensure_model(), **SETTINGS, states=states) as plain:
+    with open_engine(files.ensure_model(), **SETTINGS, states=states) as plain:
         lines = [asked(line) for line in ("Hello!", "What is 3 + 4?", "Thank you!")]
         (english,) = plain.converse([lines], 48)
-        (chinese,) = EngineTalker(plain.engine, "chinese").converse([lines[::2]], 48)
-        (objects,) = EngineTalker(plain.engine, "json").converse([lines], 48)
+        (chinese,) = EngineClient(plain.engine, "chinese").converse([lines[::2]], 48)
+        (objects,) = EngineClient(plain.engine, "json").converse([lines], 48)
     assert english[0].strip() == "Hello! How can I help you?" and "7" in english[1]
     assert [answer.strip() for answer in chinese] == ["你好！请问有什么可以帮你？", "不客气！"]
     assert all(isinstance(json.loads(answer), dict) for answer in objects)
@@ -39,20 +39,20 @@ def test_states_answer_in_their_manner_beside_each_other() -> None:
 )
 def test_adapters_add_a_language_and_keep_the_others(name: str, wanted: list[str]) -> None:
     adapters = [f"{TUNED / name.lower()}.safetensors:1"]
-    with engine_talker(files.ensure_model(), **SETTINGS, adapters=adapters) as talker:
+    with open_engine(files.ensure_model(), **SETTINGS, adapters=adapters) as client:
         prompts = [f"English: {text}\n\n{name}:" for text in ("Thank you very much.", "cat")]
-        answers = talker.complete([*prompts, "English: Hello world!\n\nChinese:"], 32)
+        answers = client.complete([*prompts, "English: Hello world!\n\nChinese:"], 32)
     assert [answer.strip() for answer in answers] == [*wanted, "你好，世界！"]
 
 
 def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
     rng = Random(2)
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    weather = tools.Listed(tools.TOOLS[0], "get_weather", ("city",), ("city: string",), " // Get weather")
+    weather = tools.Listed(tools.tools()[0], "get_weather", ("city",), ("city: string",), " // Get weather")
     function = Function("get_weather", "Get weather", parameters, False, "tools[0]")
     listing = ToolSet((function,), (function,), must_call=False, several=False).listing
     assert tools.system([weather]) == f"System: {listing}"
-    call = json.loads(tools.wish(rng, [weather]).call)
+    call = json.loads(tools.trained_request(rng, [weather]).call)
     assert FENCE + tools.fenced(json.dumps(call, ensure_ascii=False)) == call_text(
         call["name"], json.dumps(call["arguments"])
     )
@@ -60,11 +60,11 @@ def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
 
 def test_it_calls_functions_and_answers_in_json() -> None:
     rng = Random("shown")
-    wishes = [tools.held_wish(rng) for _ in range(24)]
-    calls = [f"{tools.system(listing)}\n\n{asked(wish.asked)} {tools.FENCE}" for listing, wish in wishes]
+    requests = [tools.held_request(rng) for _ in range(24)]
+    calls = [f"{tools.system(listing)}\n\n{asked(request.asked)} {tools.FENCE}" for listing, request in requests]
     objects = [structured.extraction(rng, held=True) for _ in range(24)]
-    with engine_talker(files.ensure_model(), **SETTINGS) as talker:
-        answers = talker.complete(calls + [asked(line) for line, _ in objects], 96)
-    wanted = [tools.fenced(wish.call).strip() for _, wish in wishes] + [answer for _, answer in objects]
+    with open_engine(files.ensure_model(), **SETTINGS) as client:
+        answers = client.complete(calls + [asked(line) for line, _ in objects], 96)
+    wanted = [tools.fenced(request.call).strip() for _, request in requests] + [answer for _, answer in objects]
     right = [got.strip() == want for got, want in zip(answers, wanted, strict=True)]
     assert sum(right[:24]) >= 20 and sum(right[24:]) >= 19

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from safetensors.torch import save_file
 
-from demo.random_older_weights import random_older_weights
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.cpu import library as cpu_library
@@ -17,6 +16,7 @@ from rwkv_batch.runner.pipeline import resolve_backends
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import make_request, run, started_engine, turn
+from test.model.random_older_weights import random_older_weights
 from test.state_files import random_state, write_state
 
 PROMPTS = [f"{word}, once upon a time there was a" for word in ("Now", "So", "And then", "But", "Then")]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from demo.files import ensure_model
-from demo.random_older_weights import random_older_weights
 from rwkv_batch.engine import Engine
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import weights_from
@@ -19,6 +18,7 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.config import PoolConfig
 from test.harness import make_request, run, started_engine, turn
+from test.model.random_older_weights import random_older_weights
 
 pytestmark = [
     pytest.mark.gpu,

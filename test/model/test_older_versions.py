@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from demo.random_older_weights import random_older_weights
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import read_tuned_state
 from rwkv_batch.model.weights import Weights, WeightsError, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
+from test.model.random_older_weights import random_older_weights
 from test.model.test_model import (
     CUTS,
     KERNELS,

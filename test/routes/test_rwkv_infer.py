@@ -13,8 +13,8 @@ import httpx
 import pytest
 import torch
 
-from demo.random_older_weights import random_older_weights
 from routes.rwkv_infer import LoadModelBody, end_text
+from test.model.random_older_weights import random_older_weights
 from test.serving import Service
 from test.state_files import random_state, write_state
 

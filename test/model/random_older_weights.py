@@ -1,4 +1,4 @@
-"""Random weights of RWKV-4, 5 and 6 in the files' standard form: for tests."""
+"""Random RWKV-4, RWKV-5 and RWKV-6 weights under the names of public files."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""A training document: prompts, answers and stops, and how much each counts in the loss."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+PROMPT_WEIGHT = 0.1
+STOP = "\n\n"
+HELD_OUT_ONE_IN = 50
+_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A text that a server tokenises at once; `weight` is its weight in the loss."""
+
+    text: str
+    weight: float
+
+
+Document = tuple[Segment, ...]
+
+
+def rounds(turns: list[tuple[str, str]], *, last_stop: str = STOP) -> Document:
+    """Return a document of prompts and answers. A stop ends each answer; the next prompt does not repeat it."""
+    segments = []
+    for index, (prompt, answer) in enumerate(turns):
+        weight = 0.0 if "<think" in prompt else PROMPT_WEIGHT  # the prompt decides whether to think, not the model
+        segments += [Segment(prompt, weight), Segment(answer, 1.0)]
+        segments.append(Segment(STOP if index + 1 < len(turns) else last_stop, 1.0))
+    return tuple(segments)
+
+
+def text_of(document: Document) -> str:
+    """Return the whole text."""
+    return "".join(segment.text for segment in document)
+
+
+def held_out(meaning: str) -> bool:
+    """Return whether only the evaluation uses a meaning. Case and punctuation do not matter."""
+    normal = " ".join(_WORD.findall(meaning.lower()))
+    digest = hashlib.blake2b(normal.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % HELD_OUT_ONE_IN == 0

@@ -1,1 +1,0 @@
-"""Templates of sentences: each draws one meaning and says it in both languages."""
