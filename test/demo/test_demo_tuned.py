@@ -52,7 +52,7 @@ def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
     function = Function("get_weather", "Get weather", parameters, False, "tools[0]")
     listing = ToolSet((function,), (function,), must_call=False, several=False).listing
     assert tools.system([weather]) == f"System: {listing}"
-    call = json.loads(tools.trained_request(rng, [weather]).call)
+    call = json.loads(tools.request(rng, [weather])[1].call)
     assert FENCE + tools.fenced(json.dumps(call, ensure_ascii=False)) == call_text(
         call["name"], json.dumps(call["arguments"])
     )
@@ -60,7 +60,7 @@ def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
 
 def test_it_calls_functions_and_answers_in_json() -> None:
     rng = Random("shown")
-    requests = [tools.held_request(rng) for _ in range(24)]
+    requests = [tools.request(rng, held=True) for _ in range(24)]
     calls = [f"{tools.system(listing)}\n\n{asked(request.asked)} {tools.FENCE}" for listing, request in requests]
     objects = [structured.extraction(rng, held=True) for _ in range(24)]
     with open_engine(files.ensure_model(), **SETTINGS) as client:
