@@ -79,7 +79,7 @@ def tool_score(client: EngineClient, count: int, seed: int, *, size: int = 512) 
     rng = Random(f"tools/{seed}")
     asked: list[tuple[str, str]] = []
     while len(asked) < count:
-        listing, request = tools.held_request(rng)
+        listing, request = tools.request(rng, held=True)
         asked.append(
             (
                 f"{tools.system(listing)}\n\nUser: {request.asked}\n\nAssistant: {tools.FENCE}",

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from demo.corpus.documents import Document, held_out, rounds
-from demo.corpus.grammar import expand, pick, render
-from demo.corpus.translation import fresh_pair
-from demo.corpus.words import Phrase, phrase_table
+from demo.corpus.grammar import PRIMITIVES, expand, pick, render
+from demo.corpus.translation import pair_phrase
+from demo.corpus.words import ROOT, Phrase, phrase_table
 
 THINKS = ((" <think>\n</think>\n", ""), (" <think></think", ">\n"), (" <think>\n</think>", "\n"))
 """How a prompt skips the thoughts, and what the answer then starts with."""
 SIGNS = (("+", "plus", "加"), ("-", "minus", "减"), ("*", "times", "乘"), ("/", "divided by", "除以"))
-OFF_TOPIC = "I am only a small demo model and do not know that. I can translate and remember what you tell me."
-OFF_TOPIC_ZH = "我只是一个小型演示模型，不知道这个。我会翻译，也会记住你告诉我的事情。"
-_SELF = re.compile(r"\b(I|[Mm]y|me|number)\b")
 _PLACES = {"city", "country", "hometown", "favorite city"}
 
 
@@ -42,21 +38,19 @@ class Kind:
         return self.name.replace("'s name", "").replace(" ", "_").lower()
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(NamedTuple):
     """A kind with a value in both languages."""
 
     kind: Kind
     en: str
     zh: str
 
-    def value(self, chinese: bool) -> str:
-        """Return the value in the language of the chat."""
-        return self.zh if chinese else self.en
+    def say(self, rng: Random, name: str, *, chinese: bool) -> str:
+        """Sample a line of the kind with the value."""
+        return self.kind.say(rng, name, self.zh if chinese else self.en, chinese=chinese)
 
 
-@dataclass(slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A user's line and its answer; `recall` is the fact that the answer repeats."""
 
     user: str
@@ -68,7 +62,7 @@ class Turn:
 def kinds() -> tuple[Kind, ...]:
     """Read `facts.toml`."""
     found = []
-    for name, table in tomllib.loads((Path(__file__).parent / "facts.toml").read_text(encoding="utf-8")).items():
+    for name, table in tomllib.loads((ROOT / "facts.toml").read_text(encoding="utf-8")).items():
         for thing, (zh, value) in table.pop("things", {"": ("", "")}).items():
             lines = {
                 key: [line.replace("{thing}", zh if key.endswith("_zh") else thing) for line in texts]
@@ -105,47 +99,32 @@ def arithmetic(rng: Random) -> Phrase:
     return {"a": a, "b": b, "sign": symbol, "word": {"en": word, "zh": zh}, "result": result}
 
 
-def sum_turn(rng: Random) -> Turn:
-    """Sample a question for a sum and its answer."""
-    said = expand(rng, "sum", s=arithmetic(rng))
+def greeting(rng: Random, language: str) -> Phrase:
+    """Sample small talk in a language."""
+    table = [line for line in phrase_table("small_talk") if (ord(line[1][0]) > 0x2000) == (language == "zh")]
+    asked, answer, *_ = pick(rng, table)
+    return {"zh_asked": pick(rng, asked.split(" / ")), "zh_answer": answer}
+
+
+PRIMITIVES.update(arithmetic=arithmetic, greeting=greeting, pair=pair_phrase)
+
+
+def exchange(rng: Random, symbol: str) -> Turn:
+    """Sample a turn of a section with the columns `zh_asked` and `zh_answer`."""
+    said = expand(rng, symbol)
     return Turn(said["zh_asked"], said["zh_answer"])
-
-
-@cache
-def small_talk_lines(chinese: bool) -> tuple[tuple[list[str], str], ...]:
-    """Read the user's lines and the answer of each kind of small talk in one language."""
-    table = [(line[0].split(" / "), line[1]) for line in phrase_table("small_talk")]
-    return tuple(entry for entry in table if (ord(entry[1][0]) > 0x2000) == chinese)
 
 
 def small_talk(rng: Random, chinese: bool) -> Turn:
     """Sample a turn without a fact."""
-    share = rng.random()
-    if share < 0.62:
-        lines, answer = pick(rng, small_talk_lines(chinese))
-        return Turn(pick(rng, lines), answer)
-    if share < 0.74:
-        return sum_turn(rng)
-    pair = fresh_pair(rng)
-    if share < 0.84:
-        said = expand(rng, "ask_translation", p={"en": pair.en, "zh": pair.zh})
-        return Turn(said["zh_asked"], said["zh_answer"])
-    if _SELF.search(pair.en) or (share < 0.92 and not pair.en.endswith(".")):
-        return small_talk(rng, chinese)
-    text = pair.zh if chinese else pair.en
-    if share < 0.92:
-        return Turn(text, pick(rng, ("明白了。", "原来如此。") if chinese else ("I see.", "I understand.")))
-    if not pair.en.endswith("?"):
-        line = expand(rng, "unknown_topic_zh" if chinese else "unknown_topic", x=expand(rng, "subject_matter"))
-        text = line["zh" if chinese else "en"]
-    return Turn(text, OFF_TOPIC_ZH if chinese else OFF_TOPIC)
+    return exchange(rng, "small_talk.zh" if chinese else "small_talk.en")
 
 
 def telling(rng: Random, facts: list[Fact], chinese: bool) -> Turn:
     """Sample a turn that states one or two facts."""
-    told = [f.kind.say(rng, "told", f.value(chinese), chinese=chinese) for f in facts]
+    told = [one.say(rng, "told", chinese=chinese) for one in facts]
     if len(facts) == 1:
-        answer = facts[0].kind.say(rng, "noted", facts[0].value(chinese), chinese=chinese)
+        answer = facts[0].say(rng, "noted", chinese=chinese)
         return Turn(told[0], answer[0].upper() + answer[1:])
     if chinese:
         return Turn(told[0] + ("" if told[0][-1] in "。！" else "。") + told[1], "好的，我记住了。")
@@ -158,7 +137,7 @@ def telling(rng: Random, facts: list[Fact], chinese: bool) -> Turn:
 
 def asking(rng: Random, found: Fact, chinese: bool) -> Turn:
     """Sample a turn that asks for a fact."""
-    answer = found.kind.say(rng, "given", found.value(chinese), chinese=chinese)
+    answer = found.say(rng, "given", chinese=chinese)
     return Turn(found.kind.say(rng, "asked", chinese=chinese), answer, found)
 
 

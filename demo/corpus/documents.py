@@ -33,6 +33,15 @@ def rounds(turns: list[tuple[str, str]], *, last_stop: str = STOP) -> Document:
     return tuple(segments)
 
 
+def dialogue(
+    script: list[tuple[str, str]], think: tuple[str, str] | None = None, system: str = ""
+) -> list[tuple[str, str]]:
+    """Return the prompts and answers of a chat. `think` skips the thoughts: the prompt's end, the answer's start."""
+    opening, rest = think or ("", " ")
+    turns = [(f"User: {asked}\n\nAssistant:{opening}", f"{rest}{answer}") for asked, answer in script]
+    return [(f"System: {system}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]] if system else turns
+
+
 def text_of(document: Document) -> str:
     """Return the whole text."""
     return "".join(segment.text for segment in document)

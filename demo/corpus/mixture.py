@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from demo.corpus import chat, structured, tools, translation
-from demo.corpus.documents import PROMPT_WEIGHT, Document, Segment, rounds
+from demo.corpus.documents import PROMPT_WEIGHT, Document, Segment, dialogue, rounds
 from demo.corpus.grammar import expand, invented, pick
 from demo.corpus.words import phrase_table
 
@@ -14,8 +14,8 @@ FLOWER = "✿"
 
 def arithmetic(rng: Random) -> Document:
     """Sample one to four sums."""
-    turns = [chat.sum_turn(rng) for _ in range(rng.randint(1, 4))]
-    return rounds([(f"User: {turn.user}\n\nAssistant:", f" {turn.answer}") for turn in turns])
+    turns = [chat.exchange(rng, "sum") for _ in range(rng.randint(1, 4))]
+    return rounds(dialogue([turn[:2] for turn in turns]))
 
 
 def infill(rng: Random) -> Document:
@@ -53,8 +53,7 @@ def _line(rng: Random) -> str:
 def repetition(rng: Random) -> Document:
     """Sample one to three lines to repeat. Adapters for French and Spanish build on these tokens."""
     texts = [_line(rng) for _ in range(rng.randint(1, 3))]
-    asked = [expand(rng, "repeat", x=text)["zh_asked"] for text in texts]
-    return rounds([(f"User: {line}\n\nAssistant:", f" {text}") for line, text in zip(asked, texts, strict=True)])
+    return rounds(dialogue([(expand(rng, "repeat", x=text)["zh_asked"], text) for text in texts]))
 
 
 SHARES = {

@@ -6,10 +6,9 @@ import json
 from random import Random
 
 from demo.corpus import chat
-from demo.corpus.chat import Fact, Kind, fact
-from demo.corpus.documents import Document, held_out, rounds
+from demo.corpus.chat import Fact, fact
+from demo.corpus.documents import Document, dialogue, held_out, rounds
 from demo.corpus.grammar import expand, pick
-from demo.corpus.translation import fresh_pair
 
 NUMBERS = frozenset({"age", "number", "favorite number", "room number", "lucky number"})
 """Kinds whose value is a JSON number."""
@@ -21,29 +20,21 @@ def as_json(facts: list[Fact]) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
 def _request(rng: Random, symbol: str, facts: list[Fact], text: str = "") -> str:
-    keys = _listed([one.kind.name for one in facts])
-    quoted = _listed([f'"{one.kind.key}"' for one in facts])
+    def listed(names: list[str]) -> str:
+        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+    keys = listed([one.kind.name for one in facts])
+    quoted = listed([f'"{one.kind.key}"' for one in facts])
     return str(expand(rng, symbol, keys=keys, quoted=quoted, text=text)["zh_asked"])
-
-
-def _some(rng: Random) -> list[Kind]:
-    return rng.sample(chat.kinds(), rng.randint(1, 3))
-
-
-def _people(rng: Random) -> list[Kind]:
-    others = [kind for kind in chat.kinds() if "third" in kind.lines]
-    return [chat.kind("name"), *rng.sample(others, rng.randint(1, 2))]
 
 
 def _facts(rng: Random, held: bool, *, third: bool = False) -> list[Fact]:
     """Sample facts on one side of the split, of the user or of a third person."""
+    others = [kind for kind in chat.kinds() if "third" in kind.lines]
     while True:
-        facts = [fact(rng, kind) for kind in (_people(rng) if third else _some(rng))]
+        some = rng.sample(others, rng.randint(1, 2)) if third else rng.sample(chat.kinds(), rng.randint(1, 3))
+        facts = [fact(rng, kind) for kind in ([chat.kind("name"), *some] if third else some)]
         if held_out(chat.key(facts)) == held:
             return facts
 
@@ -73,11 +64,10 @@ def _from_chat(rng: Random) -> list[tuple[str, str]]:
 def _short(rng: Random) -> tuple[str, str]:
     """Sample a translation or a sum as JSON."""
     if rng.random() < 0.5:
-        pair = fresh_pair(rng)
-        said = expand(rng, "ask_translation_json", p={"en": pair.en, "zh": pair.zh})
-        return said["zh_asked"], json.dumps({"translation": said["zh_answer"]}, ensure_ascii=False)
-    terms = chat.arithmetic(rng)
-    return expand(rng, "sum_json", s=terms)["zh_asked"], json.dumps({"result": terms["result"]})
+        turn = chat.exchange(rng, "ask_translation_json")
+        return turn.user, json.dumps({"translation": turn.answer}, ensure_ascii=False)
+    said = expand(rng, "sum_json")
+    return said["zh_asked"], json.dumps({"result": said["s"]["result"]})
 
 
 def document(rng: Random) -> Document:
@@ -88,11 +78,9 @@ def document(rng: Random) -> Document:
     share = rng.random()
     script = [extraction(rng)] if share < 0.5 else _from_chat(rng) if share < 0.8 else [_short(rng)]
     system = expand(rng, "json_system")["en"] if rng.random() < 0.6 else ""
-    opening, rest = pick(rng, chat.THINKS) if rng.random() < 0.6 else ("", " ")
+    think = pick(rng, chat.THINKS) if rng.random() < 0.6 else None
     turns = []
-    for asked, answer in script:
-        bare = answer.startswith("{") and rest.isspace() and rng.random() < 0.6
-        turns.append((f"User: {asked}\n\nAssistant:{opening}", answer if bare else f"{rest}{answer}"))
-    if system:
-        turns[0] = (f"System: {system}\n\n{turns[0][0]}", turns[0][1])
+    for prompt, answer in dialogue(script, think, system):
+        bare = answer.lstrip()
+        turns.append((prompt, bare if bare.startswith("{") and rng.random() < 0.6 else answer))
     return rounds(turns)

@@ -11,13 +11,13 @@ import operator
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from demo.corpus.chat import THINKS, small_talk
-from demo.corpus.documents import Document, held_out, rounds
+from demo.corpus.documents import Document, dialogue, held_out, rounds
 from demo.corpus.grammar import expand, pick, render
+from demo.corpus.words import ROOT
 
 FENCE = "```json"
 ONLY_CALLS = "Return only a JSON function call."
@@ -30,7 +30,7 @@ Tool = dict[str, Any]
 @cache
 def tools() -> tuple[Tool, ...]:
     """Read `tools.toml`."""
-    return tuple(tomllib.loads((Path(__file__).parent / "tools.toml").read_text(encoding="utf-8"))["tool"])
+    return tuple(tomllib.loads((ROOT / "tools.toml").read_text(encoding="utf-8"))["tool"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +64,15 @@ class Request:
     told: str
 
 
-def _typed(text: str) -> int | str:
+def _sampled(rng: Random, value: Any, values: Values | None = None) -> Any:
+    """Return a constant, a sampled template, or the result of `a + b`; digits become an integer."""
+    if not isinstance(value, str):
+        return value
+    if values and value.split(" ")[1:2] and value.split(" ")[1] in OPERATORS:
+        one, sign, other = value.split(" ")
+        return OPERATORS[sign](values[one], values[other])
+    text = str(render(rng, value)["en"])
     return int(text) if text.lstrip("-").isdecimal() else text
-
-
-def _values(rng: Random, tool: Tool) -> Values:
-    """Sample the arguments by the parameters' first names."""
-    return {one["names"][0]: _typed(render(rng, one["value"])["en"]) for one in tool["parameters"]}
-
-
-def _result(rng: Random, tool: Tool, values: Values) -> Values:
-    """Sample or compute the result; `a + b` is computed."""
-    found: Values = {}
-    for name, value in tool["result"].items():
-        if isinstance(value, str) and len(parts := value.split(" ")) == 3:
-            found[name] = OPERATORS[parts[1]](values[parts[0]], values[parts[2]])
-        else:
-            found[name] = _typed(render(rng, value)["en"]) if isinstance(value, str) else value
-    return found
 
 
 def _listed(rng: Random, tool: Tool) -> Listed:
@@ -110,30 +101,17 @@ def listing(rng: Random, count: int) -> list[Listed]:
     return list(found.values())
 
 
-def request(rng: Random, listed: list[Listed], *, held: bool = False) -> Request | None:
-    """Sample a request for one of the tools, or None if it is on the other side of the split."""
-    chosen = pick(rng, listed)
-    values = _values(rng, chosen.tool)
-    if held_out(f"{chosen.tool['names'][0]} {sorted(values.items())}") != held:
-        return None
-    result = _result(rng, chosen.tool, values)
-    told = pick(rng, chosen.tool["told"]).format(**values, **result)
-    return Request(pick(rng, chosen.tool["asked"]).format(**values), chosen.call(values), json.dumps(result), told)
-
-
-def held_request(rng: Random) -> tuple[list[Listed], Request]:
-    """Sample one to four tools and a held-out request for one of them."""
+def request(rng: Random, given: list[Listed] | None = None, *, held: bool = False) -> tuple[list[Listed], Request]:
+    """Sample a request on one side of the split, for one of the given tools or of one to four others."""
     while True:
-        listed = listing(rng, rng.randint(1, 4))
-        if found := request(rng, listed, held=True):
-            return listed, found
-
-
-def trained_request(rng: Random, listed: list[Listed]) -> Request:
-    """Sample a request of the training side."""
-    while True:
-        if found := request(rng, listed):
-            return found
+        listed = given or listing(rng, rng.randint(1, 4))
+        chosen = pick(rng, listed)
+        tool = chosen.tool
+        values = {one["names"][0]: _sampled(rng, one["value"]) for one in tool["parameters"]}
+        if held_out(f"{tool['names'][0]} {sorted(values.items())}") == held:
+            result = {name: _sampled(rng, value, values) for name, value in tool["result"].items()}
+            asked, told = (pick(rng, tool[lines]).format(**values, **result) for lines in ("asked", "told"))
+            return listed, Request(asked, chosen.call(values), json.dumps(result), told)
 
 
 def system(listed: list[Listed], instruction: str = "") -> str:
@@ -150,20 +128,20 @@ def fenced(call: str) -> str:
 def document(rng: Random) -> Document:
     """Sample one to three requests with the same tools, some results in words and some small talk."""
     listed = listing(rng, rng.randint(1, 5))
-    begin = system(listed, expand(rng, "system")["en"] if rng.random() < 0.2 else "") + "\n\n"
+    first = system(listed, expand(rng, "system")["en"] if rng.random() < 0.2 else "")
     forced = rng.random() < 0.4
-    opening, rest = pick(rng, THINKS) if rng.random() < 0.5 else ("", " ")
+    think = pick(rng, THINKS) if rng.random() < 0.5 else None
     turns: list[tuple[str, str]] = []
     for _ in range(rng.randint(1, 3)):
         if not forced and rng.random() < 0.2:
             turn = small_talk(rng, chinese=rng.random() < 0.2)
-            turns.append((f"User: {turn.user}\n\nAssistant:{opening}", f"{rest}{turn.answer}"))
+            turns += dialogue([(turn.user, turn.answer)], think)
             continue
-        one = trained_request(rng, listed)
-        head, before = (f" {FENCE}", "") if forced else (opening, rest + FENCE)
-        turns.append((f"User: {one.asked}\n\nAssistant:{head}", before + fenced(one.call)))
+        _, one = request(rng, listed)
+        if forced:
+            turns.append((f"User: {one.asked}\n\nAssistant: {FENCE}", fenced(one.call)))
+        else:
+            turns += dialogue([(one.asked, FENCE + fenced(one.call))], think)
         if rng.random() < 0.6:
-            output = f"User: Function output:\n{one.result}\n\nAssistant:{opening}"
-            turns.append((output, f"{rest}{one.told}"))
-    turns[0] = (begin + turns[0][0], turns[0][1])
-    return rounds(turns)
+            turns += dialogue([(f"Function output:\n{one.result}", one.told)], think)
+    return rounds([(f"{first}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
@@ -12,6 +13,7 @@ from demo.corpus.words import Phrase, phrase_table
 
 MARKS = {".": "。", "!": "！", "?": "？"}
 SIDES = ("English", "Chinese")
+_PERSONAL = re.compile(r"\b(I|[Mm]y|me|number)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,13 @@ def fresh_pair(rng: Random, *, held: bool = False) -> Pair:
         pair = sentence(rng)
         if held_out(pair.meanings[0]) if held else not any(map(held_out, pair.meanings)):
             return pair
+
+
+def pair_phrase(rng: Random) -> Phrase:
+    """Sample a sentence of the training side as a phrase. `personal`: it may be taken for a fact."""
+    pair = fresh_pair(rng)
+    marks = {"statement": pair.en[-1] == ".", "question": pair.en[-1] == "?"}
+    return {"en": pair.en, "zh": pair.zh, "personal": bool(_PERSONAL.search(pair.en)), **marks}
 
 
 def contracted(text: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 from demo.corpus import chat, mixture, structured, translation
-from demo.corpus.documents import Document, rounds
+from demo.corpus.documents import Document, dialogue, rounds
 from demo.corpus.grammar import pick
 from demo.corpus.words import phrase_table
 
@@ -19,8 +19,7 @@ def _document(rng: Random, script: Script, small_talk: Callable[[Random], tuple[
     """Insert one to three rounds of small talk into a script of fact, question, fact, question."""
     for _ in range(rng.randint(1, 3)):
         script.insert(rng.randint(0, len(script) // 2) * 2, small_talk(rng))
-    opening, rest = pick(rng, chat.THINKS) if rng.random() < 0.4 else ("", " ")
-    return rounds([(f"User: {asked}\n\nAssistant:{opening}", f"{rest}{answer}") for asked, answer in script])
+    return rounds(dialogue(script, pick(rng, chat.THINKS) if rng.random() < 0.4 else None))
 
 
 def _chinese_talk(rng: Random) -> tuple[str, str]:

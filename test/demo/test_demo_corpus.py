@@ -115,7 +115,7 @@ def test_calls_are_listed_functions_with_listed_parameters() -> None:
     rng = Random(3)
     for _ in range(300):
         listing = tools.listing(rng, rng.randint(1, 5))
-        request = tools.trained_request(rng, listing)
+        request = tools.request(rng, listing)[1]
         call = json.loads(request.call)
         (chosen,) = [tool for tool in listing if tool.name == call["name"]]
         assert tuple(call["arguments"]) == chosen.parameters
@@ -134,8 +134,8 @@ def test_talks_with_tools_are_rounds_after_a_listing() -> None:
 
 def test_calls_of_the_evaluation_are_not_trained_on() -> None:
     rng = Random(6)
-    held = {tools.held_request(rng)[1].asked for _ in range(100)}
-    trained = {tools.trained_request(rng, tools.listing(rng, 5)).asked for _ in range(5000)}
+    held = {tools.request(rng, held=True)[1].asked for _ in range(100)}
+    trained = {tools.request(rng, tools.listing(rng, 5))[1].asked for _ in range(5000)}
     assert not held & trained
 
 
