@@ -1,4 +1,4 @@
-"""What `rwkv_batch.fleet.routing` makes of a fleet of engines: a queueing model in simulated time, no engine, no network.
+"""How `rwkv_batch.fleet.routing` balances many engines: a queueing model in simulated time, no engine, no network.
 
 Measured: tokens a second, the wait for the first token (median and 99th percentile), how many turns move to another
 engine. An engine works in steps whose length depends on its rows and on the prompt tokens that they read (RWKV-7 7.2B
