@@ -1,12 +1,13 @@
-"""Who gets a place in the steps, and who gives one up. No torch, no clock.
+"""Gives running slots to waiting rows and preempts rows. No torch, no clock.
 
-At most `max_running` rows have a place. A free one goes to an interactive row before a batch row, and within a class
-to the client with the fewest (`FairQueue`). Batch rows leave the last few places free, so that an interactive row finds
-one at once; when those are taken, it displaces a batch row, down to a quarter of the places, which batch rows keep. A
-client displaces rows of its class of another that has at least two more. A displaced row is *paused*: it leaves the
-steps and keeps its slot and its seat, so that it goes on later as if nothing had happened.
+At most `max_running` rows have a running slot. A free one goes to an interactive row before a batch row. Within a class
+it goes to the client with the fewest running rows (`FairQueue`).
 
-Where there is one place only, batch rows have it for some steps after every few interactive rows.
+- Batch rows leave the last few running slots free, so that an interactive row starts at once.
+- If those are taken, an interactive row preempts a batch row. Batch rows keep a quarter of the running slots.
+- Within a class, a client preempts a row of a client that has at least two more.
+- A preempted row is *paused*. It leaves the steps, keeps its state slot and its request slot, and resumes later.
+- If there is only one running slot, batch rows get it for some steps after every few interactive rows.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from rwkv_batch.core.sequence import NO_REQ_SLOT, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
 BATCH_TURN_STEPS = 64
-"""For so many steps a batch row has the only place there is, before it gives way again."""
+"""Steps for which a batch row keeps the only running slot."""
 
 
 class RunningSet(Protocol):
-    """Whoever runs the rows that have a place."""
+    """Receives the rows that get or lose a running slot."""
 
     def add_running(self, sequence: Sequence) -> None:
-        """The row belongs into the steps from now on."""
+        """Include the row in the following steps."""
 
     def remove_running(self, sequence: Sequence) -> None:
-        """It does not any more, at least for a while."""
+        """Leave the row out of the following steps, perhaps only for a while."""
 
 
 class Admission:
-    """Waiting rows, places and seats. Owned by the scheduler."""
+    """Waiting rows, running slots and request slots. Owned by the scheduler."""
 
     def __init__(self, limits: Limits, slots: SlotSource, steps: RunningSet) -> None:
         self._limits = limits
@@ -43,23 +44,23 @@ class Admission:
         self.interactive = FairQueue()
         self.batch = FairQueue()
         self._out_of_slots = False
-        """asked for once a step: the pool makes room each time it has none"""
+        """Set once per step: each failed `allocate` makes the pool evict."""
         self.free_req_slots = list(range(limits.num_req_slots - 1, -1, -1))
         self._batch_running_slots = limits.batch_running_slots
-        """places that batch rows need not leave to interactive ones in this step"""
+        """running slots that batch rows keep in this step, even if interactive rows wait"""
         self._batch_turn_steps = 0
-        """of the only place, to a batch row"""
+        """steps for which a batch row still keeps the only running slot"""
         self._interactive_since_batch = 0
-        """interactive rows that have begun since a batch row last had a place"""
+        """interactive rows started since a batch row last ran"""
 
     @property
     def paused_rows(self) -> int:
-        """Rows that gave way and keep their slots."""
+        """Number of preempted rows. They keep their slots."""
         return self.interactive.num_paused + self.batch.num_paused
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that have not begun."""
+        """Number of rows that have not started."""
         return self.interactive.num_waiting + self.batch.num_waiting
 
     @property
@@ -67,15 +68,14 @@ class Admission:
         return self._limits.max_running - self.interactive.num_running - self.batch.num_running
 
     def waiting_rows_of(self, client: str) -> int:
-        """A client's rows that have not begun."""
+        """Number of a client's rows that have not started."""
         return self.interactive.num_waiting_of(client) + self.batch.num_waiting_of(client)
 
     def queue_of(self, job: RunningJob) -> FairQueue:
-        """The queue of the job's class."""
         return self.batch if job.is_batch else self.interactive
 
     def admit(self) -> None:
-        """Give out the free places, then let rows give way. Once before each step."""
+        """Fill the free running slots, then preempt. Called once before each step."""
         limits = self._limits
         self._out_of_slots = False
         if not limits.batch_running_slots:
@@ -86,7 +86,10 @@ class Admission:
         self._preempt()
 
     def _update_batch_turn(self) -> None:
-        """Say whose the only place is in this step: batch work would else wait for as long as others come."""
+        """Decide which class gets the only running slot in this step.
+
+        Without this, batch rows would wait as long as interactive rows arrive.
+        """
         if self.batch.num_running:
             self._interactive_since_batch = 0
             self._batch_turn_steps = max(0, self._batch_turn_steps - 1)
@@ -95,7 +98,7 @@ class Admission:
         self._batch_running_slots = 1 if self._batch_turn_steps else 0
 
     def _fill(self, queue: FairQueue, max_running: int, reserve: int) -> None:
-        """Start rows of one class until `max_running` run or only `reserve` places are left."""
+        """Start rows of one class until `max_running` run or only `reserve` running slots are free."""
         if self._free_running_slots <= reserve or queue.num_running >= max_running:
             return
         waiting_clients, limits = queue.waiting_clients(), self._limits
@@ -105,14 +108,14 @@ class Admission:
                 waiting_clients.push(client)
 
     def _preempt(self) -> None:
-        """Rows that wait take the places of rows that have more than their share; the reserve stays as it is."""
+        """Start waiting rows in place of rows of clients that exceed their share. The reserve stays free."""
         for queue in (self.interactive, self.batch):
             waiting_clients = queue.waiting_clients()
             while waiting_clients and self.paused_rows < self._limits.max_paused:
                 client = waiting_clients.pop()
                 victim = self._victim(queue, client)
                 if victim is None:
-                    break  # all others of the line have as many rows, or more
+                    break  # clients pop in order of running rows: the rest have no fewer
                 if self._start_one(queue, client, allow_second_row=True):
                     self.queue_of(victim.job).pause(victim)
                     self._steps.remove_running(victim)
@@ -120,18 +123,21 @@ class Admission:
                     waiting_clients.push(client)
 
     def _victim(self, queue: FairQueue, newcomer: ClientRows) -> Sequence | None:
-        """The row that gives way to one of `newcomer`: the youngest of the client that has the most."""
+        """Return the row to preempt for `newcomer`: the youngest row of the client with the most rows."""
         if queue is self.interactive and self.batch.num_running > self._batch_running_slots:
             return _youngest(self.batch.largest())
         largest = queue.largest()
         if largest is None or len(largest.running) < len(newcomer.running) + 2:
             return None
         if queue is self.batch and self.batch.num_paused >= self._limits.max_paused // 2:
-            return None  # the rest is for interactive rows
+            return None  # interactive rows may use the other half
         return _youngest(largest)
 
     def _start_one(self, queue: FairQueue, client: ClientRows, allow_second_row: bool) -> bool:
-        """Start or resume a row of the client; without `allow_second_row`, of a job that has none. False: none can."""
+        """Start or resume one row of the client. Returns whether it did.
+
+        allow_second_row: if False, skip interactive jobs that already have a running row
+        """
         for sequence in client.paused:
             queue.resume(sequence)
             self._steps.add_running(sequence)
@@ -154,7 +160,7 @@ class Admission:
         return False
 
     def _first_ready(self, queue: FairQueue, job: RunningJob) -> int | None:
-        """The first of the job's waiting rows that can start; rows behind a busy session step aside."""
+        """Return the index of the job's first waiting row that can start. Rows of a busy session are skipped."""
         for index, sequence in enumerate(islice(job.waiting, self._limits.max_running)):
             if self._slots.is_ready(sequence) and (
                 sequence.samples or self._may_start_shared_prefill(queue, job.client)
@@ -163,9 +169,10 @@ class Admission:
         return None
 
     def _may_start_shared_prefill(self, queue: FairQueue, client: str) -> bool:
-        """Whether one more prompt may be read for several rows: such prompts must never hold all slots.
+        """Return whether another shared prompt may be read. Shared prompts must never hold all slots.
 
-        A client's earlier continuations go first; other clients' may wait long, and are not waited for.
+        A client's own continuations start first. Continuations of other clients do not count, because they may wait
+        long.
         """
         if queue.client_rows(client).num_forked:
             return False
@@ -179,7 +186,7 @@ class Admission:
         self._slots.prepare(sequence)
 
     def release_req_slot(self, sequence: Sequence) -> None:
-        """The row draws no more: its place and its seat are free."""
+        """Free the request slot and the running slot of a row that samples no more."""
         if sequence.req_slot != NO_REQ_SLOT:
             self.free_req_slots.append(sequence.req_slot)
             sequence.req_slot = NO_REQ_SLOT
@@ -188,5 +195,8 @@ class Admission:
 
 
 def _youngest(client: ClientRows | None) -> Sequence | None:
-    """The client's row that started last and may be paused: one that reads for several rows soon ends by itself."""
+    """Return the client's youngest row that may be paused.
+
+    Rows that read a shared prompt are skipped: they end soon.
+    """
     return None if client is None else next((s for s in reversed(client.running) if s.samples), None)

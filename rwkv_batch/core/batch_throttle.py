@@ -1,10 +1,12 @@
-"""How much batch work a step holds beside interactive work: a first token waits for the step that runs.
+"""Limits the batch work in a step while interactive requests arrive.
 
-While an interactive row reads its prompt, batch rows stand aside in all but one of a few steps, since a step that also
-has theirs takes much longer. While interactive requests come, and for a while after the last one, steps are short: so
-many batch rows decode in each and take turns, and few tokens of their prompts are read. Or steps are launched in
-pieces (`core/let_in.py`): then as many tokens of their prompts are read as such a step holds, when there are so many.
-Without interactive requests all batch rows are in every step.
+A first token waits until the running step ends, so long steps delay it.
+
+- While an interactive row reads its prompt, batch rows run in only one of a few steps.
+- For a while after the last interactive row, few batch rows decode per step, in turn. Few of their prompt tokens are
+  read.
+- If steps are launched in pieces (`core/prefill_interleaver.py`), more prompt tokens of batch rows are read per step.
+- Without interactive requests, all batch rows are in every step.
 """
 
 from __future__ import annotations
@@ -19,43 +21,47 @@ from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.sequence import Sequence
 
 INTERACTIVE_WINDOW_S = 10.0
-"""Steps are as long as batch work makes them again when no interactive row was there for so long."""
+"""Batch work is limited until this long after the last interactive row."""
 TOKENS_PER_ROW = 4
-"""Prompt tokens that take about as long as a row that decodes, for which logits are made and a token is drawn."""
+"""Prompt tokens that take about as long as one decoding row. That row also computes logits and samples."""
 
 MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES = 32, 480
-"""Most rows, and tokens in all, of the batch's prompts that are read in one step in pieces."""
+"""Maximum batch prompts, and prompt tokens in total, that a step in pieces reads."""
 MAX_PREFILL_DELAY_STEPS = 8
-"""Fewer tokens than PIECES_TOKENS are read every so many steps in which rows decode: the weights are read for them
-alone, which takes as long for one token as for a hundred."""
+"""Steps for which batch prefill below MAX_TOKENS_IN_PIECES waits while rows decode.
+
+A prefill loads all weights, so one token takes as long as a hundred.
+"""
 
 
 class BatchThrottle:
-    """Owned by the scheduler, asked once for each step, in the order of its methods."""
+    """Decides which batch rows are in a step. Owned by the scheduler.
+
+    Per step: call the methods in their order here.
+    """
 
     def __init__(
         self, limits: Limits, interactive: FairQueue, reading: Collection[Sequence], has_pieces: bool = False
     ) -> None:
-        """`reading`: rows in the steps that have more than one token to read, as they are at each moment."""
+        """reading: running rows with more than one uncomputed token, a live view"""
         self._has_pieces = has_pieces
         self._max_rows = limits.max_batch_rows_with_interactive
         self._interactive = interactive
         self._reading = reading
         self._last_interactive_at = -math.inf
-        """when an interactive row was there last"""
         self.has_recent_interactive = False
-        """whether interactive requests come"""
+        """whether an interactive row existed within INTERACTIVE_WINDOW_S"""
         self._is_limited = False
-        """whether the step holds little batch work"""
+        """whether this step limits batch work"""
         self._rows_left = 0
-        """rows that a short step may hold beside the batch rows that decode in it"""
+        """batch rows that this step may hold in addition to those that decode"""
         self._skipped_steps = 0
-        """in a row that batch rows have left to interactive ones"""
+        """consecutive steps without batch rows"""
         self._steps_delayed = 0
-        """in which prompts of batch rows have waited for others"""
+        """steps for which batch prefill has waited"""
 
     def begin(self, now: float) -> None:
-        """A step is planned. `now`: of time.monotonic."""
+        """Start planning a step. `now` is time.monotonic()."""
         if self._interactive.num_rows:
             self._last_interactive_at = now
         self.has_recent_interactive = now - self._last_interactive_at < INTERACTIVE_WINDOW_S
@@ -65,7 +71,10 @@ class BatchThrottle:
             self._skipped_steps = 0
 
     def decode_rows(self, ready: list[Sequence]) -> list[Sequence]:
-        """Those of the rows that could decode which do: of batch rows, those whose last draw is longest ago."""
+        """Return the rows that decode in this step.
+
+        Of the batch rows, those that sampled longest ago go first.
+        """
         if not self._is_limited:
             return ready
         reads = any(sequence.job.is_batch for sequence in self._reading)
@@ -78,13 +87,13 @@ class BatchThrottle:
         return [sequence for sequence in ready if not sequence.job.is_batch or sequence in chosen]
 
     def skip_step(self) -> bool:
-        """Whether batch rows leave this step to others: a first token is waited for, and it is not their turn."""
+        """Return whether this step runs without batch rows because an interactive row awaits its first token."""
         is_first_token_awaited = self._interactive.num_running and any(map(awaits_first_token, self._reading))
         self._skipped_steps = (self._skipped_steps + 1) % BATCH_PART if is_first_token_awaited else 0
         return self._skipped_steps > 0
 
     def prefill_now(self, prompt_tokens: int) -> bool:
-        """Whether batch rows that have so many tokens to read next do that in this step, in which rows decode."""
+        """Return whether batch rows read their next `prompt_tokens` tokens in this step, where rows decode."""
         if not (self._is_in_pieces and prompt_tokens):
             return True
         self._steps_delayed += 1
@@ -93,23 +102,22 @@ class BatchThrottle:
         self._steps_delayed = 0
         return True
 
-    def prompt_tokens(self, budget: int) -> int:
-        """Most prompt tokens of batch rows in this step, of a budget of so many."""
+    def max_prefill_tokens(self, budget: int) -> int:
+        """Return how many of `budget` prompt tokens batch rows may read in this step."""
         if self._is_limited:
             budget = min(budget, TOKENS_PER_ROW * max(1, self._rows_left))
         return min(budget, MAX_TOKENS_IN_PIECES) if self._is_in_pieces else budget
 
     def max_prefill_rows(self, rows: int) -> int:
-        """Most batch rows whose prompts are read in this step, of so many."""
+        """Return how many of `rows` batch prompts this step may read."""
         return min(rows, MAX_ROWS_IN_PIECES) if self._is_in_pieces else rows
 
     @property
     def _is_in_pieces(self) -> bool:
-        """Whether prompts of batch rows are read in pieces."""
         return self._has_pieces and self.has_recent_interactive
 
 
 def awaits_first_token(sequence: Sequence) -> bool:
-    """Whether it is an interactive row in the steps that has something to read before its first token."""
+    """Return whether the row is interactive and reads its prompt."""
     may_sample = not (sequence.job.is_batch or sequence.has_answered or sequence.has_sampled)
     return may_sample and sequence.num_uncomputed_tokens > 0

@@ -1,4 +1,4 @@
-"""What work for a request ended with, in the words of the one error table."""
+"""Translates exceptions into ServiceError, the type that clients receive."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ _FIELDS: dict[type[PoolError], str] = {
     AdapterMismatch: "adapter",
     NameTaken: "name",
 }
-"""Where it is always the same field that is wrong."""
+"""The field at fault, for errors that always concern the same field."""
 
 
 def as_service_error(
     error: Exception, field: str | None = "session_id", given: str | int | None = None
 ) -> ServiceError:
-    """A pool's failure in the words of the one error table.
+    """Translate a failure of the state pool into a ServiceError.
 
-    `field`: what the request describe_error wrongly, if anything, as `given`; where the failure does not say so itself.
+    field, given: the request's field at fault and its value, unless the error itself names them
     """
     if isinstance(error, PoolError):
         default_field = _FIELDS.get(type(error))
@@ -79,17 +79,17 @@ def as_service_error(
 
 
 def describe_error(error: BaseException) -> str:
-    """What was caught, in a message; some have no text of their own."""
+    """Return an exception's type and text. Some exceptions have no text."""
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def error_translator(
-    what: str, fields: Mapping[type[Exception], str] | None = None
+    failure: str, fields: Mapping[type[Exception], str] | None = None
 ) -> Callable[[BaseException], ServiceError]:
-    """A translation of failures into the table's words.
+    """Return a function that translates exceptions into ServiceError.
 
-    `what`: could not be done, of a failure that nobody has thought of, which is a fault of ours: it is logged, and told
-    as one. `fields`: of failures that are a request's, the field of it that was wrong.
+    failure: message for an unexpected exception, which is logged and becomes an internal error
+    fields: exceptions that a request causes, with the field at fault
     """
     fields_by_error = dict(fields or {})
 
@@ -102,7 +102,7 @@ def error_translator(
             return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field, given=given)
         if isinstance(error, PoolError):
             return as_service_error(error)
-        logger.error("%s", what, exc_info=error)
-        return ServiceError(ErrorKind.INTERNAL, f"{what}: {type(error).__name__}: {error}")
+        logger.error("%s", failure, exc_info=error)
+        return ServiceError(ErrorKind.INTERNAL, f"{failure}: {type(error).__name__}: {error}")
 
     return translate

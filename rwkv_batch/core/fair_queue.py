@@ -1,7 +1,8 @@
-"""Whose turn it is: the rows of one class, by client. Plain data of the engine's thread.
+"""Orders the rows of one class fairly by client. Plain data of the engine's thread.
 
-The next turn is the client's that has the fewest rows running; of equals, the one's that was served longest ago. A
-client's own jobs take turns, a row each; those that another engine had begun go first, as somebody is reading them.
+- The next client is the one with the fewest running rows. On a tie, it is the one served longest ago.
+- A client's jobs take turns, one row at a time.
+- Jobs that another engine had begun come first, because their clients already receive output.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ class ClientRows:
 
     client: str
     jobs: deque[RunningJob] = field(default_factory=deque)
-    """jobs with waiting rows, whose turn it is first"""
+    """jobs with waiting rows, the next one first"""
     running: dict[Sequence, None] = field(default_factory=dict)
-    """rows that hold a place in the steps, the oldest first"""
+    """rows with a running slot, the oldest first"""
     paused: dict[Sequence, None] = field(default_factory=dict)
-    """rows that gave way, the longest paused first"""
+    """preempted rows, the longest paused first"""
     num_forked: int = 0
-    """waiting continuations of prompts that were read for several rows"""
+    """waiting continuations of shared prompts that were read"""
     last_started: int = 0
-    """when a row of it was started last, as a count"""
+    """serial number of its last start"""
 
 
 class WaitingClients:
-    """The clients that want a place, the next one first."""
+    """Clients with rows that need a running slot, the next one first."""
 
     def __init__(self, clients: Iterator[ClientRows]) -> None:
         self._heap = [(len(rows.running), rows.last_started, rows.client, rows) for rows in clients]
@@ -43,11 +44,11 @@ class WaitingClients:
         return bool(self._heap)
 
     def pop(self) -> ClientRows:
-        """The next client; it leaves the line."""
+        """Remove and return the next client."""
         return heapq.heappop(self._heap)[-1]
 
     def push(self, rows: ClientRows) -> None:
-        """Back into the line, if it still wants a place."""
+        """Put the client back if it still has rows to start."""
         if rows.jobs or rows.paused:
             heapq.heappush(self._heap, (len(rows.running), rows.last_started, rows.client, rows))
 
@@ -59,29 +60,27 @@ class FairQueue:
         self._clients: dict[str, ClientRows] = {}
         self._serial = itertools.count(1)
         self.forked: dict[Sequence, None] = {}
-        """waiting continuations of prompts that were read for several rows: each prompt's slot is held until all run"""
+        """waiting continuations of shared prompts: each prompt's slot is held until all of them run"""
         self._shared_slots: Counter[SharedSlot | None] = Counter()
-        """the slots that they hold, with how many of them wait"""
+        """the slots of those prompts, with the number of waiting continuations"""
         self.num_waiting = 0
         self.waiting_tokens = 0
-        """that waiting rows have to read"""
+        """tokens that waiting rows have to read"""
         self.num_running = 0
         self.num_paused = 0
 
     def client_rows(self, client: str) -> ClientRows:
-        """The client's rows."""
         if client not in self._clients:
             self._clients[client] = ClientRows(client)
         return self._clients[client]
 
     def waiting_clients(self) -> WaitingClients:
-        """Who wants a place."""
+        """Return the clients that have rows to start."""
         if not self.num_waiting and not self.num_paused:
             return WaitingClients(iter(()))
         return WaitingClients(rows for rows in self._clients.values() if rows.jobs or rows.paused)
 
     def num_waiting_of(self, client: str) -> int:
-        """A client's waiting rows."""
         return sum(len(job.waiting) for job in self._clients[client].jobs) if client in self._clients else 0
 
     @property
@@ -91,20 +90,23 @@ class FairQueue:
 
     @property
     def num_shared_prefills(self) -> int:
-        """Running rows that read a prompt for others."""
+        """Running rows that read a prompt for several continuations."""
         return sum(not sequence.samples for rows in self._clients.values() for sequence in rows.running)
 
     @property
     def num_held_shared_prefixes(self) -> int:
-        """Prompts that were read for several rows, some of which wait."""
+        """Shared prompts with waiting continuations."""
         return len(self._shared_slots)
 
     def largest(self) -> ClientRows | None:
-        """The client with the most running rows."""
+        """Return the client with the most running rows."""
         return max(self._clients.values(), key=lambda rows: len(rows.running), default=None)
 
     def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
-        """Rows that wait, behind the job's others. A job whose engine was lost goes before all that have not begun."""
+        """Append waiting rows of a job.
+
+        A job whose engine was lost goes before all jobs that have not begun.
+        """
         if not job.waiting:
             jobs = self.client_rows(job.client).jobs
             others = itertools.takewhile(lambda one: one.spec.attempt > 0, jobs)
@@ -114,7 +116,7 @@ class FairQueue:
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)
 
     def add_forked(self, job: RunningJob, sequences: list[Sequence]) -> None:
-        """Rows that wait and go before all others of their client: they free the slot that they share."""
+        """Insert waiting continuations before the client's other rows. They free the slot that they share."""
         rows = self.client_rows(job.client)
         if job.waiting:
             rows.jobs.remove(job)
@@ -127,7 +129,7 @@ class FairQueue:
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)
 
     def _remove_forked(self, rows: ClientRows, sequence: Sequence) -> None:
-        """The row waits no more, if it was a continuation."""
+        """Remove the row from the continuations, if it is one."""
         if sequence not in self.forked:
             return
         del self.forked[sequence]
@@ -136,8 +138,8 @@ class FairQueue:
         if not self._shared_slots[sequence.shared]:
             del self._shared_slots[sequence.shared]
 
-    def forget(self, job: RunningJob) -> list[Sequence]:
-        """Take back a job's waiting rows."""
+    def remove_waiting(self, job: RunningJob) -> list[Sequence]:
+        """Remove and return a job's waiting rows."""
         sequences = list(job.waiting)
         if sequences:
             self.client_rows(job.client).jobs.remove(job)
@@ -150,7 +152,7 @@ class FairQueue:
         return sequences
 
     def start(self, job: RunningJob, index: int) -> Sequence:
-        """The job's waiting row number `index` gets a place; the client's next turn is another job's."""
+        """Give a running slot to the job's waiting row `index`. The client's next turn is another job's."""
         rows, sequence = self.client_rows(job.client), job.waiting[index]
         del job.waiting[index]
         self._remove_forked(rows, sequence)
@@ -163,7 +165,7 @@ class FairQueue:
         return sequence
 
     def resume(self, sequence: Sequence) -> None:
-        """A paused row gets a place again."""
+        """Give a paused row a running slot."""
         rows = self.client_rows(sequence.job.client)
         del rows.paused[sequence]
         self.num_paused -= 1
@@ -176,7 +178,7 @@ class FairQueue:
         sequence.job.num_running += 1
 
     def pause(self, sequence: Sequence) -> None:
-        """A running row gives its place up, and wants it back."""
+        """Take the row's running slot and queue it to resume."""
         rows = self.client_rows(sequence.job.client)
         del rows.running[sequence]
         rows.paused[sequence] = None
@@ -185,7 +187,7 @@ class FairQueue:
         sequence.job.num_running -= 1
 
     def end(self, sequence: Sequence) -> bool:
-        """A running or paused row wants its place no more. Returns whether it was paused."""
+        """Remove a running or paused row. Returns whether it was paused."""
         client = sequence.job.client
         rows = self.client_rows(client)
         if sequence in rows.running:

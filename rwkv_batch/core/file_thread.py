@@ -1,4 +1,4 @@
-"""A thread for what takes time beside the engine's: files read, written, encoded and decoded, one after another."""
+"""A thread that reads, writes, encodes and decodes files, one task at a time."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ Value = TypeVar("Value")
 
 
 class FileThread:
-    """Every piece of work has one answer: what is made of its value, or an error that says what happened."""
+    """Runs tasks one after another. Every task gets exactly one reply: its result or an error."""
 
     def __init__(
-        self, name: str, refusal: Callable[[], ServiceError], as_error: Callable[[Exception], ServiceError]
+        self, name: str, closed_error: Callable[[], ServiceError], as_error: Callable[[Exception], ServiceError]
     ) -> None:
-        """`refusal`: why nothing is begun any more; `as_error`: a failure of the work in the words of the table."""
-        self._refusal = refusal
+        """
+        closed_error: returns the error for tasks that no longer start
+        as_error: translates a task's exception
+        """
+        self._closed_error = closed_error
         self._as_error = as_error
         self._thread = ThreadPoolExecutor(1, name)
 
     def run(self, reply: Reply[Any], work: Callable[[], Value], then: Callable[[Value], None]) -> None:
-        """Run `work` and then `then` on the thread; if it fails, or never begins, that is the reply."""
+        """Run `work`, then `then` with its value, on the thread.
+
+        If `work` fails or never starts, reply with the error.
+        """
 
         def run() -> None:
             try:
                 value = work()
-            except Exception as error:  # noqa: BLE001 - a file holds anything; the caller waits for an answer
+            except Exception as error:  # noqa: BLE001 - file content is untrusted; the caller waits for a reply
                 reply(self._as_error(error))
                 return
             then(value)
 
-        def ended(future: Future[None]) -> None:
+        def on_done(future: Future[None]) -> None:
             if future.cancelled():
-                reply(self._refusal())
+                reply(self._closed_error())
 
         try:
-            self._thread.submit(run).add_done_callback(ended)
+            self._thread.submit(run).add_done_callback(on_done)
         except RuntimeError:  # closed
-            reply(self._refusal())
+            reply(self._closed_error())
 
     def close(self) -> None:
-        """Begin nothing more; what has not begun is refused."""
+        """Refuse tasks that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""Constraints of jobs that come in: compiled beside the engine's thread, before the job is admitted.
+"""Compiles the constraints of new jobs on its own threads, before the jobs are admitted.
 
-Only a job with a constraint that is not compiled yet waits here; whatever happens, it has one answer.
+A job waits here only if one of its constraints is not compiled yet. Every job gets exactly one reply.
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ _to_service_error = error_translator("the grammar could not be compiled")
 Grammars = Mapping[Constraint, "Grammar"]
 THREADS = 2
 MAX_WAITING_GROUPS = 256
-"""Groups of jobs with the same constraints that wait to be compiled."""
+"""Groups that wait to be compiled. The jobs of a group have the same constraints."""
 MAX_WAITING_GROUPS_PER_CLIENT = 64
-"""Of one client."""
 MAX_WAITING_JOBS = 4096
-"""Jobs that wait, those with the same constraints too."""
+"""Jobs that wait, in all groups."""
 MAX_WAITING_JOBS_PER_CLIENT = 1024
 _MAX_QUOTED_CHARACTERS = 200
-"""Of a constraint, in its refusal."""
+"""Characters of a constraint that an error repeats."""
 
 
 @dataclass(slots=True, eq=False)
 class _WaitingJob:
-    """A job whose constraints are not compiled yet."""
-
     job: Job
     constraints: frozenset[Constraint]
     admitted: Admitted
@@ -52,28 +49,31 @@ class _WaitingJob:
 
 
 _ClientQueue = dict[frozenset[Constraint], list[_WaitingJob]]
-"""A client's jobs that wait; those with the same constraints are compiled for together."""
+"""One client's waiting jobs, by their constraints."""
 
 
 class GrammarCompileQueue:
-    """Compiles what jobs ask for, of each client in turn. llguidance is loaded with the first."""
+    """Compiles the constraints of jobs, one client after another. Loads llguidance with the first."""
 
-    def __init__(self, make_compiler: Callable[[], GrammarCompiler], refusal: Callable[[], ServiceError]) -> None:
-        """`make_compiler` is called once, at the first need; `refusal`: what is told once nothing is taken any more."""
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler], closed_error: Callable[[], ServiceError]) -> None:
+        """
+        make_compiler: called once, with the first constraint
+        closed_error: returns the error for jobs after `close`
+        """
         self._make_compiler = make_compiler
-        self._refusal = refusal
+        self._closed_error = closed_error
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(THREADS, "grammars")
         self._jobs: dict[str, _WaitingJob] = {}
-        """those that wait or are compiled, by id"""
+        """waiting and compiling jobs, by id"""
         self._queues: dict[str, _ClientQueue] = {}
-        """those that wait, by client; the client whose turn is next comes first"""
+        """waiting jobs by client, the next client first"""
 
     def prepare(self, job: Job, admitted: Admitted, then: Callable[[Grammars], None]) -> None:
-        """Any thread. Go on with `then` when all its grammars are there, perhaps on another thread, or refuse it.
+        """Any thread. Call `then` when all grammars of the job are compiled, or refuse the job.
 
-        `then` only hands over; it must not wait.
+        `then` may run on another thread and must not block.
         """
         constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
         cached = self._cached_grammars(constraints)
@@ -84,8 +84,8 @@ class GrammarCompileQueue:
         with self._lock:
             queue = self._queues.get(job.client, {})
             is_new = constraints not in queue
-            if refusal := self._queue_full_error(job, queue, is_new):
-                admitted(refusal)
+            if error := self._queue_full_error(job, queue, is_new):
+                admitted(error)
                 return
             self._queues[job.client] = queue
             self._jobs[job.job_id] = waiting = _WaitingJob(job, constraints, admitted, then)
@@ -98,7 +98,7 @@ class GrammarCompileQueue:
             self._refuse_waiting()
 
     def _queue_full_error(self, job: Job, queue: _ClientQueue, is_new: bool) -> ServiceError | None:
-        """Why a job may not wait. One that another engine has admitted may: its client has been answered."""
+        """Return why a job may not wait. A job that another engine has admitted always may."""
         if job.attempt:
             return None
         groups, jobs = len(queue), sum(map(len, queue.values()))
@@ -110,13 +110,13 @@ class GrammarCompileQueue:
         return None
 
     def cancel(self, job_id: str) -> None:
-        """Any thread. A job that waits here is refused."""
+        """Any thread. Refuse the job if it waits here."""
         with self._lock:
             if job_id in self._jobs:
                 self._jobs[job_id].is_cancelled = True
 
     def close(self) -> None:
-        """Begin nothing more; what has not begun is refused."""
+        """Refuse jobs that are not compiled yet."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._refuse_waiting()
         if self._compiler is not None:
@@ -130,7 +130,7 @@ class GrammarCompileQueue:
         return {constraint: grammar for constraint, grammar in found.items() if grammar and not grammar.is_too_slow}
 
     def _serve_next(self) -> None:
-        """Compile for the client whose turn it is."""
+        """Compile the next client's oldest group."""
         group = self._next()
         if not group:
             return
@@ -140,13 +140,13 @@ class GrammarCompileQueue:
             if not all(waiting.is_cancelled for waiting in group):
                 grammars = self._compile(group[0].constraints)
                 self._add_mask_threads(grammars, _rows_of([waiting.job for waiting in group]))
-        except BaseException as caught:  # noqa: BLE001 - whatever it was, the job is told
+        except BaseException as caught:  # noqa: BLE001 - the job needs a reply in any case
             error = caught
         for waiting in group:
             self._done(waiting, grammars, error)
 
     def _next(self) -> list[_WaitingJob]:
-        """Jobs with the same constraints, of the client whose turn it is; none: nobody waits."""
+        """Remove and return the next client's oldest group; empty if no job waits."""
         with self._lock:
             if not self._queues:
                 return []
@@ -154,13 +154,13 @@ class GrammarCompileQueue:
             queue = self._queues.pop(client)
             group = queue.pop(next(iter(queue)))
             if queue:
-                self._queues[client] = queue  # behind the others
+                self._queues[client] = queue  # now last
             return group
 
     def _refuse_waiting(self) -> None:
         while group := self._next():
             for waiting in group:
-                self._done(waiting, {}, self._refusal())
+                self._done(waiting, {}, self._closed_error())
 
     def _compile(self, constraints: frozenset[Constraint]) -> dict[Constraint, Grammar]:
         compiler = self._get_compiler()
@@ -173,14 +173,14 @@ class GrammarCompileQueue:
         return grammars
 
     def _add_mask_threads_later(self, job: Job, grammars: Grammars) -> None:
-        """The same for a job that need not wait for it: later rows will find it done."""
+        """Add mask threads in the background. The job does not wait for them; later rows use them."""
         compiler, rows = self._compiler, _rows_of([job])
         if compiler is not None and any(compiler.needs_lexers(grammars[one], rows[one]) for one in grammars):
             with contextlib.suppress(RuntimeError):  # closed
                 self._threads.submit(self._add_mask_threads, grammars, rows)
 
     def _add_mask_threads(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
-        """Have masks of so many rows computed by as many threads as that helps."""
+        """Use as many threads for the masks of these rows as speed them up."""
         compiler = self._get_compiler()
         for constraint, grammar in grammars.items():
             compiler.add_lexers(constraint, grammar, rows[constraint])
@@ -195,16 +195,16 @@ class GrammarCompileQueue:
         with self._lock:
             self._jobs.pop(waiting.job.job_id, None)
             if error is None and not waiting.is_cancelled:
-                waiting.then(grammars)  # before the lock is let go: whoever cancels now finds it admitted
+                waiting.then(grammars)  # under the lock, so that `cancel` finds it either here or admitted
                 return
         if waiting.is_cancelled:
-            waiting.admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it began"))
+            waiting.admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it started"))
         elif error is not None:
             waiting.admitted(_to_service_error(error))
 
 
 def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:
-    """How many rows each constraint holds."""
+    """Count the rows of each constraint."""
     rows: Counter[Constraint] = Counter()
     for request in (request for job in jobs for request in job.rows):
         if request.constraint is not None:
@@ -221,7 +221,7 @@ def _refused(constraint: Constraint, error: GrammarError) -> ServiceError:
 
 
 def _given(constraint: Constraint, error: GrammarError) -> str | None:
-    """What is at fault as it was sent, as far as an error repeats it; None: it is written here, from what was sent."""
+    """Return the invalid part of the constraint as the client sent it, or None if the server wrote it."""
     schemas = [rule.source for rule in constraint.rules if rule.field == error.field and error.field]
     if constraint.form is Form.JSON_SCHEMA:
         schemas.append(constraint.source)
@@ -233,9 +233,9 @@ def _given(constraint: Constraint, error: GrammarError) -> str | None:
     )
 
 
-def _overloaded_error(what: str) -> ServiceError:
+def _overloaded_error(waiting: str) -> ServiceError:
     return ServiceError(
         ErrorKind.OVERLOADED,
-        f"{what} wait for their grammars to be compiled; try again in a moment",
+        f"{waiting} wait for their grammars to be compiled; retry in 1 s",
         retry_after_s=1,
     )

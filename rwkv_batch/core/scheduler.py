@@ -117,7 +117,7 @@ class Scheduler:
 
     def forget_waiting(self, job: RunningJob) -> list[Sequence]:
         """Take back a job's waiting rows (it was cancelled)."""
-        return self.admission.queue_of(job).forget(job)
+        return self.admission.queue_of(job).remove_waiting(job)
 
     def running_of(self, job: RunningJob) -> list[Sequence]:
         """A job's rows in the steps."""
@@ -250,9 +250,9 @@ class Scheduler:
         if beside and not self._batch_throttle.prefill_now(sum(map(self._chunk, batch))):
             batch = []
         wanted = sum(map(self._chunk, batch)) if interactive else 0
-        kept = min(wanted, self._batch_throttle.prompt_tokens(budget // BATCH_PART))
+        kept = min(wanted, self._batch_throttle.max_prefill_tokens(budget // BATCH_PART))
         first = split_budget(interactive, budget - kept, self._chunk, self._steps)
-        rest = self._batch_throttle.prompt_tokens(budget - sum(count for _, count in first))
+        rest = self._batch_throttle.max_prefill_tokens(budget - sum(count for _, count in first))
         batch_chunks = split_budget(batch, rest, self._chunk, self._steps)
         chunks = [*first, *batch_chunks[: self._batch_throttle.max_prefill_rows(len(batch_chunks))]]
         self._has_prefill_left = len(chunks) < len(reading)
