@@ -116,7 +116,7 @@ class Fleet:
     def place(self, session: int, request: Request) -> tuple[bool, bool]:
         """Give a request to an engine; returns whether one took it, and whether its session moved."""
         holder = self.holders.get(session)
-        hints = RoutingHints(given=[engine.requests for engine in self.engines])
+        hints = RoutingHints(assigned_rows=[engine.requests for engine in self.engines])
         number = choose(hints, [engine.load for engine in self.engines], holder, self._rng)
         engine = self.engines[number]
         if engine.requests >= MOST_REQUESTS:
