@@ -4,6 +4,8 @@
 # make cluster-demo   three machines on one: a Ray cluster with the demo model, of which a node is killed
 # make install-nvcc   NVIDIA's compiler from pip (serve does it where a card is and no toolkit)
 # make install-gpu    that and FlashInfer
+# make lock    requirements/*.lock and licences.md from requirements*.txt
+# make release   wheel, source distribution and SBOM into dist/, after an audit of the dependencies
 #
 # All install what they need into .venv first, from pinned lists; a second start finds it there.
 
@@ -15,7 +17,7 @@ ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
 
-.PHONY: serve test cluster-demo lint format install install-dev install-gpu install-nvcc clean
+.PHONY: serve test cluster-demo lint format install install-dev install-gpu install-nvcc lock release audit clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
@@ -62,5 +64,22 @@ $(VENV)/.installed-cluster: requirements-cluster.txt requirements.txt | $(BIN)/p
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-cluster.txt
 	touch $@ $(VENV)/.installed
 
+# The tools of a release, in an environment of their own, each with its hash.
+RELEASE := .build/release
+$(RELEASE)/.installed: requirements/release.lock | $(BIN)/python
+	$(BIN)/python -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --disable-pip-version-check -q --require-hashes -r requirements/release.lock
+	touch $@
+
+lock: $(RELEASE)/.installed
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python requirements/lock.py
+
+audit: $(RELEASE)/.installed
+	$(RELEASE)/bin/pip-audit --progress-spinner off --disable-pip -r requirements/gpu.lock -r requirements/cluster.lock
+
+release: audit
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python requirements/release.py \
+	  requirements/cpu.lock requirements/gpu.lock
+
 clean:
-	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .build dist build .mypy_cache .ruff_cache .pytest_cache

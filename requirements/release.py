@@ -1,0 +1,56 @@
+"""Builds a release into dist/: wheel, source distribution, an SBOM (CycloneDX), checksums. `make release` runs it.
+
+Arguments: lock files; the SBOM lists what they install.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TOP = Path(__file__).parents[1]
+DIST = TOP / "dist"
+LICENCES = TOP / "requirements" / "licences.md"
+
+
+def main(locks: list[str]) -> int:
+    """Build, describe, sum up."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(TOP)], check=True)
+    version = next(DIST.glob("*.whl")).name.split("-")[1]
+    for lock in locks:
+        sbom(Path(lock), version, DIST / f"rwkv-batch-{version}.{Path(lock).stem}.cdx.json")
+    files = sorted(file for file in DIST.iterdir() if file.name != "SHA256SUMS")
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (DIST / "SHA256SUMS").write_text("".join(sums), "utf-8")
+    sys.stdout.write("".join(sums))
+    return 0
+
+
+def sbom(lock: Path, version: str, target: Path) -> None:
+    """A lock as a CycloneDX document; adds our version, and licences, which a lock does not have."""
+    command = ["cyclonedx-py", "requirements", str(lock), "--pyproject", str(TOP / "pyproject.toml")]
+    subprocess.run([*command, "--output-format", "JSON", "--output-file", str(target)], check=True)
+    document = json.loads(target.read_text("utf-8"))
+    own = {
+        "version": version,
+        "purl": f"pkg:pypi/rwkv-batch@{version}",
+        "licenses": [{"license": {"id": "Apache-2.0"}}],
+    }
+    document["metadata"]["component"] |= own
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", LICENCES.read_text("utf-8"), re.MULTILINE)
+    named = {name: licence for name, _, licence in rows}
+    for component in document["components"]:
+        if (licence := named.get(component["name"])) and licence != "not named":
+            component["licenses"] = [{"license": {"name": licence}}]
+        component.pop("description", None)  # the lock's line, hashes and all
+    target.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
