@@ -1,10 +1,9 @@
-"""Evaluates a demo model on held-out text: translations, recall, tool calls, JSON answers and bits per token."""
+"""Evaluates a demo model on held-out text: translations, recall, tool calls and JSON answers."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -45,23 +44,26 @@ def held_pairs(count: int, seed: int) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def translation_score(client: EngineClient, pairs: list[tuple[str, str]], *, english: bool, size: int = 512) -> Score:
-    """Score exact matches of held-out sentences in one direction."""
+def _exact(client: EngineClient, asked: list[tuple[str, str]], size: int = 512) -> Score:
+    """Score exact matches of (prompt, answer) pairs."""
     score = Score()
-    for start in range(0, len(pairs), size):
-        some = [pair if english else pair[::-1] for pair in pairs[start : start + size]]
-        answers = client.complete([translation.prompt(source, english=english) for source, _ in some], 160)
-        for (source, target), answer in zip(some, answers, strict=True):
-            score.count(source, target, answer.strip(), answer.strip() == target)
+    for start in range(0, len(asked), size):
+        some = asked[start : start + size]
+        for (prompt, wanted), got in zip(some, client.complete([prompt for prompt, _ in some], 160), strict=True):
+            score.count(prompt, wanted.strip(), got.strip(), got.strip() == wanted.strip())
     return score
 
 
-def recall_score(
-    client: EngineClient, count: int, seed: int, *, turns: tuple[int, int] = (3, 8), size: int = 256
-) -> Score:
-    """Score facts that held-out sessions ask for after `turns` rounds of small talk."""
+def translation_score(client: EngineClient, pairs: list[tuple[str, str]], *, english: bool) -> Score:
+    """Score exact matches of held-out sentences in one direction."""
+    both = [pair if english else pair[::-1] for pair in pairs]
+    return _exact(client, [(translation.prompt(source, english=english), target) for source, target in both])
+
+
+def recall_score(client: EngineClient, count: int, seed: int, *, size: int = 256) -> Score:
+    """Score facts that held-out sessions ask for after three to eight rounds of small talk."""
     rng = Random(f"sessions/{seed}")
-    scripts = [chat.session(rng, held=True, turns=turns) for _ in range(count)]
+    scripts = [chat.session(rng, held=True, turns=(3, 8)) for _ in range(count)]
     prompts = [[prompt for prompt, _ in chat.prompts(rng, script, plain=rng.random() < 0.5)] for script in scripts]
     score = Score()
     for start in range(0, count, size):
@@ -74,36 +76,21 @@ def recall_score(
     return score
 
 
-def tool_score(client: EngineClient, count: int, seed: int, *, size: int = 512) -> Score:
+def tool_score(client: EngineClient, count: int, seed: int) -> Score:
     """Score exact matches of held-out calls, with one to four tools listed."""
     rng = Random(f"tools/{seed}")
-    asked: list[tuple[str, str]] = []
-    while len(asked) < count:
-        listing, request = tools.request(rng, held=True)
-        asked.append(
-            (
-                f"{tools.system(listing)}\n\nUser: {request.asked}\n\nAssistant: {tools.FENCE}",
-                tools.fenced(request.call),
-            )
-        )
-    return _exact(client, asked, size)
+    requests = [tools.request(rng, held=True) for _ in range(count)]
+    prompts = [f"{tools.system(listed)}\n\nUser: {one.asked}\n\nAssistant: {tools.FENCE}" for listed, one in requests]
+    return _exact(
+        client, [(prompt, tools.fenced(one.call)) for prompt, (_, one) in zip(prompts, requests, strict=True)]
+    )
 
 
-def json_score(client: EngineClient, count: int, seed: int, *, size: int = 512) -> Score:
+def json_score(client: EngineClient, count: int, seed: int) -> Score:
     """Score exact matches of JSON objects of held-out facts."""
     rng = Random(f"structured/{seed}")
     asked = [structured.extraction(rng, held=True) for _ in range(count)]
-    return _exact(client, [(f"User: {request}\n\nAssistant:", answer) for request, answer in asked], size)
-
-
-def _exact(client: EngineClient, asked: list[tuple[str, str]], size: int) -> Score:
-    score = Score()
-    for start in range(0, len(asked), size):
-        some = asked[start : start + size]
-        answers = client.complete([prompt for prompt, _ in some], 160)
-        for (prompt, wanted), answer in zip(some, answers, strict=True):
-            score.count(prompt, wanted.strip(), answer.strip(), answer.strip() == wanted.strip())
-    return score
+    return _exact(client, [(f"User: {request}\n\nAssistant:", answer) for request, answer in asked])
 
 
 def report(client: EngineClient, *, sentences: int = 1000, sessions: int = 300, seed: int = 1) -> dict[str, object]:
@@ -122,31 +109,6 @@ def report(client: EngineClient, *, sentences: int = 1000, sessions: int = 300, 
     return figures
 
 
-def bits_per_token(path: Path, count: int, seed: int) -> float:
-    """Return the bits per token of held-out translations, by the training model in fp32."""
-    import torch
-
-    from demo import vocabulary
-    from demo.export import load_compact
-
-    model, compact = load_compact(path)
-    bits, tokens = 0.0, 0
-    for en, zh in held_pairs(count, seed):
-        for source, target, english in ((en, zh, True), (zh, en, False)):
-            prompt = vocabulary.encode(translation.prompt(source, english=english))
-            answer = [*vocabulary.encode(f" {target}"), 261]
-            rows = torch.from_numpy(compact.of_id[prompt + answer])
-            padded = torch.nn.functional.pad(rows[:-1], (0, -(len(rows) - 1) % 16))[None]
-            begins = torch.zeros_like(padded, dtype=torch.bool)
-            begins[:, 0] = True
-            with torch.no_grad():
-                logits = model(padded, begins)[0, len(prompt) - 1 : len(rows) - 1]
-            logits[:, compact.unused] += math.log(compact.multiplicity)
-            nats = torch.nn.functional.cross_entropy(logits, rows[len(prompt) :], reduction="sum")
-            bits, tokens = bits + float(nats) / math.log(2), tokens + len(answer)
-    return bits / tokens
-
-
 def main() -> None:
     """Evaluate a compact file through the engine."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -161,7 +123,6 @@ def main() -> None:
     model_path = ensure_model(source=args.model)
     with open_engine(model_path, device=args.device, dtype=args.dtype, wkv_state=args.wkv_state) as client:
         figures = report(client, sentences=args.sentences, sessions=args.sessions, seed=args.seed)
-    figures["bits per token"] = round(bits_per_token(args.model, min(args.sentences, 100), args.seed), 5)
     print(json.dumps(figures, ensure_ascii=False, indent=1))
 
 

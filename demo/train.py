@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m demo.train --out DIR`. A checkpoint in DIR is resumed."""
+"""Train the demo model: `python -m demo.train --out DIR`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -65,14 +64,6 @@ def optimizer_of(model: Rwkv7, peak: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.97), eps=1e-12, fused=torch.cuda.is_available())
 
 
-def vocabulary_of(args: argparse.Namespace) -> NDArray[np.int64]:
-    """Return the ids with their own rows: given or counted, plus those of `--start`."""
-    ids: NDArray[np.int64] = (
-        np.load(args.vocabulary) if args.vocabulary else used_ids(args.seed, args.vocabulary_documents)
-    )
-    return np.union1d(ids, load_compact(args.start)[1].ids) if args.start else ids
-
-
 def start_from(path: Path, model: Rwkv7, compact: Compact) -> None:
     """Load a compact file into `model`. Ids that the file lacks start as its last row."""
     trained, known = load_compact(path)
@@ -83,7 +74,7 @@ def start_from(path: Path, model: Rwkv7, compact: Compact) -> None:
     model.load_state_dict(weights)
 
 
-def plot_losses(losses: list[tuple[int, float]], path: Path) -> None:
+def plot_losses(losses: list[float], path: Path) -> None:
     """Write the loss curve as a PNG."""
     import matplotlib
 
@@ -91,7 +82,7 @@ def plot_losses(losses: list[tuple[int, float]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4))
-    axes.plot(*zip(*losses, strict=True), linewidth=0.8)
+    axes.plot(losses, linewidth=0.8)
     axes.set(xlabel="step", ylabel="loss (nats, weighted)", yscale="log", title="demo model")
     axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -102,148 +93,89 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the compact file, the loss curve and the figures"
+        "--out", type=Path, required=True, help="folder for the compact file, loss.png and figures.json"
     )
-    parser.add_argument("--checkpoint", type=Path, help="default: OUT/checkpoint.pt")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--minutes", type=float, default=28.0, help="time limit; the learning rate decays with it")
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--time", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=128, help="rows of a batch")
+    parser.add_argument("--time", type=int, default=512, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--peak", type=float, default=2e-3)
+    parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--vocabulary-documents", type=int, default=150_000)
-    parser.add_argument("--vocabulary", type=Path, help="a .npy file of ids; default: count ids in documents")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
+    parser.add_argument("--vocabulary-documents", type=int, default=150_000, help="documents to count ids in")
     parser.add_argument("--start", type=Path, help="a compact file to continue from")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument(
-        "--sentences", type=int, default=1000, help="held-out sentences of the final evaluation; 0: none"
-    )
+    parser.add_argument("--sentences", type=int, default=1000, help="held-out sentences to evaluate; 0: none")
     return parser.parse_args()
 
 
-class Training:
-    """One training run, new or resumed from a checkpoint."""
+def fit(
+    optimizer: torch.optim.Optimizer,
+    stream: Batches,
+    compute: Callable[..., Tensor],
+    args: argparse.Namespace,
+    peak: float,
+    warm_steps: int = 0,
+) -> list[float]:
+    """Train until the last step or the time limit; return the loss of each step.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._began = time.monotonic()
-        self._checkpoint: Path = args.checkpoint or args.out / "checkpoint.pt"
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        saved = torch.load(self._checkpoint, map_location=self.device) if self._checkpoint.is_file() else None
-        self.ids = np.array(saved["ids"]) if saved else vocabulary_of(args)
-        self.compact = Compact(self.ids)
-        self.model = Rwkv7(Shape(self.compact.rows, args.layers, args.width)).to(self.device)
-        if args.start:
-            start_from(args.start, self.model, self.compact)
-        self._optimizer = optimizer_of(self.model, args.peak)
-        self.step = 0
-        self.losses: list[tuple[int, float]] = []
-        """(step, loss)"""
-        if saved:
-            self.model.load_state_dict(saved["model"])
-            self._optimizer.load_state_dict(saved["optimizer"])
-            self.step, self.losses = saved["step"], saved["losses"]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._began
-
-    def save(self) -> None:
-        """Write the checkpoint atomically."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "step": self.step,
-            "losses": self.losses,
-            "ids": self.ids.tolist(),
-        }
-        part = self._checkpoint.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(self._checkpoint)
-
-    def run(self) -> None:
-        """Train until the last step or the time limit."""
-        args, limit_s = self._args, self._args.minutes * 60
-        stream = Batches(args.seed, self.step, self.compact, args.rows, args.time)
-        ahead = 4 if args.workers else None
-        loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=ahead)
-        compute = torch.compile(loss_of) if args.compile else loss_of
-        bar = tqdm(total=args.steps, initial=self.step, mininterval=10, unit="step")
-        pending: list[tuple[int, Tensor]] = []
-        for batch in loader:
-            if self.step >= args.steps or self.seconds > limit_s:
+    `compute` returns the loss of inputs, targets, weights and begins. `warm_steps`: steps of the warm-up to skip.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    began, limit_s = time.monotonic(), args.minutes * 60
+    loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
+    losses: list[Tensor] = []
+    with tqdm(total=args.steps, mininterval=10, unit="step") as bar:
+        for step, batch in enumerate(loader):
+            seconds = time.monotonic() - began
+            if step >= args.steps or seconds > limit_s:
                 break
-            progress = max(self.step / args.steps, self.seconds / limit_s)
-            pending.append((self.step, self._train(compute, batch, rate(self.step, progress, args.peak))))
-            self.step += 1
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step + warm_steps, max(step / args.steps, seconds / limit_s), peak)
+            loss = compute(*(tensor.to(parameters[0].device, non_blocking=True) for tensor in batch))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
             bar.update()
-            if self.step % 50 == 0:  # reading a loss synchronises the device
-                self.losses += [(at, float(value)) for at, value in pending]
-                pending.clear()
-                bar.set_postfix(loss=f"{self.losses[-1][1]:.4f}", refresh=False)
-            if self.step % 500 == 0:
-                self.save()
-        bar.close()
-        self.losses += [(at, float(value)) for at, value in pending]
-
-    def _train(self, compute: Callable[..., Tensor], batch: Sequence[Tensor], learning_rate: float) -> Tensor:
-        """Train on a batch (inputs, targets, weights, begins); return its loss, a scalar on the device."""
-        inputs, targets, weights, begins = (t.to(self.device, non_blocking=True) for t in batch)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss = compute(self.model, self.compact, inputs, targets, weights, begins)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-
-def export(training: Training, args: argparse.Namespace) -> None:
-    """Write the compact file, the loss curve and the figures; print the first mistakes."""
-    seconds, losses = training.seconds, training.losses
-    save_compact(args.out / "rwkv7-demo.compact", training.model, training.ids)
-    plot_losses(losses, args.out / "loss.png")
-    last = [loss for _, loss in losses[-100:]]
-    figures: dict[str, object] = {
-        "steps": training.step,
-        "seconds": round(seconds),
-        "rows": training.compact.rows,
-        "seed": args.seed,
-        "loss": round(sum(last) / len(last), 5),
-        "losses": losses[::10],
-    }
-    if args.sentences:
-        model_path = ensure_model(args.out, args.out / "rwkv7-demo.compact")
-        with open_engine(model_path, device=training.device.type) as client:
-            figures |= report(client, sentences=args.sentences, sessions=max(args.sentences // 4, 8))
-    (args.out / "figures.json").write_text(json.dumps(figures, ensure_ascii=False), encoding="utf-8")
-    wrong = figures.pop("wrong", None)
-    figures.pop("losses")
-    print(json.dumps(figures), flush=True)
-    if isinstance(wrong, dict):
-        for name, cases in wrong.items():
-            for case in cases[:12]:
-                print(name, "|", " | ".join(case), flush=True)
+            if step % 50 == 0:  # reading a loss synchronises the device
+                bar.set_postfix(loss=f"{float(losses[-1]):.4f}", refresh=False)
+    return [float(loss) for loss in losses]
 
 
 def main() -> None:
-    """Train, export and evaluate."""
+    """Train a model, write its compact file and evaluate it."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    training = Training(args)
-    size = sum(p.numel() for p in training.model.parameters()) / 1e6
-    print(f"{training.compact.rows} rows, {size:.2f} M parameters, {training.device}", flush=True)
-    training.run()
-    training.save()
-    export(training, args)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ids = used_ids(args.seed, args.vocabulary_documents)
+    compact = Compact(np.union1d(ids, load_compact(args.start)[1].ids) if args.start else ids)
+    model = Rwkv7(Shape(compact.rows, args.layers, args.width)).to(device)
+    if args.start:
+        start_from(args.start, model, compact)
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{compact.rows} rows, {size:.2f} M parameters, {device}", flush=True)
+
+    def compute(*rows: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            return loss_of(model, compact, *rows)
+
+    stream = Batches(args.seed, 0, compact, args.rows, args.time)
+    losses = fit(optimizer_of(model, args.peak), stream, compute, args, args.peak)
+    path = args.out / "rwkv7-demo.compact"
+    save_compact(path, model, compact.ids)
+    plot_losses(losses, args.out / "loss.png")
+    figures: dict[str, object] = {"steps": len(losses), "rows": compact.rows, "losses": losses[::10]}
+    figures["loss"] = round(sum(losses[-100:]) / len(losses[-100:]), 5)
+    if args.sentences:
+        with open_engine(ensure_model(args.out, path), device=device.type) as client:
+            figures |= report(client, sentences=args.sentences, sessions=max(args.sentences // 4, 8))
+    (args.out / "figures.json").write_text(json.dumps(figures, ensure_ascii=False, indent=1), encoding="utf-8")
+    print(json.dumps({name: value for name, value in figures.items() if name not in ("losses", "wrong")}), flush=True)
 
 
 if __name__ == "__main__":

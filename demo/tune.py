@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from demo.corpus import tuning
 from demo.corpus.documents import Document
@@ -29,7 +26,7 @@ from demo.export import load_compact
 from demo.files import MODEL, ensure_model
 from demo.model import HEAD, Rwkv7
 from demo.packing import Batches
-from demo.train import loss_of, rate
+from demo.train import fit, loss_of
 from demo.vocabulary import Compact
 
 RANK = 16
@@ -80,39 +77,25 @@ def adapted(model: Rwkv7) -> dict[str, LowRank]:
 
 def tune(name: str, model: Rwkv7, compact: Compact, args: argparse.Namespace) -> list[Tensor] | dict[str, LowRank]:
     """Train one of `TUNINGS`; return the states [heads, 64, 64] per layer, or the low-rank products."""
-    tuning = TUNINGS[name]
-    device = model.emb.weight.device
+    chosen = TUNINGS[name]
     model.requires_grad_(False)
     states: list[Tensor] | None = None
     lows: dict[str, LowRank] = {}
-    if tuning.is_state:
+    if chosen.is_state:
         shape = (model.shape.width // HEAD, HEAD, HEAD)
+        device = model.emb.weight.device
         states = [torch.zeros(shape, device=device, requires_grad=True) for _ in range(model.shape.layers)]
-        parameters = states
     else:
         lows = adapted(model)
-        parameters = [parameter for low in lows.values() for parameter in low.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=tuning.peak, betas=(0.9, 0.97), weight_decay=0.01)
-    stream = Batches(args.seed, 0, compact, args.rows, args.time, tuning.source)
-    loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
-    bar, began = tqdm(total=args.steps, desc=name, mininterval=5, unit="step"), time.monotonic()
-    for step, batch in enumerate(loader):
-        if step >= args.steps or time.monotonic() - began > args.minutes * 60:
-            break
-        inputs, targets, weights, begins = (t.to(device, non_blocking=True) for t in batch)
-        progress = max(step / args.steps, (time.monotonic() - began) / (args.minutes * 60))
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step + 50, progress, tuning.peak)
-        loss = loss_of(lambda ids, marks: model(ids, marks, states), compact, inputs, targets, weights, begins)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        bar.update()
-        if step % 50 == 0:
-            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-    bar.close()
-    return lows if states is None else states
+    parameters = states or [parameter for low in lows.values() for parameter in low.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=chosen.peak, betas=(0.9, 0.97), weight_decay=0.01)
+    stream = Batches(args.seed, 0, compact, args.rows, args.time, chosen.source)
+
+    def compute(*rows: Tensor) -> Tensor:
+        return loss_of(lambda ids, begins: model(ids, begins, states), compact, *rows)
+
+    fit(optimizer, stream, compute, args, chosen.peak, warm_steps=50)
+    return states or lows
 
 
 def score(name: str, client: EngineClient, count: int, seed: int) -> float:
@@ -127,14 +110,9 @@ def score(name: str, client: EngineClient, count: int, seed: int) -> float:
         segments = [segment.text for segment in document]
         scripts.append([(segments[at], segments[at + 1]) for at in range(0, len(segments), 3)])
     answers = client.converse([[prompt for prompt, _ in script] for script in scripts], 96)
-    pairs = [
-        (wanted.strip(), got.strip())
-        for script, given in zip(scripts, answers, strict=True)
-        for (_, wanted), got in zip(script, given, strict=True)
-    ]
-    for wanted, got in [pair for pair in pairs if pair[0] != pair[1]][:5]:
-        print(f"{name}: wanted {wanted!r}, got {got!r}", flush=True)
-    return sum(wanted == got for wanted, got in pairs) / len(pairs)
+    wanted = [answer.strip() for script in scripts for _, answer in script]
+    got = [answer.strip() for given in answers for answer in given]
+    return sum(one == other for one, other in zip(wanted, got, strict=True)) / len(wanted)
 
 
 def save(name: str, tuned: list[Tensor] | dict[str, LowRank], out: Path) -> Path:

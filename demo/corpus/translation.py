@@ -142,8 +142,8 @@ def fixed(rng: Random, table: str, names: tuple[str, ...], *, to_other: float = 
     """Sample prompt and answer of a phrase table whose columns are English and `names`."""
     english, *others = pick(rng, phrase_table(table))
     name, other = pick(rng, tuple(zip(names, others, strict=True)))
-    if rng.random() < 0.3 and english[-1] in MARKS and not english.endswith("...") and table == "german_japanese":
-        english, other = english[:-1], other[:-1]
+    if rng.random() < 0.3 and english[-1] in MARKS and not english.endswith("...") and other[-1:] in ".!?。！？":
+        english, other = english[:-1].rstrip(), other[:-1].rstrip()
     if rng.random() < to_other:
         return f"English: {english}\n\n{name}:", f" {other}"
     return f"{name}: {other}\n\nEnglish:", f" {english}"

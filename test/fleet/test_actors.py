@@ -20,7 +20,6 @@ import httpx
 import pytest
 
 from bench.tools.cpu_time import cpu_s
-from demo.ray_nodes import RayNodes, descendants
 from test.fleet.test_replicas import (
     CHAT,
     Meanwhile,
@@ -30,6 +29,7 @@ from test.fleet.test_replicas import (
     pid_of,
     texts,
 )
+from test.ray_nodes import RayNodes, descendants
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = [

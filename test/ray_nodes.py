@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on one machine: each has an address of its own of the loopback network."""
+"""Starts Ray nodes on one machine, each with its own loopback address."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 START_S = 90.0
 ATTEMPTS = 5
-"""Ray gives its own processes some 15 s to start, which a busy machine may not have."""
+"""Ray allows its processes about 15 s to start; a busy machine may need longer."""
 OBJECT_STORE_BYTES = 80_000_000
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no client's connection is given as its own until somebody does."""
+    """Return a free port outside the range of client ports."""
     first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    for port in random.SystemRandom().sample(range(20_000, max(first, 30_000)), 100):  # Ray's own begin below
+    for port in random.SystemRandom().sample(range(20_000, max(first, 30_000)), 100):  # Ray's ports are lower
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
@@ -30,12 +30,12 @@ def free_port() -> int:
 
 
 class RayNodes:
-    """Nodes that were started here, the first one being the head. `close` ends them all."""
+    """The nodes of one cluster. The first is the head; `close` kills all."""
 
     def __init__(self, folder: Path, redis: str = "") -> None:
-        """`folder` takes the token, logs and Ray's own files; sockets are in it, so its path must be short.
-
-        `redis`: HOST:PORT of a server that keeps what the head knows, so that it can come back (`start_again`).
+        """
+        folder: for the token, logs and Ray's files; its path must be short, because it holds sockets
+        redis: HOST:PORT of the server that stores the head's state for `start_again`
         """
         self.folder = folder
         self.port = free_port()
@@ -47,12 +47,12 @@ class RayNodes:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(folder / "ray"),
-            "RAY_memory_monitor_refresh_ms": "0",  # others of this machine may need much memory
-            # A node whose processes have ended is given up after about 4 s instead of 66; a busy machine's is not.
+            "RAY_memory_monitor_refresh_ms": "0",  # other programs of this machine may need much memory
+            # Ray declares a killed node dead after about 4 s instead of 66 s, but not a slow one.
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "10000",
             "RAY_health_check_failure_threshold": "3",
-            # What takes part ends if the head is away for so long, else for a minute.
+            # Workers wait this long for the head to come back; the default is 60 s.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         }
         if redis:
@@ -62,11 +62,11 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """Of the head."""
+        """The head's address."""
         return f"127.0.1.1:{self.port}"
 
     def start(self, cpus: int = 1, gpus: int = 0) -> str:
-        """One more node with so many CPUs and GPUs; returns its address once it is there."""
+        """Start a node and return its address."""
         ip = f"127.0.1.{len(self._nodes) + 1}"
         place = ["--head", f"--port={self.port}"] if not self._nodes else [f"--address={self.address}"]
         place += [f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"] if not self._nodes else []
@@ -85,8 +85,8 @@ class RayNodes:
         return self._started(ip)
 
     def start_again(self, head: str) -> None:
-        """Have the head come back after it was killed."""
-        (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)  # else it is thought to be there still
+        """Restart a killed head."""
+        (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)  # else Ray believes that the head runs
         self._started(head)
 
     def _started(self, ip: str) -> str:
@@ -112,21 +112,21 @@ class RayNodes:
         return self.folder / f"{ip}.log"
 
     def kill(self, ip: str) -> None:
-        """End every process of a node at once, as when its machine loses power."""
+        """Kill all processes of a node at once, like a power failure."""
         node = self._nodes[ip]
-        for pid in descendants(node.pid) if node.poll() is None else ():  # its number may be another's by now
+        for pid in descendants(node.pid) if node.poll() is None else ():  # the process id may be reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         node.wait()
 
     def close(self) -> None:
-        """End all nodes."""
+        """Kill all nodes."""
         for ip in reversed(self._nodes):
             self.kill(ip)
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all that it has started, and these, and so on."""
+    """Return a process id and those of all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
