@@ -80,7 +80,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             trusted_proxies=http.trusted_proxies,
             cors_origin=http.cors_origin,
             body_mb=max(http.max_body_mb, http.max_state_mb),
-            connections_per_client=settings.service.max_connections_per_client or per_worker * len(workers),
+            connections_per_client=per_worker * len(workers),
             stall_timeout_s=http.stall_timeout_s,
             drain_timeout_s=http.drain_timeout_s,
         )
@@ -108,7 +108,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _nginx_errors(self) -> list[tuple[int, str, str, int]]:
         """What nginx answers by itself: status, OpenAI's type, message, seconds to wait before another try."""
-        limit = f"{self.connections_per_client} (--max-connections-per-client)"
+        limit = f"{self.connections_per_client} (--max-streams-per-client)"
         return [
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
             (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,15 @@ from typing import Any, NoReturn
 import msgspec
 
 from programs.settings.config import ServiceConfig, Settings
-from programs.settings.flags import FLAGS, PASSWORD_FILE, Flag, default_text
+from programs.settings.flags import FLAGS, PASSWORD_FILE, REMOVED, Flag, default_text
 from programs.settings.values import SettingsError, database
 from routes.config import HttpConfig
 from rwkv_batch import __version__
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.strategy import parse_strategy
 from state_pool.config import PoolConfig
+
+logger = logging.getLogger("settings")
 
 
 def program(command: str = "") -> str:
@@ -56,13 +59,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="X", help="file whose first line is the password"
     )
+    for option in REMOVED:
+        parser.add_argument(option, dest=_variable(option), help=argparse.SUPPRESS)
     return parser
+
+
+def _variable(option: str) -> str:
+    return "RWKV_" + option.removeprefix("--").replace("-", "_").upper()
+
+
+def _warn_of_removed(source: Mapping[str, str]) -> None:
+    for option, reason in REMOVED.items():
+        if _variable(option) in source:
+            logger.warning("%s (or %s) has no effect: %s. Remove it.", option, _variable(option), reason)
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Settings of a command line and an environment. Raises SettingsError with one clear line."""
     cli_values = vars(build_parser().parse_args(list(arguments)))
     source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
+    _warn_of_removed(source)
     values = {section: _section_values(flags, cli_values, source) for section, flags in FLAGS.items()}
     if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
         values[HttpConfig]["password"] = _first_line(path)

@@ -25,8 +25,6 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """IP address of this machine's Ray node, where it has several."""
     front: str = "auto"
     """"nginx" | "none" | "auto": nginx where it is installed and the host is not loopback."""
-    max_connections_per_client: int = 0
-    """0: as many as the HTTP workers write answers to one client."""
     max_models: int = 4
     """Loaded while serving, beside the service's own."""
     model_idle_s: float = 0.0

@@ -79,6 +79,20 @@ _COUNT_1 = integer(1, 1_000_000)
 _POSITIVE = integer(1, 2**31 - 1)
 _SECONDS = decimal(0, 1e9)
 
+REMOVED = {
+    "--max-connections-per-client": "--max-streams-per-client bounds one client",
+    "--translate-cache": "each HTTP worker remembers 4,096 translations",
+    "--pp-micro-batches": "the engine runs one micro-batch per device",
+    "--batch-step-layers": "the engine chooses the layers of a piece by model size",
+    "--prefill-chunk": "a step reads at most 512 prompt tokens of a row",
+    "--overlap": "steps overlap on GPUs",
+    "--overlap-on-cpu": "steps overlap on GPUs alone",
+    "--checkpoint-store-min-mb": "states from 1 MiB on go to the checkpoint store",
+    "--prefix-seen-mb": "the pool remembers 16 MiB of recent prompts",
+    "--transfer-states": "four states are transferred at a time",
+}
+"""Removed flag -> what holds without it. A start that gives one logs a warning; the next release refuses it."""
+
 FLAGS: dict[Section, tuple[Flag, ...]] = {
     ServiceConfig: (
         Flag("http_workers", integer(0, 128), "HTTP worker processes; 0: 2, from 8 CPUs on 4, from 32 on 8"),
@@ -100,11 +114,6 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             one_of("auto", "nginx", "none"),
             "what clients talk to: nginx, which the service starts, or the HTTP workers themselves (none); "
             "auto: nginx where it is installed and the host is not loopback",
-        ),
-        Flag(
-            "max_connections_per_client",
-            _COUNT,
-            "requests of one address that nginx passes on at a time; 0: as many as HTTP workers answer",
         ),
         Flag("max_models", integer(0, 64), "models that may be loaded while serving, beside the service's own"),
         Flag("model_idle_s", _SECONDS, "seconds after which such a model leaves if nobody uses it; 0: never"),
@@ -157,7 +166,6 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag("access_log", boolean, "log a line for every request"),
         Flag("files_dir", str, "folder of files and batches; auto: beside --state-db, if there is one; none: none"),
         Flag("files_max_gb", decimal(0.001, 1e6), "most that all files of batches may hold, in GiB"),
-        Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),
     EngineConfig: (
         Flag(
@@ -215,12 +223,6 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "--pp-devices, --pp-layers, --pp-resident and --dtype as the rwkv package writes them: "
             "cuda fp16 *10 -> cpu fp32, cuda fp16 *20+",
         ),
-        Flag(
-            "micro_batches",
-            integer(0, 64),
-            "groups of rows that are on the stages at once; 0: one for each GPU of --pp-devices",
-            name="pp_micro_batches",
-        ),
         Flag("kernels", one_of(*KERNELS), "kernels; auto: the fastest that run here"),
         Flag("samplers", _samplers, "samplers in order of preference"),
         Flag(
@@ -243,17 +245,8 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "batch rows that decode in a step while interactive requests come, whose first tokens wait for it; "
             f"0: by device, {ALL_BATCH_ROWS}: all",
         ),
-        Flag(
-            "batch_step_layers",
-            integer(WHOLE_STEPS, 1024),
-            "on a single GPU, layers after which a step with batch rows may be left for a first token; "
-            f"0: by model, {WHOLE_STEPS}: it never is",
-        ),
-        Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
         Flag("gpu_memory_utilization", decimal(0.05, 1.0), "part of the GPU memory that may be used"),
         Flag("warmup", boolean, "on a GPU, run every kind of step once before serving"),
-        Flag("overlap", boolean, "launch a step before the last one has been read"),
-        Flag("overlap_on_cpu", boolean, "the same on a CPU, where it gains nothing; for tests"),
         Flag("threads", integer(0, 4096), "compute threads on a CPU; 0: all cores"),
         Flag("step_timeout_s", _SECONDS, "seconds after which a step that hangs restarts the engine; 0: never"),
         Flag("drain_timeout_s", _SECONDS, "seconds that running requests get at shutdown"),
@@ -269,7 +262,6 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "where stored states are kept beside the database: file:///FOLDER or s3://BUCKET/PREFIX?endpoint=URL, "
             "keys from the environment; empty: in the database",
         ),
-        Flag("checkpoint_store_min_mb", decimal(0, 1e6), "MiB from which a state is kept there"),
         Flag("synchronous", one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous"),
         Flag("session_ttl", _SECONDS, "seconds after which an unused session is deleted; 0: never"),
         Flag("state_db_max_gb", decimal(0, 1e6), "most the database may hold, with its checkpoint store; 0: unlimited"),
@@ -277,13 +269,11 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag("checkpoint_tokens", _POSITIVE, "log length at which a session's state is written again"),
         Flag("prefix_cache_slots", _COUNT, "cached prompt prefixes kept in slots; 0: no prefix cache"),
         Flag("prefix_cache_l2", _COUNT, "cached prefixes kept in host memory"),
-        Flag("prefix_seen_mb", _COUNT, "MiB of recent prompts remembered, to notice a prefix that is met again"),
         Flag("state_slots", _COUNT_1, "tuned states kept in slots; host memory has all"),
         Flag("max_states", _COUNT, "most tuned states loaded"),
         Flag("max_adapters", integer(1, 1024), "most adapters loaded for requests to name"),
         Flag("retain_tokens", integer(-1, 2**31 - 1), "tokens of history kept behind a checkpoint; -1: all"),
         Flag("checkpoint_idle_s", _SECONDS, "seconds without a turn after which a parked session is checkpointed"),
-        Flag("transfer_states", integer(1, 1024), "states on their way to disk or host at once"),
     ),
 }
 

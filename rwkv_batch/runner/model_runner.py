@@ -113,12 +113,12 @@ class ModelRunner:
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
 
     def _require_pieces(self) -> None:
-        """Raises StartupError for --batch-step-layers where steps cannot be launched in pieces."""
+        """Raises StartupError for batch_step_layers where steps cannot be launched in pieces."""
         layers = self._config.batch_step_layers
         if layers > 0 and not self.has_pieces:
             reason = self.graphs.refusal or f"here the layers are on {self.device_names()}, or come from host memory"
             needs = "needs decode graphs and one GPU that keeps all layers"
-            raise StartupError(f"--batch-step-layers {layers} {needs}: {reason}; leave it out")
+            raise StartupError(f"batch_step_layers {layers} {needs}: {reason}; leave it out")
 
     def _make_logits(self) -> Tensor | None:
         """Where a CPU's steps leave their logits, each done with before the next begins.

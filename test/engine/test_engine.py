@@ -285,7 +285,7 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
 
 
 def test_pieces_where_there_are_none_are_refused_at_the_start(model: Path) -> None:
-    no_graphs = r"--batch-step-layers 2 needs .*: decode graphs need the cuda kernels on every device, not cpu; leave"
+    no_graphs = r"batch_step_layers 2 needs .*: decode graphs need the cuda kernels on every device, not cpu; leave"
     with pytest.raises(StartupError, match=no_graphs), started_engine(model, batch_step_layers=2):
         pass
 

@@ -160,7 +160,7 @@ def _streams(service: Service) -> int:
     if refused.status_code == 429:
         # nginx's own limit, or a worker's, which names the client.
         message = refused.json()["error"]
-        assert "127.0.0.1" in message or "--max-connections-per-client" in message
+        assert "127.0.0.1" in message or "--max-streams-per-client" in message
         return 8
     return 0
 
