@@ -30,7 +30,7 @@ from programs.settings.values import (
     strategy,
 )
 from routes.config import HttpConfig
-from rwkv_batch.config import ALL_BATCH_ROWS, DTYPES, KERNELS, WHOLE_STEPS, WKV_STATES, EngineConfig
+from rwkv_batch.config import ALL_BATCH_ROWS, DTYPES, KERNELS, WKV_STATES, EngineConfig
 from state_pool.config import PoolConfig
 
 Section = type[ServiceConfig] | type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
