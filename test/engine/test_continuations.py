@@ -29,7 +29,7 @@ def test_queued_continuations_of_a_cancelled_job_are_forgotten() -> None:
     running, children = job(3)
     plan.add_forked(children)
     assert plan.admission.waiting_rows == 3
-    assert plan.forget_waiting(running) == children and plan.admission.waiting_rows == 0
+    assert plan.remove_waiting(running) == children and plan.admission.waiting_rows == 0
     assert not plan.admission.interactive.forked
 
 
@@ -75,7 +75,7 @@ def test_a_clients_continuations_do_not_keep_other_clients_prompts_waiting() -> 
     rows = per_job(plan.schedule())
     assert rows[other] == 1 and rows[hog] == 0, "its own continuations go first"
     for sequence in [*children, *more]:
-        end(plan, slots, sequence) if sequence.phase is Phase.RUNNING else plan.forget_waiting(sequence.job)
+        end(plan, slots, sequence) if sequence.phase is Phase.RUNNING else plan.remove_waiting(sequence.job)
     assert per_job(plan.schedule())[hog] == 1
     assert not plan.admission.interactive.num_held_shared_prefixes
 
@@ -97,7 +97,7 @@ def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -
     assert all(row.sequence.samples for row in plan.schedule())
 
 
-@pytest.mark.parametrize("seats", [1, 2, 3, 4, 6, 8, 16, 64, 320])
+@pytest.mark.parametrize("req_slots", [1, 2, 3, 4, 6, 8, 16, 64, 320])
 def test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with(req_slots: int) -> None:
     """Turns that wait hold half the slots. All else that waits, of both classes, must not hold the other half."""
     plan, slots = scheduler(req_slots=req_slots, slots=10_000)

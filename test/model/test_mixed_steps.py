@@ -31,7 +31,7 @@ def staged() -> tuple[MixedGraphs, dict[str, Any]]:
     mixed = object.__new__(MixedGraphs)
     mixed.__dict__ |= {
         "_decode": SimpleNamespace(dummy_req_slot=NOBODY),
-        "_single": np.arange(DECODE_SIZES[-1]),
+        "_token_range": np.arange(DECODE_SIZES[-1]),
         "_staged": SimpleNamespace(filling=filling),
     }
     return mixed, host

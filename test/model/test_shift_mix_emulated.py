@@ -74,7 +74,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
         torch.empty(0),
         torch.zeros(1, dtype=torch.int32),
         torch.zeros(8, WIDTH // 8, dtype=torch.int64),
-        processors=4,
+        num_sms=4,
     )
     return found
 

@@ -21,7 +21,7 @@ class StandIn:
         StandIn.made += 1
         self.is_alive = True
 
-    def ask(self, constraint: Constraint) -> None:
+    def try_compile(self, constraint: Constraint) -> None:
         return None
 
     def close(self) -> None:
@@ -65,10 +65,10 @@ def test_a_process_ends_though_it_tries_a_grammar_when_all_are_ended(
 ) -> None:
     asked: list[StandIn] = []
 
-    def ask(process: StandIn, constraint: Constraint) -> None:
+    def try_compile(process: StandIn, constraint: Constraint) -> None:
         asked.append(process)
         trials.close()
 
-    monkeypatch.setattr(StandIn, "ask", ask)
+    monkeypatch.setattr(StandIn, "try_compile", try_compile)
     trials.check(DIGITS)
     assert not trials._idle and not asked[0].is_alive
