@@ -27,7 +27,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)  # much of the time is waiting
 
 cluster-demo: $(VENV)/.installed-cluster
-	$(BIN)/python -m demo.cluster $(ARGS)
+	$(BIN)/python -m test.cluster_demo $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)

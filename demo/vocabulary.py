@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -36,12 +35,6 @@ def encode(text: str) -> list[int]:
     """Return the ids of a text by greedy longest match."""
     ids: list[int] = tokenizer().encode(text)
     return ids
-
-
-def decode(tokens: Iterable[int]) -> str:
-    """Return the text of ids, with U+FFFD for broken UTF-8."""
-    table = token_bytes()
-    return b"".join(table[t] for t in tokens).decode("utf-8", "replace")
 
 
 class Compact:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import NamedTuple
 
@@ -146,23 +146,25 @@ def key(facts: list[Fact]) -> str:
     return " | ".join(sorted(f"{f.kind.name} is {f.en}" for f in facts))
 
 
-def _facts(rng: Random, count: int, held: bool) -> list[Fact]:
-    """Sample facts of different kinds on one side of the split; names and numbers are more frequent."""
+def split_facts(rng: Random, held: bool, choose: Callable[[Random], list[Kind]]) -> list[Fact]:
+    """Sample facts of chosen kinds on one side of the split. It chooses again: some kinds have few values."""
     while True:
-        first = kind("name") if rng.random() < 0.3 else kind("number") if rng.random() < 0.15 else pick(rng, kinds())
-        others = [one for one in rng.sample(kinds(), count) if one is not first]
-        facts = [fact(rng, one) for one in [first, *others[: count - 1]]]
+        facts = [fact(rng, one) for one in choose(rng)]
         if held_out(key(facts)) == held:
             return facts
 
 
-def session(
-    rng: Random, *, held: bool = False, turns: tuple[int, int] | None = None, chinese: bool | None = None
-) -> list[Turn]:
+def _choose(count: int, rng: Random) -> list[Kind]:
+    """Choose different kinds; names and numbers are more frequent."""
+    first = kind("name") if rng.random() < 0.3 else kind("number") if rng.random() < 0.15 else pick(rng, kinds())
+    return [first, *[one for one in rng.sample(kinds(), count) if one is not first][: count - 1]]
+
+
+def session(rng: Random, *, held: bool = False, turns: tuple[int, int] | None = None) -> list[Turn]:
     """Sample a chat: facts, then `turns` rounds of small talk, then questions. A held-out chat has two to four facts."""
-    chinese = rng.random() < 0.25 if chinese is None else chinese
+    chinese = rng.random() < 0.25
     count = rng.randint(2, 4) if held else rng.choices((1, 2, 3, 4, 5), (35, 27, 18, 12, 8))[0]
-    facts = _facts(rng, count, held)
+    facts = split_facts(rng, held, partial(_choose, count))
     low, high = turns or ((0, 3) if rng.random() < 0.7 else (2, 9))
     script = [small_talk(rng, chinese)] if rng.random() < 0.3 else []
     waiting = list(facts)

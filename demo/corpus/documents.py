@@ -23,13 +23,12 @@ class Segment:
 Document = tuple[Segment, ...]
 
 
-def rounds(turns: list[tuple[str, str]], *, last_stop: str = STOP) -> Document:
+def rounds(turns: list[tuple[str, str]]) -> Document:
     """Return a document of prompts and answers. A stop ends each answer; the next prompt does not repeat it."""
     segments = []
-    for index, (prompt, answer) in enumerate(turns):
+    for prompt, answer in turns:
         weight = 0.0 if "<think" in prompt else PROMPT_WEIGHT  # the prompt decides whether to think, not the model
-        segments += [Segment(prompt, weight), Segment(answer, 1.0)]
-        segments.append(Segment(STOP if index + 1 < len(turns) else last_stop, 1.0))
+        segments += [Segment(prompt, weight), Segment(answer, 1.0), Segment(STOP, 1.0)]
     return tuple(segments)
 
 

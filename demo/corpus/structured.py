@@ -6,8 +6,8 @@ import json
 from random import Random
 
 from demo.corpus import chat
-from demo.corpus.chat import Fact, fact
-from demo.corpus.documents import Document, dialogue, held_out, rounds
+from demo.corpus.chat import Fact, Kind
+from demo.corpus.documents import Document, dialogue, rounds
 from demo.corpus.grammar import expand, pick
 
 NUMBERS = frozenset({"age", "number", "favorite number", "room number", "lucky number"})
@@ -29,20 +29,20 @@ def _request(rng: Random, symbol: str, facts: list[Fact], text: str = "") -> str
     return str(expand(rng, symbol, keys=keys, quoted=quoted, text=text)["zh_asked"])
 
 
-def _facts(rng: Random, held: bool, *, third: bool = False) -> list[Fact]:
-    """Sample facts on one side of the split, of the user or of a third person."""
+def _kinds(rng: Random) -> list[Kind]:
+    return rng.sample(chat.kinds(), rng.randint(1, 3))
+
+
+def _kinds_of_others(rng: Random) -> list[Kind]:
+    """Choose the name of a third person and one or two other kinds."""
     others = [kind for kind in chat.kinds() if "third" in kind.lines]
-    while True:
-        some = rng.sample(others, rng.randint(1, 2)) if third else rng.sample(chat.kinds(), rng.randint(1, 3))
-        facts = [fact(rng, kind) for kind in ([chat.kind("name"), *some] if third else some)]
-        if held_out(chat.key(facts)) == held:
-            return facts
+    return [chat.kind("name"), *rng.sample(others, rng.randint(1, 2))]
 
 
 def extraction(rng: Random, *, held: bool = False) -> tuple[str, str]:
     """Sample a request to extract facts from a text, and the JSON answer."""
     third = rng.random() < 0.5
-    facts = _facts(rng, held, third=third)
+    facts = chat.split_facts(rng, held, _kinds_of_others if third else _kinds)
     if third:
         said = [pick(rng, one.kind.lines["third"]).format(one.en, name=facts[0].en) for one in facts[1:]]
     else:
@@ -53,7 +53,7 @@ def extraction(rng: Random, *, held: bool = False) -> tuple[str, str]:
 
 def _from_chat(rng: Random) -> list[tuple[str, str]]:
     """Sample a chat that states facts and ends with a request for some of them."""
-    facts = _facts(rng, held=False)
+    facts = chat.split_facts(rng, False, _kinds)
     turns = [chat.telling(rng, [one], chinese=False) for one in facts]
     if rng.random() < 0.3:
         turns.append(chat.small_talk(rng, chinese=False))

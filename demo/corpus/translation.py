@@ -87,12 +87,11 @@ def _typed(rng: Random, en: str, zh: str) -> tuple[str, str]:
         return en, zh
     if share < 0.75:
         return contracted(en), zh
+    if share > 0.9:
+        loud = en.upper() if share > 0.95 else " ".join(word[:1].upper() + word[1:] for word in en.split(" "))
+        return (loud if len(en) < 40 else en), zh
     if share < 0.85:
         en, zh = unmarked(en, zh)
-    if share > 0.95:
-        return (en.upper() if len(en) < 40 else en), zh
-    if share > 0.9:
-        return (" ".join(w[:1].upper() + w[1:] for w in en.split(" ")) if len(en) < 40 else en), zh
     return en[0].lower() + en[1:], zh
 
 

@@ -1,6 +1,6 @@
 """Runs three machines of a Ray cluster on one host and kills one of them during a stream.
 
-    python -m demo.cluster [--state-db postgresql://…] [further flags of the service]
+    python -m test.cluster_demo [--state-db postgresql://…] [further flags of the service]
 
 Machine 1 is the head and has no engine; machines 2 and 3 have one engine each. A client reads a stream from machine 1.
 Then the machine that generates the stream is killed, and the stream continues. With PostgreSQL a conversation from
