@@ -1,4 +1,4 @@
-"""The engine's settings. Plain data, made by programs/settings/ from flags and environment."""
+"""The engine's settings. Plain data; programs/settings/ creates it from flags and environment variables."""
 
 from __future__ import annotations
 
@@ -9,91 +9,96 @@ import msgspec
 from state_pool.config import PoolConfig
 
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Of a tuned state or an adapter: it is part of model names and of file names."""
+"""Valid names of tuned states and adapters. They are part of model names and file names."""
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4")
 WKV_STATES = ("auto", "fp32", "fp16", "int8")
 KERNELS = ("auto", "cuda", "cpu", "naive")
-"""What `dtype`, `wkv_state` and `kernels` may be."""
+"""Allowed values of `dtype`, `wkv_state` and `kernels`."""
 ALL_BATCH_ROWS = -1
-"""As `batch_rows_beside`."""
+"""Value of `max_batch_rows_with_interactive`: no limit."""
 WHOLE_STEPS = -1
-"""As `batch_step_layers`."""
+"""Value of `batch_step_layers`: steps are not split into pieces."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the engine process needs to know."""
+    """All settings of the engine's process."""
 
     model_path: str
     model_name: str = "rwkv7"
     dtype: str = "auto"
-    """"fp32" | "bf16" | "fp16" | "fp8" | "int8" | "int4"; auto: fp16 on CUDA, fp32 on a CPU. The last three are storage
-    of the large matrices, the rest is as with auto."""
+    """"fp32" | "bf16" | "fp16" | "fp8" | "int8" | "int4"; auto: fp16 on CUDA, fp32 on a CPU
+
+    fp8, int8 and int4 are storage formats of the large matrices; everything else is as with auto.
+    """
     states: tuple[str, ...] = ()
-    """Tuned states, as "name=file"; see `--state`."""
+    """tuned states as "name=file"; see `--state`"""
     adapters: tuple[str, ...] = ()
-    """Adapters merged into the weights, as "file" or "file:scale"; see `--adapter`."""
+    """adapters merged into the weights, as "file" or "file:scale"; see `--adapter`"""
     served_adapters: tuple[str, ...] = ()
-    """Adapters that rows may name, as "name=file" or "name=file:scale"; see `--adapter-serve`."""
+    """adapters that rows may name, as "name=file" or "name=file:scale"; see `--adapter-serve`"""
     models_dir: str = ""
-    """Folder that requests may name files in; "": none."""
+    """folder from which requests may name files; "": none"""
     devices: tuple[str, ...] = ("auto",)
-    """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
+    """one pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu"""
     layers: tuple[float, ...] = ()
-    """Layers of each of `devices`, in halves, 0: what the others leave; (): dealt to take equal time, within
-    their memory."""
+    """layers of each device, in halves; 0: the rest; (): split so that stages take equal time, within their memory"""
     resident: tuple[int | None, ...] = ()
-    """Of each device, layers that stay on it; the rest of its share is copied in for every step. None: all; (): all on
-    all devices. A CPU's stay in any case."""
+    """per device, layers that stay on it; the others are copied in for every step
+
+    None: all; (): all on all devices. On a CPU all layers stay.
+    """
     strategy: str = ""
-    """What devices, layers, resident and dtype were taken from, as the `rwkv` package writes it; "": from flags."""
+    """the `rwkv` package's strategy that set devices, layers, resident and dtype; "": set by flags"""
     micro_batches: int = 0
-    """Groups that rows which decode are dealt into, so that devices work at once; 0: as many as devices that can."""
+    """groups of decoding rows, so that devices work at the same time; 0: one per device that can overlap"""
     kernels: str = "auto"
-    """One of KERNELS; auto: the fastest that run here."""
+    """one of KERNELS; auto: the fastest that runs here"""
     samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")
-    """Order of preference; what is not named serves only if none of these can."""
+    """in order of preference; other samplers serve only if none of these can"""
     wkv_state: str = "auto"
-    """"fp32" | "fp16" | "int8": storage of the WKV state; arithmetic is fp32 in each. auto: fp16 on CUDA, fp32
-    on a CPU."""
+    """"fp32" | "fp16" | "int8": storage of the WKV state, with fp32 arithmetic; auto: fp16 on CUDA, fp32 on a CPU"""
     auto_fallback_fields: tuple[str, ...] = ()
-    """Of "wkv_state" and "kernels", those that nobody asked for by name: they are those of the service's own model, and
-    a model or a device that cannot have them is served as with "auto"."""
+    """fields among "wkv_state" and "kernels" that fall back to "auto" if the model or device does not support them
+
+    They are inherited from the service's own model, not set by the user.
+    """
     max_running: int = 0
-    """Rows that decode at once; 0: decided from free memory (GPU) or 256 (CPU)."""
+    """rows that decode at once; 0: from free memory (GPU) or 256 (CPU)"""
     max_waiting_rows: int = 8192
-    """Rows admitted but not yet running; one more is refused with OVERLOADED."""
+    """rows admitted but not running; more are refused with OVERLOADED"""
     max_waiting_rows_per_client: int = 0
-    """The same for the rows of one client; 0: three quarters of `max_waiting_rows`."""
+    """the same per client; 0: three quarters of `max_waiting_rows`"""
     prefill_tokens_per_step: int = 0
-    """Prompt tokens that are read in one step; 0: decided by device."""
-    prefill_tokens_beside: int = 0
-    """The same while rows decode, whose next tokens wait for them; 0: decided by device."""
-    batch_rows_beside: int = 0
-    """Batch rows that decode in one step while interactive requests come, whose first tokens wait; 0: decided by
-    device, `ALL_BATCH_ROWS`: all."""
+    """prompt tokens read per step; 0: by device"""
+    max_prefill_tokens_with_decode: int = 0
+    """the same in steps in which rows decode; 0: by device"""
+    max_batch_rows_with_interactive: int = 0
+    """batch rows that decode in a step while interactive requests arrive; 0: by device, `ALL_BATCH_ROWS`: all"""
     batch_step_layers: int = 0
-    """On one GPU, layers in a piece of a step with batch rows, between two of which first tokens go; 0: decided by the
-    model, `WHOLE_STEPS`: it has none."""
+    """layers per piece of a step with batch rows, on one GPU; 0: by model, `WHOLE_STEPS`: no pieces
+
+    Interactive prefill runs between two pieces.
+    """
     prefill_chunk: int = 512
-    """Most prompt tokens of one row in one step."""
+    """maximum prompt tokens of a row per step"""
     gpu_memory_utilization: float = 0.9
     warmup: bool = True
-    """Run every kind of step once before serving (on a GPU), so that no request waits for its first time."""
+    """run every kind of step once before serving (on a GPU), so that no request waits for compilation"""
     overlap: bool = True
-    """Launch step n+1 before the host has read step n, where the device allows it."""
+    """launch step n+1 before the host has read step n, where the device supports it"""
     overlap_on_cpu: bool = False
-    """The same on a CPU, where it gains nothing: for tests."""
+    """the same on a CPU, without a gain: for tests"""
     threads: int = 0
-    """Compute threads on a CPU; 0: this engine's part of all cores."""
+    """compute threads on a CPU; 0: this engine's share of all cores"""
     replica: int = 0
-    """Number of this engine among those that serve the model on this machine; of "auto", it chooses the GPU."""
+    """this engine's index among the replicas on this machine; with "auto" it selects the GPU"""
     replicas: int = 1
-    """How many these are: they share the machine."""
+    """number of replicas that share this machine"""
     loads_at_low_priority: bool = False
-    """Loading takes few of the cores while others want them: another model is being served."""
+    """load with few cores while other processes need them: another model is being served"""
     only_idle_cores: bool = False
-    """Then it takes none that others want: the compute threads of the engines that serve leave some free."""
+    """with it, use only idle cores; compute threads of serving engines leave some free"""
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 120.0
-    """A loop that does not come round for so long hangs: the engine process is replaced. 0: never."""
+    """seconds without progress after which the engine's process is replaced; 0: never"""
     pool: PoolConfig = PoolConfig()

@@ -15,8 +15,8 @@ import msgspec
 from programs.settings.config import ServiceConfig, Settings
 from programs.settings.flags import FLAGS, PASSWORD_FILE, REMOVED, Flag, default_text
 from programs.settings.values import SettingsError, database
+from programs.settings.versions import version_text
 from routes.config import HttpConfig
-from rwkv_batch import __version__
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.strategy import parse_strategy
 from state_pool.config import PoolConfig
@@ -43,6 +43,14 @@ class _Repeated(argparse.Action):
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
+class _Version(argparse.Action):
+    """Prints the versions and exits. They are looked up only when they are printed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        sys.stdout.write(f"{version_text()}\n")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line. Values stay text (None: not given), so that one place reads flag and environment."""
     parser = _Parser(
@@ -50,12 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="RWKV-7 batch inference server. Other commands: batch, chat, bench, each with its own --help.",
     )
-    parser.add_argument("--version", action="version", version=f"rwkv-batch {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     for section, flags in FLAGS.items():
         for flag in flags:
             text = f"{flag.help} (default: {default_text(section, flag)}; {flag.variable})".replace("%", "%%")
             action = _Repeated if flag.repeats else "store"
-            parser.add_argument(flag.option, dest=flag.variable, metavar="X", help=text, action=action)
+            parser.add_argument(*flag.options, dest=flag.variable, metavar="X", help=text, action=action)
     parser.add_argument(
         PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="X", help="file whose first line is the password"
     )
@@ -139,7 +147,7 @@ def default_http_workers(cpus: int) -> int:
 def _section_values(flags: Sequence[Flag], cli_values: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
     values = {}
     for flag in flags:
-        text = source.get(flag.variable)
+        text = next((source[name] for name in flag.variables if name in source), None)
         if text is None or (text == "" and flag.parse not in (str, database)):
             continue
         try:

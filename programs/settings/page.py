@@ -13,14 +13,15 @@ SETTINGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 def markdown() -> str:
     """docs/settings.md: every flag with its variable, default and meaning."""
     parts = [
-        "# Settings\n\nMade by `python -m programs.settings` from the table that the command line is read with. "
-        "Each flag is also an environment variable; the command line wins. Lists are separated by commas.\n"
+        "# Settings\n\nEach setting is a flag and an environment variable. A flag wins over a variable. "
+        "Lists are separated by commas. `python -m programs.settings` writes this page.\n"
     ]
     for section, flags in FLAGS.items():
         rows = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
         for flag in flags:
             default = default_text(section, flag)
-            cells = (f"`{flag.option}`", f"`{flag.variable}`", f"`{default}`" if default else "", flag.help)
+            meaning = flag.help + (f" (older name: `{flag.options[1]}`)" if flag.alias else "")
+            cells = (f"`{flag.option}`", f"`{flag.variable}`", f"`{default}`" if default else "", meaning)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if section is HttpConfig:
             rows.append(f"| `{PASSWORD_FILE[0]}` | `{PASSWORD_FILE[1]}` | | file whose first line is the password |")

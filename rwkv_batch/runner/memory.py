@@ -47,7 +47,7 @@ class Memory:
         groups = self._config.micro_batches or self._pipeline.concurrency
         rows = self._config.max_running or self._max_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
         prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
-        with_decode = self._config.prefill_tokens_beside or (GPU_PREFILL_WITH_DECODE if on_gpu else prefill_tokens)
+        with_decode = self._config.max_prefill_tokens_with_decode or (GPU_PREFILL_WITH_DECODE if on_gpu else prefill_tokens)
         return Limits(
             max_running=rows,
             max_waiting_rows=self._config.max_waiting_rows,
@@ -56,16 +56,16 @@ class Memory:
             prefill_chunk=self._config.prefill_chunk,
             max_prefill_tokens_with_decode=min(with_decode, prefill_tokens),
             groups=groups,
-            max_batch_rows_with_interactive=self._batch_rows_beside(on_gpu),
+            max_batch_rows_with_interactive=self._max_batch_rows_with_interactive(on_gpu),
             mixed_rows=max_decode_rows(self._pipeline.concurrency) if on_gpu else 0,
             min_gathered_prefill_tokens=min_gathered_prefill_tokens(self._pipeline.concurrency) if on_gpu else 0,
             jump_forward_max_rows=GPU_JUMP_FORWARD_ROWS if on_gpu else rows,
             masks_block_step=not on_gpu,
         )
 
-    def _batch_rows_beside(self, on_gpu: bool) -> int:
+    def _max_batch_rows_with_interactive(self, on_gpu: bool) -> int:
         """Of `Limits`, where 0 is all."""
-        configured = self._config.batch_rows_beside
+        configured = self._config.max_batch_rows_with_interactive
         if configured == ALL_BATCH_ROWS:
             return 0
         return configured or (0 if on_gpu else CPU_BATCH_ROWS_PER_THREAD * torch.get_num_threads())

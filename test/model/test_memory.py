@@ -78,7 +78,7 @@ def test_a_machine_that_does_not_tell_what_is_available(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("told", "limit"), [(0, 8), (ALL_BATCH_ROWS, 0), (7, 7)])
 def test_batch_rows_beside_interactive_requests(told: int, limit: int) -> None:
     """Left to the engine, four for each compute thread."""
-    memory = Memory(EngineConfig(model_path="", max_running=8, batch_rows_beside=told), PIPELINE)
+    memory = Memory(EngineConfig(model_path="", max_running=8, max_batch_rows_with_interactive=told), PIPELINE)
     assert memory.limits().max_batch_rows_with_interactive == limit
 
 

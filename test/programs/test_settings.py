@@ -74,9 +74,16 @@ def test_devices_of_several_engines() -> None:
 
 
 def test_a_number_below_zero_that_has_a_meaning() -> None:
-    assert parse_settings(["--batch-rows-beside", "-1"], {}).engine.batch_rows_beside == ALL_BATCH_ROWS
+    flag = "--max-batch-rows-with-interactive"
+    assert parse_settings([flag, "-1"], {}).engine.max_batch_rows_with_interactive == ALL_BATCH_ROWS
     with pytest.raises(SettingsError, match=r"-1\.\.1000000"):
-        parse_settings(["--batch-rows-beside", "-2"], {})
+        parse_settings([flag, "-2"], {})
+
+
+def test_an_older_name_of_a_flag_is_the_same_flag() -> None:
+    assert parse_settings(["--batch-rows-beside", "3"], {}) == parse_settings([], {"RWKV_BATCH_ROWS_BESIDE": "3"})
+    newer = parse_settings(["--max-batch-rows-with-interactive", "3"], {"RWKV_BATCH_ROWS_BESIDE": "4"})
+    assert newer.engine.max_batch_rows_with_interactive == 3
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:
@@ -164,7 +171,11 @@ def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"rwkv-batch {__version__}\n")
+    name, *others = capsys.readouterr().out.splitlines()
+    assert (ended.value.code, name) == (0, f"rwkv-batch {__version__}")
+    parts = dict(line.split(maxsplit=1) for line in others)
+    assert list(parts) == ["commit", "torch", "CUDA", "GPU"]
+    assert parts["torch"] == torch.__version__ and parts["CUDA"] == (torch.version.cuda or "none")
 
 
 def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
