@@ -1,6 +1,6 @@
-"""What may be asked of the engine beside generating: one struct for each call, with the type of its answer.
+"""Calls to the engine other than generation: one struct per call, with the type of its answer.
 
-A new call is a struct here, a name in `AnyCall`, and a case in `Engine.call`. Plain data: it crosses the socket.
+To add a call: a struct here, a name in `AnyCall`, and a case in `engine_calls`. Plain data that crosses the socket.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from state_pool.session_page import SessionPage
 
 Answer = TypeVar("Answer")
 Reply = Callable[[Answer | ServiceError], None]
-"""Receives a call's answer, or why there is none, on a thread of the engine's own; returns at once, does not raise."""
+"""Receives a call's answer or its error, on one of the engine's threads. Must not block or raise."""
 Stats = dict[str, Any]
-"""Names and numbers, nested; which ones there are depends on the model and the devices."""
+"""Names and numbers, nested. The keys depend on the model and the devices."""
 
 
 def reply_on_error(reply: Reply[Any], as_error: Callable[[Exception], ServiceError], work: Callable[[], None]) -> None:
-    """Do what answers when it is done; if it fails, that is the answer, and the thread goes on."""
+    """Run `work`, which replies later. If it raises, reply with the translated error."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - whatever it was, somebody waits for an answer
+    except Exception as error:  # noqa: BLE001 - the caller waits for a reply in any case
         reply(as_error(error))
 
 
 class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
-    """A question to the engine; the type parameter is the answer's."""
+    """A call to the engine. The type parameter is the answer's type."""
 
     @classmethod
     def answer_type(cls) -> type[Answer]:
-        """The type of the answer."""
         answer: type[Answer] = get_args(cls.__orig_bases__[0])[0]  # type: ignore[attr-defined]  # typing.Generic's
         return answer
 
 
 class GetStatus(EngineCall[Stats], tag="status", frozen=True, array_like=True):
-    """Figures of model, devices, rows, pool and processes; "jobs" counts those that run or wait by their label."""
+    """Statistics of model, devices, rows, pool and processes. "jobs" counts jobs by label."""
 
 
 class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
-    """The figures of all processes in Prometheus' text form. Answered by the engine's process."""
+    """The metrics of all processes in Prometheus' text format. Answered by the engine's process."""
 
 
 class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, array_like=True):
@@ -56,7 +55,7 @@ class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, a
 
 
 class DeleteSessions(EngineCall[int], tag="session_delete", frozen=True, array_like=True):
-    """Delete a session, or all whose names begin so; answers how many, once a crash cannot undo it."""
+    """Delete a session, or all whose names have this prefix. Answers the number of sessions, once it is durable."""
 
     session_id: str
     delete_prefix: bool = False
@@ -67,42 +66,42 @@ class ExportSession(EngineCall[bytes], tag="session_export", frozen=True, array_
 
     session_id: str
     dialogue: int | None = None
-    """None: the plain session."""
+    """None: the session without branches"""
     include_file: bool = True
-    """Whether the file is made; if not, the answer is empty, or why there would be none."""
+    """False: check only whether the session can be exported; the answer is empty"""
 
 
 class ImportSession(EngineCall[int], tag="session_import", frozen=True, array_like=True):
-    """Make a session of a file; answers the number of tokens that it stands for, once it is durable."""
+    """Create a session from a file. Answers its number of tokens, once it is durable."""
 
     session_id: str
     content: bytes
 
 
 class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tuned state that is loaded, or kept and of no use."""
+    """A tuned state that is loaded, or one that could not be loaded again."""
 
     name: str
     digest: str = ""
-    """Of its numbers."""
+    """hash of its numbers"""
     file: str = ""
-    """What it was read from."""
+    """source file"""
     orientation: str = ""
-    """How the file had its matrices: "value_key" or "key_value" (transposed)."""
+    """matrix layout of the file: "value_key" or "key_value" (transposed)"""
     orientation_reason: str = ""
     created: int = 0
-    """Unix time in seconds at which it was loaded."""
+    """Unix time in seconds at which it was loaded"""
     bytes: int = 0
-    """Of the state, in memory."""
+    """size in memory"""
     is_kept: bool = False
-    """Whether it is there again after a restart of the service without being named."""
+    """whether a restart of the service loads it again"""
     in_slot: bool = False
     mixture: list[tuple[str, float]] = []
-    """Where it is a mixture under a name: its members and their weights."""
+    """for a named mixture: its members and their weights"""
     defaults: DecodeDefaults = DecodeDefaults()
-    """Of requests that name it."""
+    """of requests that name it"""
     error: str = ""
-    """Why a kept state cannot be used."""
+    """why a kept state cannot be used"""
 
 
 class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, array_like=True):
@@ -110,48 +109,48 @@ class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, arr
 
 
 class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=True):
-    """Load a tuned state; it is there for the jobs that come after the answer."""
+    """Load a tuned state. Jobs submitted after the answer can use it."""
 
     name: str
     file: str = ""
-    """Path within `--models-dir`; "": `content` is the file."""
+    """path within the models folder; "": `content` is the file"""
     content: bytes = b""
     mixture: tuple[tuple[str, float], ...] = ()
-    """Names of states with weights: this is the name of a mixture of them, and there is no file."""
+    """names of states with weights: creates a named mixture, without a file"""
     orientation: str = "auto"
     """"auto" | "value_key" | "key_value"."""
     defaults: DecodeDefaults = DecodeDefaults()
-    """Of requests that name it."""
+    """of requests that name it"""
     replace: bool = False
-    """A mixture may take the place of the mixture that has the name."""
+    """whether a mixture may replace another mixture of the same name"""
 
 
 class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_like=True):
-    """Forget a tuned state; rows that were admitted before still begin from it. Answers what it was."""
+    """Remove a tuned state. Admitted rows still start from it. Answers the removed state."""
 
     name: str
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that rows may name, or one that was loaded before and is of no use."""
+    """An adapter that rows may name, or one that could not be loaded again."""
 
     name: str
     digest: str = ""
-    """Of its numbers and its scale."""
+    """hash of its numbers and its scale"""
     file: str = ""
-    """What it was read from."""
+    """source file"""
     scale: float | None = None
-    """As it was given; None: the file says it."""
+    """as configured; None: from the file"""
     rank: int = 0
-    """The largest of its pairs."""
+    """the largest rank of its pairs"""
     created: int = 0
-    """Unix time in seconds at which it was loaded."""
+    """Unix time in seconds at which it was loaded"""
     bytes: int = 0
-    """In the devices' memory."""
+    """size in device memory"""
     is_kept: bool = False
-    """Whether it is loaded again after a restart of the service without being named."""
+    """whether a restart of the service loads it again"""
     error: str = ""
-    """Why one that was loaded before cannot be used."""
+    """why a kept adapter cannot be used"""
 
 
 class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=True, array_like=True):
@@ -159,50 +158,50 @@ class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=Tru
 
 
 class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_like=True):
-    """Load an adapter beside the weights; it is there for the jobs that come after the answer."""
+    """Load an adapter. Jobs submitted after the answer can use it."""
 
     name: str
     file: str
-    """Path within `--models-dir`."""
+    """path within the models folder"""
     scale: float | None = None
-    """None: the file says it."""
+    """None: from the file"""
 
 
 class RemoveAdapter(EngineCall[AdapterInfo], tag="adapter_remove", frozen=True, array_like=True):
-    """Forget an adapter; rows that were admitted before keep it to their end. Answers what it was."""
+    """Remove an adapter. Admitted rows keep it to their end. Answers the removed adapter."""
 
     name: str
 
 
 class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=True):
-    """Whether a model could be loaded from a file: opened and compared with its adapters, computed nothing.
+    """Check whether a model can be loaded from a file: opens it and compares it with its adapters.
 
-    Answers what it is, in words; of what is wrong the field is "file" or "adapters".
+    Answers a description of the model. An error's field is "file" or "adapters".
     """
 
     file: str
-    """Absolute path of the weights."""
+    """absolute path of the weights"""
     adapters: tuple[str, ...] = ()
-    """As --adapter."""
+    """as --adapter"""
 
 
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
-    """Cancel every job that has this label, of one client or of all (""); answers how many there were."""
+    """Cancel all jobs with a label, of one client or of all (""). Answers their number."""
 
     label: str
     client: str = ""
 
 
 class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True):
-    """How many jobs with this label run or wait."""
+    """Number of jobs with a label that run or wait."""
 
     label: str
 
 
 class AcquireQuota(EngineCall[bool], tag="enter_client", frozen=True, array_like=True):
-    """Hold a job, which another engine runs, to its client's limits; fails as `submit` does if it may not come in.
+    """Count a job that another engine runs against its client's limits. Fails like `submit` if a limit is reached.
 
-    What it uses is told by `wire.UsageReport`. Answered by the engine's process.
+    `wire.UsageReport` reports its usage later. Answered by the engine's process.
     """
 
     usage: Usage

@@ -1,4 +1,4 @@
-"""How requests are decoded that do not say so themselves: what a tuned state or a loaded model brings. Plain data."""
+"""Default decode parameters that a tuned state or a loaded model brings. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """By the names that requests have; None: as the route has it."""
+    """Defaults by the requests' field names. None: the route's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -19,10 +19,10 @@ class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int | None = None
     stop_tokens: tuple[int | str, ...] | None = None
     template: dict[str, str] | None = None
-    """words for system, user and assistant, and what an answer begins with"""
+    """words for system, user and assistant, and the start of an answer"""
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are there, by name, as JSON has them."""
+        """The fields that are set, by name, as JSON values."""
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return values

@@ -1,6 +1,6 @@
 """The batched engine: one thread that owns the model, the scheduler, the samplers and the state pool.
 
-Callers on any thread put commands into an inbox; answers leave through callbacks on the engine's thread.
+Callers on any thread put commands into an inbox. Answers leave through callbacks on the engine's thread.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.throughput import Throughput
-from rwkv_batch.engine_calls import EngineCalls, UserFiles, answer
+from rwkv_batch.engine_calls import EngineCalls, UserFiles, reply_with
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.inbox import Inbox
-from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, Load
 from rwkv_batch.runner.adapter_library import AdapterLibrary
 from rwkv_batch.runner.model_files import ModelChecks
@@ -42,26 +42,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.002
-"""How often an idle engine looks at the pool while copies or writes are under way."""
+"""Seconds between polls of the pool while copies or writes run and no row does."""
 IDLE_POLL_S = 0.25
-"""The same while nothing is: housekeeping."""
+"""The same while nothing runs."""
 
 
 class Step(NamedTuple):
-    """A step on its way: what of it was launched apart, in order."""
+    """A launched step: its separately launched parts, in order."""
 
     number: int
     parts: list[InFlightStep]
 
     @property
     def samples_first_token(self) -> bool:
-        """Whether an interactive row draws its first token in it, as far as the host knows."""
+        """Whether an interactive row samples its first token in it, as far as the host knows."""
         rows = (row for part in self.parts for row in part.rows)
         return any(row.samples and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
 
 class Engine:
-    """Implements `EngineProtocol`. `start` loads the model; `stop` ends everything."""
+    """Implements `EngineProtocol`. `start` loads the model, `stop` ends everything."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -74,39 +74,39 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
-        """why it could not be loaded"""
+        """why loading failed"""
         self.throughput = Throughput()
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
         self._interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
             self._inbox.run_arrivals, self._schedule_interactive_prefill, self._launch, self._process_outputs
         )
-        self._session_transfer = SessionTransfer(self._inbox.put, self._refusal)
-        self._grammar_queue = GrammarCompileQueue(self._make_grammar_compiler, self._refusal)
+        self._session_transfer = SessionTransfer(self._inbox.put, self._unavailable_error)
+        self._grammar_queue = GrammarCompileQueue(self._make_grammar_compiler, self._unavailable_error)
         self._user_files = UserFiles(
-            StateLibrary(config, self._inbox.put, self._refusal),
-            AdapterLibrary(config, self._inbox.put, self._refusal),
-            ModelChecks(self._refusal),
+            StateLibrary(config, self._inbox.put, self._unavailable_error),
+            AdapterLibrary(config, self._inbox.put, self._unavailable_error),
+            ModelChecks(self._unavailable_error),
         )
 
-    # Life ----------------------------------------------------------------------------------------------------
+    # Start and stop ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the model and begin to serve. Raises StartupError, naming what is wrong and the remedy."""
+        """Load the model and start serving. Raises StartupError with the cause and the remedy."""
         self._thread.start()
         self._loaded.wait()
         if self._failure is not None:
             raise self._failure
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new jobs and wait at most `timeout_s` for the running ones; what is left is cancelled by `stop`."""
+        """Refuse new jobs and wait up to `timeout_s` seconds for running ones. `stop` cancels the rest."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and len(self.jobs) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """End the rows that still run, store every state, and end the thread."""
+        """End the running rows, store every state and end the thread."""
         self._draining = self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs; after it has died the process is of no use."""
+        """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -136,19 +136,19 @@ class Engine:
 
     # EngineProtocol ----------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
+    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
         """See `EngineProtocol.submit`."""
         arrived = time.monotonic()
 
         def put(grammars: Grammars) -> None:
             def admit() -> None:
-                answer(admitted, lambda: self._admit(job, sink, arrived, grammars))
+                reply_with(on_admitted, lambda: self._admit(job, sink, arrived, grammars))
 
             if not self._inbox.put(admit, is_arrival=True):
-                admitted(self._refusal())
+                on_admitted(self._unavailable_error())
 
         if any(row.constraint is not None for row in job.rows):
-            self._grammar_queue.prepare(job, admitted, put)
+            self._grammar_queue.prepare(job, on_admitted, put)
         else:
             put({})
 
@@ -160,28 +160,28 @@ class Engine:
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
         """See `EngineProtocol.call`."""
         if not self._inbox.put(lambda: self._handle_call(call, reply)):
-            reply(self._refusal())
+            reply(self._unavailable_error())
 
-    def _refusal(self) -> ServiceError:
+    def _unavailable_error(self) -> ServiceError:
         return ServiceError.from_info(self._fatal_error) if self._fatal_error else _draining_error()
 
     def _admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
         if self._draining or self._fatal_error is not None:
-            raise self._refusal()
+            raise self._unavailable_error()
         self.jobs.admit(self._user_files.states.resolve_mixtures(job), sink, arrived, grammars)
 
     def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
         if self._fatal_error is not None:
-            reply(self._refusal())
+            reply(self._unavailable_error())
             return
-        self._calls.answer(call, reply)
+        self._calls.handle(call, reply)
 
     @cached_property
     def _calls(self) -> EngineCalls:
         return EngineCalls(self.status, self.model_runner.pool, self.jobs, self._session_transfer, self._user_files)
 
     def status(self) -> dict[str, Any]:
-        """Figures for /status, plain data. Engine thread."""
+        """Return statistics for /status, as plain data. Engine thread."""
         return {
             "running_rows": self.scheduler.running_rows,
             "waiting_rows": self.scheduler.admission.waiting_rows,
@@ -199,9 +199,9 @@ class Engine:
     def _run(self) -> None:
         try:
             self._load()
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: whoever waits in `start` has to know
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: `start` waits for the result
             self._failure = error
-            self._fatal_error = _engine_lost_error(f"the engine could not be started: {describe_error(error)}")
+            self._fatal_error = _engine_lost_error(f"the engine did not start: {describe_error(error)}")
             self._inbox.close()
             return
         finally:
@@ -209,7 +209,7 @@ class Engine:
         self._serve()
 
     def _load(self) -> None:
-        # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
+        # On this thread: torch keeps compute threads, the device and cuBLAS handles per thread.
         self.model_runner = ModelRunner(self.config, self._wake.set)
         self._user_files.adapters.open(self.model_runner.pool.adapters, self.model_runner.pipeline)
         self._user_files.states.open(self.model_runner.pool, self.model_runner.arena, self.model_runner.weights.shape)
@@ -245,18 +245,19 @@ class Engine:
             self.model_runner.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_SHUTDOWN_ERROR)
-        except Exception as error:  # whatever it was, all who wait are told and the process is replaced
+        except Exception as error:  # every job must end, and the supervisor replaces the process
             logger.critical("the engine's thread died", exc_info=True)
-            self._fatal_error = _engine_lost_error(f"the engine has died ({describe_error(error)}); it is restarted")
+            self._fatal_error = _engine_lost_error(f"the engine died ({describe_error(error)}) and is being restarted")
             self._inbox.close()
             self.jobs.abandon_all(self._fatal_error)
             self._inbox.run_all()
 
     def step(self) -> bool:
-        """Schedule and launch a step, then conclude the oldest one if as many are in flight as may be.
+        """Schedule and launch a step, then process the oldest one if enough steps are in flight.
 
-        One at a time is the plain loop, which is the definition. With two, the next step is launched before the host
-        has read the last one's tokens; with several devices one more than there are groups of rows keeps all at work.
+        One step in flight is the reference behaviour. With two, the next step is launched before the host has read the
+        last tokens. With several devices, one more than the number of groups keeps all devices busy.
+
         Returns whether there was work.
         """
         self.model_runner.pool.poll()
@@ -278,14 +279,14 @@ class Engine:
         self._interleaver.finish()
         if not self._in_flight:
             self._interleaver.reset()
-        self.jobs.deliver()  # of rows that ended without a step
+        self.jobs.deliver()  # for rows that ended without a step
         return bool(rows) or has_outputs
 
     def _launch(self, rows: list[ScheduledRow], between_pieces: BetweenPieces | None = None) -> Step:
-        """Start a step, part by part; a failure ends the jobs of its part and not the engine.
+        """Launch a step part by part. A failure ends the jobs of its part, not the engine.
 
-        `between_pieces`: what to call between pieces of it. While interactive requests come, prompts of batch rows have pieces
-        too.
+        between_pieces: called between pieces of the step. While interactive requests arrive, prompts of batch rows also
+        run in pieces.
         """
         launched: list[InFlightStep] = []
         number, self._next_step = self._next_step, self._next_step + 1
@@ -293,40 +294,41 @@ class Engine:
         may_have_ended = False
         in_pieces = between_pieces is not None and self.scheduler.has_recent_interactive
         for planned in self.model_runner.parts(rows, mixes=not in_pieces):
-            # The rows of a job that has failed just now have ended.
+            # A failed part may have ended rows of this one.
             part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:
                 continue
             if between_pieces is not None:
                 self._interleave_now(launched)
             try:
-                has_pieces = part[-1].uses_device_token or (
-                    in_pieces and any(row.sequence.job.is_batch for row in part)
-                )
+                has_batch_prefill = in_pieces and any(row.sequence.job.is_batch for row in part)
+                has_pieces = part[-1].uses_device_token or has_batch_prefill
                 step = self.model_runner.launch(part, oldest, between_pieces if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
                 if self.scheduler.limits.masks_block_step:
                     self._count_costs(step)
-            except Exception as error:  # a device raises anything; the part's jobs end, or the engine
+            except Exception as error:  # devices raise any exception; it ends the part's jobs or the engine
                 if between_pieces is not None and self._interleaver.has_failed:
                     raise
                 self._fail_step(part, error)
                 may_have_ended = True
                 continue
-            self.jobs.launched(part, number)
+            self.jobs.on_launched(part, number)
             launched.append(step)
             may_have_ended |= step.awaits_masks
             self._sample_constrained_part(step)
         return Step(number, launched)
 
     def _count_costs(self, step: InFlightStep) -> None:
-        """What a part of a step took, as far as it is launched."""
-        tokens, unconstrained = (
-            sum(row.num_tokens for row in step.rows),
-            len(step.sampling_rows) - len(step.deferred_rows),
-        )
+        """Record the launch times of a part."""
+        num_sampling = len(step.sampling_rows)
         costs = StepCosts(
-            tokens, len(step.sampling_rows), unconstrained, step.launched - step.started, step.layers_s, step.sample_s
+            tokens=sum(row.num_tokens for row in step.rows),
+            num_sampling=num_sampling,
+            unconstrained=num_sampling - len(step.deferred_rows),
+            launch_s=step.launched - step.started,
+            layers_s=step.layers_s,
+            sample_s=step.sample_s,
         )
         self.scheduler.mask_time.count(costs)
 
@@ -334,24 +336,26 @@ class Engine:
         return self.scheduler.schedule_interactive_prefill(running_jobs)
 
     def _interleave_now(self, launched: Sequence[InFlightStep] = ()) -> None:
-        """Let prompts in that have come, unless logits of a step in flight, or of these parts of the next, wait for
-        masks: a prompt's lie in the same memory."""
+        """Launch waiting interactive prefill, unless a launched part still needs its logits for masks.
+
+        The prefill would overwrite those logits.
+        """
         in_flight = (part for step in self._in_flight for part in step.parts)
         if not any(part.awaits_masks for part in (*in_flight, *launched)):
             self._interleaver.interleave_now()
 
     def _has_awaited_first_token(self, step: Step) -> bool:
-        """Whether a first token of it would else be read when the next step, in pieces of batch work, is done."""
+        """Return whether the step's first token would otherwise wait for the next step of batch rows in pieces."""
         return (
             self.model_runner.has_pieces and self.scheduler.admission.batch.num_running > 0 and step.samples_first_token
         )
 
     def _awaits_masks(self) -> bool:
-        """Whether rows of the latest step draw only when the host has read the step before."""
+        """Return whether rows of the latest step sample only after the host has read the step before."""
         return any(part.awaits_masks for part in self._in_flight[-1].parts) if self._in_flight else False
 
     def _sample_constrained(self) -> None:
-        """Draw what waited for tokens that the host knows by now."""
+        """Sample deferred rows whose earlier tokens the host knows by now."""
         for step in self._in_flight:
             for part in step.parts:
                 self._sample_constrained_part(part)
@@ -362,7 +366,7 @@ class Engine:
         deferred_rows = part.deferred_rows
         try:
             failures = self.model_runner.sample_constrained(part)
-        except Exception as error:  # noqa: BLE001 - likewise; rows without a constraint have drawn and go on
+        except Exception as error:  # noqa: BLE001 - as in `_launch`; rows without a constraint continue
             self._fail_step(deferred_rows, error)
             return
         self.scheduler.mask_time.charge_masks([row.sequence for row in deferred_rows], part.constrained_sample_s)
@@ -370,13 +374,15 @@ class Engine:
             self.jobs.fail_grammar(sequence, failure)
 
     def _process_outputs(self, finished_step: Step, interleave_now: Callable[[], None] = lambda: None) -> None:
-        """Read what a step has drawn, act on it and tell of it, each part as soon as it is there. `interleave_now`: called before
-        it is told."""
+        """Read a step's sampled tokens, process and deliver them, part by part.
+
+        interleave_now: called before each delivery
+        """
         self.jobs.send_turn_starts()
         for step in finished_step.parts:
             try:
                 sampled, scores = self.model_runner.read(step), self.model_runner.read_scores(step)
-            except Exception as error:  # noqa: BLE001 - likewise
+            except Exception as error:  # noqa: BLE001 - as in `_launch`
                 self._fail_step(step.rows, error)
                 continue
             self.throughput.count(step.rows, len(sampled), step.started, step.launched)
@@ -385,7 +391,7 @@ class Engine:
             self.jobs.commit(step.rows, sampled, finished_step.number)
             if self.jobs.jump_forward_tokens > before:
                 self.throughput.count_jump_forward(self.jobs.jump_forward_tokens - before)
-            self._sample_constrained()  # before anybody is told: the device waits for it
+            self._sample_constrained()  # before the delivery: the device waits for it
             interleave_now()
             self.jobs.deliver()
 
@@ -395,7 +401,7 @@ class Engine:
             raise error
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {describe_error(error)}")
         if self.model_runner.is_out_of_memory(error):
-            info = _out_of_memory_error()
+            info = _out_of_memory_error(rows)
         for job in dict.fromkeys(row.sequence.job for row in rows if self.jobs.affects_live_job(row.sequence)):
             self.jobs.fail(job, info)
 
@@ -404,17 +410,18 @@ def _engine_lost_error(message: str) -> ErrorInfo:
     return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 
 
-def _out_of_memory_error() -> ErrorInfo:
-    return ErrorInfo(
-        kind=ErrorKind.OVERLOADED,
-        message="the device has too little memory for this step; try again in a moment, or send fewer rows at once",
-        retry_after_s=5,
+def _out_of_memory_error(rows: list[ScheduledRow]) -> ErrorInfo:
+    tokens = sum(row.num_tokens for row in rows)
+    message = (
+        f"out of device memory: a step of {len(rows)} rows and {tokens} tokens did not fit; "
+        "retry in 5 s, send fewer rows at once, or lower prefill_tokens_per_step"
     )
+    return ErrorInfo(kind=ErrorKind.OVERLOADED, message=message, retry_after_s=5)
 
 
 _SHUTDOWN_ERROR = ErrorInfo(
     kind=ErrorKind.DRAINING,
-    message="the service was shut down before this answer was complete (--drain-timeout-s); send the request again",
+    message="the service was shut down before this answer was complete (drain_timeout_s); send the request again",
     retry_after_s=5,
 )
 
@@ -422,6 +429,6 @@ _SHUTDOWN_ERROR = ErrorInfo(
 def _draining_error() -> ServiceError:
     return ServiceError(
         ErrorKind.DRAINING,
-        "the service is shutting down and takes no new requests; try again in a moment",
+        "the service is shutting down and accepts no new requests; retry in 5 s",
         retry_after_s=5,
     )

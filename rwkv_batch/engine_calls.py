@@ -1,4 +1,4 @@
-"""What an engine answers beside jobs: each call by the part that knows. Engine thread only."""
+"""Answers the engine's calls. Engine thread only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class UserFiles:
-    """What the user brings of their own: states, adapters, models to look at. Each has a thread that reads files."""
+    """Tuned states, adapters and model files of the user. Each kind has a thread that reads files."""
 
     def __init__(self, states: StateLibrary, adapters: AdapterLibrary, models: ModelChecks) -> None:
         self.states = states
@@ -30,26 +30,26 @@ class UserFiles:
         self.models = models
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Read no more files."""
         self.states.close()
         self.adapters.close()
         self.models.close()
 
-    def answer(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        """Answer a call about them, some when a file has been read."""
+    def handle(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
+        """Answer a call about user files. Some replies come after a file is read."""
         match call:
             case calls.ListStates():
-                answer(reply, self.states.list)
+                reply_with(reply, self.states.list)
             case calls.AddState():
                 self.states.add(call, reply)
             case calls.RemoveState(name):
-                answer(reply, lambda: self.states.remove(name))
+                reply_with(reply, lambda: self.states.remove(name))
             case calls.ListAdapters():
-                answer(reply, self.adapters.list)
+                reply_with(reply, self.adapters.list)
             case calls.AddAdapter():
                 self.adapters.add(call, reply)
             case calls.RemoveAdapter(name):
-                answer(reply, lambda: self.adapters.remove(name))
+                reply_with(reply, lambda: self.adapters.remove(name))
             case calls.CheckModel():
                 self.models.check(call, reply)
             case _:
@@ -57,7 +57,7 @@ class UserFiles:
 
 
 class EngineCalls:
-    """Answers them; every reply is called once, some when a copy or the database is done."""
+    """Answers calls. Each reply is called once; some after a copy or a database operation."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class EngineCalls:
         sessions: SessionTransfer,
         user_files: UserFiles,
     ) -> None:
-        """`status`: what GetStatus is answered with."""
+        """status: returns the answer to GetStatus"""
         self._status = status
         self._pool = pool
         self._jobs = jobs
         self._sessions = sessions
         self._user_files = user_files
 
-    def answer(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        """Answer one."""
+    def handle(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
+        """Answer a call."""
         match call:
             case calls.GetStatus():
-                answer(reply, self._status)
+                reply_with(reply, self._status)
             case calls.ListSessions(limit, offset):
                 self._list_sessions(reply, limit, offset)
             case calls.DeleteSessions(session_id, delete_prefix):
@@ -88,14 +88,14 @@ class EngineCalls:
             case calls.ImportSession(session_id, content):
                 self._sessions.import_session(self._pool, reply, session_id, content)
             case calls.CancelJobs(label, client):
-                answer(reply, lambda: self._jobs.cancel_label(label, client))
+                reply_with(reply, lambda: self._jobs.cancel_label(label, client))
             case calls.CountJobs(label):
-                answer(reply, lambda: self._jobs.count_by_label().get(label, 0))
+                reply_with(reply, lambda: self._jobs.count_by_label().get(label, 0))
             case _:
-                self._user_files.answer(call, reply)
+                self._user_files.handle(call, reply)
 
     def _list_sessions(self, reply: calls.Reply[SessionPage], limit: int, offset: int) -> None:
-        """Answers when the pool has read the page."""
+        """Reply when the pool has read the page."""
 
         def listed(page: SessionPage | Exception) -> None:
             reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
@@ -106,7 +106,7 @@ class EngineCalls:
             reply(as_service_error(error, field=None))
 
     def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
-        """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
+        """Reply with the number of deleted sessions, once it is durable."""
 
         def done(outcome: int | Exception) -> None:
             reply(as_service_error(outcome, given=session_id) if isinstance(outcome, Exception) else outcome)
@@ -119,13 +119,13 @@ class EngineCalls:
         calls.reply_on_error(reply, failed, lambda: self._pool.delete_counted(session_id, delete_prefix, done))
 
 
-def answer(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
-    """Reply with what `action` gives, or with the ServiceError that says why it has failed."""
+def reply_with(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
+    """Reply with the result of `action`, or with the ServiceError that it raises."""
     try:
         value = action()
     except ServiceError as error:
         value = error
-    except Exception as error:  # a fault in one command is its caller's answer, not the engine's end
+    except Exception as error:  # a fault in one command must not end the engine
         logger.exception("a command of the engine failed")
         value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {describe_error(error)}")
     reply(value)

@@ -1,6 +1,6 @@
-"""The one table of what can go wrong with a request; each dialect only chooses how to print it.
+"""All kinds of request failures. Each dialect only decides how to print them.
 
-A message names the thing, the limit, the value given and the remedy.
+A message says what was given, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import msgspec
 
 
 class ErrorKind(enum.StrEnum):
-    """Sort of failure."""
-
     NOT_JSON = "not_json"
     INVALID_FIELD = "invalid_field"
     UNAUTHORIZED = "unauthorized"
@@ -39,11 +37,11 @@ MAY_BE_KEPT = (
     "the turn may have been kept: if /state/status shows its session updated since the request, it was; "
     "send it again only if not"
 )
-"""What is told of a session's turn when nobody knows its fate any more."""
+"""Part of the message if the outcome of a session's turn is unknown."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure as data: it crosses the socket and becomes a JSON body or an SSE event."""
+    """A failure as data. It crosses the socket and becomes a JSON body or an SSE event."""
 
     kind: ErrorKind
     message: str
@@ -53,7 +51,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceError(Exception):
-    """A failure of one request, raised anywhere on its way."""
+    """The failure of one request."""
 
     def __init__(
         self,
@@ -69,14 +67,14 @@ class ServiceError(Exception):
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> ServiceError:
-        """The exception for a failure that arrived as data."""
+        """Create the exception from data."""
         return cls(info.kind, info.message, field=info.field, given=info.given, retry_after_s=info.retry_after_s)
 
 
 def invalid(field: str, message: str, given: object) -> ServiceError:
-    """The refusal of one field."""
+    """Return the error of an invalid field."""
     return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
 
 
 class StartupError(Exception):
-    """The configuration cannot be served: the message is one line that names the thing and the remedy."""
+    """The configuration cannot be served. The message is one line with the cause and the remedy."""

@@ -1,4 +1,4 @@
-"""Commands for the engine's thread, from any thread: each is taken and done, or refused."""
+"""Commands for the engine's thread, from any thread. Each is run or refused."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """What the engine's thread is to do."""
+    """A function to run on the engine's thread."""
 
     action: Callable[[], None]
     is_arrival: bool = False
-    """whether it only adds a job, so that it may be done within a step"""
+    """whether it only adds a job, so that it may run within a step"""
 
 
 class Inbox:
-    """In the order in which they come. One thread does them; it closes the inbox before it does the last ones."""
+    """A queue of commands. One thread runs them, and closes the inbox before it runs the last ones."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` has the engine's thread look."""
+        """wake: wakes the engine's thread"""
         self._wake = wake
         self._commands: deque[Command] = deque()
         self._put_lock = threading.Lock()
-        """held from when a command may come until it is there, so that none comes behind the last look"""
+        """makes `put` and `close` exclusive, so that no command is queued after the last `run_all`"""
         self._is_closed = False
 
     def put(self, action: Callable[[], None], is_arrival: bool = False) -> bool:
-        """Any thread. Have the engine's thread call `action`; False: it never will."""
+        """Any thread. Queue `action` for the engine's thread. Returns False if the inbox is closed."""
         with self._put_lock:
             if self._is_closed:
                 return False
@@ -37,17 +37,17 @@ class Inbox:
         return True
 
     def close(self) -> None:
-        """Take no more; what was taken is done by the next `run_all`."""
+        """Refuse new commands. The next `run_all` runs the queued ones."""
         with self._put_lock:
             self._is_closed = True
 
     def run_all(self) -> None:
-        """Do what is there."""
+        """Run the queued commands."""
         while self._commands:
             self._commands.popleft().action()
 
     def run_arrivals(self) -> bool:
-        """Do what only adds jobs, up to a command that may not be done within a step; whether there was any."""
+        """Run queued commands that only add jobs, up to the first other command. Returns whether there were any."""
         taken = False
         while self._commands and self._commands[0].is_arrival:
             self._commands.popleft().action()

@@ -1,4 +1,4 @@
-"""Files that requests may name: those within --models-dir, whatever the name says."""
+"""Checks that files named by requests are inside the models folder."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from pathlib import Path
 from rwkv_batch.errors import invalid
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""What is read beside an adapter's file of PEFT's."""
+"""The file that PEFT stores next to an adapter's weights."""
 
 
 def within(folder: str, file: str) -> Path | None:
-    """The path of `file` in the folder, links followed; None if it leads out of it, or is no path."""
+    """Resolve `file` in the folder, following links. None if it is outside or not a valid path."""
     root = Path(folder).resolve()
     try:
         path = (root / file).resolve()
         path.exists()
-    except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a circle of links
+    except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a link loop
         return None
     return path if path != root and path.is_relative_to(root) else None
 
 
 def path_within(folder: str, file: str, field: str, alternative: str = "") -> Path:
-    """The path in --models-dir of what a request's field names; `alternative`: what a client may do without that folder.
+    """Return the path of a file that a request's field names. Raises ServiceError.
 
-    Raises ServiceError where no folder is open, or the path leads out of it.
+    alternative: what a client can do if no models folder is configured
     """
     if not folder:
-        raise invalid(field, f"no folder is open to requests; start with --models-dir{alternative}", file)
+        raise invalid(field, f"the service has no models folder; start it with --models-dir{alternative}", file)
     path = within(folder, file)
     if path is None:
         raise invalid(field, "must be the path of a file within --models-dir", file)
@@ -35,12 +35,12 @@ def path_within(folder: str, file: str, field: str, alternative: str = "") -> Pa
 
 
 def relative_to_folder(folder: str, text: str) -> str:
-    """A text with files of that folder as requests name them: where the folder is, is nobody's business."""
+    """Replace absolute paths of the folder by relative ones, so that clients do not learn its location."""
     return text.replace(f"{Path(folder).resolve()}/", "") if folder else text
 
 
 def check_adapter_within(folder: str, path: Path, field: str) -> None:
-    """Raises ServiceError if what is read with the adapter at a path in --models-dir is elsewhere."""
+    """Check that all files of an adapter are inside the models folder. Raises ServiceError."""
     files = path.iterdir() if path.is_dir() else (path.with_name(ADAPTER_CONFIG),)
     if any(within(folder, str(file)) is None for file in files):
         raise invalid(field, "must be an adapter without links that lead out of --models-dir", path.name)

@@ -1,4 +1,4 @@
-"""What an engine offers: the same in-process (tests), behind the local socket, behind a cluster later."""
+"""The engine's interface. It is the same in-process, over a local socket and in a cluster."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import Job, JobEvents
 
 Sink = Callable[[JobEvents], None]
-"""Receives a job's events in order, on a thread of the engine's own; must return at once and not raise."""
+"""Receives a job's events in order, on one of the engine's threads. Must not block or raise."""
 
-Admitted = Callable[[ServiceError | None], None]
-"""Receives None (the job was taken) or why it was not; same rules as `Sink`."""
+OnAdmitted = Callable[[ServiceError | None], None]
+"""Receives None if the job was admitted, else the error. Same rules as `Sink`."""
 
 
 class EngineProtocol(Protocol):
-    """What routes may ask. All methods return at once; answers arrive through callbacks."""
+    """The calls that routes may make. All return at once; results arrive through callbacks."""
 
-    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
-        """Hand a job over. `admitted` gets None (taken) or a ServiceError (refused: no events follow)."""
+    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
+        """Submit a job. `on_admitted` gets None, or a ServiceError if the job is refused and sends no events."""
 
     def cancel(self, job_id: str) -> None:
-        """End a job's rows at once; its last event has `done`. Unknown ids are ignored (it may just have ended)."""
+        """End a job's rows at once. Its last event has `done`. Unknown ids are ignored: the job may have ended."""
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
-        """Ask one of `rwkv_batch.calls`."""
+        """Send a call of `rwkv_batch.calls`."""

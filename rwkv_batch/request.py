@@ -1,7 +1,7 @@
-"""The engine's vocabulary: what a caller submits and what comes back. Plain data, no torch, no HTTP.
+"""The engine's requests and events. Plain data, no torch, no HTTP.
 
-A *job* is what one HTTP request asks: one or more *rows*, each a prompt to continue. Rows are numbered
-0.. in the order of `Job.rows`, with `n` numbers for a row that asks for `n` continuations, or one for each candidate.
+A *job* is one HTTP request: one or more *rows*, each a prompt to continue. Rows are numbered from 0 in the order of
+`Job.rows`. A request with `n` continuations or several candidates takes one number for each.
 """
 
 from __future__ import annotations
@@ -16,175 +16,178 @@ from sampling.params import SamplingParams
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine has to do."""
+    """Work that an engine has queued."""
 
     rows: int
-    """That run, wait or are paused."""
+    """running, waiting and paused"""
     prompt_tokens: int
-    """That they have to read yet."""
+    """tokens that these rows have to read"""
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """The row continues a stored session, and its prompt and answer are folded into it."""
+    """The row continues a stored session. Its prompt and answer become part of the session."""
 
     session_id: str
     resume_prompt: list[int]
-    """Token ids to read when the session exists already (`GenerateRequest.prompt` is for a new one)."""
+    """token ids to read if the session exists; `GenerateRequest.prompt` is for a new one"""
     branch_from: int | None = None
-    """None: a linear turn. n: a new dialogue is forked from dialogue n of this session (0: the empty root)."""
+    """None: a linear turn; n: fork a new dialogue from dialogue n of this session (0: the empty root)"""
     wait: bool = True
-    """Whether to queue behind a running turn of the same session, or fail with SESSION_BUSY."""
+    """whether to queue behind a running turn of the session, or fail with SESSION_BUSY"""
     expected_tokens: int | None = None
-    """Of a turn that goes on after the loss of its engine: the session's tokens before it. If there are others, the
-    turn was kept, and is not taken again."""
+    """
+    for a turn resumed after the loss of its engine: the session's tokens before the turn
+
+    If the session has another number of tokens, the turn was kept and must not run again.
+    """
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-probabilities of a prompt's own tokens are wanted; they are computed while it is read."""
+    """Requests log-probabilities of the prompt's own tokens, computed during prefill."""
 
     start: int = 1
-    """Position of the first token that is told; token 0 follows nothing."""
+    """position of the first scored token; token 0 has no predecessor"""
     top: int = 0
-    """How many of the likeliest tokens are told with each."""
+    """number of most likely tokens to report with each"""
 
 
 class Resumed(msgspec.Struct, frozen=True, kw_only=True):
-    """What another engine has drawn of a row that goes on here: the next token is that of step `len(token_ids)`."""
+    """Tokens that another engine sampled for a row. The next one is sampled as step `len(token_ids)`."""
 
     token_ids: list[int]
     shown: int
-    """Bytes of their text that were sent; the rest may belong to a stop."""
+    """bytes of their text that were sent; the rest may be part of a stop"""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. Every field is decided; defaults belong to the dialects."""
+    """One prompt to continue. Every field has a value; defaults belong to the dialects."""
 
     prompt: list[int]
-    """Token ids, at least one."""
+    """token ids, at least one"""
     max_tokens: int
-    """Drawn at most; 0: the row reads its prompt and ends."""
+    """maximum sampled tokens; 0: the row reads its prompt and ends"""
     sampling: SamplingParams
     stop_ids: list[int] = []
-    """Token ids that end the text and are not shown; the end token 0 is handled by `ignore_eos`."""
+    """token ids that end the text and are not shown; `ignore_eos` controls the end token 0"""
     stop_strings: list[bytes] = []
-    """UTF-8 strings that end the text, found across token borders, and are not shown."""
+    """UTF-8 strings that end the text and are not shown, also across token boundaries"""
     ignore_eos: bool = False
     chunk_size: int = 4
-    """Tokens gathered before a delta is sent; 0: the caller wants the whole, and gets it in few large deltas."""
+    """tokens per delta; 0: no streaming, few large deltas"""
     n: int = 1
-    """Continuations of this prompt; they share one prefill. Continuation i draws with seed + i."""
+    """continuations of this prompt, with one shared prefill; continuation i uses seed + i"""
     candidates: list[list[int]] = []
-    """Token ids that may follow the prompt, each in a row of its own, instead of `n`; they share its prefill."""
+    """token ids that may follow the prompt, each in a row of its own, instead of `n`; they share the prefill"""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the prompt and of what `candidates` add to it."""
+    """of the prompt and its candidate"""
     return_logits: bool = False
-    """Whether the `TokenLogprob` of each token drawn, where `sampling.top_logprobs` asks for any, has the logits."""
+    """whether each `TokenLogprob` contains the logits; needs `sampling.top_logprobs`"""
     session: SessionTurn | None = None
     resumed: Resumed | None = None
-    """Its prompt is read with what was drawn behind it. Beside it the request is for one row."""
+    """tokens to read after the prompt; the request must have one row"""
     use_prefix_cache: bool = True
     constraint: Constraint | None = None
-    """What the whole text matches. A text that can go no further ends, with reason STOP, without an end token."""
+    """grammar of the whole text; a complete text ends with reason STOP, without an end token"""
     mixture: list[tuple[str, float]] = []
-    """Names of tuned states ("": the zero state) with weights of any sign and a sum above 0: the prompt is read from
-    each, and every token drawn from their logits, mixed. Beside it `state` is ""; a session of it is kept
-    by its tokens."""
+    """names of tuned states ("": the zero state) with weights of any sign and a sum above 0
+
+    The prompt is read from each state. Every token is sampled from their mixed logits. `state` must be "". Only the
+    tokens of its session are stored.
+    """
     state: str = ""
-    """Name of the tuned state that the prompt is read from; "": the zero state. A session's turn may repeat the one
-    that the session began from."""
+    """name of the initial tuned state; "": the zero state. A session's turn may repeat its session's state"""
 
     adapter: str = ""
-    """Name of the adapter that the row runs under; "": none. A session's turn may repeat the one that the session was
-    begun with, and has it in any case."""
+    """name of the row's adapter; "": none. A session's turn always uses its session's adapter and may repeat it"""
 
     @property
     def num_rows(self) -> int:
-        """Rows that it makes."""
+        """Number of rows it expands to."""
         return len(self.candidates) or self.n
 
     @property
     def num_states(self) -> int:
-        """States that each of its rows reads its tokens from."""
+        """States per row."""
         return len(self.mixture) or 1
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that are read before any is drawn; what rows share counts once."""
+        """Tokens to prefill. A shared prompt counts once."""
         return len(self.prompt) + sum(map(len, self.candidates))
 
 
 class Priority(enum.StrEnum):
-    """Who goes first when seats are short."""
+    """Order in which rows get running slots."""
 
     AUTO = "auto"
-    """By its size: see `Job.is_batch`."""
+    """by size: see `Job.is_batch`"""
     INTERACTIVE = "interactive"
-    """Somebody waits for the answer."""
+    """a user waits for the answer"""
     BATCH = "batch"
-    """Gives way to interactive rows."""
+    """interactive rows come first"""
 
 
 INTERACTIVE_ROWS = 8
-"""A job of more rows is batch work unless it says otherwise."""
+"""With Priority.AUTO, a job with more rows is batch work."""
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client that is known by name may use; None: as much as there is."""
+    """Limits of an API key. None: unlimited."""
 
     rows: int | None = None
-    """At once."""
+    """at the same time"""
     tokens_per_minute: int | None = None
-    """Of prompts and answers together."""
+    """prompts and answers together"""
     requests_per_minute: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """What a job of a client with limits takes of them."""
+    """Amounts that a job takes of its client's limits."""
 
     job_id: str
     client: str
     limits: ClientLimits
     rows: int
-    """A mixture is as many as it has states, which it costs."""
+    """a mixture counts once per state"""
     prompt_tokens: int
-    """Continuations of one prompt read it once; each state of a mixture reads it."""
+    """continuations share a prompt; each state of a mixture reads it"""
     states: int = 1
-    """States from which each drawn token is read."""
+    """states that read each sampled token"""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one HTTP request asks of the engine."""
+    """One HTTP request for the engine."""
 
     job_id: str
     rows: list[GenerateRequest]
     sampler: str = ""
-    """The sampler that the request prefers, by name, taken if `--samplers` has it; "" = the engine's first choice."""
+    """name of the preferred sampler, used if enabled; "" = the engine's default"""
     timeout_s: float | None = None
-    """Wall-clock limit from submission; unfinished rows then end with reason "timeout"."""
+    """seconds from submission; then unfinished rows end with FinishReason.TIMEOUT"""
     label: str = ""
-    """The route, for logs, metrics and `big_batch/clean`."""
+    """route, for logs, metrics and `big_batch/clean`"""
     client: str = ""
-    """Who asks: the API key's name or the address. Clients share the seats evenly; "" is a client like any other."""
+    """name of the API key, or address; clients share the running slots evenly, "" counts as a client"""
     priority: Priority = Priority.AUTO
     attempt: int = 0
-    """How often it was handed to an engine before: its client's limits were held then."""
+    """number of earlier engines; later attempts do not count against the client's limits"""
     return_token_ids: bool = False
-    """Whether deltas name the tokens drawn, so that rows can go on elsewhere."""
+    """whether deltas contain token ids, so that rows can continue on another engine"""
     limits: ClientLimits | None = None
-    """Of a client that is known by name; held over all HTTP workers by the engine process."""
+    """of an API key, enforced for all HTTP workers by the engine's process"""
 
     @property
     def num_rows(self) -> int:
-        """Rows after `n` and `candidates` are expanded."""
+        """Rows, with `n` and `candidates` expanded."""
         return sum(row.num_rows for row in self.rows)
 
     @property
     def usage(self) -> Usage | None:
-        """What it takes of its client's limits; None: there are none."""
+        """Its usage of its client's limits; None without limits."""
         if self.limits is None:
             return None
         rows = sum(row.num_rows * row.num_states for row in self.rows)
-        # Rows of a mixture share no reading.
+        # Continuations of a mixture do not share a prefill.
         reads = (len(row.mixture) * row.num_rows or 1 for row in self.rows)
         prompt_tokens = sum(row.num_prompt_tokens * times for row, times in zip(self.rows, reads, strict=True))
         states = max((row.num_states for row in self.rows), default=1)
@@ -192,15 +195,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_batch(self) -> bool:
-        """Whether its rows give way to those of interactive jobs."""
+        """Whether interactive jobs come first."""
         if self.priority is Priority.AUTO:
             return self.num_rows > INTERACTIVE_ROWS
         return self.priority is Priority.BATCH
 
 
 class FinishReason(enum.StrEnum):
-    """Why a row ended."""
-
     STOP = "stop"
     LENGTH = "length"
     TIMEOUT = "timeout"
@@ -209,49 +210,51 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of a token and of its likeliest rivals, before truncation."""
+    """Log-probability of a token and of the most likely tokens, before truncation."""
 
     token: bytes
     logprob: float
     top: list[tuple[bytes, float]]
     logits: bytes = b""
-    """Of the whole vocabulary, [V] fp32, as the model gave them: see `GenerateRequest.return_logits`."""
+    """[V] fp32, the model's logits; see `GenerateRequest.return_logits`"""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a row, with its truthful counts."""
+    """The end of a row."""
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
-    """Tokens drawn, the stop token among them."""
+    """sampled tokens, including the stop token"""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed because a session state or cached prefix held them."""
+    """prompt tokens that a session's state or a cached prefix already contained"""
     queue_s: float = 0.0
-    """Seconds from the job's arrival until the row had a seat; 0 if it ended without."""
+    """seconds from the job's arrival until the row got its slots; 0 if it never did"""
     error: ErrorInfo | None = None
     session_id: str | None = None
     dialogue_idx: int | None = None
-    """The new dialogue's number after a branching turn."""
+    """number of the dialogue that a branching turn created"""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is new of one row: bytes of text that can no longer belong to a stop, perhaps the end."""
+    """New output of one row: text that cannot be part of a stop, and possibly its end."""
 
     row: int
     text: bytes
-    """UTF-8, possibly ending inside a character: decode incrementally, per row."""
+    """UTF-8, possibly ending inside a character: decode incrementally per row"""
     num_tokens: int
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None
-    """Of the shown tokens, and of the end token, which has no text."""
+    """of the shown tokens and of the end token, which has no text"""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of the next tokens of the prompt (`GenerateRequest.prompt_logprobs`); before any text, and of a prompt that
-    several rows share with the first of them."""
+    """of the prompt's next tokens (`GenerateRequest.prompt_logprobs`), before any text
+
+    For a shared prompt, the first of its rows gets them.
+    """
     token_ids: list[int] = []
-    """The `num_tokens` tokens, where `Job.return_token_ids`."""
+    """the `num_tokens` tokens, with `Job.return_token_ids`"""
     session_tokens: int | None = None
-    """Those of a session before its turn, told when the turn begins, where `Job.return_token_ids`."""
+    """length of the session before its turn, sent when the turn begins, with `Job.return_token_ids`"""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -261,4 +264,4 @@ class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     deltas: list[Delta]
     done: bool = False
     error: ErrorInfo | None = None
-    """The job as a whole failed (engine lost); rows that had not finished got no Finish."""
+    """failure of the whole job; unfinished rows get no Finish"""

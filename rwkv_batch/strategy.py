@@ -1,4 +1,4 @@
-"""The strategies of the `rwkv` package, as this service's own settings: "cuda fp16 *10 -> cpu fp32"."""
+"""Parses strategies of the `rwkv` package into this service's settings: "cuda fp16 *10 -> cpu fp32"."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ DTYPES = {
         for suffix, small in (("i8", "int8"), ("i4", "int4"))
     },
 }
-"""A strategy's type -> --dtype."""
+"""Strategy dtype -> --dtype."""
 MAX_LAYERS = 1000
-"""Of a device, as --pp-layers has it."""
+"""Maximum layers per device, as in --pp-layers."""
 DEFAULT_DTYPES = {"cuda": "fp16", "cpu": "fp32"}
-"""What --dtype auto is on each kind of device."""
+"""The meaning of --dtype auto per device."""
 
 
 class StrategyError(ValueError):
-    """A strategy cannot be followed; the message names the part and the remedy."""
+    """An invalid strategy. The message names the part and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What --pp-devices, --pp-layers, --pp-resident and --dtype would say."""
+    """Values of --pp-devices, --pp-layers, --pp-resident and --dtype."""
 
     devices: tuple[str, ...]
     layers: tuple[int, ...]
-    """of each device; 0: what the others leave; empty: they are dealt"""
+    """per device; 0: the rest; empty: split automatically"""
     dtype: str
     resident: tuple[int | None, ...] = ()
-    """of each device, layers that stay on it while the others are streamed, None: all; empty: all on all"""
+    """per device, layers that stay on it while others are streamed; None: all; empty: all on all devices"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class _Part:
     dtype: str
     count: int | None
     streams: bool
-    """`*count+`: the part takes the rest of the layers, of which `count` stay on the device"""
+    """`*count+`: the part takes the rest of the layers, and `count` of them stay on the device"""
 
 
 def parse_strategy(text: str) -> Strategy:
-    """`device dtype [*layers] -> ...`; the last part without a count, or that with a `+`, takes the rest.
+    """Parse `device dtype [*layers] -> ...`. The last part without a count, or a part with `+`, takes the rest.
 
     Raises StrategyError.
     """
@@ -57,7 +57,7 @@ def parse_strategy(text: str) -> Strategy:
     devices = tuple(part.device for part in parts)
     if len(parts) > 1 and None in [part.count for part in parts[:-1]]:
         raise StrategyError(
-            f'in {text!r} every part but the last wants a number of layers, like "cuda fp16 *10 -> cpu fp32"'
+            f'in {text!r} every part but the last needs a number of layers, like "cuda fp16 *10 -> cpu fp32"'
         )
     counts = [0 if part.streams else part.count or 0 for part in parts]
     if counts.count(0) > 1:
@@ -73,7 +73,7 @@ def _parse_part(part: str) -> _Part:
     if found is None:
         raise StrategyError(f'{part!r} is not `device dtype *layers` with cuda, cuda:N or cpu, like "cuda:0 fp16 *10"')
     if found["dtype"] not in DTYPES:
-        raise StrategyError(f"{part!r} names the type {found['dtype']!r}; there are {', '.join(DTYPES)}")
+        raise StrategyError(f"{part!r} has the type {found['dtype']!r}; use one of {', '.join(DTYPES)}")
     streams = found["plus"] is not None
     if found["count"] and (len(found["count"]) > 4 or int(found["count"]) > MAX_LAYERS):
         raise StrategyError(f"{part[:80]!r} gives {found['device']} more than {MAX_LAYERS} layers; give fewer")
@@ -90,5 +90,5 @@ def _common_dtype(text: str, parts: list[_Part]) -> str:
     if all(part.dtype == DEFAULT_DTYPES[part.device.partition(":")[0]] for part in parts):
         return "auto"
     raise StrategyError(
-        f"{text!r} mixes types: all parts take one, or fp16 on cuda with fp32 on cpu; see --dtype and --pp-layers"
+        f"{text!r} mixes types: use one for all parts, or fp16 on cuda with fp32 on cpu; see --dtype and --pp-layers"
     )

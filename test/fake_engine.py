@@ -33,7 +33,7 @@ from rwkv_batch.calls import (
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc import server  # noqa: F401 - which the real one has from the start
-from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Load
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.session_page import SessionPage
@@ -124,12 +124,12 @@ class FakeEngine:
     def on_delivered(self, callback: Callable[[], None]) -> None:
         self._delivered = callback
 
-    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
+    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
         with self._lock:  # a job that is admitted is among those that `drain` waits for
             if self._draining:
-                admitted(ServiceError(ErrorKind.DRAINING, "draining"))
+                on_admitted(ServiceError(ErrorKind.DRAINING, "draining"))
                 return
-            admitted(None)
+            on_admitted(None)
             self._jobs[job.job_id] = _Running(job, sink, self._tokenizer, self._config.model_name)
 
     def cancel(self, job_id: str) -> None:

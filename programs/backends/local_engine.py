@@ -19,7 +19,7 @@ from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.calls import Reply as ResultCallback
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.wire import Observe
-from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, Priority
 from rwkv_batch.tokenizer import make_tables
 
@@ -97,9 +97,9 @@ class _Engine:
         self.max_running = self._engine.scheduler.limits.max_running
         self.stop = self._engine.stop
 
-    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
+    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
         """See EngineProtocol."""
-        self._engine.submit(job, sink, admitted)
+        self._engine.submit(job, sink, on_admitted)
 
     def cancel(self, job_id: str) -> None:
         """See EngineProtocol."""

@@ -1,1 +1,1 @@
-"""Decides: who runs, what each row reads next, what its tokens mean. No torch."""
+"""Scheduling and the logic of rows: which rows run, which tokens are read, how outputs are processed. No torch."""

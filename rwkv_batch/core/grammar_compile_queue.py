@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.protocol import Admitted
+from rwkv_batch.protocol import OnAdmitted
 from rwkv_batch.request import Job
 from sampling.grammar.constraint import Constraint, Form
 from sampling.grammar.error_location import schema_at
@@ -43,7 +43,7 @@ _MAX_QUOTED_CHARACTERS = 200
 class _WaitingJob:
     job: Job
     constraints: frozenset[Constraint]
-    admitted: Admitted
+    on_admitted: OnAdmitted
     then: Callable[[Grammars], None]
     is_cancelled: bool = False
 
@@ -70,7 +70,7 @@ class GrammarCompileQueue:
         self._queues: dict[str, _ClientQueue] = {}
         """waiting jobs by client, the next client first"""
 
-    def prepare(self, job: Job, admitted: Admitted, then: Callable[[Grammars], None]) -> None:
+    def prepare(self, job: Job, on_admitted: OnAdmitted, then: Callable[[Grammars], None]) -> None:
         """Any thread. Call `then` when all grammars of the job are compiled, or refuse the job.
 
         `then` may run on another thread and must not block.
@@ -85,10 +85,10 @@ class GrammarCompileQueue:
             queue = self._queues.get(job.client, {})
             is_new = constraints not in queue
             if error := self._queue_full_error(job, queue, is_new):
-                admitted(error)
+                on_admitted(error)
                 return
             self._queues[job.client] = queue
-            self._jobs[job.job_id] = waiting = _WaitingJob(job, constraints, admitted, then)
+            self._jobs[job.job_id] = waiting = _WaitingJob(job, constraints, on_admitted, then)
             queue.setdefault(constraints, []).append(waiting)
         if not is_new:
             return
@@ -198,9 +198,9 @@ class GrammarCompileQueue:
                 waiting.then(grammars)  # under the lock, so that `cancel` finds it either here or admitted
                 return
         if waiting.is_cancelled:
-            waiting.admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it started"))
+            waiting.on_admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it started"))
         elif error is not None:
-            waiting.admitted(_to_service_error(error))
+            waiting.on_admitted(_to_service_error(error))
 
 
 def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:

@@ -1,6 +1,6 @@
-"""All jobs inside the engine: how they come in, what a step's tokens mean for them, how they end.
+"""All jobs in the engine: admission, the tokens of each step, ends.
 
-Every row that was admitted sends exactly one Finish, and every job exactly one event with `done`.
+Every admitted row sends exactly one Finish. Every job sends exactly one event with `done`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -28,14 +27,14 @@ from sampling.grammar.errors import GrammarError, NoTokenLeftError
 from sampling.grammar.matcher import Matcher
 
 DEADLINES_KEPT = 64
-"""Deadlines of ended jobs that are not worth looking for."""
+"""Deadlines of ended jobs that may stay in the heap."""
 SampledToken = tuple[int, TokenLogprob | None]
 PromptScores = tuple[Sequence, list[TokenLogprob]]
-"""A row, and the log-probabilities of its prompt's next tokens."""
+"""A row and the log-probabilities of its prompt's next tokens."""
 
 
 class JobTable:
-    """Jobs by id. Owned by the engine thread."""
+    """Jobs by id. Owned by the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
         self._scheduler = scheduler
@@ -44,37 +43,41 @@ class JobTable:
         self._rows = RowBuilder(scheduler, state_manager, tokenizer, vocab)
         self._jobs: dict[str, RunningJob] = {}
         self._deadlines: list[tuple[float, int, RunningJob]] = []
-        """a heap; jobs that have ended stay in it until they are half of it"""
+        """a heap; `_prune_deadlines` removes ended jobs"""
         self._tie = itertools.count()
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
         self._changed: dict[RunningJob, None] = {}
         self._has_turn_starts = False
-        """among them, which nobody has been told"""
+        """whether `_changed` holds starts of turns"""
         self.on_delivered: Callable[[], None] = lambda: None
-        """called behind the sinks of a step"""
+        """called after the sinks of a step"""
         self.jump_forward_max_rows = scheduler.limits.jump_forward_max_rows
         """see Limits"""
         self.jump_forward_tokens = 0
-        """taken without a draw, of all time"""
+        """total tokens appended without sampling"""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def count_by_label(self) -> dict[str, int]:
-        """How many jobs run or wait, by their label."""
+        """Return the number of jobs per label."""
         return dict(Counter(job.spec.label for job in self._jobs.values()))
 
-    # Coming in -----------------------------------------------------------------------------------------------
+    # Admission -----------------------------------------------------------------------------------------------
 
     def admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
-        """Take a job that came at `arrived` (time.monotonic). Raises ServiceError and leaves nothing behind if not.
+        """Add a job. Raises ServiceError if it is refused; then nothing of it remains.
 
-        `grammars`: of all its constraints.
+        arrived: time.monotonic() of its arrival
+        grammars: the grammars of all its constraints
         """
         if job.job_id in self._jobs:
             raise ServiceError(
-                ErrorKind.INVALID_FIELD, f"job id {job.job_id!r} is in use", field="job_id", given=job.job_id
+                ErrorKind.INVALID_FIELD,
+                f"job id {job.job_id!r} is in use; choose another",
+                field="job_id",
+                given=job.job_id,
             )
         self._rows.check(job)
         running = RunningJob(job, sink, grammars, unfinished=job.num_rows, submitted_at=arrived)
@@ -87,13 +90,13 @@ class JobTable:
         self._leased.update(dict.fromkeys(leased))
         if running.deadline is not None:
             heapq.heappush(self._deadlines, (running.deadline, next(self._tie), running))
-            self._forget_ended_deadlines()
+            self._prune_deadlines()
         self._scheduler.add(running, rows)
 
-    # A step's outcome ----------------------------------------------------------------------------------------
+    # Steps ---------------------------------------------------------------------------------------------------
 
-    def launched(self, rows: list[ScheduledRow], step: int) -> None:
-        """The step of this number over these rows is on its way; more may be scheduled before its tokens are known."""
+    def on_launched(self, rows: list[ScheduledRow], step: int) -> None:
+        """Record that step `step` is launched. More steps may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
             if row.is_plain:
@@ -101,9 +104,9 @@ class JobTable:
                 sequence.token_ids.append(PENDING)
                 sequence.last_sample_step = step
                 continue
-            several = sequence.cache_points or sequence.members
-            if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:
-                # It reads and writes one slot of its own, and nobody else waits for what it leaves there.
+            uses_more_slots = sequence.cache_points or sequence.members
+            if sequence.shared is None and sequence.spare_slot == NO_SLOT and not uses_more_slots:
+                # The row reads and writes its own slot only, so no slot changes hands.
                 sequence.num_computed_tokens += row.num_tokens
             else:
                 if sequence.lease is not None and not sequence.session_reported:
@@ -117,31 +120,37 @@ class JobTable:
                 self._prompt_done(sequence)
 
     def _report_session(self, sequence: Sequence, num_tokens: int) -> None:
-        """A turn begins: told before it can be recorded, so that it is never taken twice."""
+        """Report that a turn begins.
+
+        The client learns this before the turn can be recorded, so that no turn runs twice.
+        """
         if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
             sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens))
             self._changed[sequence.job] = None
             self._has_turn_starts = True
 
     def send_turn_starts(self) -> None:
-        """Send that turns begin, if any have been launched: before what they have drawn is acted on, and recorded."""
+        """Send the pending starts of turns. Call before a step's tokens are processed and recorded."""
         if self._has_turn_starts:
             self._has_turn_starts = False
             self.deliver()
 
     def commit(self, rows: list[ScheduledRow], sampled: list[SampledToken], step: int) -> None:
-        """What the launched step of this number has drawn; `sampled` belongs to the rows that draw, in their order."""
+        """Process the sampled tokens of step `step`.
+
+        sampled: one token per row that samples, in the order of `rows`
+        """
         sampling_rows = [row.sequence for row in rows if row.samples]
-        changed, running = self._changed, Phase.RUNNING  # this is done for every row of every step
+        changed, running = self._changed, Phase.RUNNING  # locals: the loop runs for every row of every step
         for sequence, (token, logprob) in zip(sampling_rows, sampled, strict=True):
             if sequence.phase is not running or sequence.discarded_sample_step == step:
-                continue  # it ended while this step was under way, or its token was certain
+                continue  # the row ended while the step ran, or jump-forward already appended this token
             output = sequence.output
             if sequence.matcher is None:
                 taken = output.process_token(token, logprob)
             else:
                 taken = self._process_constrained_token(sequence, sequence.matcher, token, logprob)
-            if taken is not None and not isinstance(taken, Delta):  # mostly None, so that is asked first
+            if taken is not None and not isinstance(taken, Delta):  # mostly None: the cheap check comes first
                 self._state_manager.truncate(sequence)
                 self._finish(sequence, taken)
                 continue
@@ -158,18 +167,21 @@ class JobTable:
                 self._finish(sequence, FinishReason.LENGTH)
 
     def add_prompt_logprobs(self, scores: list[PromptScores]) -> None:
-        """Log-probabilities of prompts' tokens that a launched step has told; before `commit`."""
+        """Add the prompt log-probabilities that a step returned. Call before `commit`."""
         for sequence, logprobs in scores:
             job = sequence.job
             row = sequence if sequence.samples else next((one for one in job.live if one.row == sequence.row), sequence)
-            if row in job.live:  # else it ended while this step was under way
+            if row in job.live:  # else the row ended while the step ran
                 job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
                 self._changed[job] = None
 
     def _process_constrained_token(
         self, sequence: Sequence, matcher: Matcher, token: int, logprob: TokenLogprob | None
     ) -> FinishReason | Delta | None:
-        """A row under a grammar has drawn a token: as `RowOutput.process_token`; None too if its grammar has failed."""
+        """Process a token sampled under a grammar.
+
+        Returns as `RowOutput.process_token`, or None if the grammar failed.
+        """
         output = sequence.output
         at = sequence.prompt_end + len(output.tokens)
         reason = output.append_token(token, logprob)
@@ -177,18 +189,18 @@ class JobTable:
             sequence.token_ids[at] = token
         if reason is not FinishReason.STOP or token == END_OF_TEXT:
             try:
-                reason = self._follow(sequence, matcher, token, reason)
+                reason = self._advance_grammar(sequence, matcher, token, reason)
             except GrammarError as error:
                 self.fail_grammar(sequence, error)
                 return None
         return output.pop_delta() if reason is None else reason
 
-    def _follow(
+    def _advance_grammar(
         self, sequence: Sequence, matcher: Matcher, token: int, reason: FinishReason | None
     ) -> FinishReason | None:
-        """A row has taken a token under its grammar, and takes what is certain behind it; why it ends, if it does.
+        """Advance the grammar by a sampled token, then jump forward. Returns why the row ends, if it does.
 
-        Raises GrammarError if the grammar cannot be followed any further.
+        Raises GrammarError if the grammar cannot continue.
         """
         started = time.perf_counter()
         if matcher.advance(token):
@@ -204,7 +216,7 @@ class JobTable:
         return reason
 
     def _prompt_done(self, sequence: Sequence) -> None:
-        """A row that does not draw has read everything: a closed turn, or a prompt that several rows share."""
+        """Handle a row that has read all its tokens and samples none: a closed turn or a shared prompt."""
         if sequence.phase is Phase.CLOSING:
             self._check_in(sequence)
             return
@@ -218,7 +230,7 @@ class JobTable:
     # Ends ----------------------------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """A row has drawn its last token."""
+        """End a row after its last token."""
         if sequence.lease is None:
             self._end(sequence, reason)
             return
@@ -238,13 +250,13 @@ class JobTable:
         self._scheduler.remove(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
-        """A row ends and leaves nothing behind."""
+        """End a row without keeping its session's turn."""
         self._leased.pop(sequence, None)
         self._drop(sequence)
         self._send_finish(sequence, reason, error)
 
     def _drop(self, sequence: Sequence) -> None:
-        """A row leaves the steps; its slots and its session go back. What it has recorded is still acknowledged."""
+        """Remove a row from the steps and free its slots and session. A recorded turn is still acknowledged."""
         self._state_manager.release(sequence)
         self._scheduler.remove(sequence)
 
@@ -279,14 +291,14 @@ class JobTable:
             self._end_job(job, FinishReason.CANCELLED)
 
     def cancel_label(self, label: str, client: str = "") -> int:
-        """Cancel all jobs that bear a label, or those of one client among them; returns how many."""
+        """Cancel all jobs with a label, optionally of one client only. Returns their number."""
         jobs = [job for job in self._jobs.values() if job.spec.label == label and client in ("", job.spec.client)]
         for job in jobs:
             self._end_job(job, FinishReason.CANCELLED)
         return len(jobs)
 
     def expire(self, now: float) -> None:
-        """End what is past its deadline, and rows whose session failed under them."""
+        """End jobs past their deadline and rows whose session failed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, job = heapq.heappop(self._deadlines)
             if self._jobs.get(job.job_id) is job:
@@ -294,22 +306,22 @@ class JobTable:
         for sequence in list(self._leased):
             error = self._state_manager.failure(sequence)
             if error is not None:
-                self._forget_waiting(sequence)
+                self._remove_waiting(sequence)
                 self._end(sequence, FinishReason.ERROR, error.info)
 
-    def _forget_ended_deadlines(self) -> None:
-        """Keep the heap within twice the jobs there are."""
+    def _prune_deadlines(self) -> None:
+        """Limit the heap to twice the number of jobs."""
         if len(self._deadlines) > 2 * len(self._jobs) + DEADLINES_KEPT:
             self._deadlines = [entry for entry in self._deadlines if self._jobs.get(entry[2].job_id) is entry[2]]
             heapq.heapify(self._deadlines)
 
-    def _forget_waiting(self, sequence: Sequence) -> None:
+    def _remove_waiting(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING:
-            self._scheduler.forget_waiting(sequence.job)
+            self._scheduler.remove_waiting(sequence.job)
 
     def _end_job(self, job: RunningJob, reason: FinishReason) -> None:
-        """End a job's rows. A turn that has its answer is kept, and says so when it is stored unless nobody listens."""
-        self._scheduler.forget_waiting(job)
+        """End a job's rows. An answered turn is kept and still acknowledged, unless the job was cancelled."""
+        self._scheduler.remove_waiting(job)
         for sequence in list(job.live):
             if not sequence.has_answered:
                 self._end(sequence, reason)
@@ -317,7 +329,7 @@ class JobTable:
                 self._send_finish(sequence, reason)
 
     def fail(self, job: RunningJob, error: ErrorInfo) -> None:
-        """End a job because a step failed under it. A turn that has its answer ends as the pool says: kept or not."""
+        """End a job because a step failed. For an answered turn, the pool decides whether it is kept."""
         rows = self._rows_of(job)
         if not all(sequence.has_answered for sequence in rows):
             self._abort(job, error)
@@ -326,7 +338,10 @@ class JobTable:
             self._drop(sequence)
 
     def affects_live_job(self, sequence: Sequence) -> bool:
-        """Whether a step's failure over this row is its job's: it is in the steps, or others go on from its prompt."""
+        """Return whether a failed step over this row ends its job.
+
+        True if the row is in the steps, or if running rows continue its prompt.
+        """
         if sequence.is_in_steps:
             return True
         live = sequence.job.live
@@ -334,26 +349,25 @@ class JobTable:
         return has_forked and any(0 <= row.row - sequence.row < sequence.fork_count for row in live)
 
     def fail_grammar(self, sequence: Sequence, error: GrammarError) -> None:
-        """End a row's job because its grammar cannot be followed any further."""
+        """End a row's job because its grammar cannot continue."""
         constraint = sequence.request.constraint
         assert constraint is not None
         field = constraint.field or constraint.form
         message = f"{field}: {error}"
         if isinstance(error, NoTokenLeftError) and (banned := _num_banned(sequence.request)):
             message = (
-                f"logit_bias: no token was left that {field} allows: {banned} tokens are banned, and all that "
-                "may come next are among them; ban fewer"
+                f"logit_bias: it bans {banned} tokens, and with them every token that {field} allows next; ban fewer"
             )
             field = "logit_bias"
         self.fail(sequence.job, ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field=field))
 
     def _rows_of(self, job: RunningJob) -> list[Sequence]:
-        """Rows that have not ended, and those that were told of their end and are still reading."""
+        """Rows that have not ended, and ended rows that still read."""
         return list(dict.fromkeys([*job.live, *self._scheduler.running_of(job)]))
 
     def _abort(self, job: RunningJob, error: ErrorInfo) -> None:
-        """End a job with an error, now."""
-        self._scheduler.forget_waiting(job)
+        """End a job immediately with an error."""
+        self._scheduler.remove_waiting(job)
         rows = self._rows_of(job)
         job.live.clear()  # the error is all that is sent
         for sequence in rows:
@@ -367,24 +381,24 @@ class JobTable:
             self.on_delivered()
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """End every job. Turns that have their answer end as the pool says, which has to be polled or closed yet."""
+        """End every job. For answered turns, the pool decides, so poll or close it afterwards."""
         for job in list(self._jobs.values()):
             self.fail(job, error)
-        for sequence in list(self._leased):  # turns with their answer whose jobs nobody listens to any more
+        for sequence in list(self._leased):  # answered turns of cancelled jobs
             self._drop(sequence)
 
     def abandon_all(self, error: ErrorInfo) -> None:
-        """End every job when the pool says nothing more: turns that have their answer may be kept or not."""
+        """End every job when the pool no longer answers. Answered turns may or may not be kept."""
         for job in list(self._jobs.values()):
             failure = error
             if any(sequence.has_answered for sequence in self._rows_of(job)):
                 failure = msgspec.structs.replace(error, message=f"{error.message}; {MAY_BE_KEPT}", retry_after_s=None)
             self._abort(job, failure)
 
-    # Going out -----------------------------------------------------------------------------------------------
+    # Delivery ------------------------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Send what this step brought, one event a job."""
+        """Send the deltas of this step, one event per job."""
         for job in self._changed:
             done = job.unfinished == 0
             if done:
@@ -395,14 +409,14 @@ class JobTable:
         self.on_delivered()
 
     def check_integrity(self) -> list[str]:
-        """What does not hold although nothing runs; for tests."""
-        wrong: list[Any] = []
+        """Return broken invariants of an idle engine. For tests."""
+        problems: list[str] = []
         if not self._jobs and (self._leased or self._scheduler.has_work):
-            wrong.append("rows are left without a job")
-        return wrong
+            problems.append("rows are left without a job")
+        return problems
 
 
 def _num_banned(request: GenerateRequest) -> int:
-    """How many tokens the client has banned; `ignore_eos` bans the end token beside."""
+    """Number of tokens that the client banned, without the end token that `ignore_eos` bans."""
     bias = request.sampling.logit_bias
     return sum(value == float("-inf") for value in bias.values()) - (request.ignore_eos and END_OF_TEXT in bias)

@@ -1,9 +1,10 @@
-"""Text in which a grammar leaves no choice: its tokens are read as a prompt's are, instead of drawn one by one.
+"""Jump-forward decoding: appends tokens that a grammar leaves no choice about, without sampling.
 
-Where the mask of the next token would allow it alone, and that of the one behind it likewise, a row takes all of them
-at once, ends with them where it would have ended, and draws next behind the last. What it says, counts and draws is the
-same either way; what is saved is a step for each. A draw that is under way for the row meanwhile would be of the first
-of them, and does not count.
+If the grammar allows exactly one next token, the row appends it. This repeats until there is a choice. The steps then
+read these tokens like a prompt.
+
+The output and the token counts are the same as with sampling, but each token saves a step. If a step samples for the
+row meanwhile, its token is discarded: it is the first one appended.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from sampling.grammar.matcher import Matcher
 
 
 def jump_forward(sequence: Sequence, matcher: Matcher, byte_table: list[bytes]) -> FinishReason | None:
-    """Take the tokens that are certain behind the last one taken; returns why the row ends with them, if it does.
+    """Append the tokens that the grammar determines. Returns why the row ends, if it does.
 
-    Raises GrammarError if the grammar cannot be followed any further.
+    Raises GrammarError if the grammar cannot continue.
     """
     output, ids, sampling = sequence.output, sequence.token_ids, sequence.request.sampling
     is_sampling = ids[-1] == PENDING
     tokens = matcher.jump_forward_tokens()
     if len(tokens) < 1 + is_sampling or any(sampling.logit_bias.get(token) == float("-inf") for token in tokens):
-        return None  # nothing is saved, or a draw has to find out that nothing is left
+        return None  # no step is saved, or sampling must find that every allowed token is banned
     if is_sampling:
         ids.pop()
         sequence.discarded_sample_step = sequence.last_sample_step
@@ -38,5 +39,5 @@ def jump_forward(sequence: Sequence, matcher: Matcher, byte_table: list[bytes]) 
 
 
 def _forced_logprob(token: bytes, top: int | None) -> TokenLogprob | None:
-    """As a draw from one token tells it."""
+    """Return the log-probability entry of a token without alternatives."""
     return None if top is None else TokenLogprob(token, 0.0, [(token, 0.0)][:top])

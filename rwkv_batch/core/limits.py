@@ -1,17 +1,16 @@
-"""What a step, the running set and the queue may hold."""
+"""Limits of a step, the running set and the queue."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BATCH_PART = 4
-"""Batch work keeps one part in so many of the places, of the steps in which prompts of interactive rows are read, and
-of the prompt tokens of those steps, whatever else there is."""
+"""Batch work gets at least one part in BATCH_PART of the running slots and of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one engine; all counts."""
+    """Limits of one engine. All are counts."""
 
     max_running: int
     max_waiting_rows: int
@@ -20,67 +19,65 @@ class Limits:
     max_prefill_tokens_with_decode: int
     """prompt tokens of a step in which rows decode"""
     groups: int = 1
-    """micro-batches that rows which decode are dealt into"""
+    """micro-batches that decoding rows are split into"""
     max_waiting_rows_per_client: int = 0
     """0: three quarters of `max_waiting_rows`"""
     mixed_rows: int = 0
-    """rows that decode beside which prompts cost little, since both share a graph"""
+    """up to this many decoding rows, prefill shares their graph and costs little"""
     min_gathered_prefill_tokens: int = 0
-    """prompt tokens of all groups from which on their step comes in every round, however many rows decode, not in every
-    fifth one; 0: it always does"""
+    """from this many queued prompt tokens on, every round includes prefill; below it, every fifth one. 0: always"""
     max_batch_rows_with_interactive: int = 0
-    """batch rows that decode in a step while interactive requests come; 0: all"""
+    """batch rows that decode in a step while interactive requests arrive; 0: all"""
 
     jump_forward_max_rows: int = 32
-    """rows in the steps beside which text that is certain is read at once"""
+    """up to this many running rows, rows jump forward"""
     masks_block_step: bool = False
     """whether all rows of a step wait while masks are computed"""
 
     @property
     def rows_in_step(self) -> int:
-        """Most rows that decode in one step: a group and what it may have beyond its share (`Scheduler._rebalance_groups`)."""
+        """Maximum decoding rows of a step: a group's share and an eighth (`Scheduler._rebalance_groups`)."""
         share = -(-self.max_running // self.groups)
         return self.max_running if self.groups == 1 else min(self.max_running, share + max(1, share // 8))
 
     @property
     def rows_in_mixed_step(self) -> int:
-        """Most rows that decode in one step with prompts beside them in the same graph."""
+        """Maximum decoding rows of a step that shares its graph with prefill."""
         return min(self.rows_in_step, self.mixed_rows)
 
     @property
     def waiting_rows_per_client(self) -> int:
-        """Rows of one client that may wait."""
         return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)
 
     @property
     def reserved_running_slots(self) -> int:
-        """Places that rows leave free for interactive jobs that have none."""
+        """Running slots left free for interactive jobs without a running row."""
         return min(max(1, self.max_running // 16), self.max_running - 1)
 
     @property
     def batch_running_slots(self) -> int:
-        """Places that batch rows need not leave to interactive ones."""
+        """Running slots that interactive rows may not take from batch rows."""
         return min(max(1, self.max_running // BATCH_PART), self.max_running - 1)
 
     @property
     def max_held_shared_prefixes(self) -> int:
-        """Prompts of one class that several rows wait to go on from: each holds a slot until all of them run.
+        """Maximum shared prompts of one class whose continuations wait. Each holds a slot until all of them run.
 
-        With the other class's, and half the slots for turns that wait, they must leave one to go on with.
+        Both classes together, and half the slots for waiting turns, must leave a slot free.
         """
         return 2 * self.max_shared_prefills if self.max_running >= 8 else 1
 
     @property
     def max_shared_prefills(self) -> int:
-        """Prompts of one class that are read for several rows at a time."""
+        """Maximum shared prompts of one class that are read at a time."""
         return max(1, self.max_running // 8)
 
     @property
     def max_paused(self) -> int:
-        """Rows that may have given way at a time; each keeps its slot and its seat."""
+        """Maximum paused rows. Each keeps its state slot and its request slot."""
         return max(1, self.max_running // 2)
 
     @property
     def num_req_slots(self) -> int:
-        """Rows of the samplers' state: those that run and those that are paused."""
+        """Request slots: one per running and per paused row."""
         return self.max_running + self.max_paused

@@ -1,10 +1,12 @@
-"""Rows under a grammar give back what they take beyond a row without one: masks, following it, text that is certain.
+"""Balances the time that constrained rows cost against rows without a constraint.
 
-On a CPU that takes turns with the step, and every row waits for it. So a row owes the others the time that it took, and
-once that is more than a row's part of a step it leaves a step to them: rows without a constraint decode as fast as if
-no other had one. A token that is certain counts as one that is drawn, so by that no row comes ahead of others. Where
-all rows are constrained nothing is owed. Nor is it on a GPU, which runs while masks are computed. Batch rows that take
-turns beside interactive ones pay in steps that they would have missed, so there others gain nothing by it.
+On a CPU every row of a step waits while masks are computed. So the time is a debt of the constrained row. When the debt
+exceeds a row's share of a step, the row skips a step. Rows without a constraint thus decode at full speed.
+
+- A jump-forward token counts like a sampled one, so jumping ahead gives no advantage.
+- If all rows are constrained, there is no debt.
+- On a GPU there is no debt: the device computes meanwhile.
+- Batch rows that take turns next to interactive ones skip steps anyway, so skipping more gains nothing.
 """
 
 from __future__ import annotations
@@ -16,26 +18,26 @@ from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.sequence import Sequence
 
 MAX_SKIPPED_STEPS = 3
-"""In a row: however slow its grammar is, a row is in one of four steps."""
+"""Maximum consecutive skipped steps. A row is in at least one of four steps."""
 MAX_DEBT_ROWS = 16
-"""Parts of a step: a mask that something else held up is no reason to wait for long."""
+"""Maximum debt, in shares of a step. It limits the effect of one slow mask."""
 SMOOTHING = 0.1
 
 
 class StepCosts(NamedTuple):
-    """What a step took until only rows under a grammar had not drawn, in seconds."""
+    """Seconds that a step took until only constrained rows had not sampled."""
 
     tokens: int
-    """that it read"""
+    """tokens read"""
     num_sampling: int
-    """rows that draw in it"""
+    """rows that sample in it"""
     unconstrained: int
-    """those of them that had drawn: the ones without a constraint"""
+    """rows among them without a constraint"""
     launch_s: float
     layers_s: float
-    """of that, for all tokens"""
+    """part of launch_s: the layers, for all tokens"""
     sample_s: float
-    """of that, for the rows that had drawn"""
+    """part of launch_s: sampling of the rows without a constraint"""
 
 
 class MaskTimeBalancer:
@@ -44,14 +46,14 @@ class MaskTimeBalancer:
     def __init__(self, limits: Limits) -> None:
         self._is_on = limits.masks_block_step
         self._token_s = 0.0
-        """what a token takes in the layers, smoothed"""
+        """smoothed time of a token in the layers"""
         self._sample_s = 0.0
-        """what the draw of a row without a constraint takes, smoothed"""
+        """smoothed sampling time of a row without a constraint"""
         self._row_s = 0.0
-        """what such a row takes of a step, smoothed"""
+        """smoothed share of such a row in a step"""
 
     def count(self, costs: StepCosts) -> None:
-        """A step was launched."""
+        """Record the costs of a launched step."""
         if not costs.num_sampling:
             return
         self._token_s = _smoothed(self._token_s, costs.layers_s / costs.tokens)
@@ -61,28 +63,28 @@ class MaskTimeBalancer:
         self._row_s = _smoothed(self._row_s, rest_s + self._token_s + self._sample_s)
 
     def charge_masks(self, rows: Collection[Sequence], seconds: float) -> None:
-        """The masks and draws of these rows took so long together."""
+        """Charge these rows for the time of their masks and sampling."""
         for sequence in rows:
             self.charge(sequence, max(0.0, seconds / len(rows) - self._sample_s))
 
     def charge(self, sequence: Sequence, seconds: float, tokens: int = 0) -> None:
-        """A row was followed for so long, and has so many tokens that it did not draw: each counts as a step's."""
+        """Charge a row for grammar time and for `tokens` that it jumped forward."""
         if self._is_on:
             debt_s = sequence.mask_time_debt_s + seconds + tokens * self._row_s
             sequence.mask_time_debt_s = min(debt_s, MAX_DEBT_ROWS * self._row_s)
 
     def active_rows(self, ready: list[Sequence]) -> list[Sequence]:
-        """Those of the rows that could decode which do: some that are held leave the step to those that are not.
+        """Return the rows that decode in this step, without constrained rows that skip it.
 
-        Interactive rows leave none to batch work.
+        Interactive rows do not skip steps for batch rows.
         """
         if not self._is_on or all(sequence.matcher is None for sequence in ready):
             return ready
         unconstrained = [sequence for sequence in ready if sequence.matcher is None]
         has_interactive = not all(sequence.job.is_batch for sequence in unconstrained)
-        return [s for s in ready if s.matcher is None or not self._skip_step(s, bool(unconstrained), has_interactive)]
+        return [s for s in ready if s.matcher is None or not self._skips_step(s, bool(unconstrained), has_interactive)]
 
-    def _skip_step(self, sequence: Sequence, has_unconstrained: bool, has_interactive: bool) -> bool:
+    def _skips_step(self, sequence: Sequence, has_unconstrained: bool, has_interactive: bool) -> bool:
         delays_others = has_interactive or (has_unconstrained and sequence.job.is_batch)
         if not delays_others:
             sequence.mask_time_debt_s = 0.0

@@ -1,7 +1,7 @@
-"""Mixtures: one row that reads the same tokens from several tuned states and draws from their logits, mixed.
+"""Mixtures: one row reads the same tokens from several tuned states and samples from their mixed logits.
 
-A mixture has one seat and one place in the steps, and a slot for each of its members; the first is the row itself.
-All members come to their slots at once or not at all, so that rows which wait hold nothing that others need.
+A mixture has one request slot and one running slot, and one state slot per member. The row itself is the first member.
+A mixture gets all its slots at once or none, so a waiting row holds no slot.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from state_pool.pool import StatePool
 from state_pool.tuned_state import Origin, TunedState, mixed_origin
 
 MAX_MEMBERS = 16
-"""States in one mixture."""
+"""Maximum states in a mixture."""
 
 
 def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
-    """Raises ServiceError, or StateNotFound, for a mixture that cannot be run."""
+    """Check that a request's mixture can run. Raises ServiceError or StateNotFound."""
     if not request.mixture:
         return
     check_members(request.mixture, pool)
     if request.session is not None and not pool.has_token_log:
-        message = "a session of a mixture is kept by its tokens, which --state-db and --durability log or lazy keep"
+        message = (
+            "a mixture cannot continue a session on this server, which stores no token logs. "
+            "Set state_db, and durability to log or lazy"
+        )
         raise _invalid_field(message, request.session.session_id)
     if request.prompt_logprobs is not None or request.candidates:
-        raise _invalid_field("what is scored is read from one state", None)
+        raise _invalid_field("a mixture cannot be combined with prompt_logprobs or candidates", None)
 
 
 def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
-    """Raises ServiceError for too many members or weights that cannot be, StateNotFound for one that is not there."""
+    """Check a mixture's states and weights. Raises ServiceError, or StateNotFound for a state that is not loaded."""
     most = min(MAX_MEMBERS, pool.num_slots // 2)
     if len(mixture) > most:
-        limit = f"{most}" if most == MAX_MEMBERS else f"{most} on this server, by its slots"
+        limit = f"{most}" if most == MAX_MEMBERS else f"{most}, half of this server's slots"
         raise _invalid_field(f"has {len(mixture)} states, the limit is {limit}", len(mixture))
     if not 0 < sum(weight for _, weight in mixture) < math.inf:
         raise _invalid_field("the weights must add up to more than 0", [weight for _, weight in mixture])
@@ -44,7 +47,7 @@ def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
 
 
 def prepare_members(sequence: Sequence, pool: StatePool) -> None:
-    """Make the row's members of its mixture, and hold their states for when it begins."""
+    """Create the row's members and keep their states loaded until it starts."""
     mixture = sequence.request.mixture
     total = sum(weight for _, weight in mixture)
     tuned = [pool.tuned.acquire(state) if state else None for state, _ in mixture]
@@ -55,23 +58,26 @@ def prepare_members(sequence: Sequence, pool: StatePool) -> None:
 
 
 def origin_of(request: GenerateRequest, pool: StatePool) -> Origin | None:
-    """What a session of the request's mixture begins from; None: it has none. Raises StateNotFound."""
+    """Return the origin of a session that the request's mixture starts; None without a mixture.
+
+    Raises StateNotFound.
+    """
     if not request.mixture:
         return None
     return mixed_origin([pool.tuned.get(state).origin if state else None for state, _ in request.mixture])
 
 
 def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
-    """Get every member a slot to write, and those with a tuned state theirs to read; False: not all can be had yet.
+    """Allocate a slot per member and pin their tuned states. Returns False if not all are available.
 
-    The row's own slot is left free, to be taken next.
+    On success the row's own slot is free again, to be allocated next.
     """
     if sequence.members[0].slot != NO_SLOT:
         return True
-    wanted = [sequence.tuned, *(member.tuned for member in sequence.members)]
-    pinned = [None if state is None else pin(state, pool) for state in wanted]
-    slots = [pool.allocate() for _ in wanted]
-    if None in slots or any(state and not found for state, found in zip(wanted, pinned, strict=True)):
+    states = [sequence.tuned, *(member.tuned for member in sequence.members)]
+    pinned = [None if state is None else pin(state, pool) for state in states]
+    slots = [pool.allocate() for _ in states]
+    if None in slots or any(state and not found for state, found in zip(states, pinned, strict=True)):
         for found in pinned:
             if found is not None:
                 found.drop()
@@ -90,13 +96,13 @@ def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
 
 
 def pin(state: TunedState, pool: StatePool) -> SharedSlot | None:
-    """A tuned state's slot, held for a reader; None: it is not in one yet."""
+    """Pin a tuned state's slot for a reader; None if the state is not in a slot yet."""
     slot = pool.tuned.pin(state)
     return None if slot is None else SharedSlot(slot, lambda: pool.unpin_slot(slot))
 
 
 def release_read_slots(sequence: Sequence) -> None:
-    """A step was launched: the members' states are in their own slots from now on."""
+    """Release the slots that the members read. Their states are in their own slots after the first launch."""
     for member in sequence.members:
         if member.shared is not None:
             member.shared.drop()
@@ -104,7 +110,7 @@ def release_read_slots(sequence: Sequence) -> None:
 
 
 def release_members(sequence: Sequence, pool: StatePool) -> None:
-    """The row ends: whatever its members hold goes back."""
+    """Release everything that the row's members hold."""
     _release_tuned(sequence, pool)
     release_read_slots(sequence)
     for member in sequence.members:

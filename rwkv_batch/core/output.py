@@ -1,4 +1,4 @@
-"""A row's output: its drawn tokens as bytes, judged against its stops, gathered into deltas."""
+"""A row's output: sampled tokens as bytes, checked for stops, collected into deltas."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Res
 from rwkv_batch.tokenizer import END_OF_TEXT
 
 MAX_CHUNK_TOKENS = 4096
-"""Tokens gathered at most for a row whose text is wanted whole: nothing grows with its length here."""
+"""Maximum tokens per delta for a row that does not stream. It bounds the memory per row."""
 MAX_LOGPROBS_CHUNK_TOKENS = 256
-"""The same of a row with log-probabilities, which take some kilobytes a token."""
+"""The same with log-probabilities, which take some kilobytes per token."""
 
 
 def _chunk_of(request: GenerateRequest) -> int:
-    """Tokens that are gathered before a delta is sent."""
+    """Number of tokens per delta."""
     chunk = request.chunk_size or MAX_CHUNK_TOKENS
     return chunk if request.sampling.top_logprobs is None else min(chunk, MAX_LOGPROBS_CHUNK_TOKENS)
 
 
 class RowOutput:
-    """Tokens in, deltas out. Owned by the engine thread."""
+    """Turns tokens into deltas. Owned by the engine's thread."""
 
     __slots__ = (
         "_automaton",
@@ -54,7 +54,7 @@ class RowOutput:
         self.row = row
         self._return_token_ids = return_token_ids
         self.tokens: list[int] = []
-        """all tokens drawn, a stop token among them"""
+        """all sampled tokens, including a stop token"""
         self._max_tokens = request.max_tokens
         self._chunk = _chunk_of(request)
         self._stop_ids = stops.ids
@@ -63,24 +63,24 @@ class RowOutput:
         self._node = stops.automaton.root
         self._table = byte_table
         self._ends: list[int] = []
-        """end of each token in the row's whole text, in bytes; of the first so many, see `_length`"""
+        """end of each token in the row's text, in bytes; extended on demand by `_length`"""
         self._tail = b""
-        """text that may still belong to a stop"""
+        """text that may still be part of a stop"""
         self._ready: list[bytes] = []
-        """text to be sent, in pieces"""
+        """text to send, in pieces"""
         self._gathered = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []
-        """of tokens not sent yet, with where each begins in the whole text"""
+        """log-probabilities not sent yet, with the byte offset of each token"""
         self._end: TokenLogprob | None = None
-        """of the end token: it was drawn and has no text"""
+        """of the end token, which has no text"""
         self._cut: int | None = None
-        """where the shown text ends, in bytes, once a stop is met"""
+        """end of the shown text in bytes, after a stop"""
         if request.resumed is not None:
             self._resume(request.resumed)
 
     @property
     def _length(self) -> int:
-        """Bytes of the text of all tokens so far: few rows ask, so what the ends are is found out then."""
+        """Bytes of the text of all tokens. Computed on demand, because few rows need it."""
         ends, length = self._ends, self._ends[-1] if self._ends else 0
         for token in self.tokens[len(ends) :]:
             length += len(self._table[token])
@@ -88,19 +88,19 @@ class RowOutput:
         return length
 
     def _resume(self, resumed: Resumed) -> None:
-        """Take what was drawn elsewhere, as if its text had been sent up to where it was."""
+        """Append tokens that another engine sampled. Their text was already sent up to `resumed.shown`."""
         for token in resumed.token_ids:
             self.append_token(token)
-        # Later tokens, which are drawn again, may have shown that text held here is no stop.
+        # The other engine may have sent text that is held here: its later tokens showed that it is no stop.
         held = self._length - resumed.shown
         self._release(max(0, len(self._tail) - held))
         self._ready.clear()
         self._gathered = 0
 
     def process_token(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | Delta | None:
-        """Take a drawn token: why the row ends with it, or else what is worth sending now.
+        """Append a sampled token. Returns why the row ends, or a delta to send, or None.
 
-        That is `append_token` and `pop_delta`; by far the most tokens, which cannot belong to a stop, need neither.
+        Same as `append_token` and `pop_delta`, with a fast path for tokens that cannot be part of a stop.
         """
         tokens, text = self.tokens, self._table[token]
         if (
@@ -128,7 +128,7 @@ class RowOutput:
         return Delta(self.row, text, gathered)
 
     def append_token(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
-        """Take a drawn token; returns why the row ends with it, if it does."""
+        """Append a sampled token. Returns why the row ends, if it does."""
         tokens, text = self.tokens, self._table[token]
         if token in self._stop_ids:
             return self._end_by_id(token, logprob)
@@ -139,7 +139,7 @@ class RowOutput:
         node, found = self._automaton.advance(self._node, text)
         if found is None and not node.depth and not self._tail and len(tokens) < self._max_tokens:
             self._node = node
-            if text:  # and nothing of it can belong to a stop: by far the most tokens
+            if text:  # no part of it can belong to a stop
                 self._ready.append(text)
             return None
         self._node = node
@@ -157,7 +157,7 @@ class RowOutput:
         return None
 
     def _end_by_id(self, token: int, logprob: TokenLogprob | None) -> FinishReason:
-        """The row ends with a token that is not shown: what was held is no stop."""
+        """End the row with a stop token, which is not shown. Held text is released."""
         self._cut = self._length
         self.tokens.append(token)
         self._gathered += 1
@@ -167,26 +167,26 @@ class RowOutput:
         return FinishReason.STOP
 
     def _release(self, num_bytes: int) -> None:
-        """Send so many bytes of what was held, none if that is negative."""
+        """Move `num_bytes` of the held text to the text to send; none if negative."""
         if num_bytes > 0:
             self._ready.append(self._tail[:num_bytes])
             self._tail = self._tail[num_bytes:]
 
     def flush_held_text(self) -> None:
-        """The row ends for a reason of its own (a timeout): held text was no stop and is shown."""
+        """Release held text because the row ends for another reason, for example a timeout."""
         self._release(len(self._tail))
 
     @property
     def has_held_text(self) -> bool:
-        """Whether the end of the text may turn out to be a stop that began in an earlier token."""
+        """Whether the end of the text may be part of a stop."""
         return bool(self._tail)
 
     def first_held_token(self) -> int:
-        """Index of the drawn token in which the held text begins."""
+        """Index of the token in which the held text begins."""
         return bisect_right(self._ends, self._length - len(self._tail))
 
     def shown_tokens(self) -> tuple[list[int], bytes]:
-        """The drawn tokens that lie wholly before the stop, and the bytes of the next one that do."""
+        """Return the tokens that lie wholly before the stop, and the shown bytes of the next one."""
         if self._cut is None:
             return list(self.tokens), b""
         whole = bisect_right(self._ends, self._cut)
@@ -195,7 +195,7 @@ class RowOutput:
         return self.tokens[:whole], partial
 
     def pop_delta(self, finish: Finish | None = None) -> Delta | None:
-        """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
+        """Return the next delta: a full chunk, or everything if `finish` is given. None if there is none yet."""
         ready, gathered = self._ready, self._gathered
         if finish is None and (gathered < self._chunk or not (ready or self._logprobs)):
             return None
@@ -207,7 +207,7 @@ class RowOutput:
         return Delta(self.row, text, gathered, finish, logprobs or None, None, ids)
 
     def _shown_logprobs(self) -> list[TokenLogprob]:
-        """Those of tokens of which some text is shown by now; the rest waits, or belongs to a stop."""
+        """Remove and return the log-probabilities of tokens with some shown text."""
         shown = self._length - len(self._tail) if self._cut is None else self._cut
         begun = [entry for entry in self._logprobs if entry[0] < shown]
         self._logprobs = self._logprobs[len(begun) :]

@@ -1,4 +1,4 @@
-"""Sessions of mixtures: kept by their tokens; between turns their members' states are in slots, while there is room."""
+"""Sessions of mixtures. Their token logs are kept, and their states stay in slots between turns while there is room."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from state_pool.sessions import Lease
 
 @dataclass(slots=True)
 class Parked:
-    """Where the members of a session's mixture are after its last turn."""
+    """The slots of a session's mixture after its last turn."""
 
     token_ids: list[int]
-    """all of the session"""
+    """all tokens of the session"""
     num_computed_tokens: int
-    """of these, which the slots have read"""
+    """number of these tokens that the states have read"""
     slots: list[int]
 
 
 class ParkedMixtures:
-    """The members' states of sessions of mixtures, in slots until these are wanted: the tokens give them back."""
+    """Slots of the mixtures of idle sessions, freed under pressure. The tokens restore the states."""
 
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
         self._parked: OrderedDict[str, Parked] = OrderedDict()
 
     def park(self, sequence: Sequence) -> None:
-        """A turn is over, its `token_ids` are those that were recorded: keep its members' slots, if it may."""
+        """Keep the members' slots after a recorded turn, if possible."""
         lease, slots = sequence.lease, write_slots_of(sequence)
         assert lease is not None
         if lease.branch or sequence.shared is not None or NO_SLOT in slots:
@@ -46,7 +46,7 @@ class ParkedMixtures:
             self.drop_oldest()
 
     def take(self, lease: Lease, num_members: int) -> Parked | None:
-        """What is parked of the lease's session, the caller's from now on; None: its tokens have to be read."""
+        """Remove and return the parked slots of the lease's session. None: its tokens must be read."""
         parked = None if lease.branch else self._parked.pop(lease.session.key.session_id, None)
         if parked is None:
             return None
@@ -56,20 +56,20 @@ class ParkedMixtures:
         return None
 
     def drop_oldest(self) -> bool:
-        """Give back the slots of the one parked longest ago; False: none is."""
+        """Free the slots parked longest ago. Returns False if none are parked."""
         if not self._parked:
             return False
         self._free(self._parked.popitem(last=False)[1])
         return True
 
     def clear(self) -> None:
-        """Give back all."""
+        """Free all parked slots."""
         while self.drop_oldest():
             pass
 
     @property
     def slots(self) -> list[int]:
-        """Those that are held."""
+        """All parked slots."""
         return [slot for parked in self._parked.values() for slot in parked.slots]
 
     def _forget(self, session_id: str) -> None:
@@ -87,7 +87,7 @@ def write_slots_of(sequence: Sequence) -> list[int]:
 
 
 def begin_from(sequence: Sequence, parked: Parked, pool: StatePool) -> None:
-    """The row, whose members have slots to write, reads what is parked instead of the beginning."""
+    """Let the row start from parked states. Its members must have slots to write."""
     release = [SharedSlot(slot, partial(pool.free, slot)) for slot in parked.slots]
     release_read_slots(sequence)
     if sequence.tuned_slot is not None:

@@ -1,4 +1,4 @@
-"""How a step's prompt tokens are shared out between clients and their jobs."""
+"""Splits a step's prompt tokens between clients and their jobs."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from collections.abc import Callable
 from rwkv_batch.core.sequence import RunningJob, Sequence
 
 MIN_TOKENS_PER_JOB = 32
-"""Prompt tokens that a job gets at its turn, however many have prompts to read."""
+"""Minimum prompt tokens of a job when its turn comes."""
 
 
 def split_budget(
-    reading: list[Sequence], budget: int, chunk: Callable[[Sequence], int], turn: int
+    reading: list[Sequence], budget: int, chunk: Callable[[Sequence], int], rotation: int
 ) -> list[tuple[Sequence, int]]:
-    """Tokens for each row that gets any: `chunk` tells the most, `turn` whose turn is first.
+    """Return the rows that read in this step, with their numbers of tokens.
 
-    Clients share the budget evenly, and a client's jobs its part; what one leaves the next may use.
+    Clients share the budget evenly, and a client's jobs share its part. Unused tokens go to the next client.
+
+    chunk: returns the most tokens that a row may read
+    rotation: decides which client and which job come first
     """
     clients: dict[str, dict[RunningJob, deque[Sequence]]] = {}
     for sequence in reading:
         clients.setdefault(sequence.job.client, {}).setdefault(sequence.job, deque()).append(sequence)
-    part = budget // max(1, len(clients))
+    client_share = budget // max(1, len(clients))
     queues = deque(
-        (_round_robin(jobs, turn // len(clients)), max(MIN_TOKENS_PER_JOB, part // len(jobs)))
+        (_round_robin(jobs, rotation // len(clients)), max(MIN_TOKENS_PER_JOB, client_share // len(jobs)))
         for jobs in clients.values()
     )
-    queues.rotate(-turn)
+    queues.rotate(-rotation)
     chunks: list[tuple[Sequence, int]] = []
     while queues and budget > 0:
-        rows, share = queues.popleft()
-        left = min(budget, max(part, share))
+        rows, job_share = queues.popleft()
+        left = min(budget, max(client_share, job_share))
         while rows and left > 0:
             sequence = rows.popleft()
-            count = min(chunk(sequence), share, left)
+            count = min(chunk(sequence), job_share, left)
             left, budget = left - count, budget - count
             chunks.append((sequence, count))
         if rows:
-            queues.append((rows, share))
+            queues.append((rows, job_share))
     return chunks
 
 
-def _round_robin(jobs: dict[RunningJob, deque[Sequence]], turn: int) -> deque[Sequence]:
-    """A client's rows, one per job and round."""
-    lines = deque(jobs.values())
-    lines.rotate(-turn)
+def _round_robin(jobs: dict[RunningJob, deque[Sequence]], rotation: int) -> deque[Sequence]:
+    """A client's rows in turn, one per job and round."""
+    queues = deque(jobs.values())
+    queues.rotate(-rotation)
     rows: deque[Sequence] = deque()
-    while lines:
-        line = lines.popleft()
-        rows.append(line.popleft())
-        if line:
-            lines.append(line)
+    while queues:
+        queue = queues.popleft()
+        rows.append(queue.popleft())
+        if queue:
+            queues.append(queue)
     return rows

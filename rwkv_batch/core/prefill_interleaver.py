@@ -1,13 +1,14 @@
-"""A step that holds batch work is launched in pieces, and prompts whose first token is awaited go between two of them.
+"""Lets new interactive prompts overtake a running step with batch rows.
 
-A step that runs cannot be left, and one with a batch's rows takes longer than a short prompt. So it is launched a few
-layers at a time, each piece when the one before begins. When an interactive request comes meanwhile, a step of its own
-reads its prompt before the next piece: what the rows of the step under way have so far stays in memory that no other
-touches, so nothing is computed twice. What the host does for many rows takes as long as a piece: there is a look before
-a step's inputs are made, too, and one before clients are told what a step has drawn.
+A launched step cannot be interrupted, and a step with batch rows takes longer than a short prompt. So the engine
+launches such a step in pieces of a few layers. It launches each piece when the one before it begins to run. Between two
+pieces it checks for interactive requests, and launches a prefill step for them first. It also checks before it builds a
+step's inputs and before it delivers a step's tokens. Both take about as long as a piece.
 
-Within a step jobs are only added: what may end one of its rows waits until all pieces are launched, since the rest of
-the step would write to a slot that has been given to another row by then.
+Each step has its own activation buffers, so nothing is computed twice.
+
+Invariant: between two pieces, jobs are only added. Any operation that may end a row of the large step waits until all
+its pieces are launched. Otherwise the step would write to a slot that belongs to another row.
 """
 
 from __future__ import annotations
@@ -20,17 +21,28 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import RunningJob
 
 MAX_INTERLEAVED_STEPS = BATCH_PART - 1
-"""Steps of prompts within one step. With as many in which batch rows stand aside before the next (`BatchThrottle`), batch
-work has one launch in seven, however many requests come."""
+"""Maximum prefill steps that overtake one step.
+
+`BatchThrottle` skips the same number of steps, so batch work gets at least one launch in seven.
+"""
 BetweenPieces = Callable[[], None]
 """Called between two pieces of a step, on the engine's thread."""
 Step = TypeVar("Step")
-"""What the engine knows a launched step by."""
+"""The engine's type of a launched step."""
 
 
 class PrefillInterleaver(Generic[Step]):
-    """The engine's, for one step at a time: `begin`, `interleave_now`, a call between every two pieces, `finish`; then `interleave_now` when
-    the step before it was read, and `finish`; `reset` when none is in flight."""
+    """Interleaves interactive prefill with the pieces of one step.
+
+    Per step, call in this order:
+
+    - `begin` and `interleave_now`
+    - the callback that `begin` returned, between every two pieces
+    - `finish`
+    - `interleave_now` when the previous step's tokens are read, and `finish`
+
+    Call `reset` when no step is in flight.
+    """
 
     def __init__(
         self,
@@ -39,24 +51,27 @@ class PrefillInterleaver(Generic[Step]):
         launch: Callable[[list[ScheduledRow]], Step],
         process_outputs: Callable[[Step], None],
     ) -> None:
-        """`admit_arrivals` admits jobs and says whether there were any; `plan_prefill`: `Scheduler.first_tokens`; `launch` and
-        `process_outputs`: the engine's, of a whole step."""
+        """
+        admit_arrivals: admits new jobs; returns whether there were any
+        plan_prefill: `Scheduler.schedule_interactive_prefill`
+        launch, process_outputs: the engine's functions for a whole step
+        """
         self._admit_arrivals = admit_arrivals
         self._plan_prefill = plan_prefill
         self._launch = launch
         self._process_outputs = process_outputs
         self._step_jobs: frozenset[RunningJob] = frozenset()
         self._steps_left = 0
-        """steps that may still be let in"""
+        """prefill steps that may still overtake"""
         self._may_have_prefill = False
-        """whether there may be prompts to let in, though nobody has come since the last look"""
+        """whether prompts may be waiting although no job arrived since the last check"""
         self._step: Step | None = None
-        """let in, and not concluded"""
+        """the overtaking step whose outputs are not processed yet"""
         self.has_failed = False
-        """What was raised came from here: it is no failure of the step under way, and ends the engine."""
+        """Whether an overtaking step raised. The error then ends the engine, not only the large step's jobs."""
 
     def begin(self, rows: list[ScheduledRow]) -> BetweenPieces | None:
-        """A step over these rows is launched next; what to call between its pieces. None: it need not be in pieces."""
+        """Prepare for a step over these rows. Returns the callback between pieces, or None without batch rows."""
         self.reset()
         if not any(row.sequence.job.is_batch for row in rows):
             return None
@@ -65,23 +80,23 @@ class PrefillInterleaver(Generic[Step]):
         return self._between_pieces
 
     def reset(self) -> None:
-        """No step with batch work is under way: its jobs are kept no longer, and nobody is let in before the next."""
+        """Allow no overtaking until the next `begin`, and drop references to jobs."""
         self._steps_left, self._may_have_prefill, self._step_jobs = 0, False, frozenset()
 
     def interleave_now(self) -> None:
-        """No piece is being launched: prompts go before the next, and are concluded when it is on its way."""
+        """Launch waiting prefill while no piece is being launched."""
         if self._step is None:
             self._launch_prefill()
 
     def finish(self) -> None:
-        """All pieces were launched, or nothing more is for now."""
+        """Process the outputs of the overtaking step, if there is one."""
         if self._step is not None:
             step, self._step = self._step, None
             self._process_outputs(step)
 
     def _between_pieces(self) -> None:
         self.has_failed = True
-        self.finish()  # the piece behind it is on its way, so the device does not wait for the host
+        self.finish()  # the next piece is already launched, so the device does not wait for the host
         self._launch_prefill()
         self.has_failed = False
 

@@ -1,4 +1,4 @@
-"""What a job must be to be taken, and the rows that it is run as. No torch."""
+"""Checks jobs and creates their rows. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sampling.grammar.matcher import Matcher
 
 
 class RowBuilder:
-    """Checks jobs, and makes their rows. Engine thread."""
+    """Checks jobs and creates their rows. Engine thread."""
 
     def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
         self._scheduler = scheduler
@@ -27,8 +27,8 @@ class RowBuilder:
         self._vocab = vocab
 
     def check(self, job: Job) -> None:
-        """Raises ServiceError for a job that cannot be taken, or not now."""
-        if not job.attempt:  # else another engine has admitted it, and its client was answered
+        """Check that a job can be admitted. Raises ServiceError."""
+        if not job.attempt:  # else another engine admitted it, and its client has a reply
             self._check_queue(job)
         for request in job.rows:
             self._check_row(request)
@@ -37,7 +37,7 @@ class RowBuilder:
         if any(request.session is not None for request in job.rows) and job.num_rows != 1:
             raise ServiceError(
                 ErrorKind.INVALID_FIELD,
-                f"a session takes one row a request, {job.num_rows} were given",
+                f"a request with a session must have one row, {job.num_rows} were given; send one request per row",
                 field="session_id",
             )
 
@@ -45,12 +45,12 @@ class RowBuilder:
         limit = self._scheduler.limits.max_waiting_rows
         waiting = self._scheduler.admission.waiting_rows
         if waiting + job.num_rows > limit:
-            raise _queue_is_full(f"{waiting} rows wait", job.num_rows, f"{limit} (--max-waiting-rows)")
+            raise _queue_is_full(f"{waiting} rows wait", job.num_rows, f"{limit} (max_waiting_rows)")
         share = self._scheduler.limits.waiting_rows_per_client
         waiting = self._scheduler.admission.waiting_rows_of(job.client) if job.client else 0
         if job.client and waiting + job.num_rows > share:
-            flag = f"{share} for one client (--max-waiting-rows-per-client)"
-            raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, flag)
+            limit_text = f"{share} for one client (max_waiting_rows_per_client)"
+            raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, limit_text)
 
     def _check_row(self, request: GenerateRequest) -> None:
         self._state_manager.check(request)
@@ -76,7 +76,7 @@ class RowBuilder:
                 )
 
     def build(self, job: RunningJob) -> list[Sequence]:
-        """The rows to run at first: for `n` continuations of a longer prompt, the row that reads it for all."""
+        """Create the rows to start with. Several continuations of a longer prompt start as one shared row."""
         rows: list[Sequence] = []
         number = 0
         for request in job.spec.rows:
@@ -90,7 +90,7 @@ class RowBuilder:
         return rows
 
     def continuations(self, job: RunningJob, first: int, request: GenerateRequest) -> list[Sequence]:
-        """The rows of a request. Where another has read the prompt for them, it has told what it scored of it."""
+        """Create the rows of a request. If a shared row read the prompt, that row already reported its scores."""
         rows: list[Sequence] = []
         for i in range(request.num_rows):
             own = self._nth(request, i)
@@ -100,8 +100,10 @@ class RowBuilder:
 
     @staticmethod
     def _nth(request: GenerateRequest, i: int) -> GenerateRequest:
-        """The request of one continuation: its own seed or candidate; ignore_eos bans the end token, which is never
-        read."""
+        """Return the request of continuation `i`, with its own seed or candidate.
+
+        ignore_eos bans the end token, so it is never read.
+        """
         if request.candidates:
             request = msgspec.structs.replace(request, prompt=request.prompt + request.candidates[i], candidates=[])
         sampling = request.sampling
@@ -124,17 +126,19 @@ class RowBuilder:
 
 
 def check_resumed(request: GenerateRequest) -> None:
-    """Raises ServiceError for a row that cannot go on from where it is said to be."""
+    """Check a row that continues another engine's tokens. Raises ServiceError."""
     if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
         count = len(request.resumed.token_ids)
-        message = f"resumed: {count} tokens for {request.num_rows} rows of at most {request.max_tokens}"
+        message = (
+            f"resumed: {count} tokens for {request.num_rows} rows; "
+            f"allowed are fewer than max_tokens ({request.max_tokens}) and one row"
+        )
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="resumed", given=count)
 
 
 def _queue_is_full(waiting: str, more: int, limit: str) -> ServiceError:
     return ServiceError(
         ErrorKind.OVERLOADED,
-        f"the queue is full: {waiting}, {more} more would pass the limit of {limit}; "
-        "try again later or send fewer rows",
+        f"the queue is full: {waiting}, {more} more would exceed the limit of {limit}; retry in 1 s or send fewer rows",
         retry_after_s=1,
     )

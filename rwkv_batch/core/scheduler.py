@@ -1,15 +1,16 @@
-"""Decides who is in which step: who has a place (`Admission`), which rows decode, which prompts are read. No torch.
+"""Decides which rows are in which step. No torch.
 
-Decoding rows are in every step, and while there are some, fewer prompt tokens are read, because the next token of each
-waits until the step ends; batch rows take turns in steps while interactive requests come (`BatchThrottle`). Prompt tokens
-are shared out as places are: between classes, clients and jobs.
+Running slots are given out by `Admission`. Decoding rows are in every step. While rows decode, a step reads fewer
+prompt tokens, because each row's next token waits until the step ends. While interactive requests arrive, batch rows
+take turns (`BatchThrottle`). Prompt tokens are split like running slots: between classes, clients and jobs.
 
-Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
-group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
-the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the steps of
-the first group that has rows (of more than two stages with every fifth of them while they are few), and with every step
-while there are more of them than a step takes; beside few rows that decode, where they share a graph, with every step,
-since a group that read all of them would be the one that the others wait for.
+Micro-batches: with several devices, decoding rows are split into groups with steps of their own. One group runs on the
+second device while the next runs on the first. A row stays in its group while it decodes. New rows join the smallest
+group, and a group that is much larger than its share gives rows away.
+
+The first non-empty group carries the prefill. With three or more stages and little prefill queued, only every fifth of
+its steps does. If more prefill is queued than a step takes, every step carries some. The same holds if few rows decode:
+they share a graph with prefill, and the other groups would wait for a group that reads all prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, Ru
 from rwkv_batch.core.slot_source import SlotSource
 
 MAX_PREFILL_DELAY_TURNS = 5
-"""Few prompts wait at most until so many steps of the first group have come since prompts were read."""
+"""Steps of the first group for which little prefill may wait."""
 
 
 @dataclass(slots=True)
@@ -38,21 +39,21 @@ class ScheduledRow:
     sequence: Sequence
     num_tokens: int
     samples: bool
-    """whether a token is drawn after it"""
+    """whether a token is sampled after its last token"""
     uses_device_token: bool = False
-    """whether it reads the token that it drew last, which its seat still holds on the device, and draws"""
+    """whether it samples, and reads the token it sampled last from its request slot on the device"""
     ends: bool = False
-    """whether it is the end of a row that only reads"""
+    """whether the row ends here because it only reads"""
     lowest_slot: int = NO_SLOT
-    """of one that decodes: see `Sequence.lowest_slot`"""
+    """for decoding rows: see `Sequence.lowest_slot`"""
     max_num_ids: int = 0
-    """of one that decodes: how long the row's `token_ids` are when its last draw is launched"""
+    """for decoding rows: length of `token_ids` when the last sampling is launched"""
     is_plain: bool = False
-    """whether it feeds back and its sequence is plain (`Sequence.is_plain`): that has the same in all of its steps"""
+    """whether it uses the device token and its sequence is plain; such a row is the same in all its steps"""
 
     @property
     def scored(self) -> range:
-        """Positions of the prompt whose log-probabilities this step tells; before it is launched."""
+        """Prompt positions that this step scores. Read it before the step is launched."""
         sequence = self.sequence
         if not sequence.scored:
             return NOTHING_SCORED
@@ -61,62 +62,61 @@ class ScheduledRow:
 
 
 class Scheduler:
-    """Rows waiting, running, paused. Owned by the engine thread."""
+    """Waiting, running and paused rows. Owned by the engine's thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
-        """`has_pieces`: whether steps with batch rows can be launched in pieces."""
+        """has_pieces: whether steps with batch rows can be launched in pieces"""
         self.limits = limits
         self._slots = slots
         self.admission = Admission(limits, slots, self)
         self._running: dict[Sequence, None] = {}
-        """rows in the steps, those among them that have answered and still read (an ordered set)"""
+        """rows in the steps, including answered rows that still read (an ordered set)"""
         self._reading: dict[Sequence, None] = {}
-        """running rows that have more than one token to read"""
+        """running rows with more than one token to read"""
         self._batch_throttle = BatchThrottle(limits, self.admission.interactive, self._reading, has_pieces)
         self.mask_time = MaskTimeBalancer(limits)
         self._groups: list[dict[Sequence, ScheduledRow | None]] = [{} for _ in range(limits.groups)]
-        """running rows that decode; of a plain one what it is in every step, once that is known"""
+        """decoding rows by group; a plain row keeps its ScheduledRow"""
         self._next_group = 0
-        """the group whose step is next"""
         self._turns_since_prefill = 0
-        """turns of the first group since prompts went before its step"""
+        """steps of the first group since its last prefill"""
         self._has_prefill_left = False
-        """whether prompts were left over by the last step that read some"""
+        """whether the last prefill step left prompts over"""
         self._steps = 0
         self._reading_tokens = 0
-        """that running rows had to read of their prompts before the last step"""
+        """prompt tokens that running rows had left before the last step"""
 
     @property
     def running_rows(self) -> int:
-        """Rows in the steps."""
+        """Number of rows in the steps."""
         return len(self._running)
 
     @property
     def has_recent_interactive(self) -> bool:
-        """Whether batch rows of the step that was scheduled last run beside interactive requests that come."""
+        """Whether batch work was limited for interactive requests in the last scheduled step."""
         return self._batch_throttle.has_recent_interactive
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that rows have to read, whether they wait or run."""
+        """Prompt tokens that waiting and running rows have left."""
         admission = self.admission
         return self._reading_tokens + admission.interactive.waiting_tokens + admission.batch.waiting_tokens
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any row waits or runs."""
         return bool(self._running or self.admission.waiting_rows or self.admission.paused_rows)
 
     def add(self, job: RunningJob, rows: list[Sequence]) -> None:
-        """Rows that want to run."""
+        """Queue the rows of a job."""
         self.admission.queue_of(job).add(job, rows)
 
     def add_forked(self, rows: list[Sequence]) -> None:
-        """Continuations of a prompt that was read for them; they go before the client's others."""
+        """Queue continuations of a shared prompt, before the client's other rows."""
         self.admission.queue_of(rows[0].job).add_forked(rows[0].job, rows)
 
-    def forget_waiting(self, job: RunningJob) -> list[Sequence]:
-        """Take back a job's waiting rows (it was cancelled)."""
+    def remove_waiting(self, job: RunningJob) -> list[Sequence]:
+        """Remove and return the waiting rows of a cancelled job."""
         return self.admission.queue_of(job).remove_waiting(job)
 
     def running_of(self, job: RunningJob) -> list[Sequence]:
@@ -135,10 +135,11 @@ class Scheduler:
             group.pop(sequence, None)
 
     def schedule(self, oldest: int = 0, now: float = 0.0) -> list[ScheduledRow]:
-        """The rows of the next step: those of a group that decode, and prompt chunks up to the budget.
+        """Return the rows of the next step: a group's decoding rows, and prompt chunks up to the budget.
 
-        `oldest`: number of the oldest step whose tokens the host has not read; a row whose token is drawn in a later
-        one waits, since the first device would wait for it. `now`: of time.monotonic.
+        oldest: number of the oldest step whose tokens the host has not read. A row that samples in a later one waits,
+        because otherwise the first device would wait for it.
+        now: time.monotonic()
         """
         self._steps += 1
         self.admission.admit()
@@ -150,33 +151,32 @@ class Scheduler:
         first = next((number for number, group in enumerate(self._groups) if group), 0)
         is_due = not rows or (group_index == first and self._is_prefill_due(len(rows)))
         if self._reading and (is_due or self._has_prefill_left or len(rows) <= limits.mixed_rows):
-            skip_step = self._batch_throttle.skip_step()
-            if skip_step:
+            skips_batch = self._batch_throttle.skip_step()
+            if skips_batch:
                 rows = [row for row in rows if not row.sequence.job.is_batch]
             budget = limits.max_prefill_tokens_with_decode if rows else limits.prefill_tokens_per_step
-            rows += self._prefill_rows(budget, skip_step, beside=bool(rows))
+            rows += self._prefill_rows(budget, skips_batch, with_decode=bool(rows))
         return rows
 
     def _is_prefill_due(self, rows: int) -> bool:
-        """Whether prompts go before this step of the first group, in which so many rows decode: few tokens wait until
-        more have come or `MAX_PREFILL_DELAY_TURNS`.
+        """Return whether the first group's step, with `rows` decoding rows, carries prefill.
 
-        The weights are read for them alone, which takes as long as a step of fifty rows. As many tokens as the group
-        has rows take about as long as its step; a longer one would hold up the group behind it on every stage.
+        A prefill loads all weights, which takes as long as decoding fifty rows. So little prefill waits for more, at
+        most MAX_PREFILL_DELAY_TURNS steps. Prefill of one token per decoding row takes about as long as the group's
+        step. A longer one would delay the next group on every stage.
         """
         self._turns_since_prefill += 1
-        enough = min(
-            self.limits.min_gathered_prefill_tokens, rows
-        )  # such a step takes a stage no longer than one of the group
-        is_due = self._turns_since_prefill >= MAX_PREFILL_DELAY_TURNS or self._reading_tokens >= enough
+        min_tokens = min(self.limits.min_gathered_prefill_tokens, rows)
+        is_due = self._turns_since_prefill >= MAX_PREFILL_DELAY_TURNS or self._reading_tokens >= min_tokens
         if is_due and self._reading:
             self._turns_since_prefill = 0
         return is_due
 
     def schedule_interactive_prefill(self, running_jobs: Collection[RunningJob]) -> list[ScheduledRow]:
-        """The rows of a step between two pieces of another one: prompts of interactive rows whose first token is
-        awaited, but of no job that has rows in the other step. Nor scored prompts: what steps tell of one is told in
-        the order in which they are concluded, and this step is before others that are in flight.
+        """Return the rows of a step that overtakes another one: interactive prompts without a first token.
+
+        Jobs with rows in the overtaken step are left out. So are scored prompts, whose scores must be reported in the
+        order of steps.
         """
         self.admission.admit()
         reading = [
@@ -188,13 +188,13 @@ class Scheduler:
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _move_to_decode_groups(self) -> None:
-        """Rows that have one token left to read decode from now on, in the smallest group."""
+        """Move rows with one token left to read to the smallest group."""
         for sequence in [s for s in self._reading if s.num_uncomputed_tokens == 1 and not s.is_prefill_only]:
             del self._reading[sequence]
             min(self._groups, key=len)[sequence] = None
 
     def _decoding_rows(self, oldest: int) -> tuple[list[ScheduledRow], int]:
-        """The rows of the next group that has any to run, and which group that is."""
+        """Return the rows of the next group that has rows to run, and its index."""
         for group_index in range(self._next_group, self._next_group + len(self._groups)):
             group = self._groups[group_index % len(self._groups)]
             self._rebalance_groups(group)
@@ -207,16 +207,16 @@ class Scheduler:
                 if decode_rows is not sequences:
                     chosen = set(decode_rows)
                     rows = [row for row in rows if row.sequence in chosen]
-                rows.sort(key=attrgetter("lowest_slot"))  # neighbours in memory are read faster
+                rows.sort(key=attrgetter("lowest_slot"))  # adjacent slots are faster to read
                 return rows, group_index % len(self._groups)
         return [], 0
 
     def _ready_rows(self, group: dict[Sequence, ScheduledRow | None], oldest: int) -> list[ScheduledRow]:
-        """A group's rows that may run. Those that have more to read than a token, turns that close, leave it."""
+        """Return the group's rows that may run. Rows with more than one token to read leave the group."""
         ready, closing = [], []
         for sequence, row in group.items():
             ids = sequence.token_ids
-            if row is not None:  # as `Sequence.may_run`, of one that always has a token to read
+            if row is not None:  # `Sequence.may_run` for a row that always has one token to read
                 if (sequence.last_sample_step <= oldest and len(ids) < row.max_num_ids) or ids[-1] != PENDING:
                     ready.append(row)
             elif len(ids) - sequence.num_computed_tokens > 1:
@@ -229,7 +229,7 @@ class Scheduler:
         return ready
 
     def _rebalance_groups(self, group: dict[Sequence, ScheduledRow | None]) -> None:
-        """Give rows to the smallest groups once this one is larger than its share by an eighth, and by two rows."""
+        """Move rows to the smallest groups if this group exceeds its share by an eighth and at least two rows."""
         share = -(-sum(map(len, self._groups)) // len(self._groups))
         if len(group) - share <= max(1, share // 8):
             return
@@ -241,17 +241,19 @@ class Scheduler:
             self._slots.add_spare(sequence)
         return sequence.may_run(oldest)
 
-    def _prefill_rows(self, budget: int, skip_step: bool, beside: bool) -> list[ScheduledRow]:
-        """Prompt chunks within the budget: interactive rows first, but batch rows get their part. `beside` others that
-        decode."""
+    def _prefill_rows(self, budget: int, skips_batch: bool, with_decode: bool) -> list[ScheduledRow]:
+        """Return prompt chunks within the budget. Interactive rows come first; batch rows get their part.
+
+        with_decode: whether rows decode in the same step
+        """
         reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 0]
         interactive = [sequence for sequence in reading if not sequence.job.is_batch]
-        batch = [sequence for sequence in reading if sequence.job.is_batch and not skip_step]
-        if beside and not self._batch_throttle.prefill_now(sum(map(self._chunk, batch))):
+        batch = [sequence for sequence in reading if sequence.job.is_batch and not skips_batch]
+        if with_decode and not self._batch_throttle.prefill_now(sum(map(self._chunk, batch))):
             batch = []
-        wanted = sum(map(self._chunk, batch)) if interactive else 0
-        kept = min(wanted, self._batch_throttle.max_prefill_tokens(budget // BATCH_PART))
-        first = split_budget(interactive, budget - kept, self._chunk, self._steps)
+        batch_tokens = sum(map(self._chunk, batch)) if interactive else 0
+        reserved = min(batch_tokens, self._batch_throttle.max_prefill_tokens(budget // BATCH_PART))
+        first = split_budget(interactive, budget - reserved, self._chunk, self._steps)
         rest = self._batch_throttle.max_prefill_tokens(budget - sum(count for _, count in first))
         batch_chunks = split_budget(batch, rest, self._chunk, self._steps)
         chunks = [*first, *batch_chunks[: self._batch_throttle.max_prefill_rows(len(batch_chunks))]]
@@ -259,9 +261,9 @@ class Scheduler:
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _chunk(self, sequence: Sequence) -> int:
-        """Tokens to read next: up to the chunk size, stopping at a border worth caching.
+        """Return the number of tokens to read next: at most a chunk, up to the next cache point.
 
-        Members of a mixture read them too, in the same step, and share what a row may read.
+        The members of a mixture read the same tokens in the same step and share the chunk size.
         """
         limit = min(sequence.num_uncomputed_tokens, max(1, self.limits.prefill_chunk // (1 + len(sequence.members))))
         if sequence.cache_points:
@@ -269,18 +271,18 @@ class Scheduler:
         return limit
 
     def release_req_slot(self, sequence: Sequence) -> None:
-        """The row draws no more; it may stay in the steps to read what its session must contain."""
+        """Free the request slot of a row that samples no more. It may stay in the steps to read."""
         self.admission.release_req_slot(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The row leaves the steps. Its slot is the caller's to give back."""
+        """Remove the row from the steps. The caller frees its slot."""
         self.admission.release_req_slot(sequence)
         self.remove_running(sequence)
         sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE
 
 
 def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]) -> ScheduledRow:
-    """A row that reads a token and draws, unless it closes; noted in its group if it is the same from now on."""
+    """Create the entry of a decoding row. A plain row's entry is stored in its group."""
     uses_device_token = sequence.samples and sequence.req_slot_holds_last_token
     is_plain = uses_device_token and sequence.is_plain
     max_num_ids = sequence.prompt_end + sequence.request.max_tokens
@@ -293,7 +295,7 @@ def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]
 
 
 def _chunk_row(sequence: Sequence, count: int) -> ScheduledRow:
-    """A prompt's part: after its last token the row draws, or ends."""
+    """Create the entry of a prompt chunk. After the prompt's last token the row samples or ends."""
     is_last = count == sequence.num_uncomputed_tokens
     ends = is_last and sequence.is_prefill_only
     return ScheduledRow(sequence, count, samples=is_last and sequence.samples and not ends, ends=ends)

@@ -1,6 +1,6 @@
-"""Sessions as files: encoding and decoding beside the engine's thread, copying through its pool.
+"""Exports and imports sessions as files. Files are encoded and decoded on a thread of their own.
 
-Whatever happens on the way, every call has one answer: the value, or an error that says what happened.
+Every call gets exactly one reply: the result or an error.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from rwkv_batch.errors import ServiceError
 from state_pool.pool import StatePool
 from state_pool.session_file import InvalidSessionFile, SessionFile, decode
 
-_to_service_error = error_translator("the session's file could not be handled", {InvalidSessionFile: "body"})
+_to_service_error = error_translator("the session file could not be read or written", {InvalidSessionFile: "body"})
 
 Put = Callable[[Callable[[], None]], bool]
-"""Runs a command on the engine's thread; False: the engine takes none any more."""
+"""Runs a function on the engine's thread; returns False if the engine no longer accepts work."""
 
 
 class SessionTransfer:
-    """Answers ExportSession and ImportSession; files are encoded and decoded one at a time on another thread."""
+    """Answers ExportSession and ImportSession, one file at a time."""
 
-    def __init__(self, put: Put, refusal: Callable[[], ServiceError]) -> None:
+    def __init__(self, put: Put, closed_error: Callable[[], ServiceError]) -> None:
         self._put = put
-        self._refusal = refusal
-        self._thread = FileThread("session-files", refusal, _to_service_error)
+        self._closed_error = closed_error
+        self._thread = FileThread("session-files", closed_error, _to_service_error)
 
     def export(self, pool: StatePool, reply: Reply[bytes], call: ExportSession) -> None:
-        """Engine thread. Replies with the file's bytes, with none where only whether there is one was asked."""
+        """Engine thread. Reply with the file's bytes, or with none if only its existence was asked for."""
 
         def exported(file: SessionFile | Exception) -> None:
             if isinstance(file, Exception):
@@ -42,11 +42,11 @@ class SessionTransfer:
         reply_on_error(reply, _to_service_error, lambda: pool.export(call.session_id, exported, call.dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
-        """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
+        """Any thread. Reply with the session's number of tokens once it is durable."""
 
         def decoded(file: SessionFile) -> None:
             if not self._put(lambda: self._import(pool, reply, session_id, file)):
-                reply(self._refusal())
+                reply(self._closed_error())
 
         self._thread.run(reply, lambda: decode(content), decoded)
 
@@ -58,5 +58,5 @@ class SessionTransfer:
         reply_on_error(reply, _to_service_error, lambda: pool.import_session(session_id, file, durable))
 
     def close(self) -> None:
-        """Begin nothing more; what has not begun is refused."""
+        """Refuse calls that have not started."""
         self._thread.close()

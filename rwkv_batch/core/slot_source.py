@@ -1,4 +1,4 @@
-"""What the scheduler asks of whoever owns the slots."""
+"""The scheduler's interface to the owner of the slots."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class SlotSource(Protocol):
     """See `state_manager.StateManager`."""
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether the row may start now."""
+        """Return whether the row may start."""
         ...
 
     def allocate(self) -> int | None:
-        """A slot for a row to write to; None if there is none at the moment."""
+        """Return a slot that a row may write; None if none is free."""
         ...
 
     def prepare(self, sequence: Sequence) -> None:
-        """The row got its slot and its seat."""
+        """Prepare the start of a row that got its slots."""
         ...
 
     def add_spare(self, sequence: Sequence) -> None:
-        """The row began without the second slot that it needs to be in every step: try again."""
+        """Try to allocate the second slot that the row needs to be in every step."""
         ...
 
     def preempt(self, sequence: Sequence) -> None:
-        """The row is paused, for as long as it may take: nobody should wait for what it was about to make."""
+        """Handle a paused row: no other row should wait for its cache points."""
         ...

@@ -1,8 +1,8 @@
-"""Which slots a row reads and writes from admission to release: the engine's side of the state pool.
+"""Decides which slots a row reads and writes. The engine's side of the state pool.
 
-A row never writes to a slot that anyone else may still read. What it starts from (a session's parked
-state, a cached prefix, the shared prompt of several continuations) stays as it is, and the row's own slot
-receives the new state; so forking, resuming and rolling back copy nothing.
+A row never writes to a slot that another row may still read. Its initial state stays unchanged: a session's parked
+state, a cached prefix or a shared prompt. The row's own slot receives the new state. So forking, resuming and rolling
+back copy nothing.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from state_pool.tuned_state import NO_BASE, TunedState
 
 
 def _session_of(sequence: Sequence) -> str | None:
-    """The session that a row's request names."""
     turn = sequence.request.session
     return None if turn is None else turn.session_id
 
 
 def _may_share_prefix(sequence: Sequence) -> bool:
-    """Whether the row begins with its prompt's first token and may begin from a cached state instead."""
+    """Return whether the row starts at its prompt's first token and may start from a cached prefix."""
     fresh = sequence.shared is None and sequence.num_computed_tokens == 0
     alone = sequence.request.session is None and not sequence.request.mixture
     return fresh and alone and sequence.request.use_prefix_cache
 
 
 def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError | None:
-    """Why a turn that goes on here is not taken: its session is not as it was when the turn began."""
+    """Return an error if a resumed turn's session has changed since the turn began."""
     turn = sequence.request.session
     if turn is None or turn.expected_tokens in (None, num_tokens):
         return None
@@ -53,7 +52,7 @@ def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError |
 
 
 class StateManager:
-    """Moves rows between the pool and the steps. Owned by the engine thread."""
+    """Moves rows between the pool and the steps. Owned by the engine's thread."""
 
     def __init__(self, pool: StatePool, tokenizer: Tokenizer, overlap: bool) -> None:
         self.pool = pool
@@ -62,7 +61,7 @@ class StateManager:
         self.parked = ParkedMixtures(pool)
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises ServiceError for a state or an adapter that is not loaded, and for a mixture that cannot be run."""
+        """Check that a request's states and adapter are loaded and its mixture can run. Raises ServiceError."""
         try:
             check_mixture(request, self.pool)
             if request.state:
@@ -73,7 +72,10 @@ class StateManager:
             raise as_service_error(error) from error
 
     def check_out(self, sequence: Sequence) -> None:
-        """Queue for the row's session, or announce its prompt. Raises ServiceError when the session cannot be had."""
+        """Queue for the row's session, or announce its prompt to the prefix cache.
+
+        Raises ServiceError if the session is not available.
+        """
         turn, state, adapter = sequence.request.session, sequence.request.state, sequence.request.adapter
         try:
             if turn is not None:
@@ -98,7 +100,7 @@ class StateManager:
             self.pool.observe_prompt(sequence.token_ids, sequence.base)
 
     def failure(self, sequence: Sequence) -> ServiceError | None:
-        """Why the row's session failed under it, if it did."""
+        """Return why the row's session failed, if it did."""
         if sequence.lease is None:
             return None
         if sequence.phase is Phase.WAITING and sequence.lease.state is LeaseState.READY:
@@ -111,7 +113,7 @@ class StateManager:
     # The scheduler's SlotSource ------------------------------------------------------------------------------
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether the row may start: it has no session, or the session's state can be read."""
+        """Return whether the row has no session, or its session's state can be read."""
         if sequence.lease is not None:
             is_ready = sequence.lease.state is LeaseState.READY
             return is_ready and (not sequence.members or self._allocate_members(sequence))
@@ -122,13 +124,13 @@ class StateManager:
         return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
 
     def _allocate_members(self, sequence: Sequence) -> bool:
-        """See `allocate_members`; what is parked of other sessions gives way."""
+        """See `allocate_members`. Frees parked mixtures if needed."""
         return allocate_members(sequence, self.pool) or (
             self.parked.drop_oldest() and allocate_members(sequence, self.pool)
         )
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
-        """Hold the slot of the tuned state that the row begins from; False: it is not in one yet."""
+        """Pin the slot of the row's tuned state. Returns False if the state is not in a slot yet."""
         sequence.tuned_slot = pin(tuned, self.pool)
         if sequence.tuned_slot is None:
             return False
@@ -136,18 +138,17 @@ class StateManager:
         return True
 
     def _release_tuned(self, sequence: Sequence) -> None:
-        """The row needs the tuned state no more, or holds its slot."""
         if sequence.tuned is not None:
             self.pool.tuned.drop_ref(sequence.tuned)
             sequence.tuned = None
 
     def allocate(self) -> int | None:
-        """A slot to write to."""
+        """See `SlotSource.allocate`."""
         slot = self.pool.allocate()
         return self.pool.allocate() if slot is None and self.parked.drop_oldest() else slot
 
     def prepare(self, sequence: Sequence) -> None:
-        """The row got its slot: find what it starts from."""
+        """Find the initial state of a row that got its slot."""
         if sequence.lease is not None:
             self._start_from_session(sequence)
         elif _may_share_prefix(sequence):
@@ -156,7 +157,7 @@ class StateManager:
             if sequence.shared is None:
                 sequence.shared = sequence.tuned_slot
             else:
-                sequence.tuned_slot.drop()  # a cached prefix begins from it
+                sequence.tuned_slot.drop()  # the cached prefix includes it
             sequence.tuned_slot = None
         sequence.prompt_end = len(sequence.token_ids)
         if sequence.request.resumed is not None and sequence.samples:
@@ -179,7 +180,7 @@ class StateManager:
             if (parked := self.parked.take(lease, 1 + len(sequence.members))) is not None:
                 begin_from(sequence, parked, self.pool)
             return
-        # The lease itself keeps the slot's content until the turn ends.
+        # The lease protects the slot until the turn ends.
         sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
     def add_spare(self, sequence: Sequence) -> None:
@@ -188,7 +189,7 @@ class StateManager:
             sequence.spare_slot = spare
 
     def preempt(self, sequence: Sequence) -> None:
-        """See `SlotSource.preempt`: rows that wait for its prefix read it themselves; it offers it all the same."""
+        """See `SlotSource.preempt`. Waiting rows read the prefix themselves; this row still offers it."""
         self._abandon_cache_points(sequence)
 
     def _abandon_cache_points(self, sequence: Sequence) -> None:
@@ -202,10 +203,10 @@ class StateManager:
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
         sequence.cache_points = self.pool.prefix_cache_points(sequence.token_ids, observed=True, base=sequence.base)
 
-    # With each step ------------------------------------------------------------------------------------------
+    # Steps ---------------------------------------------------------------------------------------------------
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """A step that reads so many of the row's tokens was launched; its state will be in its own slot."""
+        """Record a launched step that reads `num_tokens` tokens. The row's own slot then holds its state."""
         if sequence.keeps_last_state:
             sequence.slot, sequence.spare_slot = sequence.spare_slot, sequence.slot
         sequence.num_computed_tokens += num_tokens
@@ -218,7 +219,7 @@ class StateManager:
             self._offer_prefix(sequence)
 
     def _offer_prefix(self, sequence: Sequence) -> None:
-        """Give the state at a border to the prefix cache and go on in a new slot."""
+        """Give the state at a cache point to the prefix cache and continue in a new slot."""
         prefix = sequence.token_ids[: sequence.num_computed_tokens]
         fresh = self.pool.allocate()
         hit = self.pool.offer_prefix(prefix, sequence.slot, sequence.base) if fresh is not None else None
@@ -231,8 +232,8 @@ class StateManager:
         sequence.slot = fresh
 
     def fork(self, sequence: Sequence, children: list[Sequence]) -> None:
-        """The row's state becomes what its children start from; the row itself ends."""
-        assert sequence.shared is None, "a border leaves at least one token, which was read since"
+        """Make the row's state the initial state of its children. The row itself ends."""
+        assert sequence.shared is None, "at least one token follows a cache point, so the row has written its own slot"
         slot, sequence.slot = sequence.slot, NO_SLOT
         base = SharedSlot(slot, lambda: self.pool.free(slot), len(children))
         for child in children:
@@ -248,7 +249,7 @@ class StateManager:
         sequence.adapter = None
 
     def truncate(self, sequence: Sequence) -> None:
-        """The token drawn last ends the row: forget what was launched beyond it."""
+        """Drop the last token, which ended the row, and all tokens launched after it."""
         end = sequence.prompt_end + len(sequence.output.tokens) - 1
         del sequence.token_ids[end:]
         if sequence.num_computed_tokens > end and sequence.lease is not None:
@@ -256,7 +257,7 @@ class StateManager:
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
 
     def update_rollback_state(self, sequence: Sequence) -> None:
-        """A session's row has taken tokens: keep the latest state from before text that may be part of a stop."""
+        """Keep the latest state before text that may be part of a stop. For rows with a session."""
         if sequence.lease is None or sequence.phase is not Phase.RUNNING or sequence.members:
             return
         if not sequence.output.has_held_text:
@@ -266,10 +267,10 @@ class StateManager:
 
     def _keep_rollback_state(self, sequence: Sequence) -> None:
         count = sequence.num_computed_tokens - sequence.prompt_end
-        reads_on = sequence.reads_sampled_token  # the spare has not seen that token
-        if count - reads_on > sequence.output.first_held_token() or (fresh := self.pool.allocate()) is None:
+        reads_token = sequence.reads_sampled_token  # the spare slot's state has not read that token
+        if count - reads_token > sequence.output.first_held_token() or (fresh := self.pool.allocate()) is None:
             return
-        if reads_on and count > sequence.output.first_held_token():
+        if reads_token and count > sequence.output.first_held_token():
             sequence.rollback_state, sequence.spare_slot = RollbackState(sequence.spare_slot, count - 1), fresh
         else:
             sequence.rollback_state = RollbackState(sequence.slot, count)
@@ -286,12 +287,12 @@ class StateManager:
             self.pool.free(sequence.spare_slot)
             sequence.spare_slot = NO_SLOT
 
-    # The end -------------------------------------------------------------------------------------------------
+    # Ends ----------------------------------------------------------------------------------------------------
 
     def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
-        """The turn is complete: store its tokens, then `acknowledge` (with the failure, if it was not stored).
+        """Store a complete turn's tokens, then call `acknowledge` with the error, if any.
 
-        Leaves in `sequence.token_ids` what has to be read until the slot holds the state right before the stop.
+        Afterwards the row reads `sequence.token_ids` until its slot holds the state right before the stop.
         """
         lease = sequence.lease
         assert lease is not None
@@ -310,7 +311,7 @@ class StateManager:
         sequence.token_ids, sequence.samples, sequence.cache_points = token_ids, False, []
 
     def _park_mixture(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """A mixture's turn needs no more steps: its tokens are what is kept, its members' slots are parked."""
+        """Park a mixture's slots after its turn. No more steps are needed, because its tokens are kept."""
         read = sequence.num_computed_tokens
         is_beginning = sequence.token_ids[:read] == token_ids[:read]
         sequence.token_ids, sequence.samples = token_ids, False
@@ -319,12 +320,12 @@ class StateManager:
         sequence.num_computed_tokens = len(token_ids)
 
     def _shown_tokens(self, sequence: Sequence) -> list[int]:
-        """Token ids of the shown text; the bytes of a token that a stop cuts are tokenised anew."""
+        """Token ids of the shown text. A token that a stop cuts is tokenised again."""
         whole, partial = sequence.output.shown_tokens()
         return whole + (self._tokenizer.encode_bytes(partial) if partial else [])
 
     def _rewind(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Go back to the latest kept state that has read a beginning of `token_ids` only."""
+        """Return to the latest kept state that has read only a prefix of `token_ids`."""
         lease, kept, base = sequence.lease, sequence.rollback_state, sequence.prompt_end
         assert lease is not None
         if sequence.token_ids[: sequence.num_computed_tokens] == token_ids[: sequence.num_computed_tokens]:
@@ -342,9 +343,9 @@ class StateManager:
         sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
     def check_in(self, sequence: Sequence) -> None:
-        """The slot holds the session's new state: the pool owns it from here."""
+        """Give the slot with the session's new state to the pool."""
         if sequence.members:
-            self.release(sequence)  # the turn was recorded, and its tokens stay
+            self.release(sequence)  # the recorded tokens are all that is kept
             return
         assert sequence.lease is not None
         assert sequence.shared is None, "the turn's last tokens were never read"
@@ -354,7 +355,7 @@ class StateManager:
         sequence.lease, sequence.slot, sequence.adapter = None, NO_SLOT, None
 
     def release(self, sequence: Sequence) -> None:
-        """The row ends without a trace in its session."""
+        """Release everything the row holds. Its session does not change."""
         self._abandon_cache_points(sequence)
         sequence.cache_points = []
         if sequence.shared is not None:

@@ -1,5 +1,7 @@
-"""What ends a row's text, and an automaton that finds any of many strings at a cost per byte that does not grow with
-their number (Aho and Corasick, 1975). One automaton serves all rows with the same stops.
+"""Stop rules and an automaton that finds any of many stop strings.
+
+The cost per byte does not depend on the number of strings (Aho and Corasick, 1975). Rows with the same stops share an
+automaton.
 """
 
 from __future__ import annotations
@@ -12,38 +14,38 @@ from rwkv_batch.tokenizer import END_OF_TEXT
 
 
 class Node:
-    """A place in the automaton: the longest end of the text so far that is the beginning of a stop."""
+    """A state of the automaton: the longest suffix of the text that is a prefix of a stop."""
 
     __slots__ = ("children", "depth", "longest")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        """bytes of that beginning"""
+        """length of that prefix in bytes"""
         self.longest = 0
-        """bytes of the longest stop that ends here; 0: none"""
+        """length of the longest stop that ends here; 0: none"""
         self.children: dict[int, Node | range] = {}
-        """by the next byte; a range of the sorted stops until the node is needed"""
+        """by the next byte; a range of the sorted stops until the node is created"""
 
 
 class StopAutomaton:
-    """Finds the strings of one set in streams of bytes. Grows with the texts it meets, never beyond its strings.
+    """Finds a set of byte strings in streams. Nodes are created when texts reach them.
 
-    Engine thread only. Rows keep their own `Node`.
+    Engine thread only. Each row keeps its `Node`.
     """
 
     def __init__(self, strings: Iterable[bytes]) -> None:
         self._strings = sorted({string for string in strings if string})
-        # Not in the nodes: they would refer to each other in circles, and stay until the garbage collector comes.
+        # A field of the nodes would create reference cycles, which only the garbage collector frees.
         self._fallbacks: dict[Node, Node] = {}
-        """of each node but the root: the longest proper end of it that is the beginning of a stop too"""
+        """by node, except the root: its longest proper suffix that is a prefix of a stop"""
         self.root = self._node(0, range(len(self._strings)))
         self.first_bytes = bytes(self.root.children)
-        """bytes that some of the strings begin with"""
+        """the first bytes of all strings"""
 
     def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
-        """Read a piece of text. Returns where it leads, and where the earliest stop that ends in it begins.
+        """Read a piece of text. Returns the next node and the start of the earliest stop that ends in the piece.
 
-        That is counted in bytes from the beginning of `piece`, negative if it began before; None: no stop ends here.
+        The start is a byte offset in `piece`, negative if the stop began before it. None: no stop ends here.
         """
         if node is self.root and len(piece.translate(None, self.first_bytes)) == len(piece):
             return node, None
@@ -63,7 +65,10 @@ class StopAutomaton:
         return self._grow(node, byte, child) if isinstance(child, range) else child
 
     def _grow(self, parent: Node, byte: int, stops: range) -> Node:
-        """The child that these stops have in common. Its parents are all there, so this nests once a stop at most."""
+        """Create the child that these stops share.
+
+        All its ancestors exist, so recursion is limited by a stop's length.
+        """
         child = parent.children[byte] = self._node(parent.depth + 1, stops)
         fallback = self.root if parent is self.root else self._step(self._fallbacks[parent], byte)
         self._fallbacks[child] = fallback
@@ -85,7 +90,7 @@ class StopAutomaton:
 
 
 class StopRules:
-    """What ends a row's text: token ids, and byte strings wherever they begin or end inside tokens."""
+    """Ends of a row's text: token ids, and byte strings at any position."""
 
     def __init__(self, request: GenerateRequest, byte_table: list[bytes]) -> None:
         ids = set(request.stop_ids)
@@ -94,20 +99,20 @@ class StopRules:
         else:
             ids.add(END_OF_TEXT)
         self.ids = frozenset(ids)
-        # A blank line hides in merged tokens ("。\n" + "\n"), so a stop id of newlines alone is also matched as text.
+        # A blank line may span merged tokens ("。\n" + "\n"), so a stop id of newlines alone is also matched as text.
         blank = {byte_table[i] for i in ids if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\n")}
         self.automaton = StopAutomaton(blank | set(request.stop_strings))
 
 
 class StopRulesCache:
-    """The rules that running rows have in common."""
+    """The rules of running rows, shared between equal requests."""
 
     def __init__(self, byte_table: list[bytes]) -> None:
         self._byte_table = byte_table
         self._rules: weakref.WeakValueDictionary[object, StopRules] = weakref.WeakValueDictionary()
 
     def build(self, request: GenerateRequest) -> StopRules:
-        """The rules of a request; made when no running row has the same."""
+        """Return the rules of a request, cached while a running row uses them."""
         key = (request.ignore_eos, frozenset(request.stop_ids), frozenset(request.stop_strings))
         rules = self._rules.get(key)
         if rules is None:

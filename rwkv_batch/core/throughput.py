@@ -1,4 +1,4 @@
-"""How fast the engine has been lately. Engine thread writes, anyone reads."""
+"""Throughput counters. The engine's thread writes, any thread reads."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 10.0
 STEPS_KEPT = 256
 MIN_PROMPT_TOKENS = 16
-"""Steps that read fewer say little of how fast prompts are read."""
+"""Steps that read fewer tokens are not used to measure prefill speed."""
 OLD_NAMES = {
     "generated_tokens": "drawn_tokens",
     "computed_tokens": "read_tokens",
     "generated_tokens_per_s": "drawn_tokens_per_s",
     "computed_tokens_per_s": "read_tokens_per_s",
 }
-"""Under which figures stood before; both names are served."""
+"""Former names of the counters. Both names are served."""
 
 
 class StepTime(NamedTuple):
-    """One step; times are of time.monotonic, in seconds."""
+    """Times of one step, as time.monotonic() in seconds."""
 
     started: float
-    """its launch began"""
+    """start of its launch"""
     launched: float
-    """its launch ended: more than a few milliseconds after `started` if something had to be made first"""
+    """end of its launch; more than a few milliseconds after `started` if it had to compile or capture something"""
     ended: float
     """its tokens were read"""
     rows: int
     tokens: int
     batch_rows: int = 0
-    """of `rows`, while the log tells of first tokens"""
+    """batch rows among `rows`; 0 unless debug logging is on"""
 
 
 class Throughput:
-    """Counters of all time and a sliding rate of the last seconds."""
+    """Total counters and the rate of the last seconds."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -51,17 +51,18 @@ class Throughput:
         self.busy_s = 0.0
         self._last_end = 0.0
         self._prompt_speed = 0.0
-        """prompt tokens a second in steps that read some, smoothed"""
+        """smoothed prompt tokens per second in steps with prefill"""
         self._window: list[tuple[float, int, int]] = []
-        """(time, tokens generated, tokens computed) of coarse buckets, oldest first"""
+        """(time, tokens generated, tokens computed) in coarse buckets, oldest first"""
         self._steps: deque[StepTime] = deque(maxlen=STEPS_KEPT)
 
     def count(self, rows: list[ScheduledRow], generated: int, started: float, launched: float) -> None:
-        """Count one step whose tokens were just read; time that two steps share counts once.
+        """Count a step whose tokens were just read. Time that two steps share counts once.
 
-        rows: before their tokens are taken; `started`, `launched`: see StepTime.
+        rows: the step's rows, before their tokens are processed
+        started, launched: see StepTime
         """
-        computed = sum([row.num_tokens for row in rows])  # lists, not generators, which take twice as long
+        computed = sum([row.num_tokens for row in rows])  # a list: a generator takes twice as long
         self.steps += 1
         self.generated_tokens += generated
         self.computed_tokens += computed
@@ -82,7 +83,7 @@ class Throughput:
             self._window.append((now, generated, computed))
 
     def count_jump_forward(self, tokens: int) -> None:
-        """Count tokens that came without a draw, behind those of the step counted last."""
+        """Add tokens appended without sampling to the last counted step."""
         self.generated_tokens += tokens
         at, generated, computed = self._window[-1]
         self._window[-1] = (at, generated + tokens, computed)
@@ -93,12 +94,11 @@ class Throughput:
             self._prompt_speed = 0.9 * self._prompt_speed + 0.1 * speed if self._prompt_speed else speed
 
     def prefill_time_s(self, num_tokens: int) -> float:
-        """Seconds in which so many prompt tokens will be read, by the speed of late; 0 before any were read."""
+        """Return the seconds to read `num_tokens` prompt tokens at the current speed; 0 if unknown."""
         return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
-        """Log how each interactive row came to its first token: when its job came (of time.monotonic), the waits until
-        the engine's thread took it and until its last step was launched, and all steps meanwhile."""
+        """Log the waits of each interactive row before its first token, with all steps in that time."""
         step = self._steps[-1]
         if step.tokens > step.rows:
             logger.debug("prompts %s", msgspec.json.encode({"at_s": step.started} | _timing_of(step, 0.0)).decode())
@@ -117,7 +117,7 @@ class Throughput:
             logger.debug("first token %s", msgspec.json.encode(timing).decode())
 
     def stats(self) -> dict[str, float | int]:
-        """Plain data for /status and /metrics; rates over the last ten seconds."""
+        """Return counters and rates of the last ten seconds for /status and /metrics."""
         now = time.monotonic()
         recent = [entry for entry in self._window if now - entry[0] < WINDOW_S]
         span = max(now - recent[0][0], 0.25) if recent else 1.0

@@ -28,7 +28,7 @@ from rwkv_batch.fleet.routing import RoutingHints, choose
 from rwkv_batch.ipc.client import LOADING
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.wire import Observe, UsageReport
-from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, Usage
 
 logger = logging.getLogger(__name__)
@@ -150,9 +150,9 @@ class Fleet:
 
     # EngineProtocol ------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
+    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
         """See EngineProtocol."""
-        in_flight_job = InFlightJob(job, sink, admitted, self._limits.resubmit > 0)
+        in_flight_job = InFlightJob(job, sink, on_admitted, self._limits.resubmit > 0)
         error = self._unavailable_reason()
         if not self.is_connected and not self._may_come_back():
             in_flight_job.fail(error)

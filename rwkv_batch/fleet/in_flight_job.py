@@ -9,7 +9,7 @@ import msgspec
 
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.progress import Progress
-from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ CANCELLED = ErrorInfo(kind=ErrorKind.CANCELLED, message="the request was cancell
 class InFlightJob:
     """See above. One engine at a time has it; what any other says is not heard. One thread at a time."""
 
-    def __init__(self, job: Job, sink: Sink, admitted: Admitted, can_resume: bool = True) -> None:
+    def __init__(self, job: Job, sink: Sink, on_admitted: OnAdmitted, can_resume: bool = True) -> None:
         self.job = job
         self.can_resume = can_resume
         """Whether it is followed so closely that another engine can go on with it once it has begun."""
@@ -39,7 +39,7 @@ class InFlightJob:
         self.attempt = -1
         self.quota_engine: Member | None = None
         """the engine that holds the client's limits, where it has any"""
-        self._sink, self._admitted = sink, admitted
+        self._sink, self._admitted = sink, on_admitted
         self.is_admitted = False
         self._progress = Progress(job)
         self._started_at = time.monotonic()

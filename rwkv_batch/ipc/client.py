@@ -39,8 +39,7 @@ from rwkv_batch.ipc.wire import (
     UsageReport,
     to_worker_decoder,
 )
-from rwkv_batch.protocol import Admitted as OnAdmitted
-from rwkv_batch.protocol import Sink
+from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, Load
 
 logger = logging.getLogger(__name__)
@@ -181,12 +180,12 @@ class EngineClient:
         """Jobs under way."""
         return len(self._waiting.listeners)
 
-    def submit(self, job: Job, sink: Sink, admitted: OnAdmitted) -> None:
+    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
         """See EngineProtocol."""
         with self._lock:
             link, refusal = self._link, ServiceError.from_info(self._reason)
             if link is not None:
-                self._waiting.admissions[job.job_id] = admitted
+                self._waiting.admissions[job.job_id] = on_admitted
                 is_turn = any(row.session is not None for row in job.rows)
                 self._waiting.listeners[job.job_id] = _Listener(sink, is_turn)
                 try:
@@ -195,7 +194,7 @@ class EngineClient:
                 except FrameTooLong as error:
                     del self._waiting.admissions[job.job_id], self._waiting.listeners[job.job_id]
                     refusal = _too_long(error)
-        admitted(refusal)
+        on_admitted(refusal)
 
     def cancel(self, job_id: str) -> None:
         """See EngineProtocol."""
@@ -292,8 +291,8 @@ class EngineClient:
             case Admitted(job_id, error):
                 if error is not None:
                     self._waiting.listeners.pop(job_id, None)
-                admitted = self._waiting.admissions.pop(job_id)
-                admitted(None if error is None else ServiceError.from_info(error))
+                on_admitted = self._waiting.admissions.pop(job_id)
+                on_admitted(None if error is None else ServiceError.from_info(error))
             case Answer(call_id, value, error):
                 reply, answer_type = self._waiting.calls.pop(call_id)
                 reply(_decoded(value, answer_type) if error is None else ServiceError.from_info(error))
@@ -305,10 +304,10 @@ class EngineClient:
             self._reason = lost
             waiting, self._waiting = self._waiting, _Pending()
         notifications: list[Callable[[], None]] = [partial(self._on_change, False)]
-        for job_id, admitted in waiting.admissions.items():
+        for job_id, on_admitted in waiting.admissions.items():
             listener = waiting.listeners.pop(job_id, None)
             error = lost_turn if listener is not None and listener.is_turn else lost
-            notifications.append(partial(admitted, ServiceError.from_info(error)))
+            notifications.append(partial(on_admitted, ServiceError.from_info(error)))
         for job_id, listener in waiting.listeners.items():
             error = lost_turn if listener.is_turn else lost
             notifications.append(partial(listener.sink, JobEvents(job_id=job_id, deltas=[], done=True, error=error)))

@@ -250,8 +250,7 @@ def test_a_token_that_no_grammar_allows_ends_that_request_alone(engine: Engine) 
     error = failing.wait().events[-1].error
     assert error is not None and (error.kind, error.field) == (ErrorKind.INVALID_FIELD, "logit_bias")
     assert error.message == (
-        f"logit_bias: no token was left that choice allows: {len(banned)} tokens are banned, and all that may "
-        "come next are among them; ban fewer"
+        f"logit_bias: it bans {len(banned)} tokens, and with them every token that choice allows next; ban fewer"
     )
     assert beside.wait().all_texts[0] == b"yes"
 

@@ -255,7 +255,7 @@ class Checked:
     def cancel(self) -> None:
         if self.rows:
             running = self.rng.choice(list(self.rows)).job
-            self.plan.forget_waiting(running)
+            self.plan.remove_waiting(running)
             for sequence in [sequence for sequence in self.rows if sequence.job is running]:
                 self.end(sequence)
 

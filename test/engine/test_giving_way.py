@@ -151,8 +151,8 @@ def test_a_client_has_a_queue_place_of_its_own(model: Path) -> None:
         with pytest.raises(ServiceError) as refusal:
             run(engine, *[make_request("x")] * 21, client="greedy")
         assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
-        assert "21 more would pass the limit of 20" in str(refusal.value)
-        assert "--max-waiting-rows-per-client" in str(refusal.value)
+        assert "21 more would exceed the limit of 20" in str(refusal.value)
+        assert "max_waiting_rows_per_client" in str(refusal.value)
         assert len(run(engine, *[make_request("x", max_tokens=2)] * 20, client="greedy").finishes) == 20
         assert len(run(engine, *[make_request("x", max_tokens=2)] * 40).finishes) == 40, "of nobody in particular"
 

@@ -120,7 +120,7 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
         prompt = f"row {i} " + "and more of it " * (i % 7) * 3
         kind: dict[str, Any] = {"mixture": MIXES[i % 5]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 4]}
         rows.append(make_request(prompt, max_tokens=4 + i % 9, ignore_eos=True, **kind))
-    turns = [turn(f"mix-{engine.rounds}-{i}", f"turn {i}", state=NAMES[i % 3], **GREEDY) for i in range(8)]
+    turns = [turn(f"mix-{engine.loop_count}-{i}", f"turn {i}", state=NAMES[i % 3], **GREEDY) for i in range(8)]
     jobs = [submit(engine, *rows[at : at + 7]) for at in range(0, 56, 7)] + [submit(engine, one) for one in turns]
     texts = [text for job in jobs for text in job.wait().all_texts]
     alone = [run(engine, row).texts[0] for row in rows]
@@ -176,11 +176,11 @@ def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
         (make_request("a", mixture=[("poet", 1.0), ("", -1.0)]), ErrorKind.INVALID_FIELD, "must add up to more than 0"),
         (make_request("a", mixture=[("poet", 1.0), ("nobody", 1.0)]), ErrorKind.STATE_NOT_FOUND, "'nobody'"),
         (make_request("a", mixture=[("", 1.0)] * 17), ErrorKind.INVALID_FIELD, "has 17 states, the limit is 16"),
-        (turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]), ErrorKind.INVALID_FIELD, "is kept by its tokens"),
+        (turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]), ErrorKind.INVALID_FIELD, "which stores no token logs"),
         (
             make_request("a b", mixture=[("", 1.0)] * 2, prompt_logprobs=PromptLogprobs(start=1, top=1)),
             ErrorKind.INVALID_FIELD,
-            "what is scored is read from one state",
+            "cannot be combined with prompt_logprobs",
         ),
     ],
     ids=["sum 0", "unknown", "too many", "session", "scored"],
@@ -197,7 +197,7 @@ def test_more_members_than_half_the_slots_are_refused(model: Path) -> None:
     pool = {"l1_sessions": 0, "prefix_cache_slots": 0}
     with engine_with_states(model, max_running=1, pool=pool) as engine:
         slots = engine.model_runner.pool.num_slots
-        with pytest.raises(ServiceError, match="by its slots"):
+        with pytest.raises(ServiceError, match="half of this server.s slots"):
             run(engine, make_request("a", mixture=[("", 1.0)] * (slots // 2 + 1)))
         run(engine, make_request("a", mixture=[("", 1.0)] * (slots // 2), **GREEDY))
 

@@ -248,7 +248,7 @@ def test_forgetting_a_job_empties_the_queue() -> None:
     running, rows = job(5)
     plan.add(running, rows)
     plan.schedule()
-    assert len(plan.forget_waiting(running)) == 4  # one sits, one seat is kept for other jobs
+    assert len(plan.remove_waiting(running)) == 4  # one sits, one seat is kept for other jobs
     assert plan.admission.waiting_rows == 0 and len(plan.running_of(running)) == 1
 
 

@@ -97,8 +97,8 @@ def test_ids_without_bytes(tokenizer: Tokenizer) -> None:
         (b"98 'a' 1\n", b"98 'ab' 1\n", "id 98: 2 bytes, its line says 1"),
         (b'40 "\'" 1\n', b'40 "\'" 2\n', "id 40: 1 bytes, its line says 2"),
         (b"1 '\\x00' 1\n", b"1 '\\x00\\x00' 1\n", "id 1: 2 bytes, its line says 1"),
-        (b"98 'a' 1\n", b"98 'a'\n", "65529 lines, of which 65528"),
-        (b" 128\n", b"", "65529 lines, of which 65528"),
+        (b"98 'a' 1\n", b"98 'a'\n", "65528 of 65529 lines"),
+        (b" 128\n", b"", "65528 of 65529 lines"),
     ],
 )
 def test_a_damaged_vocabulary_is_refused(

@@ -215,7 +215,7 @@ def test_a_full_queue_is_429_with_retry_after(service: Service) -> None:
         wait_for(lambda: service.status()["waiting_rows"] > 2048, 60, "more than fits beside another such request")
         refused = wait_for(lambda: _refused(service), 30, "a refusal")
         assert int(refused.headers["retry-after"]) >= 1
-        assert "6144 for one client (--max-waiting-rows-per-client)" in refused.json()["error"]
+        assert "6144 for one client (max_waiting_rows_per_client)" in refused.json()["error"]
     finally:
         for connection in connections:
             connection.close()
