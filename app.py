@@ -68,7 +68,7 @@ def bench(arguments: list[str]) -> int:
         return 2
     sys.argv = [f"bench {arguments[0]}", *arguments[1:]]
     try:
-        runpy.run_module(f"bench.{arguments[0]}", run_name="__main__")
+        runpy.run_module(".".join(filter(None, (__package__, "bench", arguments[0]))), run_name="__main__")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         remedy = f"needs {package}: pip install -r requirements-dev.txt, or make install-dev, brings it"

@@ -141,8 +141,8 @@ def measure_peer(options: argparse.Namespace) -> dict[str, float]:
 
 def measure_memory(lines: int, folder: Path) -> float:
     """Largest resident size in MB of the command's loop over so many lines, without a model."""
-    import programs.batch.command
     from programs.backends.backend import Reply
+    from programs.batch import command as batch_command
 
     class Instant:
         """Answers at once."""
@@ -160,11 +160,11 @@ def measure_memory(lines: int, folder: Path) -> float:
 
         async def close(self) -> None: ...
 
-    programs.batch.command.RemoteService = lambda url, password: Instant()  # type: ignore[assignment,misc]
+    batch_command.RemoteService = lambda url, password: Instant()  # type: ignore[assignment,misc]
     source = folder / "long.jsonl"
     write_lines(source, lines)
     command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]
-    assert programs.batch.command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
+    assert batch_command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
     # Not getrusage: what its parent had is in the largest size of a process that was forked and became another program.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None

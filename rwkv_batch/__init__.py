@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rwkv_batch.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from programs.library import (
         LLM,
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
         State,
     )
     from programs.library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

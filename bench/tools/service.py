@@ -22,10 +22,11 @@ from bench.tools.origin import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 600.0
+_APP = __name__.rpartition("bench.")[0] + "app"  # a wheel has it in rwkv_batch
 
 
 @contextmanager
-def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str = "app") -> Iterator[str]:
+def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str = _APP) -> Iterator[str]:
     """A service of our own, its log on our standard error or in a file; gives its URL when it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

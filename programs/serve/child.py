@@ -29,7 +29,7 @@ def export_python_path() -> None:
 
     Python 3.11 tells them nothing of `sys.path`, and what they cannot import each fork would import for itself.
     """
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[__name__.count(".")])
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in (*known, *site.getsitepackages()):
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, known)])

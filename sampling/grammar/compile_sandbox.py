@@ -20,7 +20,7 @@ from sampling.grammar.errors import GrammarError
 CPU_S = 2
 """Processor time for one grammar, rounded up to a whole second of the process."""
 _PROGRAM = "sampling.grammar.compile_sandbox_process"
-_FOLDER = str(Path(__file__).parents[2])
+_FOLDER = str(Path(__file__).parents[__name__.count(".")])
 _ENDED = (
     f"takes more than {CPU_S} s or too much memory to compile, or is nested too deeply; "
     "write it with fewer rules inside each other"

@@ -1,12 +1,16 @@
-"""`pip install .`: the wheel has all that runs, and runs from anywhere without writing beside the code."""
+"""The wheel and the source distribution, installed beside a user's own modules that have the names of our folders."""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +22,51 @@ from native.cache_folder import VARIABLE
 from test.programs.batch.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, free_port, wait_for
 
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "*.db*", "build", "images")
-SOURCES = ("*.py", "*.cu", "*.cuh", "*.cpp", "*.h")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "*.db*", "build", "dist", "images", "results")
+SOURCES = ("*.py", "*.pyi", "*.cu", "*.cuh", "*.cpp", "*.h", "*.hpp", "*.inc")
+HOME = "rwkv_batch"
+MOVED = ("bench", "demo", "native", "programs", "routes", "sampling", "state_pool")
+OF_THE_USER = (
+    "settings",
+    "library",
+    "routes",
+    "web",
+    "console",
+    "demo",
+    "app",
+    "programs",
+    "native",
+    "sampling",
+    "bench",
+)
+"""The user's modules. Each leaves a note when it is imported."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What pip has put into a folder, to be run from another one."""
+    """A virtual environment with the wheel, and a folder to run it from."""
 
-    target: Path
+    venv: Path
     folder: Path
+    wheel: Path
+    sdist: Path
 
     @property
     def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_") or name == VARIABLE}
-        own = {"PYTHONPATH": str(self.target), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
-        return {**kept, **own}
+        return {**kept, "PYTHONDONTWRITEBYTECODE": "1"}
 
     @property
     def command(self) -> str:
-        return str(self.target / "bin" / "rwkv-batch")
+        return str(self.venv / "bin" / "rwkv-batch")
+
+    @property
+    def python(self) -> str:
+        return str(self.venv / "bin" / "python")
+
+    @property
+    def packages(self) -> Path:
+        return next((self.venv / "lib").glob("python3.*/site-packages"))
 
     def run(self, *command: str, typed: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -52,36 +81,117 @@ class Installed:
         )
 
     def files(self) -> list[Path]:
-        return sorted(path for path in self.target.rglob("*") if path.is_file())
+        return sorted(path for path in self.packages.rglob("*") if path.is_file())
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    """Tree -> source distribution -> wheel -> virtual environment, which also sees the packages of this one."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
-    target, elsewhere = folder / "target", folder / "elsewhere"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
-    command = [*pip, "--no-build-isolation", "--no-deps", "--target", str(target), str(folder / "tree")]
-    subprocess.run(command, check=True, timeout=120)
-    shutil.rmtree(folder / "tree")
+    tree, dist, elsewhere = folder / "tree", folder / "dist", folder / "elsewhere"
+    shutil.copytree(ROOT, tree, ignore=NOT_COPIED)
+    sdist = dist / _build("sdist", tree, dist)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    wheel = dist / _build("wheel", unpacked, dist)
+    shutil.rmtree(tree)
+    shutil.rmtree(unpacked)
     elsewhere.mkdir()
-    made = Installed(target, elsewhere)
+    made = Installed(folder / "venv", elsewhere, wheel, sdist)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made.venv)], check=True, timeout=60)
+    for name in OF_THE_USER:
+        where = made.packages / name
+        where.mkdir()
+        note = f"open({str(folder / 'imported')!r}, 'a').write({name!r} + chr(10))"
+        (where / "__init__.py").write_text(f"OWNER = 'user'\n{note}\n", "utf-8")
+    (made.packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", "utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", made.python, "--disable-pip-version-check", "-q", "install"]
+    subprocess.run([*pip, "--no-deps", "--no-compile", str(wheel)], check=True, timeout=120)
     before = made.files()
     yield made
     assert made.files() == before, "what is made at run time went beside the code"
+    assert not (folder / "imported").exists(), f"we imported the user's {(folder / 'imported').read_text()}"
 
 
-def test_it_has_every_source_and_the_page(installed: Installed) -> None:
-    folders = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("test", "examples")]
-    wanted = [path for folder in folders for pattern in SOURCES for path in folder.rglob(pattern)]
-    wanted += [path for path in (ROOT / "routes" / "web").rglob("*") if path.is_file()]
-    assert len([path for path in wanted if path.suffix == ".cu"]) > 10
-    for path in [*wanted, *ROOT.glob("demo/tuned/*"), ROOT / "app.py"]:
-        copy = installed.target / path.relative_to(ROOT)
-        assert copy.exists() and copy.read_bytes() == path.read_bytes(), f"the wheel lacks {path}"
+def _build(kind: str, tree: Path, into: Path) -> str:
+    """Build as pip and build do; returns the file's name."""
+    into.mkdir(exist_ok=True)
+    program = f"import setuptools.build_meta as back; print(back.build_{kind}({str(into)!r}))"
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "SOURCE_COMMIT": "0123456789ab"}
+    built = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    return built.stdout.split()[-1]
+
+
+def test_it_has_every_source_under_one_name(installed: Installed) -> None:
+    places = {ROOT / "app.py": "app.py", **{path: str(path.relative_to(ROOT / HOME)) for path in _sources(HOME)}}
+    places |= {path: str(path.relative_to(ROOT)) for top in MOVED for path in _sources(top)}
+    places |= {path: str(path.relative_to(ROOT)) for path in (ROOT / "routes/web").rglob("*") if path.is_file()}
+    places |= {path: str(path.relative_to(ROOT)) for path in ROOT.glob("demo/tuned/*")}
+    assert len([path for path in places if path.suffix == ".cu"]) > 10
+    for path, place in places.items():
+        copy = installed.packages / HOME / place
+        assert copy.exists(), f"the wheel lacks {path}"
+        is_same = copy.read_bytes().replace(b"rwkv_batch.", b"") == path.read_bytes().replace(b"rwkv_batch.", b"")
+        assert is_same or place == "version.py", f"the wheel's {place} differs by more than names"
+    assert (installed.packages / HOME / "py.typed").exists()
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {HOME}
     for path in (path for path in (ROOT / "deploy").rglob("*") if path.is_file()):
-        assert (installed.target / "share/rwkv-batch" / path.relative_to(ROOT)).is_file(), f"the wheel lacks {path}"
-    assert not (installed.target / "test").exists()  # it would be in the way of other packages' tests
+        assert (installed.venv / "share/rwkv-batch" / path.relative_to(ROOT)).is_file(), f"the wheel lacks {path}"
+
+
+def _sources(top: str) -> list[Path]:
+    found = [path for pattern in SOURCES for path in (ROOT / top).rglob(pattern)]
+    return [path for path in found if path.relative_to(ROOT).parts[:2] != ("bench", "results")]
+
+
+def test_no_module_of_it_imports_a_name_of_the_tree(installed: Installed) -> None:
+    for file in (installed.packages / HOME).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {name.partition(".")[0] for name in names} & {*MOVED, "app"}, f"{file}:{node.lineno}"
+
+
+def test_the_source_distribution_has_what_a_build_and_a_reader_need(installed: Installed) -> None:
+    with tarfile.open(installed.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {
+        "LICENSE",
+        "NOTICE",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "requirements.txt",
+        "requirements/cpu.lock",
+        "setup.py",
+    }
+    assert wanted <= names and "docs/settings.md" in names and "test/deploy/test_wheel.py" in names
+
+
+def test_the_names_of_the_user_stay_his(installed: Installed) -> None:
+    program = (
+        "import pathlib, sys, rwkv_batch\n"
+        "from rwkv_batch import LLM, PIPELINE, AsyncLLM, Score, State\n"
+        f"ours = {OF_THE_USER!r}\n"
+        "assert not [name for name in ours if name in sys.modules]\n"
+        "print(rwkv_batch.__file__)\n"
+    )
+    ran = installed.run(installed.python, "-c", program)
+    assert ran.stdout.split() == [str(installed.packages / HOME / "__init__.py")], ran.stderr
+    for name in OF_THE_USER:
+        assert "OWNER = 'user'" in (installed.packages / name / "__init__.py").read_text("utf-8")
+
+
+def test_it_says_its_version_and_commit(installed: Installed) -> None:
+    lines = installed.run(installed.command, "--version").stdout.splitlines()
+    assert lines[0].startswith("rwkv-batch ") and lines[1].split() == ["commit", "0123456789ab"]
+    for command in ((), ("batch",), ("chat",)):
+        told = installed.run(installed.command, *command, "--help")
+        assert told.returncode == 0 and "usage: rwkv-batch" in told.stdout, told.stderr
 
 
 def test_lines_are_answered_by_the_demo_model(installed: Installed) -> None:
@@ -94,15 +204,19 @@ def test_lines_are_answered_by_the_demo_model(installed: Installed) -> None:
     assert [line["text"] for line in found] == texts and all(line["translation"] for line in found)
 
 
-def test_the_library_is_a_name_of_the_engine(installed: Installed, tiny_model: Path) -> None:
+def test_the_library_generates(installed: Installed, tiny_model: Path) -> None:
     program = (
-        "import rwkv_batch, sys; assert 'programs.library' not in sys.modules\n"
-        "from rwkv_batch import LLM, PIPELINE, AsyncLLM, SamplingParams\n"
+        "from rwkv_batch import LLM, SamplingParams\n"
         f"with LLM({str(tiny_model)!r}, max_running=4) as llm:\n"
-        "    print(len(llm.generate(['a', 'b'], SamplingParams(max_tokens=2))), rwkv_batch.__file__)\n"
+        "    print(len(llm.generate(['a', 'b'], SamplingParams(max_tokens=2))))\n"
     )
-    ran = installed.run(sys.executable, "-c", program)
-    assert ran.stdout.split() == ["2", str(installed.target / "rwkv_batch" / "__init__.py")], ran.stderr
+    ran = installed.run(installed.python, "-c", program)
+    assert ran.stdout.split() == ["2"], ran.stderr
+
+
+def test_a_chat_answers_on_the_terminal(installed: Installed) -> None:
+    talked = installed.run(installed.command, "chat", "--max-running", "2", typed="Good morning.\n/quit\n")
+    assert talked.returncode == 0 and talked.stdout.strip(), talked.stderr
 
 
 def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) -> None:
