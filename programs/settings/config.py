@@ -1,4 +1,4 @@
-"""The whole configuration, and the part of it that concerns the supervisor alone. Plain data."""
+"""The configuration of the whole service, as plain data."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from rwkv_batch.config import EngineConfig
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What concerns the supervisor alone."""
+    """Settings of the supervisor."""
 
     http_workers: int = 0
-    """0: by the number of CPUs."""
+    """0: chosen by the number of CPUs."""
     replicas: int = 0
-    """Engines of the service's own model, which share the database; 0: one that has it for itself."""
+    """Engines of the service's own model. 0: one engine, which does not share the database."""
     replica_devices: tuple[tuple[str, ...], ...] = ()
-    """The devices of each, where they are named."""
+    """Devices per engine, if they are named."""
     cluster: str = ""
-    """Address of the Ray cluster whose nodes have the engines, "auto": of the one that this machine belongs to."""
+    """Address of the Ray cluster that runs the engines. "auto": this machine's cluster."""
     cluster_service: str = "rwkv-batch"
-    """What machines have in common that serve with the same engines."""
+    """Machines with the same name share their engines."""
     cluster_node: str = ""
-    """IP address of this machine's Ray node, where it has several."""
+    """IP address of this machine's Ray node, if the machine has several."""
     front: str = "auto"
-    """"nginx" | "none" | "auto": nginx where it is installed and the host is not loopback."""
+    """"nginx" | "none" | "auto". auto: nginx if it is installed and the host is not loopback."""
     max_models: int = 4
-    """Loaded while serving, beside the service's own."""
+    """Models that clients may load in addition to the service's own."""
     model_idle_s: float = 0.0
-    """0: a model that is not used stays."""
+    """Seconds without a request until a loaded model is unloaded. 0: never."""
     log_format: str = "text"
     log_level: str = "info"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole configuration."""
-
     service: ServiceConfig
     http: HttpConfig
     engine: EngineConfig

@@ -1,4 +1,4 @@
-"""The model that is served: the given file, else the demo's."""
+"""Chooses the model file: the given one, or the demo model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_default_model(settings: Settings) -> Settings:
-    """Settings with a model file: the given one, else the demo's. Raises StartupError if it cannot be read."""
+    """Fills in the demo model if no file is given. Raises StartupError if the file cannot be read."""
     path = settings.engine.model_path
     if not path:
         try:
@@ -28,7 +28,7 @@ def with_default_model(settings: Settings) -> Settings:
                 f"give --model-path, or another folder as {VARIABLE}"
             ) from None
     try:
-        if not Path(path).is_dir():  # of folders the engine says what is in them
+        if not Path(path).is_dir():  # the engine checks folders
             with open(path, "rb"):
                 pass
     except OSError as error:
@@ -37,7 +37,7 @@ def with_default_model(settings: Settings) -> Settings:
 
 
 def _demo_model() -> Path:
-    """The demo model's file; without one, random weights in the same form."""
+    """Returns the demo model's file, or random weights if the demo is not installed."""
     with contextlib.suppress(ImportError, FileNotFoundError):
         from demo.files import ensure_model
 

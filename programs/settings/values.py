@@ -1,4 +1,4 @@
-"""The text of a flag or variable -> its value, or a SettingsError that says what it must be."""
+"""Parsers from the text of a flag or variable to its value. They raise SettingsError."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Value = TypeVar("Value", int, float)
 
 
 class SettingsError(Exception):
-    """A flag or variable cannot be used; the message is one line."""
+    """A flag or variable is invalid. The message is one line."""
 
 
 def integer(lowest: int, highest: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `lowest` to `highest`; it raises SettingsError."""
+    """Returns a parser of integers from `lowest` to `highest`. It raises SettingsError."""
     return _bounded(int, "a whole number", lowest, highest)
 
 
 def decimal(lowest: float, highest: float) -> Callable[[str], float]:
-    """A parser of numbers from `lowest` to `highest`; it raises SettingsError."""
+    """Returns a parser of numbers from `lowest` to `highest`. It raises SettingsError."""
     return _bounded(float, "a number", lowest, highest)
 
 
-def _bounded(read: Callable[[str], Value], what: str, lowest: Value, highest: Value) -> Callable[[str], Value]:
+def _bounded(read: Callable[[str], Value], kind: str, lowest: Value, highest: Value) -> Callable[[str], Value]:
     def parse(text: str) -> Value:
         try:
             value = read(text)
         except ValueError:
-            raise SettingsError(f"must be {what}, got {text!r}") from None
+            raise SettingsError(f"must be {kind}, got {text!r}") from None
         if not lowest <= value <= highest:
             raise SettingsError(f"must be {lowest:.15g}..{highest:.15g}, got {text}")
         return value
@@ -45,7 +45,7 @@ def _bounded(read: Callable[[str], Value], what: str, lowest: Value, highest: Va
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A parser of these names; it raises SettingsError."""
+    """Returns a parser that accepts these names. It raises SettingsError."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -56,7 +56,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def boolean(text: str) -> bool:
-    """Words such as "true", "off" and "1". Raises SettingsError."""
+    """Parses words such as "true", "off" and "1". Raises SettingsError."""
     words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in words:
         raise SettingsError(f"must be one of {', '.join(words)}, got {text!r}")
@@ -64,15 +64,15 @@ def boolean(text: str) -> bool:
 
 
 def host(text: str) -> str:
-    """An IP address, looked up if it is a name: Robyn takes nothing else. Raises SettingsError."""
+    """Resolves a host name to an IP address, because Robyn accepts addresses only. Raises SettingsError."""
     try:
         return str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        raise SettingsError(f"must be an address of this machine, got {text!r}, which cannot be resolved") from None
+        raise SettingsError(f"must be an address of this machine, got {text!r}, which has no DNS entry") from None
 
 
 def cluster(text: str) -> str:
-    """`HOST:PORT`, "auto" or "". Raises SettingsError."""
+    """Accepts `HOST:PORT`, "auto" or "". Raises SettingsError."""
     host, _, port = text.rpartition(":")
     if text and text != "auto" and not (host and port.isdecimal() and not set(text) & set("|/ ")):
         raise SettingsError(f"must be auto or HOST:PORT of a Ray cluster's head, got {text!r}")
@@ -80,14 +80,14 @@ def cluster(text: str) -> str:
 
 
 def service_name(text: str) -> str:
-    """A name as tuned states have it. Raises SettingsError."""
+    """Accepts a name of letters, digits, ".", "_" and "-". Raises SettingsError."""
     if not STATE_NAME.fullmatch(text):
-        raise SettingsError(f"must be of letters, digits, '.', '_' and '-', got {text!r}")
+        raise SettingsError(f"must consist of letters, digits, '.', '_' and '-', got {text!r}")
     return text
 
 
 def ip(text: str) -> str:
-    """An IP address. Raises SettingsError."""
+    """Accepts an IP address. Raises SettingsError."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -95,12 +95,12 @@ def ip(text: str) -> str:
 
 
 def device_groups(text: str) -> tuple[tuple[str, ...], ...]:
-    """`0,1;2,3`: the devices of each engine. Raises SettingsError."""
+    """Parses `0,1;2,3`, the devices per engine. Raises SettingsError."""
     return tuple(devices(group) for group in text.split(";"))
 
 
 def devices(text: str) -> tuple[str, ...]:
-    """`[0,1]`, `0,1` and `cuda:0,cpu` alike; a bare number is a CUDA device. Raises SettingsError."""
+    """Parses `[0,1]`, `0,1` or `cuda:0,cpu`. A bare number is a CUDA device. Raises SettingsError."""
     names = [name.strip() for name in text.strip().removeprefix("[").removesuffix("]").split(",")]
     for name in names:
         kind, _, decimal = name.partition(":")
@@ -111,9 +111,9 @@ def devices(text: str) -> tuple[str, ...]:
 
 
 def database(text: str) -> str:
-    """A server's address, or a file: SQLite would make its lock beside a directory of that name, and then fail.
+    """Accepts a PostgreSQL address or a file path. Raises SettingsError.
 
-    Raises SettingsError.
+    A directory is refused here, because SQLite reports it with an unclear error.
     """
     if text.startswith(SCHEMES):
         try:
@@ -121,12 +121,12 @@ def database(text: str) -> str:
         except ValueError as error:
             raise SettingsError(str(error)) from None
     elif text and Path(text).is_dir():
-        raise SettingsError(f"must be a file, but {text} is a directory; give a file in it, like {text}/sessions.db")
+        raise SettingsError(f"must be a file, got the directory {text}; name a file in it, e.g. {text}/sessions.db")
     return text
 
 
 def checkpoint_store(text: str) -> str:
-    """An address of one, or "". Raises SettingsError."""
+    """Accepts the address of a checkpoint store, or "". Raises SettingsError."""
     if text:
         try:
             parse_checkpoint_address(text)
@@ -136,7 +136,7 @@ def checkpoint_store(text: str) -> str:
 
 
 def keys_file(text: str) -> str:
-    """The absolute path of a file of keys that can be used. Raises SettingsError."""
+    """Returns the absolute path of a valid keys file. Raises SettingsError."""
     try:
         load_keys(text)
     except KeysError as error:
@@ -145,31 +145,31 @@ def keys_file(text: str) -> str:
 
 
 def folder(text: str) -> str:
-    """The absolute path of a folder. Raises SettingsError."""
+    """Returns the absolute path of a folder. Raises SettingsError."""
     if not Path(text).is_dir():
-        raise SettingsError(f"must be a folder, and {text} is none")
+        raise SettingsError(f"must be an existing folder, got {text}")
     return str(Path(text).absolute())
 
 
 def files(text: str) -> tuple[str, ...]:
-    """`a.pth,b.pth`."""
+    """Splits `a.pth,b.pth`."""
     return tuple(entry.strip() for entry in text.split(",") if entry.strip())
 
 
 def named_files(text: str) -> tuple[str, ...]:
-    """`poet=states/poet.pth,clerk=clerk.pth`: names, once each, of files. Raises SettingsError."""
+    """Splits `poet=states/poet.pth,clerk=clerk.pth`. Names are unique. Raises SettingsError."""
     entries = files(text)
     names = [entry.partition("=")[0] for entry in entries]
     for entry, name in zip(entries, names, strict=True):
         if not STATE_NAME.fullmatch(name) or not entry.partition("=")[2]:
-            raise SettingsError(f"must be NAME=FILE, the name of letters, digits, '.', '_' and '-', got {entry!r}")
+            raise SettingsError(f"must be NAME=FILE with a name of letters, digits, '.', '_' and '-', got {entry!r}")
         if names.count(name) > 1:
-            raise SettingsError(f"names {name!r} twice; give each a name of its own")
+            raise SettingsError(f"uses the name {name!r} twice; use a different name for each file")
     return entries
 
 
 def networks(text: str) -> tuple[str, ...]:
-    """`10.0.0.0/8, ::1`: addresses and networks of proxies. Raises SettingsError."""
+    """Splits `10.0.0.0/8, ::1`. Raises SettingsError."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         try:
@@ -180,7 +180,7 @@ def networks(text: str) -> tuple[str, ...]:
 
 
 def layer_counts(text: str) -> tuple[float, ...]:
-    """`9,8,8,7` or `8.5,8.5,8,7`, also in brackets. Raises SettingsError."""
+    """Parses `9,8,8,7` or `8.5,8.5,8,7`, also in brackets. Raises SettingsError."""
     count = decimal(1, 1000)
 
     def parse_part(part: str) -> float:
@@ -192,15 +192,15 @@ def layer_counts(text: str) -> tuple[float, ...]:
 
 
 def resident_counts(text: str) -> tuple[int | None, ...]:
-    """`20`, or for several devices `20,all`. Raises SettingsError."""
+    """Parses `20`, or `20,all` for several devices. Raises SettingsError."""
     parse_part = integer(0, 1000)
     return tuple(None if part.strip() == "all" else parse_part(part.strip()) for part in text.split(","))
 
 
 def strategy(text: str) -> str:
-    """A strategy that can be followed, as it is. Raises SettingsError."""
+    """Accepts a valid strategy and returns it unchanged. Raises SettingsError."""
     try:
         parse_strategy(text)
     except StrategyError as error:
-        raise SettingsError(f"cannot be followed: {error}") from None
+        raise SettingsError(f"is not a valid strategy: {error}") from None
     return text

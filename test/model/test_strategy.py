@@ -65,5 +65,5 @@ def test_the_flag_is_another_spelling_of_the_others() -> None:
         parse_settings(["--strategy", "cpu fp32", "--dtype", "bf16"], {})
     assert parse_settings(["--strategy", "cuda fp16 *20+"], {}).engine.resident == (20,)
     assert parse_settings(["--pp-devices", "0,1", "--pp-resident", "8,all"], {}).engine.resident == (8, None)
-    with pytest.raises(SettingsError, match=r"--strategy cannot be followed.*more than one"):
+    with pytest.raises(SettingsError, match=r"--strategy is not a valid strategy.*more than one"):
         parse_settings(["--strategy", "cuda fp16 *20+ -> cpu fp32"], {})
