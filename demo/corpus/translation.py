@@ -137,12 +137,15 @@ def prompt(source: str, *, english: bool) -> str:
     return f"{one}: {source}\n\n{other}:"
 
 
-def fixed(rng: Random, table: str, names: tuple[str, ...], *, to_other: float = 0.5) -> tuple[str, str]:
-    """Sample prompt and answer of a phrase table whose columns are English and `names`."""
+def fixed(rng: Random, table: str, names: tuple[str, ...], *, to_other: float, bare: float) -> tuple[str, str]:
+    """Sample prompt and answer of a phrase table whose columns are English and `names`.
+
+    `to_other` is the share of translations from English, `bare` the share without the final mark.
+    """
     english, *others = pick(rng, phrase_table(table))
     name, other = pick(rng, tuple(zip(names, others, strict=True)))
-    if rng.random() < 0.3 and english[-1] in MARKS and not english.endswith("...") and other[-1:] in ".!?。！？":
-        english, other = english[:-1].rstrip(), other[:-1].rstrip()
+    if rng.random() < bare and english[-1] in MARKS and not english.endswith("..."):
+        english, other = english[:-1], other[:-1]
     if rng.random() < to_other:
         return f"English: {english}\n\n{name}:", f" {other}"
     return f"{name}: {other}\n\nEnglish:", f" {english}"
@@ -151,7 +154,7 @@ def fixed(rng: Random, table: str, names: tuple[str, ...], *, to_other: float = 
 def document(rng: Random) -> Document:
     """Sample one translation, rarely a few in a row."""
     if rng.random() < 0.025:
-        return rounds([fixed(rng, "german_japanese", ("German", "Japanese"))])
+        return rounds([fixed(rng, "german_japanese", ("German", "Japanese"), to_other=0.5, bare=0.3)])
     turns = []
     for _ in range(1 if rng.random() < 0.9 else rng.randint(2, 4)):
         source, target, english = pair_to_translate(rng)

@@ -50,7 +50,7 @@ def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     weather = tools.Listed(tools.tools()[0], "get_weather", ("city",), ("city: string",), " // Get weather")
     function = Function("get_weather", "Get weather", parameters, False, "tools[0]")
-    listing = ToolSet((function,), (function,), must_call=False, several=False).listing
+    listing = ToolSet((function,), (function,), must_call=False, parallel_calls=False).listing
     assert tools.system([weather]) == f"System: {listing}"
     call = json.loads(tools.request(rng, [weather])[1].call)
     assert FENCE + tools.fenced(json.dumps(call, ensure_ascii=False)) == call_text(
