@@ -202,6 +202,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(enum.StrEnum):
+    """Why a row ended."""
+
     STOP = "stop"
     LENGTH = "length"
     TIMEOUT = "timeout"
