@@ -22,8 +22,8 @@ def random_weights(
 ) -> dict[str, Tensor]:
     """Return a model's tensors by name.
 
-    `ranks`: of w, a, v and g. `first_v`: whether block 0 has its unused v tensors. Every tensor affects the logits, so a
-    comparison finds an error in any of them.
+    `ranks`: of w, a, v and g. `first_v`: whether block 0 has its unused v tensors. Every tensor affects the logits, so
+    a comparison finds an error in any of them.
     """
     g = torch.Generator(device).manual_seed(seed)
 

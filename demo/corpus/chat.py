@@ -161,7 +161,7 @@ def _choose(count: int, rng: Random) -> list[Kind]:
 
 
 def session(rng: Random, *, held: bool = False, turns: tuple[int, int] | None = None) -> list[Turn]:
-    """Sample a chat: facts, then `turns` rounds of small talk, then questions. A held-out chat has two to four facts."""
+    """Sample a chat: facts, then `turns` rounds of small talk, then questions. A held-out one has two to four facts."""
     chinese = rng.random() < 0.25
     count = rng.randint(2, 4) if held else rng.choices((1, 2, 3, 4, 5), (35, 27, 18, 12, 8))[0]
     facts = split_facts(rng, held, partial(_choose, count))
