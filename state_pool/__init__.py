@@ -1,1 +1,1 @@
-"""Sessions and cached prefixes: states in VRAM slots (L1), host memory (L2) and SQLite (L3)."""
+"""Sessions and cached prefixes: states in GPU slots (L1), host memory (L2) and a database (L3)."""

@@ -1,7 +1,7 @@
-"""Adapters by name, as far as rows and sessions are concerned: who has which. Their weights are the engine's.
+"""Loaded adapters by name, and how many rows use each. The engine has the weights. Engine thread only.
 
-Engine thread only. A state that an adapter's weights have read belongs to it: sessions remember whose they are, and
-cached prefixes are told apart.
+A state that was computed under an adapter belongs to it. Sessions store their adapter, and cached prefixes under
+different adapters are separate.
 """
 
 from __future__ import annotations
@@ -16,28 +16,25 @@ from state_pool.tuned_state import NO_BASE, Origin
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter that is loaded."""
-
     origin: Origin
-    """its name and the digest of its numbers"""
+    """name and digest of its weights"""
     slot_index: int
-    """from 1: where devices have it; free for another when it has gone"""
+    """index on the devices, from 1; reused after the adapter is unloaded"""
     number: int
-    """among all that rows begin from; never used again for another in this process"""
+    """number among all bases of rows; never reused in this process"""
     ref_count: int = 0
-    """rows and turns that were admitted with it and have not ended"""
+    """running rows and admitted turns that use it"""
     removed: bool = False
     bases: dict[int, int] = field(default_factory=dict)
-    """number of a tuned state -> number of that state read under this adapter"""
+    """number of a tuned state -> number of that state under this adapter"""
 
     @property
     def name(self) -> str:
-        """What requests call it."""
         return self.origin.name
 
 
 class Adapters:
-    """Those that are loaded. One that was removed serves on for the rows that have it; then its place is free."""
+    """The loaded adapters. A removed one stays for the rows that use it; then its slot index is free."""
 
     def __init__(self, limit: int, new_number: Callable[[], int]) -> None:
         """`new_number`: see `TunedStates.new_number`."""
@@ -45,35 +42,35 @@ class Adapters:
         self._new_number = new_number
         self._by_name: dict[str, LoadedAdapter] = {}
         self._removed_in_use: list[LoadedAdapter] = []
-        """removed, with rows that have them"""
+        """removed, but still used by rows"""
         self._free = list(range(1, limit + 1))
         self.num_refs = 0
-        """rows and turns that have one, those that were removed among them"""
+        """rows and turns that use an adapter, removed ones included"""
         self.on_unused: Callable[[int], None] = lambda slot_index: None
-        """called with a place when no row has the adapter there any more"""
+        """called with a slot index when no row uses the removed adapter there"""
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def check_new(self, name: str) -> None:
-        """Raises NameTaken or PoolFull if no adapter of that name could be added."""
+        """Raises NameTaken or PoolFull if no adapter of that name can be added."""
         if name in self._by_name:
             raise NameTaken("an adapter", name)
         if not self._free:
-            leaving = f", {len(self._removed_in_use)} of them removed and still in use" if self._removed_in_use else ""
+            removed = f", {len(self._removed_in_use)} of them removed and still in use" if self._removed_in_use else ""
+            num_loaded = len(self._by_name) + len(self._removed_in_use)
             raise PoolFull(
-                f"{len(self._by_name) + len(self._removed_in_use)} adapters are loaded{leaving}, the limit is {self._limit} "
-                "(--max-adapters); delete some"
+                f"{num_loaded} adapters are loaded{removed}, the limit is {self._limit} (--max-adapters); delete some"
             )
 
     def add(self, origin: Origin) -> LoadedAdapter:
-        """Take an adapter in. Raises NameTaken or PoolFull."""
+        """Raises NameTaken or PoolFull."""
         self.check_new(origin.name)
         adapter = self._by_name[origin.name] = LoadedAdapter(origin, heapq.heappop(self._free), self._new_number())
         return adapter
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; rows that have it keep it. Raises AdapterNotFound."""
+        """Remove an adapter by name; rows that use it keep it. Raises AdapterNotFound."""
         adapter = self.get(name)
         del self._by_name[name]
         adapter.removed = True
@@ -81,7 +78,7 @@ class Adapters:
         self._free_slot_if_unused(adapter)
 
     def get(self, name: str) -> LoadedAdapter:
-        """The adapter of that name. Raises AdapterNotFound, with the names that there are."""
+        """Raises AdapterNotFound, listing the loaded names."""
         found = self._by_name.get(name)
         if found is None:
             names = ", ".join(map(repr, self._by_name)) or "none"
@@ -89,21 +86,21 @@ class Adapters:
         return found
 
     def acquire(self, name: str) -> LoadedAdapter:
-        """The adapter of that name for a row; `drop_ref` of it when that has ended. Raises AdapterNotFound."""
+        """Return the adapter for a new row; the row calls `drop_ref` at its end. Raises AdapterNotFound."""
         return self.add_ref(self.get(name))
 
     def add_ref(self, adapter: LoadedAdapter) -> LoadedAdapter:
-        """The same for one more row."""
+        """Count one more row."""
         adapter.ref_count += 1
         self.num_refs += 1
         return adapter
 
     def acquire_for_session(self, session: str, origin: Origin) -> LoadedAdapter:
-        """The adapter that a session was begun with, under whatever name. Raises AdapterNotFound if there is none."""
+        """Return the adapter that a session uses, under any name. Raises AdapterNotFound."""
         return self.add_ref(self.find_by_digest(origin.digest, f"session {session!r}", origin.name))
 
     def find_by_digest(self, digest: str, whose: str, name: str = "") -> LoadedAdapter:
-        """The adapter of these numbers. Raises AdapterNotFound in the words of what was read under it."""
+        """Find an adapter by its weights' digest. Raises AdapterNotFound, naming `whose` it is."""
         found = next((one for one in self._by_name.values() if one.origin.digest == digest), None)
         if found is None:
             raise AdapterNotFound(
@@ -113,13 +110,13 @@ class Adapters:
         return found
 
     def drop_ref(self, adapter: LoadedAdapter) -> None:
-        """A row that had it has ended."""
+        """A row that used it has ended."""
         adapter.ref_count -= 1
         self.num_refs -= 1
         self._free_slot_if_unused(adapter)
 
     def base(self, state: int, adapter: LoadedAdapter | None) -> int:
-        """Number of what a row begins from: a tuned state's (or NO_BASE), read under an adapter or none."""
+        """Return the number for (tuned state or NO_BASE, adapter or none)."""
         if adapter is None:
             return state
         if state == NO_BASE:
@@ -135,13 +132,13 @@ class Adapters:
             self.on_unused(adapter.slot_index)
 
 
-def adapter_mismatch(session: str, begun: Origin | None, asked: LoadedAdapter | None) -> AdapterMismatch | None:
-    """What to tell who names an adapter that an existing session was not begun with."""
-    if asked is None or (begun is not None and begun.digest == asked.origin.digest):
+def adapter_mismatch(session: str, current: Origin | None, requested: LoadedAdapter | None) -> AdapterMismatch | None:
+    """Return the error for a request that names another adapter than the session's, or None."""
+    if requested is None or (current is not None and current.digest == requested.origin.digest):
         return None
-    what = "without an adapter" if begun is None else f"with the adapter {begun.name!r} (digest {begun.digest})"
+    actual = "without an adapter" if current is None else f"with the adapter {current.name!r} (digest {current.digest})"
     return AdapterMismatch(
-        f"session {session!r} was begun {what}, not with {asked.name!r}; leave `adapter` out to continue it, "
+        f"session {session!r} was begun {actual}, not with {requested.name!r}; leave `adapter` out to continue it, "
         "or begin another session",
-        asked.name,
+        requested.name,
     )

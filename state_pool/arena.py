@@ -1,9 +1,8 @@
-"""What the pool needs of the memory that holds states on the device(s). Implemented by the engine's pipeline.
+"""The memory for states on the GPU, as the pool needs it. The engine's pipeline implements it.
 
-A *slot* is a place for one sequence's whole state in every stage's arena. Slot 0 always holds the zero
-state (a fresh sequence reads from it, nobody writes it); slot 1 is the dummy that graph padding writes to.
-Kernels read a row's state from one slot and write it to another (often the same), so forking a state,
-starting from a cached prefix or rolling back a step costs no copy.
+A slot holds one sequence's whole state, in every stage's arena. Slot 0 is always the zero state: fresh sequences read
+it and nobody writes it. Slot 1 is the dummy that graph padding writes to. Kernels read a row's state from one slot and
+write it to another, often the same one. So forks, prefix-cache hits and rollbacks need no copy.
 """
 
 from __future__ import annotations
@@ -17,62 +16,63 @@ FIRST_FREE_SLOT = 2
 
 
 class InvalidStateValues(ValueError):  # noqa: N818 - names what the numbers are
-    """A state has numbers that no model leaves: NaN, infinite, or scales of codes below zero."""
+    """A state has invalid numbers: NaN, infinite, or a negative quantisation scale."""
 
 
 class HostState(Protocol):
-    """One state in host memory: named parts ("stage0.wkv", "stage0.shift", …) of raw little-endian bytes."""
+    """One state in host memory, as named parts ("stage0.wkv", "stage0.shift", ...) of little-endian bytes."""
 
     def parts(self) -> dict[str, memoryview]:
-        """Name -> bytes. Valid only when the copy that fills it is done."""
+        """Return the bytes by part name. Valid only after the copy that fills them."""
         ...
 
 
 class Copy(Protocol):
-    """A copy under way on a stream of its own."""
+    """An asynchronous copy between a slot and host memory."""
 
     @property
     def host(self) -> HostState:
-        """Where the bytes go, or come from."""
+        """The source or target in host memory."""
         ...
 
     def is_done(self) -> bool:
-        """Whether the bytes have arrived; never blocks."""
+        """Never blocks."""
         ...
 
     def wait(self) -> None:
-        """Block until they have."""
+        """Block until the copy is done."""
         ...
 
 
 class Arena(Protocol):
-    """Slots of state on the device(s). All methods but `host_state` are called on the engine thread."""
+    """Slots of states on the GPU(s). Engine thread only, except `host_state`."""
 
     num_slots: int
-    """Slots in all, the zero slot and the dummy among them."""
+    """All slots, with the zero slot and the dummy."""
     state_bytes: int
-    """Bytes of one state, all stages together."""
+    """Bytes of one state over all stages."""
     layout: dict[str, tuple[str, tuple[int, ...]]]
-    """Part name -> (dtype such as "float32", shape): what a stored state must match."""
+    """Part name -> (dtype such as "float32", shape). A stored state must match it."""
     vocab: int
-    """Token ids of the model are smaller than this."""
+    """Vocabulary size: token ids are smaller."""
     fingerprint: str
     """Hash of the model's shapes and of a sample of its weights."""
 
     def save(self, slot: int) -> Copy:
-        """Start copying a slot to host memory. The slot must not be written until the copy is done."""
+        """Start copying a slot to host memory. Do not write the slot until the copy is done."""
         ...
 
     def load(self, slot: int, host: HostState) -> Copy:
-        """Start copying a host state into a slot. The slot must not be read until the copy is done.
+        """Start copying a host state into a slot. Do not read the slot from the host until then.
 
-        Later forwards are ordered after it on the device, so a row may be scheduled at once.
+        The device orders later forwards after the copy, so a row may be scheduled at once.
         """
         ...
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostState:
-        """A host state from stored bytes, on any thread.
+        """Build a host state from stored bytes. Any thread.
 
-        Raises ValueError naming the part that does not fit `layout`, Noise naming one from which nothing can go on.
+        Raises ValueError naming a part that does not fit `layout`, InvalidStateValues naming a part with invalid
+        numbers.
         """
         ...

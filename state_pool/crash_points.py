@@ -1,7 +1,7 @@
-"""Named points at which a test may kill the process: ``RWKV_CRASH_AT="after_append:3"``.
+"""Named points where a test can kill the process: ``RWKV_CRASH_AT="after_append:3"``.
 
-The name says where, the number at which passage (default 1); ":thread" behind it ends only that thread.
-Unset, `reach` is an empty function: the environment is read once, at import.
+The number counts passes of the point (default 1). A third field ":thread" ends only that thread. If the variable is
+unset at import, `reach` does nothing.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ POINTS: Final = (
     "before_delete",
     "after_delete",
 )
-"""Every name that is reached somewhere; a test kills a process at each."""
+"""All points; a test kills a process at each."""
 
 
 def _armed(setting: str) -> Callable[[str], None]:
-    wanted, number, only_thread = (*setting.split(":"), "", "")[:3]
-    if wanted not in POINTS:
-        raise ValueError(f"RWKV_CRASH_AT names {wanted!r}; known points: {', '.join(POINTS)}")
+    target, number, only_thread = (*setting.split(":"), "", "")[:3]
+    if target not in POINTS:
+        raise ValueError(f"RWKV_CRASH_AT names {target!r}; known points: {', '.join(POINTS)}")
     left = int(number or 1)
 
     def reach(point: str) -> None:
         nonlocal left
-        if point != wanted:
+        if point != target:
             return
         left -= 1
         if left <= 0 and only_thread:
@@ -50,9 +50,8 @@ def _armed(setting: str) -> Callable[[str], None]:
     return reach
 
 
-def _unarmed(point: str) -> None:
-    """Do nothing: no crash is wanted."""
+def _unarmed(point: str) -> None: ...
 
 
 reach: Callable[[str], None] = _armed(os.environ["RWKV_CRASH_AT"]) if os.environ.get("RWKV_CRASH_AT") else _unarmed
-"""Pass a named point; the process dies here when the environment says so."""
+"""Pass a named point. The process ends here if RWKV_CRASH_AT says so."""

@@ -1,4 +1,4 @@
-"""How a PostgreSQL server's database is named: postgresql://[USER[:PASSWORD]@]HOST[:PORT]/NAME[?OPTIONS][#SCHEMA]."""
+"""Addresses of PostgreSQL databases: postgresql://[USER[:PASSWORD]@]HOST[:PORT]/NAME[?OPTIONS][#SCHEMA]."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _ADDRESS = re.compile(
     rf"(?P<scheme>postgres(?:ql)?://)(?:[^@/#]*@)?(?P<place>{_HOST}(?:,{_HOST})*(?:/[^?#@]*)?)"
     r"(?:\?[^#]*)?(?:#(?P<schema>[^@]*))?"
 )
-"""As libpq reads it; an @ where none may be is one of a password whose characters are not written %XX."""
+"""As libpq reads it. An @ in a wrong place belongs to a password that is not percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server's database, and the schema in it."""
+    """A PostgreSQL database and a schema in it."""
 
     dsn: str
-    """What the driver is given, with what is secret in it."""
+    """The address for the driver, with its secrets."""
     schema: str
     display_name: str
-    """What it is called in messages: without user, password and options."""
+    """The name in messages: without user, password and options."""
 
 
 def parse_server_address(address: str) -> ServerAddress:
-    """Raises ValueError with what is wrong; the message repeats nothing of the address, which may be secret."""
+    """Parse an address. Raises ValueError; its message contains nothing of the address, which may be secret."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not _are_ports(found["place"]):
         raise ValueError(
-            "must be postgresql://USER:PASSWORD@HOST:PORT/NAME#SCHEMA, of which all but the host may be left out; "
+            "must be postgresql://USER:PASSWORD@HOST:PORT/NAME#SCHEMA; all but the host may be left out; "
             "write / @ # ? : and % in a name or password as %2F %40 %23 %3F %3A and %25"
         )
     schema = found["schema"] or ""
@@ -40,7 +40,7 @@ def parse_server_address(address: str) -> ServerAddress:
 
 
 def _are_ports(place: str) -> bool:
-    """Whether what stands behind the hosts can be ports; digits may be a password behind which @HOST was forgotten."""
+    """Check the ports after the hosts. Digits may be a password where @HOST is missing."""
     hosts = place.partition("/")[0].split(",")
     ports = (host.rpartition("]")[2].partition(":")[2] for host in hosts)
     return all(not port or 0 < int(port[:6]) <= _MAX_PORT for port in ports)

@@ -1,10 +1,13 @@
-"""What the pool refuses, each message naming the thing, the limit and the remedy."""
+"""Errors of the pool. Each message names the object, the limit and the remedy."""
 
 from __future__ import annotations
 
 
 class PoolError(Exception):
-    """Root of everything the pool raises or hands to a callback; `given`: what is at fault, if it was named."""
+    """Base of all errors that the pool raises or passes to a callback.
+
+    `given`: the name or number from the request that is at fault, if there is one.
+    """
 
     def __init__(self, message: str, given: str | int | None = None) -> None:
         super().__init__(message)
@@ -12,11 +15,11 @@ class PoolError(Exception):
 
 
 class SessionBusy(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A turn of the session is running and the caller would not wait."""
+    """A turn of the session is running and the caller does not wait."""
 
 
 class SessionNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
-    """No such session or dialogue, or it was deleted while the turn ran."""
+    """No such session or dialogue, or it was deleted during the turn."""
 
 
 class DialogueNotFound(SessionNotFound):
@@ -27,11 +30,11 @@ class DialogueNotFound(SessionNotFound):
 
 
 class InvalidSessionId(PoolError):  # noqa: N818 - names what happened, as the message does
-    """No database can hold a session's id."""
+    """A database cannot store this session id."""
 
 
 class OriginMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The session began from another tuned state than the request names."""
+    """The session started from another tuned state than the request names."""
 
 
 class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
@@ -39,63 +42,63 @@ class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the mess
 
 
 class AdapterMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The session was begun with another adapter than the request names."""
+    """The session runs under another adapter than the request names."""
 
 
 class AdapterNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
-    """No adapter of that name, or of that session's, is loaded."""
+    """No adapter of that name, or with the session's weights, is loaded."""
 
 
 class NameTaken(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A tuned state or an adapter has that name already."""
+    """A tuned state or adapter of that name exists."""
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(f"there is {what} {name!r} already; delete it first, or choose another name", name)
 
 
 class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The session exists and must not be fed to this model: other model, damaged rows, unreadable disk."""
+    """The session exists, but this model must not read it: other model, damaged rows, unreadable disk."""
 
 
 class SessionReadFailed(SessionUnusable):
-    """The session could not be read this time: a server that is away, a disk's error, no memory; try again."""
+    """The session could not be read this time: server down, disk error, no memory. Retry."""
 
 
 class PoolFull(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A configured limit leaves no room for a new session."""
+    """A configured limit leaves no room."""
 
 
 class TurnNotStored(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The turn could not be made durable; its session stays as it was before the turn."""
+    """The turn could not be made durable. Its session is unchanged."""
 
 
 class TurnInDoubt(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The database was lost while it committed the turn: nobody knows whether it was kept."""
+    """The connection broke during the turn's commit: the turn may or may not be stored."""
 
 
 class StaleEpoch(PoolError):  # noqa: N818 - names what happened, as the message does
-    """Another engine has taken the session over, or deleted it: what this one computed is not kept."""
+    """Another engine has taken over or deleted the session. This turn is not kept."""
 
 
 class DirectoryUnreachable(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The database that engines share cannot say who has the session; try again in a moment."""
+    """The shared database cannot say which engine has the session. Retry."""
 
 
 class SessionTooLarge(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The session makes a larger file than any service takes."""
+    """The session's file would exceed the size limit."""
 
 
 class PoolLost(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A thread of the pool has died: nothing is durable any more, and the process must end."""
+    """A pool thread has died: nothing becomes durable, and the process must end."""
 
 
 class DatabaseReadFailed(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The open database failed a question."""
+    """A query to the open database failed."""
 
 
 class DatabaseTimeout(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The open database did not answer a question in time."""
+    """The open database did not answer a query in time."""
 
 
 class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The session database cannot be opened: locked, read-only, truncated, of a newer schema."""
+    """The session database cannot be opened: locked, read-only, truncated or of a newer schema."""

@@ -1,4 +1,4 @@
-"""Whether the pool's bookkeeping agrees with itself; for tests and for the simulation. Engine thread only."""
+"""Consistency checks of the pool's bookkeeping, for tests and the simulation. Engine thread only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from state_pool.sessions import SessionIndex
 def integrity_faults(
     index: SessionIndex, tiers: Tiers, prefix: PrefixCache, tuned: TunedStates, rows: Iterable[int] | None
 ) -> list[str]:
-    """Slots held by nobody we know, sessions and prefixes in no tier or in two, wrong counts.
+    """Return slots with unknown holders, sessions and prefixes on no tier or two, and wrong counts.
 
-    `rows`: slots that the caller got from `allocate` and still holds; None: nothing runs, and no session may be busy.
+    `rows`: slots from `allocate` that the caller holds. None: nothing runs, so no session may be busy.
     """
     faults = _slot_faults(index, tiers, [*prefix.slots, *tuned.slots], rows or ()) + prefix.faults()
     for session in index:
@@ -37,9 +37,10 @@ def integrity_faults(
 
 
 def _slot_faults(index: SessionIndex, tiers: Tiers, others: list[int], rows: Iterable[int]) -> list[str]:
-    """Every hold of a slot has one owner: a parked session, a reader, a copy, a settling turn, a row.
+    """Compare each slot's reference count with its owners.
 
-    `others`: slots of cached prefixes and tuned states.
+    An owner is an idle session, a reader, a copy, a turn being committed or a row. `others`: slots of cached prefixes
+    and tuned states.
     """
     owners = Counter(session.slot for session in index.l1 if session.slot != ZERO_SLOT)
     owners.update(slot for session in index if session.pending is not None for slot in (session.pending.slot,) if slot)

@@ -1,6 +1,6 @@
-"""What the engine sees of the state pool: sessions are checked out, turns recorded and checked in. Engine thread only.
+"""The state pool's interface for the engine: `StatePool`. Engine thread only.
 
-Nothing here waits for a disk or a device: what takes time is begun, and `poll` concludes it.
+No method waits for a disk or a device. Slow work is started here and finished by `poll`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _MAX_EXPIRED_PER_RUN = 256
 
 
 class StatePool:
-    """Sessions and cached prefixes on three tiers. Owned by the engine thread: call every method there."""
+    """Sessions and cached prefixes on three tiers. Engine thread only."""
 
     def __init__(self, arena: Arena, config: PoolConfig, wake: Callable[[], None] | None = None) -> None:
-        """`wake` is called from other threads when `poll` has something to do.
+        """Open the database and index its sessions.
 
-        Raises DatabaseUnusable when the database cannot be opened, naming file, fault and remedy.
+        `wake` is called from other threads when `poll` has work. Raises DatabaseUnusable when the database cannot be
+        opened.
         """
         self.config = config
         self._deliver = CompletionQueue(wake)
@@ -77,27 +78,30 @@ class StatePool:
 
     @property
     def num_slots(self) -> int:
-        """Slots that rows, sessions, prefixes and tuned states share."""
+        """Slots shared by rows, sessions, prefixes and tuned states."""
         return self._tiers.slots.num_usable
 
     @property
     def num_free(self) -> int:
-        """Slots nobody holds; `allocate` may make more."""
+        """Slots without a holder. `allocate` may free more."""
         return self._tiers.slots.num_free
 
     def allocate(self) -> int | None:
-        """A slot for a row to write to. None: none is free yet; room is being made, ask again at a later step."""
+        """Return a slot for a row to write to, or None if none is free yet.
+
+        On None, the pool starts to make room: try again at a later step.
+        """
         return self._tiers.allocate()
 
     def free(self, slot: int) -> None:
-        """Give back a slot from `allocate` that was neither checked in nor taken by the prefix cache."""
+        """Free a slot from `allocate` that neither `checkin` nor `offer_prefix` took."""
         self._tiers.slots.drop_ref(slot)
 
     # -- turns -----------------------------------------------------------------------------------------
 
     @property
     def has_token_log(self) -> bool:
-        """Whether a turn is kept by its tokens, so that its state may be thrown away."""
+        """Whether turns are logged as tokens, so that a state can be rebuilt."""
         return self._store is not None and self.config.durability != "turn"
 
     def checkout(
@@ -109,120 +113,124 @@ class StatePool:
         adapter: str = "",
         mixture: Origin | None = None,
     ) -> Lease:
-        """Begin a turn of a session; the lease becomes READY at once or in a later `poll`.
+        """Start a turn of a session. The lease becomes READY at once or in a later `poll`.
 
-        `branch_from` None: the turn continues the plain session, one after another in order. n: it starts a
-        new dialogue from dialogue n, which isn't changed; 0 is the empty root. `state` names a tuned state that
-        a new history begins from; "": the zero state, or whatever an existing one began from;
-        `adapter` one that its row runs under, likewise; `mixture` what a session of a mixture begins from, which
-        `release` keeps, after `record`: it has no state of one slot.
-        Raises UnfitName, SessionBusy (only with `wait` False), DialogueNotFound (unknown parent), SessionUnusable,
-        PoolFull, StateNotFound, AdapterNotFound, OtherOrigin or OtherAdapter (an existing one began
-        otherwise).
+        - `branch_from`: None continues the plain session, one turn after another. A number n starts a new dialogue from
+          dialogue n, which does not change; 0 is the empty root.
+        - `wait`: False raises SessionBusy while another turn runs.
+        - `state`: the tuned state that a new session starts from. "" is the zero state, or the one that the session
+          has.
+        - `adapter`: the adapter that the row runs under. "" is none, or the one that the session has.
+        - `mixture`: the origin of a session that starts from several states. Such a session has no state in one slot,
+          so end
+          its turn with `record` and `release`.
+
+        Raises InvalidSessionId, SessionBusy, DialogueNotFound, SessionUnusable, PoolFull, StateNotFound,
+        AdapterNotFound, and OriginMismatch or AdapterMismatch if the session started differently.
         """
         if branch_from is not None:
             return self._turns.checkout_branch(session_id, branch_from, state, adapter, mixture)
         return self._turns.checkout(session_id, wait, state, adapter, mixture)
 
     def record(self, lease: Lease, tokens: list[int], on_durable: OnDurable) -> None:
-        """The turn is over and these are its token ids: prompt as fed and visible answer.
+        """Append a finished turn to the session: the prompt's tokens and the visible answer's.
 
-        `on_durable` is called once from `poll`: with None when the turn is as durable as configured, else
-        with why it was not kept (its session then stays as it was). Call `checkin` next, or `release`.
+        `on_durable` is called once from `poll`. It gets None once the turn is durable, or the error that lost it; the
+        session is then unchanged. Call `checkin` or `release` next.
         """
         self._turns.record(lease, tokens, on_durable)
 
     def checkin(self, lease: Lease, slot: int) -> None:
-        """The slot now holds the state after the recorded turn; it is the pool's from here on.
+        """Give the pool the slot with the state after the recorded turn.
 
-        The session's next turn begins when this one is durable.
+        The session's next turn starts once this one is durable.
         """
         self._turns.checkin(lease, slot)
 
     def release(self, lease: Lease) -> None:
-        """The turn is dropped and the session is what it was.
+        """End the turn without a state; without `record`, the session is unchanged.
 
-        After `record` with a log, the turn stays and its tokens are replayed from the log by the next one.
+        After `record` with a token log the turn stays. The next turn replays its tokens.
         """
         self._turns.release(lease)
 
     def delete(self, session_id: str, delete_prefix: bool = False, on_durable: OnDurable | None = None) -> int:
-        """Remove a session with its dialogues, or all whose names begin so, from every tier; returns how many.
+        """Delete a session with its dialogues, or all sessions with the name prefix; return the number.
 
-        A dialogue alone goes by the name it is shown under, unless a session has that id. Running turns
-        lose: their leases turn FAILED. `on_durable` is called once from `poll`: with None when the delete
-        survives a crash, else with why it is not on disk yet (it is then tried again).
-        Raises UnfitName for an id that no session can have.
+        Deletes one dialogue when given its display name, unless a session has that id. Leases of running turns become
+        FAILED. `on_durable` is called once from `poll`, with None or with the error that delays the delete on disk; the
+        pool retries it. Raises InvalidSessionId.
         """
         checked_key(session_id)
         return self._turns.delete(session_id, delete_prefix, on_durable).count
 
     def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: OnDeleted) -> None:
-        """`delete`, with how many there were, those that only other engines knew among them.
+        """`delete`, but also count the sessions that only other engines knew.
 
-        `on_deleted` is called once from `poll`, with the number or with why the delete is not on disk yet.
-        Raises UnfitName for an id that no session can have.
+        `on_deleted` is called once from `poll`, with the number or with the error that delays the delete on disk.
+        Raises InvalidSessionId.
         """
         checked_key(session_id)
         job = self._turns.delete(session_id, delete_prefix, lambda error: on_deleted(error or job.count))
 
     def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:
-        """Copy a session out as it was after its last durable turn; it may go on meanwhile.
+        """Copy a session as of its last durable turn. The session stays usable meanwhile.
 
-        `on_exported` is called once from `poll` with a `SessionFile`, whose `encode` belongs on another
-        thread, or with why it could not be read. Raises UnfitName, SessionNotFound, SessionUnusable, PoolFull.
+        `on_exported` is called once from `poll` with a `SessionFile` or an error. Call `SessionFile.encode` on another
+        thread. Raises InvalidSessionId, SessionNotFound, SessionUnusable, PoolFull.
         """
         self._import_export.export(session_id, dialogue, on_exported)
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
-        """Make an exported session a new one here; `on_durable` is called once from `poll`.
+        """Create a session from an exported one. `on_durable` is called once from `poll`.
 
-        Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull, UnfitName.
+        Raises InvalidSessionFile (another model or state layout), SessionBusy (the id is taken), PoolFull,
+        InvalidSessionId.
         """
         self._import_export.import_session(session_id, file, on_durable)
 
     # -- prefixes --------------------------------------------------------------------------------------
 
-    # `base` is the number of the state that the tokens are read from (`TunedState.number`): prompts share a prefix
-    # only where they have it in common.
+    # `base`: number of the state that the tokens follow (`TunedState.number`). Prompts share a prefix only with equal
+    # bases.
 
     def match_prefix(self, tokens: Sequence[int], base: int = NO_BASE) -> PrefixHit | None:
-        """The longest cached state after a proper prefix of `tokens`, its slot pinned until `unpin`."""
+        """Return the longest cached prefix of `tokens` that is shorter than them. Its slot is pinned until `unpin`."""
         return self._prefix.match(tokens, base)
 
     def unpin(self, hit: PrefixHit) -> None:
-        """The row doesn't read the slot any more."""
+        """The row has stopped reading the slot."""
         self._prefix.unpin(hit)
 
     def unpin_slot(self, slot: int) -> None:
-        """The row doesn't read a slot any more that `tuned.pin` gave."""
+        """The row has stopped reading a slot pinned by `tuned.pin`."""
         self._tiers.unpin(slot)
 
     def observe_prompt(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
-        """A prompt has arrived. Optional: prompts that wait at the same time then share a prefill from the first on."""
+        """Announce a prompt. Optional: lets prompts that wait together share a prefill."""
         self._prefix.observe(tokens, base)
 
     def should_wait_for_prefix(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
-        """Whether another row is computing a longer prefix of `tokens` than is cached: starting later is cheaper."""
+        """Whether another row is computing a longer prefix of `tokens` than the cached one."""
         return self._prefix.should_wait(tokens, base)
 
     def prefix_cache_points(self, tokens: Sequence[int], observed: bool = False, base: int = NO_BASE) -> list[int]:
-        """Positions where the prefill should pause, because the state there is worth `offer_prefix`; at most one.
+        """Return the position, if any, where prefill should pause and call `offer_prefix`. At most one.
 
-        `observed`: the prompt was announced by `observe_prompt`. Rows that share the border wait for it if
-        they ask `should_wait_for_prefix`, so a row that ends cutoff must say so by `abandon_cache_point`.
+        `observed`: the prompt was announced by `observe_prompt`. Other rows may wait for this state
+        (`should_wait_for_prefix`), so a row that ends early must call `abandon_cache_point`.
         """
         return self._prefix.cache_points(tokens, observed, base)
 
     def abandon_cache_point(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
-        """The state after `tokens`, announced by `prefix_cache_points`, will not be offered after all."""
+        """The state after `tokens`, promised by `prefix_cache_points`, will not be offered."""
         self._prefix.abandon(tokens, base)
 
     def offer_prefix(self, tokens: Sequence[int], slot: int, base: int = NO_BASE) -> PrefixHit | None:
-        """Cache the state after `tokens`, held in the caller's slot.
+        """Cache the state after `tokens`, which the caller's slot holds.
 
-        A hit: the pool owns the slot now; the caller may read it until `unpin` and must write to another.
-        None: refused, nothing changed.
+        On a hit, the pool owns the slot. The caller may read it until `unpin` and must write to another. None: not
+        cached, the slot stays the caller's.
         """
         return self._prefix.offer(tokens, slot, base)
 
@@ -230,21 +238,21 @@ class StatePool:
 
     @property
     def pending(self) -> bool:
-        """Whether `poll` has or will soon have something to conclude: call it every few milliseconds."""
+        """Whether `poll` has work now or soon: call it every few milliseconds."""
         store = self._store
-        waits = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._import_export.pending
-        waits = waits or self._listing.pending
-        return bool(waits or (store is not None and store.pending))
+        is_busy = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._import_export.pending
+        is_busy = is_busy or self._listing.pending
+        return bool(is_busy or (store is not None and store.pending))
 
     @property
     def failure(self) -> str | None:
-        """Why the pool can do nothing any more: one of its threads has died."""
+        """The fatal error of a dead pool thread, or None."""
         return None if self._store is None else self._store.failure
 
     def poll(self) -> None:
-        """Conclude what has finished and begin what has become possible. Call once per engine step.
+        """Finish completed work and start new work. Call once per engine step.
 
-        Raises PoolLost when a thread of the pool has died: no turn would ever be acknowledged again.
+        Raises PoolLost when a pool thread has died: no turn can become durable then.
         """
         if (failure := self.failure) is not None:
             raise PoolLost(f"{failure}; durable turns are kept")
@@ -261,15 +269,14 @@ class StatePool:
             self._do_housekeeping(now)
 
     def list_sessions(self, on_listed: OnListed, limit: int = 100, offset: int = 0) -> None:
-        """Counts by tier, and a page of the sessions, newest first, as the database's reader finds them.
+        """List a page of sessions, newest first, with counts by tier. The database's reader finds them.
 
-        `on_listed` is called once from `poll` with a `SessionPage`, with DatabaseUnreadable or DirectoryUnreachable, or
-        with DatabaseSlow when the reader took longer than 5 s. Raises PoolFull when too many lists are being read.
+        `on_listed` is called once from `poll` with a `SessionPage`, DatabaseReadFailed, DirectoryUnreachable, or
+        DatabaseTimeout after 5 s. Raises PoolFull when too many lists are being read.
         """
         self._listing.request(limit, offset, on_listed)
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, queues, counters, degradations."""
         return {
             **pool_stats(self.config, self._index, self._tiers, self._prefix, self._store),
             "waiting_leases": len(self._turns.lease_queue),
@@ -278,14 +285,14 @@ class StatePool:
         }
 
     def check_integrity(self, rows: Iterable[int] | None = None) -> list[str]:
-        """What is wrong with the bookkeeping; empty if all is well.
+        """Return the inconsistencies of the bookkeeping; empty if there are none.
 
-        `rows`: slots from `allocate` that the caller holds now; None: none, nothing runs and nothing is pending.
+        `rows`: slots from `allocate` that the caller holds. None: no row and no job is running.
         """
         return integrity_faults(self._index, self._tiers, self._prefix, self.tuned, rows)
 
     def close(self) -> None:
-        """Store every session's newest state, deliver what is outstanding, let go of the database. Blocks."""
+        """Store every session's newest state, deliver pending callbacks, close the database. Blocks."""
         self._prefix.close()
         self.tuned.close()
         if self._store is not None:
@@ -309,7 +316,7 @@ class StatePool:
         self._checkpoint_due_sessions()
 
     def _checkpoint_due_sessions(self) -> None:
-        """Begin to store states: those whose log must not grow or that rest, then those that may have to leave."""
+        """Store dirty states: those with a long log, then idle ones, then those that may be evicted soon."""
         checkpoints = self._tiers.checkpoints
         idle_since = time.time() - self.config.checkpoint_idle_s
         nearly_full = self._tiers.host_nearly_full
@@ -322,7 +329,7 @@ class StatePool:
                 checkpoints.begin(session)
 
     def _expired(self) -> list[Session]:
-        """Sessions past their time, the longest unused first."""
+        """Expired sessions, the least recently used first."""
         expired: list[Session] = []
         cutoff = self._expiry.cutoff()
         for session in self._index:
@@ -333,21 +340,21 @@ class StatePool:
         return expired
 
     def _over_limit_sessions(self) -> list[Session]:
-        """The oldest sessions, as many as bring the database under its limit."""
+        """The oldest sessions, enough to bring the database under its limit."""
         store = self._store
         if store is None or not store.over_limit or store.has_pending_deletes or self.config.state_db_full != "evict":
             return []
         count = min(_MAX_EXPIRED_PER_RUN, 1 + store.excess_bytes // max(1, self._tiers.arena.state_bytes))
-        nearly_full: list[Session] = []
+        evicted: list[Session] = []
         for session in self._index:
-            if len(nearly_full) >= count:
+            if len(evicted) >= count:
                 break
             if session.exists and not session.busy:
-                nearly_full.append(session)
-        return nearly_full
+                evicted.append(session)
+        return evicted
 
     def _flush(self, store: Store) -> None:
-        """Store what is newer in memory than on disk, as fast as the writer takes it."""
+        """Store all states that are newer than on disk."""
         deadline: float | None = None
         while True:
             self._tiers.wait_copies()
@@ -365,5 +372,5 @@ class StatePool:
             elif deadline is None:
                 deadline = time.monotonic() + _RETRY_S
             elif time.monotonic() > deadline:
-                return  # the disk takes nothing: the log, as far as it was committed, is what stays
+                return  # the disk stays broken: only the committed log is kept
             time.sleep(0.001)

@@ -1,9 +1,8 @@
-"""States of a model whose layers are dealt to stages in one way, cut anew for another.
+"""Convert states between splits of the same layers into pipeline stages.
 
-A layer's state is its own, so what stages keep of it is a matter of cutting: a part "stage0.wkv" [layers, …] has the
-recurrent states of a stage's layers, "stage0.shift" [layers, 2, C] the token shifts of their time mixes and channel
-mixes. A layer that is cut in half is in two stages: its recurrent state and time mix in the first, its channel mix in
-the second, and the other token shift of each means nothing.
+A stage has two parts: "stage0.wkv" [layers, ...] with recurrent states, and "stage0.shift" [layers, 2, C] with the
+token shifts of time mix and channel mix. A layer may be split between two stages. The first then has its recurrent
+state and time mix, the second its channel mix; the other token shift in each stage is unused.
 """
 
 from __future__ import annotations
@@ -16,28 +15,29 @@ from typing import NamedTuple
 from state_pool.codec import ITEM_BYTES, Layout
 
 SAME_LAYOUT_HINT = "start with the same state dtype (--wkv-state) and devices"
-"""What to do where a state is of other layers, or of layers in other forms."""
+"""Remedy for a state with other layers or dtypes."""
 
 
 class _Piece(NamedTuple):
-    """One of equal pieces of a part."""
+    """One of several equal pieces of a part."""
 
     part: str
-    at: int
+    position: int
     spec: tuple[str, tuple[int, ...]]
-    """type and shape"""
+    """(dtype, shape)"""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.spec[1]) * ITEM_BYTES[self.spec[0]]
 
     def read_from(self, parts: Mapping[str, bytes | memoryview]) -> memoryview:
-        """Its bytes."""
-        return memoryview(parts[self.part]).cast("B")[self.at * self.num_bytes : (self.at + 1) * self.num_bytes]
+        """Return the piece's bytes."""
+        begin = self.position * self.num_bytes
+        return memoryview(parts[self.part]).cast("B")[begin : begin + self.num_bytes]
 
 
 class _LayerState(NamedTuple):
-    """Where the state of a layer is."""
+    """The pieces of one layer's state."""
 
     wkv: _Piece
     time_shift: _Piece
@@ -45,30 +45,30 @@ class _LayerState(NamedTuple):
 
 
 class _StageParts(NamedTuple):
-    """A stage's parts, by the layers that it has; the first of them perhaps by its channel mix only."""
+    """A stage's parts and layers. The first layer may have only its channel mix here."""
 
     wkv: str
     shift: str
     first: int
     last: int
-    """one past"""
+    """exclusive"""
     starts_mid_layer: bool
 
 
 def has_same_layers(stored: Layout, own: Layout) -> bool:
-    """Whether both are of the same layers in the same forms, however these are dealt to stages."""
+    """Whether both layouts have the same layers in the same dtypes, in any split into stages."""
     if stored == own:
         return True
-    wanted = _layer_states(own)
-    if not wanted or any(shape and shape[0] > len(wanted) for _, shape in stored.values()):
+    own_layers = _layer_states(own)
+    if not own_layers or any(shape and shape[0] > len(own_layers) for _, shape in stored.values()):
         return False
-    return _layer_specs(_layer_states(stored)) == _layer_specs(wanted)
+    return _layer_specs(_layer_states(stored)) == _layer_specs(own_layers)
 
 
 def reshard_state(
     parts: Mapping[str, bytes | memoryview], stored: Layout, own: Layout
 ) -> Mapping[str, bytes | memoryview]:
-    """A state's parts as `own` has them, from parts as `stored` has them, where `has_same_layers` says so."""
+    """Return a state's parts in layout `own`, from parts in layout `stored`. Requires `has_same_layers`."""
     if stored == own:
         return parts
     layers = _layer_states(stored)
@@ -82,7 +82,7 @@ def reshard_state(
 
 
 def _stages(layout: Layout) -> list[_StageParts] | None:
-    """None where the parts are not those of stages."""
+    """Return the stages of a layout, or None if its parts are not stages."""
     stages: list[_StageParts] = []
     for i in range(len(layout) // 2):
         wkv, shift = f"stage{i}.wkv", f"stage{i}.shift"
@@ -91,21 +91,22 @@ def _stages(layout: Layout) -> list[_StageParts] | None:
         states, shifts = layout[wkv][1], layout[shift][1]
         if not states or len(shifts) < 2 or shifts[1] != 2:
             return None
-        within, before = shifts[0] - states[0], stages[-1].last if stages else 0
-        if within not in {0, 1} or within > before:
+        num_split, end = shifts[0] - states[0], stages[-1].last if stages else 0
+        if num_split not in {0, 1} or num_split > end:
             return None
-        stages.append(_StageParts(wkv, shift, before - within, before - within + shifts[0], bool(within)))
+        first = end - num_split
+        stages.append(_StageParts(wkv, shift, first, first + shifts[0], bool(num_split)))
     return stages if 2 * len(stages) == len(layout) else None
 
 
 def _layer_states(layout: Layout) -> list[_LayerState]:
-    """Of every layer; none where the parts are not those of stages."""
+    """Return the pieces per layer; empty if the parts are not stages."""
     layers: list[_LayerState] = []
     for stage in _stages(layout) or []:
         (wkv_type, wkv), (shift_type, shift) = layout[stage.wkv], layout[stage.shift]
         for i in range(stage.last - stage.first):
             time_shift, channel_shift = (
-                _Piece(stage.shift, 2 * i + which, (shift_type, shift[2:])) for which in range(2)
+                _Piece(stage.shift, 2 * i + column, (shift_type, shift[2:])) for column in range(2)
             )
             if i == 0 and stage.starts_mid_layer:
                 layers[-1] = layers[-1]._replace(channel_shift=channel_shift)

@@ -1,4 +1,4 @@
-"""`python -m state_pool.salvage DAMAGED NEW`: the command, by the name that messages and documents give it."""
+"""The command `python -m state_pool.salvage DAMAGED NEW`; see `disk/recover.py`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A session as a safetensors file, to be carried away and brought back. Runs in any thread; holds nothing.
+"""Exported sessions as safetensors files. Any thread; no state.
 
-The file holds the state's parts by name, and in its metadata the model's fingerprint, how many tokens the
-session stands for, and the token ids that follow the state. It opens with every safetensors reader.
-
-Whatever a file holds comes from outside: its numbers are bounded here, and nothing but `InvalidSessionFile` is raised.
+The file has the state's parts by name. Its metadata has the model's fingerprint, the session's token count and the
+token ids that follow the state. File contents are untrusted: numbers are bounded, and only InvalidSessionFile is
+raised.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from state_pool.errors import PoolError, SessionTooLarge
 from state_pool.resharding import SAME_LAYOUT_HINT, has_same_layers
 
 FORMAT = "rwkv-session-2"
-"""Written. "rwkv-session-1" is read too: its checksum covers the replay and the parts' names and bytes only."""
+"""The written format. "rwkv-session-1" is read too; its checksum covers only replay, part names and bytes."""
 MAX_HEADER_BYTES = 1 << 24
-"""Longest header read: room for about two million replayed token ids."""
+"""Longest header read: about two million replayed token ids."""
 MAX_FILE_BYTES = 1000 << 20
-"""Longest file written: the most that `--max-state-mb` lets a service read."""
+"""Longest file written: the largest `--max-state-mb`."""
 MAX_PARTS = 1024
 """Most parts of a state; a pipeline of n devices has 2 n."""
 MAX_TOKENS = 1 << 48
-"""Most tokens that a session may stand for: what is added to it later still fits 64 bits everywhere."""
+"""Most tokens of a session; sums stay within 64 bits."""
 _MAX_SIZE = 1 << 40
 _MAX_MESSAGE = 300
 _NAMES = {
@@ -48,13 +47,13 @@ _NAMES = {
 }
 _DTYPES = {short: dtype for dtype, short in _NAMES.items()}
 _EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
-"""The bits of a number that are all set in infinity and NaN only."""
+"""The exponent bits: all are set only in infinity and NaN."""
 _Size = Annotated[int, Meta(ge=0, le=_MAX_SIZE)]
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class _Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of the state, as a safetensors header describes it."""
+    """A part of the state in the safetensors header."""
 
     dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8"]
     shape: Annotated[list[_Size], Meta(max_length=8)]
@@ -62,7 +61,7 @@ class _Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Metadata(msgspec.Struct):
-    """The metadata: text by name, as safetensors has it."""
+    """The safetensors metadata: text by name."""
 
     format: str
     fingerprint: Annotated[str, Meta(max_length=256)]
@@ -78,19 +77,19 @@ class InvalidSessionFile(PoolError):  # noqa: N818 - names what the file is
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """What the file says."""
+    """The content of a session file."""
 
     fingerprint: str
     num_tokens: int
-    """Tokens that state and replay stand for together."""
+    """Tokens of the state and the replay together."""
     replay: list[int]
     """Token ids that follow the state."""
     layout: Layout
     parts: Mapping[str, bytes | memoryview]
-    """Raw little-endian bytes by name. Empty: the zero state; everything is in `replay`."""
+    """Little-endian bytes by name. Empty: the zero state; all tokens are in `replay`."""
 
     def encode(self) -> bytes:
-        """As the bytes of a safetensors file. Raises SessionTooLarge."""
+        """Return the bytes of a safetensors file. Raises SessionTooLarge."""
         header: dict[str, Any] = {
             "__metadata__": {
                 "format": FORMAT,
@@ -110,12 +109,12 @@ class SessionFile:
         text += b" " * (-len(text) % 8)
         if (num_bytes := 8 + len(text) + at) > MAX_FILE_BYTES:
             raise SessionTooLarge(
-                f"the session makes a file of {num_bytes} bytes; at most {MAX_FILE_BYTES} can be carried away"
+                f"the session needs a file of {num_bytes} bytes; at most {MAX_FILE_BYTES} can be exported"
             )
         return b"".join([struct.pack("<Q", len(text)), text, *self.parts.values()])
 
     def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:
-        """Raises NotASession unless it belongs to this model and this arrangement of its state."""
+        """Raises InvalidSessionFile unless the session fits this model and state layout."""
         if self.fingerprint != fingerprint:
             raise InvalidSessionFile(
                 f"the session belongs to another model (fingerprint {_truncated_repr(self.fingerprint)}, "
@@ -123,7 +122,8 @@ class SessionFile:
             )
         if self.parts and not has_same_layers(self.layout, layout):
             raise InvalidSessionFile(
-                f"the session's state is laid out as {_truncated_repr(self.layout)}, this server keeps {layout}: {SAME_LAYOUT_HINT}"
+                f"the session's state has the layout {_truncated_repr(self.layout)}, this server uses {layout}: "
+                f"{SAME_LAYOUT_HINT}"
             )
         if max(self.replay, default=0) >= vocab:
             at, token = next((at, token) for at, token in enumerate(self.replay) if token >= vocab)
@@ -133,9 +133,9 @@ class SessionFile:
 
 
 def decode(data: bytes) -> SessionFile:
-    """The session in a file's bytes. Raises NotASession, saying what is wrong, and nothing else.
+    """Parse a session file. Raises only InvalidSessionFile.
 
-    Reads every byte several times: for a thread that nobody waits on.
+    Reads every byte several times: call it on a background thread.
     """
     try:
         return _decode(data)
@@ -156,9 +156,8 @@ def _decode(data: bytes) -> SessionFile:
     checksum = _CHECKSUMS.get(metadata.format)
     if checksum is None or metadata.layout_version != str(LAYOUT_VERSION):
         known = f"{' or '.join(_CHECKSUMS)} of layout {LAYOUT_VERSION}"
-        raise ValueError(
-            f"its format is {_truncated_repr(metadata.format)} of layout {_truncated_repr(metadata.layout_version)}, not {known}"
-        )
+        found = f"{_truncated_repr(metadata.format)} of layout {_truncated_repr(metadata.layout_version)}"
+        raise ValueError(f"its format is {found}, not {known}")
     layout, parts = _parts(msgspec.convert(header, dict[str, _Part]), memoryview(data)[8 + length :])
     replay = msgspec.json.decode(metadata.replay, type=list[_TokenId])
     if not parts and not replay:
@@ -172,9 +171,12 @@ def _decode(data: bytes) -> SessionFile:
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
-    """The header as plain data. Names and lists are counted first, since each costs many times its bytes."""
-    for sign, most in ((b'"', 20), (b"{", 1), (b"[", 2)):
-        if text.count(sign) > most * (MAX_PARTS + 8):
+    """Parse the header as plain data.
+
+    Names and lists are counted first, because a parsed entry needs many times its bytes.
+    """
+    for sign, limit in ((b'"', 20), (b"{", 1), (b"[", 2)):
+        if text.count(sign) > limit * (MAX_PARTS + 8):
             raise ValueError(f"its header has more entries than the {MAX_PARTS} parts that a state may have")
     header: Any = json.loads(
         text, object_pairs_hook=_reject_duplicates, parse_constant=_refuse_number, parse_float=_refuse_number
@@ -192,11 +194,11 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_number(text: str) -> Any:
-    raise ValueError(f"its header has the number {_truncated_repr(text)} where whole numbers are wanted")
+    raise ValueError(f"its header has the number {_truncated_repr(text)}; only whole numbers are allowed")
 
 
 def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str, bytes]]:
-    """Layout and bytes of every part; together they are the whole body, without a gap."""
+    """Return layout and bytes of all parts. They must fill the body without gaps."""
     layout: Layout = {}
     parts: dict[str, bytes] = {}
     at = 0
@@ -216,7 +218,7 @@ def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str
 
 
 def _num_tokens(text: str, replay: list[int], parts: Mapping[str, bytes]) -> int:
-    """What the session stands for: the replay at least, and nothing else when there is no state."""
+    """Return the session's token count: at least the replay, and exactly the replay without a state."""
     if not (text.isascii() and text.isdigit()) or len(text) > len(str(MAX_TOKENS)) or int(text) > MAX_TOKENS:
         raise ValueError(f"num_tokens is {_truncated_repr(text)}, not a whole number of at most {MAX_TOKENS}")
     num_tokens = int(text)
@@ -226,20 +228,20 @@ def _num_tokens(text: str, replay: list[int], parts: Mapping[str, bytes]) -> int
 
 
 def _check_finite(name: str, dtype: str, data: bytes) -> None:
-    """Raises NotASession if a number of this part is NaN or infinite: every answer from it would be noise."""
+    """Raises InvalidSessionFile if a number of the part is NaN or infinite."""
     if dtype not in _EXPONENT:
         return
     mask = _EXPONENT[dtype]
     wrong = (np.frombuffer(data, f"<u{ITEM_BYTES[_DTYPES[dtype]]}") & mask) == mask
     if wrong.any():
         raise InvalidSessionFile(
-            f"part {_truncated_repr(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the "
-            f"first at {wrong.argmax()}: whatever goes on from it is noise; export the session from where it works"
+            f"part {_truncated_repr(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or "
+            f"infinite, the first at {wrong.argmax()}; export the session again from a server where it works"
         )
 
 
 def _checksum(file: SessionFile) -> str:
-    """Of everything that the session is made of and everything that decides where it may be used."""
+    """Hash all content, and all metadata that decides where the session fits."""
     metadata = [FORMAT, LAYOUT_VERSION, file.fingerprint, file.num_tokens, file.replay]
     digest = hashlib.blake2b(json.dumps(metadata).encode(), digest_size=16)
     for name in sorted(file.parts):
@@ -249,7 +251,7 @@ def _checksum(file: SessionFile) -> str:
 
 
 def _checksum_1(file: SessionFile) -> str:
-    """As "rwkv-session-1" has it: what it leaves out is bounded and compared with the model all the same."""
+    """The checksum of "rwkv-session-1". Fields outside it are still bounded and checked against the model."""
     digest = hashlib.blake2b(json.dumps(file.replay).encode(), digest_size=16)
     for name in sorted(file.parts):
         digest.update(name.encode())
@@ -261,7 +263,6 @@ _CHECKSUMS: dict[str, Callable[[SessionFile], str]] = {"rwkv-session-1": _checks
 
 
 def _truncated_repr(value: object) -> str:
-    """A value from the file, short enough to be told."""
     return _truncate(repr(value))
 
 

@@ -1,4 +1,4 @@
-"""Pages of the list of sessions: read by the database's reader, so that the engine thread never walks all of them."""
+"""Pages of the session list, read by the database's reader. Engine thread only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from state_pool.session_page import SessionEntry, SessionPage
 from state_pool.sessions import Session, SessionIndex
 
 MAX_PENDING_LISTS = 16
-"""Lists that the reader has been asked for and has not answered."""
+"""Limit of unanswered lists."""
 TIMEOUT_S = 5.0
-"""How long the reader may take; behind it may be a disk that hangs."""
+"""How long a list may take: the disk may hang."""
 
 OnListed = Callable[[SessionPage | Exception], None]
 """Called once, on the engine thread, from `StatePool.poll`."""
@@ -26,24 +26,24 @@ Unlogged = Callable[[], Iterable[Session]]
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One caller who waits for a page."""
+    """A caller that waits for a page."""
 
     on_listed: OnListed
     deadline: float
     is_answered: bool = False
 
     def answer(self, outcome: SessionPage | Exception) -> None:
-        """The first outcome only."""
+        """Report the first outcome; ignore later ones."""
         if not self.is_answered:
             self.is_answered = True
             self.on_listed(outcome)
 
 
 class SessionListing:
-    """Asks the reader for pages and adds what only memory knows: tiers, and turns not written yet. Engine thread."""
+    """Queries pages and adds what only memory has: tiers and turns not yet written."""
 
     def __init__(self, index: SessionIndex, store: Store | None, deliver: CompletionQueue, unlogged: Unlogged) -> None:
-        """`unlogged`: sessions with turns on their way to the log, wherever their state is."""
+        """`unlogged`: sessions with turns on their way to the log."""
         self._index = index
         self._store = store
         self._deliver = deliver
@@ -52,12 +52,12 @@ class SessionListing:
 
     @property
     def pending(self) -> bool:
-        """Whether somebody still waits for a page."""
+        """Whether a caller waits for a page."""
         return any(not request.is_answered for request in self._requests)
 
     def request(self, limit: int, offset: int, on_listed: OnListed) -> None:
         """See `StatePool.list_sessions`. Raises PoolFull."""
-        if self._store is None:  # then every session is in memory, and L1 and L2 bound their number
+        if self._store is None:  # every session is in memory, and the sizes of L1 and L2 bound their number
             existing = (session for session in reversed(self._index) if session.exists)
             entries = [_entry_of(session) for session in islice(existing, offset, offset + limit)]
             self._deliver(lambda: on_listed(self._page(entries)))
@@ -71,7 +71,7 @@ class SessionListing:
         self._store.list_sessions(query, lambda outcome: self._listed(request, outcome))
 
     def expire(self, now: float) -> None:
-        """Tell those who have waited too long. Their place stays taken until the reader comes to them."""
+        """Fail requests past their deadline. They count as pending until the reader answers them."""
         for request in self._requests:
             if now > request.deadline:
                 request.answer(
@@ -86,7 +86,7 @@ class SessionListing:
         request.answer(outcome if isinstance(outcome, Exception) else self._page(*outcome))
 
     def _page(self, entries: list[SessionEntry], counted: int | None = None) -> SessionPage:
-        """`counted`: sessions in the database, where other engines have some too; L1 and L2 are this engine's."""
+        """`counted`: sessions in a shared database. L1 and L2 count this engine's only."""
         total = self._index.num_existing if counted is None else counted
         l1 = sum(session.exists for session in self._index.l1)
         l2 = sum(session.exists for session in self._index.l2)
@@ -99,9 +99,9 @@ class SessionListing:
         yield from self._index.l2
 
     def _newer_than_disk(self) -> dict[int, SessionEntry]:
-        """By row, sessions whose newest turn the database may not have; all are in memory or on their way to the log.
+        """Sessions by row whose newest turn may not be in the database. All are in memory or being logged.
 
-        The index holds no others: a session leaves memory when the disk has all of it, or it is refused as lost.
+        The index has no others: a session leaves memory only once it is stored completely, or it is refused as lost.
         """
         behind = [session for session in self._in_memory() if session.log_broken and session.dirty]
         return {session.row: _entry_of(session) for session in (*behind, *self._unlogged()) if session.exists}

@@ -1,4 +1,4 @@
-"""What a list of the stored sessions says. Plain data, without what the pool needs to make it."""
+"""The session list as plain data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 class Tier(enum.StrEnum):
-    """Where a state is: the fastest of the places that hold it."""
+    """The fastest tier that holds a state."""
 
     SLOT = "slot"
-    """A slot on the device (L1)."""
+    """A GPU slot (L1)."""
     HOST = "host"
     """Host memory (L2)."""
     DISK = "disk"
@@ -22,14 +22,14 @@ class SessionEntry(msgspec.Struct, frozen=True):
     """One session, or one dialogue of a branching one."""
 
     session_id: str
-    """As lists show it: with the dialogue's number behind a colon."""
+    """The display name; a dialogue ends with a colon and its number."""
     tier: Tier
     updated: float
     """Unix time of the last turn."""
 
 
 class SessionPage(msgspec.Struct, frozen=True, kw_only=True):
-    """All sessions counted by tier, and some of them, newest first."""
+    """Session counts by tier, and one page of sessions, newest first."""
 
     total: int
     in_slots: int

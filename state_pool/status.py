@@ -1,4 +1,4 @@
-"""What the pool says of itself: sizes and troubles. Engine thread only."""
+"""The pool's section of /status. Engine thread only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from state_pool.sessions import SessionIndex
 def pool_stats(
     config: PoolConfig, index: SessionIndex, tiers: Tiers, prefix: PrefixCache, store: Store | None
 ) -> dict[str, Any]:
-    """Sizes, queues, counters and degradations."""
+    """Return sizes, queues, counters and faults."""
     state_bytes = tiers.arena.state_bytes
     prefix_l1, prefix_l2 = prefix.sizes
     return {

@@ -1,4 +1,4 @@
-"""A PostgreSQL server behind a link that can be cut for one process: what was sent arrives when it is mended."""
+"""A PostgreSQL server behind a link that can be cut for one process. Data sent meanwhile arrives later."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _PIECE = 1 << 16
 
 
 class DatabaseLink:
-    """Forwards connections to a server's socket; a process that is cut off waits as for a network that drops all."""
+    """Forwards connections to a server's socket. For a cut process, the network seems to drop everything."""
 
     def __init__(self, folder: Path, server: Path) -> None:
-        """`folder` gets the socket that clients connect to, `server` is the server's own folder."""
+        """`folder` gets the socket for clients; `server` is the server's folder."""
         self._server = str(server / _SOCKET)
         self._cut = 0
-        """the process that is cut off"""
+        """pid of the cut process"""
         self.held = 0
-        """pieces that had to wait for the link to be mended"""
+        """chunks delayed by the cut"""
         self._whole = threading.Event()
         self._whole.set()
         self._listener = socket.create_server(str(folder / _SOCKET), family=socket.AF_UNIX, backlog=64)
         threading.Thread(target=self._accept, name="database-link", daemon=True).start()
 
     def cut(self, pid: int) -> None:
-        """From now on nothing goes to or from that process."""
+        """Stop all traffic to and from that process."""
         self._cut = pid
         self._whole.clear()
 
     def mend(self) -> None:
-        """All goes on, with what was sent meanwhile."""
+        """Resume all traffic, with the delayed data."""
         self._cut = 0
         self._whole.set()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -74,7 +74,10 @@ class DatabaseLink:
 
 @contextlib.contextmanager
 def linked(address: str) -> Iterator[tuple[str, DatabaseLink]]:
-    """A database's address through a link of its own, and the link. `address` names the server's folder as its host."""
+    """Yield a database's address through a new link, and the link.
+
+    The host in `address` must be the server's folder. Raises ValueError otherwise.
+    """
     found = re.search(r"host=([^#&]+)", address)
     if found is None:
         raise ValueError(f"{address} names no folder")

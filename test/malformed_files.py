@@ -1,4 +1,4 @@
-"""Session files as an attacker would write them: whole and with fitting checksums, or not even that."""
+"""Malformed session files as an attacker would write them, some with valid checksums."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from state_pool.session_file import SessionFile, _checksum_1, decode
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Header and body of a file."""
+    """Split a file into header and body."""
     (length,) = struct.unpack_from("<Q", data)
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def join(header: Any, body: bytes) -> bytes:
-    """A file of them; `header` may be text already."""
+    """Join header and body to a file; `header` may be encoded text."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + body
 
 
 def with_metadata(data: bytes, **changes: Any) -> bytes:
-    """The file with other metadata, its checksum as it was."""
+    """Return the file with other metadata and the old checksum."""
     header, body = split(data)
     header["__metadata__"] |= changes
     return join(header, body)
 
 
 def as_format_1(file: SessionFile, **changes: Any) -> bytes:
-    """The file as the first format has it, its checksum whole whatever is changed of what that leaves out."""
+    """Return the file in the first format. Its checksum stays valid, since it does not cover these fields."""
     return with_metadata(file.encode(), **{"format": "rwkv-session-1", "checksum": _checksum_1(file)} | changes)
 
 
 def malformed_files(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """(what is wrong, file), made from a sound file."""
+    """Yield (fault, file), made from a valid file."""
     file = decode(data)
     header, body = split(data)
     name = next(name for name in header if name != "__metadata__")

@@ -1,8 +1,9 @@
-"""A process to be killed: runs turns, forks and deletes on a pool and writes down each acknowledgement.
+"""A process to be killed: runs turns, forks and deletes on a pool and journals each acknowledgement.
 
-`python -m test.pool_child FOLDER DURABILITY SEED`. Every line of FOLDER/journal is one JSON list:
-["try", session, parent, tokens] before a turn is recorded, ["ack", session, dialogue, parent, tokens] when it
-was told durable, ["deleting", session] and ["deleted", session] around a delete.
+`python -m test.pool_child FOLDER DURABILITY SEED`. Every line of FOLDER/journal is a JSON list:
+- ["try", session, parent, tokens] before a turn is recorded
+- ["ack", session, dialogue, parent, tokens] once the turn is durable
+- ["deleting", session] and ["deleted", session] around a delete
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ MAX_OPEN = 3
 
 
 def crash_config(folder: Path, durability: str) -> PoolConfig:
-    """Tiers so small that all moves happen within a second; states go to `objects`, if there is such a folder."""
+    """Small tiers, so that all moves happen within a second. Uses the folder `objects` for states if it exists."""
     objects = folder / "objects"
-    beside = {"checkpoint_store": objects.as_uri(), "checkpoint_store_min_mb": 0.0} if objects.is_dir() else {}
+    store = {"checkpoint_store": objects.as_uri(), "checkpoint_store_min_mb": 0.0} if objects.is_dir() else {}
     return config_in(
         folder,
         durability=durability,
@@ -34,7 +35,7 @@ def crash_config(folder: Path, durability: str) -> PoolConfig:
         checkpoint_tokens=30,
         checkpoint_idle_s=0.05,
         transfer_states=2,
-        **beside,
+        **store,
     )
 
 
@@ -51,11 +52,11 @@ class Worker:
         self.acks = 0
 
     def write_journal(self, *entry: Any) -> None:
-        """One line, in one write: a kill leaves it whole or absent."""
+        """Write one line in one write, so that a kill leaves it whole or absent."""
         os.write(self.journal, (json.dumps(entry) + "\n").encode())
 
     def run(self, turns: int) -> None:
-        """Random work, several turns at once."""
+        """Run random work, several turns at once."""
         while self.acks < turns:
             if len(self.open) < MAX_OPEN:
                 self.begin()
@@ -68,7 +69,7 @@ class Worker:
                 self.delete(f"s{self.rng.randrange(SESSIONS)}")
 
     def begin(self) -> None:
-        """Check out a session, or a fork of a dialogue that was acknowledged."""
+        """Check out a session, or a fork of an acknowledged dialogue."""
         name = f"s{self.rng.randrange(SESSIONS)}"
         parent = None
         if self.rng.random() < 0.3:
@@ -76,7 +77,7 @@ class Worker:
         self.open.append((self.pool.checkout(name, parent), name, parent))
 
     def finish(self, lease: Lease, name: str, parent: int | None) -> None:
-        """One turn; its acknowledgement is written down when it arrives."""
+        """Run one turn and journal its acknowledgement."""
         if lease.state is LeaseState.FAILED:
             self.pool.release(lease)
             return
@@ -96,7 +97,7 @@ class Worker:
         self.pool.checkin(lease, slot)
 
     def delete(self, name: str) -> None:
-        """A delete, waited for."""
+        """Delete durably."""
         self.driver.settle()
         self.write_journal("deleting", name)
         self.driver.delete(name)

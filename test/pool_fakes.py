@@ -1,4 +1,4 @@
-"""An arena of plain numbers and a driver that plays the engine, for the tests of the state pool."""
+"""A fake arena in host memory, and a driver that plays the engine, for tests of the state pool."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ class FakeHost:
     data: dict[str, bytes]
 
     def parts(self) -> dict[str, memoryview]:
-        """Name -> bytes."""
         return {name: memoryview(data) for name, data in self.data.items()}
 
 
 @dataclass
 class FakeCopy:
-    """A copy that is done after so many looks; it reads or writes at the last moment allowed."""
+    """A copy that ends after a number of polls. It reads or writes at the last allowed moment."""
 
     host: FakeHost
     polls_left: int = 0
     finish: Callable[[], None] | None = None
 
     def is_done(self) -> bool:
-        """Whether it is, after one more look."""
+        """Count a poll; finish the copy at the last one."""
         self.polls_left -= 1
         if self.polls_left < 0:
             self.wait()
         return self.polls_left < 0
 
     def wait(self) -> None:
-        """Do it now."""
+        """Finish the copy."""
         if self.finish is not None:
             self.finish()
             self.finish = None
@@ -54,32 +53,31 @@ class FakeCopy:
 
 @dataclass
 class FakeArena:
-    """Slots of a toy model whose state is a function of every token read, in order."""
+    """Slots of a toy model. Its state is a function of all tokens in order."""
 
     num_slots: int = 16
     words: int = STATE_WORDS
     fingerprint: str = "model-a"
     vocab: int = 1 << 16
     delay: int = 0
-    """Looks until a copy is done."""
+    """Polls until a copy is done."""
     saves: int = 0
     loads: int = 0
     layout: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     memory: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fill every slot but the zero state with what must never be read."""
+        """Fill all slots but the zero state with a pattern that must never be read."""
         self.layout = self.layout or {"a.wkv": ("int32", (self.words - 4,)), "a.shift": ("int32", (4,))}
         self.memory = np.full((self.num_slots, self.words), 0xDEADBEEF, dtype=np.uint32)
         self.memory[ZERO_SLOT] = 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state."""
         return self.words * 4
 
     def save(self, slot: int) -> FakeCopy:
-        """Copy out; reads the slot only at the end, so that writing to it meanwhile shows."""
+        """Copy a slot out. Reads it only at the end, so that a forbidden write shows."""
         self.saves += 1
         host = FakeHost({})
 
@@ -90,20 +88,20 @@ class FakeArena:
         return FakeCopy(host, self.delay, finish)
 
     def load(self, slot: int, host: FakeHost) -> FakeCopy:
-        """Copy in; at once, since the device orders later reads after it."""
+        """Copy a state in at once, since the device orders later reads after it."""
         self.loads += 1
         self.memory[slot] = np.frombuffer(host.data["a.wkv"] + host.data["a.shift"], dtype=np.uint32)
         return FakeCopy(host, self.delay)
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> FakeHost:
-        """From stored bytes."""
+        """Build a host state from stored bytes."""
         for name, (_, shape) in self.layout.items():
             if len(parts.get(name, b"")) != 4 * int(np.prod(shape)):
                 raise ValueError(f"part {name} has {len(parts.get(name, b''))} bytes")
         return FakeHost({name: bytes(data) for name, data in parts.items()})
 
     def run(self, read: int, write: int, tokens: Sequence[int]) -> None:
-        """One forward of one row: state(read) and tokens -> state(write)."""
+        """Run one row: state(read) and tokens -> state(write)."""
         assert write not in (ZERO_SLOT, DUMMY_SLOT)
         self.memory[write] = fold(self.memory[read], tokens)
 
@@ -119,12 +117,12 @@ def fold(state: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
 
 
 def expected_state(tokens: Sequence[int], words: int = STATE_WORDS) -> np.ndarray:
-    """The state after a whole history, computed afresh."""
+    """Return the state after a whole history."""
     return fold(np.zeros(words, dtype=np.uint32), tokens)
 
 
 class Outcome:
-    """What `on_durable` was told."""
+    """Records the calls of `on_durable`."""
 
     def __init__(self) -> None:
         self.calls: list[Exception | None] = []
@@ -144,27 +142,27 @@ class Outcome:
 
 
 class Driver(PoolDriver):
-    """Plays the engine over a pool and a fake arena, one turn at a time or several at once."""
+    """Plays the engine over a pool and a fake arena, with one or several turns."""
 
     def __init__(self, arena: FakeArena, config: PoolConfig) -> None:
         super().__init__(arena, config)
         self.arena = arena
 
     def compute(self, lease: Lease, tokens: Sequence[int]) -> int:
-        """Prefill what is logged and the turn; returns the slot with the state after it."""
+        """Prefill the replay and the turn's tokens. Returns the slot with the state after them."""
         slot = self.slot()
         self.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
         return slot
 
     def finish_turn(self, lease: Lease, tokens: list[int], slot: int) -> Outcome:
-        """Record a turn that was computed into a slot, and give its lease back; the turn is not acknowledged yet."""
+        """Record and check in a computed turn, without waiting for its acknowledgement."""
         outcome = Outcome()
         self.pool.record(lease, tokens, outcome)
         self.pool.checkin(lease, slot)
         return outcome
 
     def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
-        """A whole turn, acknowledged; raises what it failed with."""
+        """Run a whole turn until it is acknowledged. Raises its error."""
         lease = self.ready(self.pool.checkout(session_id, branch_from))
         outcome = self.finish_turn(lease, tokens, self.compute(lease, tokens))
         self.until(lambda: outcome.known)
@@ -174,14 +172,14 @@ class Driver(PoolDriver):
         return lease
 
     def state(self, session_id: str, branch_from: int | None = None) -> np.ndarray:
-        """The state a next turn would read, its replay applied; the session isn't changed."""
+        """Return the state that the next turn would read, replay included. Does not change the session."""
         lease = self.ready(self.pool.checkout(session_id, branch_from))
         state = fold(self.arena.memory[lease.read_slot], lease.replay)
         self.pool.release(lease)
         return state
 
     def delete(self, session_id: str, prefix: bool = False) -> int:
-        """A delete, durable."""
+        """Delete durably."""
         outcome = Outcome()
         count = self.pool.delete(session_id, prefix, outcome)
         self.until(lambda: outcome.known)
@@ -190,7 +188,7 @@ class Driver(PoolDriver):
 
 
 def config_in(folder: Path, **changes: object) -> PoolConfig:
-    """A small pool over a database in a folder."""
+    """Configure a small pool over a database in a folder."""
     settings: dict[str, object] = {"state_db": str(folder / "sessions.db"), "l1_sessions": 4, "l2_sessions": 8}
     return PoolConfig(**(settings | changes))  # type: ignore[arg-type]
 
@@ -202,7 +200,7 @@ def get_store(driver: Driver) -> Store:
 
 
 def get_session(driver: Driver, name: str, dialogue: int = -1) -> Session:
-    """What the pool knows of a session in memory."""
+    """A session in memory."""
     found = driver.pool._index.get(SessionKey(name, dialogue))
     assert found is not None
     return found
@@ -210,7 +208,7 @@ def get_session(driver: Driver, name: str, dialogue: int = -1) -> Session:
 
 @contextmanager
 def idle_writer(driver: Driver) -> Iterator[None]:
-    """The writer's thread waits for work and gets none meanwhile: nobody else uses its connection."""
+    """Keep the writer thread idle, so that its connection is free for the test."""
     changed = get_store(driver).writer._changed
     while True:
         with changed:
@@ -221,7 +219,7 @@ def idle_writer(driver: Driver) -> Iterator[None]:
 
 
 def end(*drivers: Driver) -> None:
-    """Close pools in which nothing is pending any more."""
+    """Settle and close the pools."""
     for driver in drivers:
         driver.settle()
         driver.pool.close()

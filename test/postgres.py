@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: in a folder, on a socket, as a user that is not root."""
+"""A PostgreSQL server for tests: in a temporary folder, on a socket, not run by root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USER = "postgres"
 
 
 def unavailable_reason() -> str | None:
-    """Why there can be no server here."""
+    """Return why no server can run here, or None."""
     if not (BINARIES / "initdb").is_file():
         return "PostgreSQL is not installed"
     if os.geteuid() == 0 and _USER not in {user.pw_name for user in pwd.getpwall()}:
@@ -29,7 +29,7 @@ def unavailable_reason() -> str | None:
 
 
 class Server:
-    """One server and its data; `database` gives one of its own to each test."""
+    """One server and its data. `database` gives each test its own."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
@@ -53,7 +53,7 @@ class Server:
         subprocess.run(self._command(program, *arguments), check=True, capture_output=True, cwd="/")
 
     def start(self) -> None:
-        """Serve; returns when connections are taken."""
+        """Start the server and wait until it accepts connections."""
         options = ("-k", str(self.folder), "-c", "listen_addresses=", "-c", "fsync=off", "-c", "max_connections=60")
         with (self.folder / "log").open("ab") as log:
             command = self._command("postgres", "-D", str(self.folder / "data"), *options)
@@ -67,22 +67,22 @@ class Server:
 
     @property
     def runs(self) -> bool:
-        """Whether it was started, and not killed since."""
+        """Whether it is running."""
         return self._process is not None
 
     def kill(self) -> None:
-        """As when its machine loses power, but for the disk: all its processes end at once."""
+        """Kill all its processes at once, like a power loss that spares the disk."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(60)
             self._process = None
 
     def database(self) -> str:
-        """The address of a new, empty database: a schema, which is made much sooner."""
+        """Return the address of a new, empty database. It is a schema, which is faster to create."""
         self._number += 1
         return f"postgresql://rwkv:secret@/postgres?host={self.folder}#test{self._number}"
 
     def close(self) -> None:
-        """End it and remove its data."""
+        """Stop the server and remove its data."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

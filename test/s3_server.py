@@ -1,4 +1,4 @@
-"""An S3-compatible server of the tests' own: moto's, in a thread of this process."""
+"""An S3-compatible server for tests: moto's, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ KEY, SECRET = "AKIDEXAMPLE", "topsecretkey"
 
 
 def unavailable_reason() -> str | None:
-    """Why there can be no server here."""
-    absent = [name for name in ("moto", "flask", "flask_cors", "obstore") if find_spec(name) is None]
-    return f"{' and '.join(absent)} cannot be found" if absent else None
+    """Return why no server can run here, or None."""
+    missing = [name for name in ("moto", "flask", "flask_cors", "obstore") if find_spec(name) is None]
+    return f"{' and '.join(missing)} cannot be found" if missing else None
 
 
 class ObjectServer:
-    """One server, and its buckets."""
+    """One server and its buckets."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
@@ -29,20 +29,20 @@ class ObjectServer:
         self._number = 0
 
     def bucket(self) -> str:
-        """The address of a new, empty bucket."""
+        """Return the address of a new, empty bucket."""
         self._number += 1
         name = f"states{self._number}"
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=60).close()
         return f"s3://{name}/some/prefix?endpoint={self.endpoint}"
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self._server.stop()
 
 
 @contextmanager
 def run_s3_server() -> Iterator[ObjectServer]:
-    """A server whose keys the environment has."""
+    """Run a server whose keys are in the environment."""
     server = ObjectServer()
     before = {name: os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET)

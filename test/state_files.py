@@ -1,4 +1,4 @@
-"""Random tuned states as files, in every form in which they are found."""
+"""Random tuned states as files in each known format."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def random_state(seed: int, layers: int = 3, width: int = 128, scale: float = 0.5) -> Tensor:
-    """[layers, H, 64 (value), 64 (key)] fp32, large enough to change what a random model says."""
+    """Return [layers, H, 64 (value), 64 (key)] fp32, large enough to change a random model's output."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(layers, width // 64, 64, 64, generator=generator) * scale
 
 
 def state_tensors(wkv: Tensor) -> dict[str, Tensor]:
-    """The tensors of a state file."""
+    """Return the tensors of a state file from `wkv` [layers, H, 64, 64]."""
     return {f"blocks.{i}.att.time_state": layer.clone() for i, layer in enumerate(wkv)}
 
 
 def write_state(path: Path, wkv: Tensor, metadata: dict[str, str] | None = None) -> Path:
-    """By the file's name: as RWKV-PEFT writes it (.pth), else safetensors, whose matrices are not turned here."""
+    """Write `wkv` [layers, H, 64, 64]: .pth as RWKV-PEFT does, otherwise safetensors. Does not transpose."""
     if path.suffix == ".pth":
         torch.save(state_tensors(wkv), path)
     else:

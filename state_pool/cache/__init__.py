@@ -1,1 +1,1 @@
-"""The tiers above the disk: slots, host memory, cached prompt prefixes."""
+"""L1 and L2: slots, host memory, cached prompt prefixes, loaded states."""

@@ -1,4 +1,4 @@
-"""States on their way to the database, as few at once as its writer takes. Engine thread only."""
+"""Starts to store sessions' states, within the writer's limit. Engine thread only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.sessions import LINEAR, Fence, Session
 
 RETRY_DELAY_S = 1.0
-"""After a state that the disk did not take: what is written of it before it fails may be the last of the disk, which
-turns want."""
+"""Delay after a state that the disk did not take. A failed state may fill the space that turns need."""
 
 
 class Save(Protocol):
-    """Copies a slot to host memory and calls back when it is there."""
+    """Copies a slot to host memory and calls `finish` when done."""
 
     def __call__(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool) -> None:
         """See `Tiers.save`."""
@@ -27,24 +26,24 @@ class Save(Protocol):
 
 
 class Checkpoints:
-    """Begins to store states, and knows which sessions need none because the log gives them back."""
+    """Starts to store states, and knows which sessions can be rebuilt from the log instead."""
 
     def __init__(
         self, config: PoolConfig, store: Store | None, save: Save, on_stale: Callable[[Session], None]
     ) -> None:
-        """`on_stale`: another engine has the session now, and this one's state of it is worth nothing."""
+        """`on_stale`: called when another engine has the session, so this engine's state of it is outdated."""
         self._on_stale = on_stale
         self._config = config
         self._store = store
         self._save = save
         self._saving = 0
-        """Copies that will be handed to the writer."""
+        """Copies that will be passed to the writer."""
         self._next = 0.0
-        """When the next state may be tried, by the monotonic clock."""
+        """Earliest time for the next state, monotonic."""
 
     @property
     def busy(self) -> bool:
-        """Whether a state is being stored: others had better not be, unless they must."""
+        """Whether a state is being stored. Others should wait unless they must not."""
         return self._store is not None and self._store.writer.queued[1] + self._saving > 0
 
     @property
@@ -54,18 +53,18 @@ class Checkpoints:
         return self._store.writer.queued[1] + self._saving < self._config.transfer_states
 
     def is_due(self, session: Session) -> bool:
-        """Whether the session's log is as long as it may grow, or has a gap: only a state mends that."""
+        """Whether the session's log is too long or has a gap; a stored state fixes both."""
         return session.dirty and (session.log_broken or session.log_tokens >= self._config.checkpoint_tokens)
 
     def can_replay(self, session: Session) -> bool:
-        """Whether the state in memory can go because the log gives it back, by a replay of bounded length."""
+        """Whether the log can rebuild the state in memory with a bounded replay."""
         has_log = self._store is not None and self._config.durability != "turn"
         return has_log and session.unlogged == 0 and not self.is_due(session)
 
     def begin(self, session: Session, *, ignore_retry_delay: bool = False) -> bool:
-        """Begin to store a session's state as it is now; False when there is no need, or no room for it yet.
+        """Start to store a session's state. Returns False if there is no need or no room yet.
 
-        `ignore_retry_delay`: also where the disk has just failed: there is no later.
+        `ignore_retry_delay`: also try right after a disk failure, at shutdown.
         """
         if session.moving or session.reloadable or not self._has_room:
             return False
@@ -94,14 +93,14 @@ class Checkpoints:
         return self._store is not None and self._store.shared
 
     def _fence_of(self, session: Session) -> Fence | None:
-        """What says that the state is still the session's: as it is now, and not when the copy has arrived."""
+        """The fence now. It must not be read after the copy: the session may have moved on."""
         return session.fence if session.key.dialogue == LINEAR else None
 
     def _checkpoint(self, session: Session, host: HostState) -> Checkpoint:
         return Checkpoint(build_session_row(session), host, fence=self._fence_of(session), shared=self._shared)
 
     def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
-        """Durability "turn": store the whole state after a turn, and with it the turn."""
+        """Durability "turn": store the state after a turn together with the turn."""
         if not self._has_room:
             return False
         self._saving += 1
@@ -109,7 +108,7 @@ class Checkpoints:
         def arrived(host: HostState) -> None:
             self._saving -= 1
             if session.deleted or self._store is None:
-                return  # whoever deleted it has told the turn
+                return  # the delete has reported the turn's error
             job = Checkpoint(turn.session, host, commits=turn, fence=turn.fence, shared=self._shared)
             self._store.submit_state(job, done)
 
@@ -135,7 +134,7 @@ class Checkpoints:
 def build_session_row(
     session: Session, *, turn: int | None = None, num_tokens: int | None = None, updated: float | None = None
 ) -> SessionRow:
-    """The session as a row: as it is now, or as a turn makes it."""
+    """Build the session's row, as it is or as a turn changes it."""
     return SessionRow(
         session.row,
         session.key,
@@ -150,8 +149,8 @@ def build_session_row(
 
 
 def mark_stored(session: Session, row: SessionRow) -> None:
-    """A state was committed: remember which, and that turns may be logged again behind it."""
+    """Record a committed state. Later turns may be logged after it."""
     session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
-    session.parent = None  # only a dialogue without a state of its own needs it
+    session.parent = None  # needed only by a dialogue without a stored state
     if row.turn == session.turn:
         session.log_broken = False

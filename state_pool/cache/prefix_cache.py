@@ -1,8 +1,7 @@
-"""Cached prompt prefixes: states after the first tokens of prompts, in slots and in host memory.
+"""Cached prompt prefixes: states after the first tokens of prompts, in slots and in host memory. Engine thread only.
 
-Engine thread only. An entry is found by its first tokens and compared token by token, so there are no
-false hits. Which prefixes are worth a state is learnt from the recent prompts: exactly where a prompt parts
-from earlier ones, wherever its messages end.
+A lookup compares every token, so there are no false hits. Recent prompts decide what to cache: a state is stored at the
+token where a prompt departs from earlier ones.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from state_pool.session_page import Tier
 from state_pool.tuned_state import NO_BASE
 
 MIN_TOKENS = KEY_TOKENS
-"""Shortest prefix worth a state; also the part by which entries are looked up."""
+"""Shortest prefix that is cached. Entries are looked up by this many tokens."""
 _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 _BASES = 1 << 31
-"""From here on a number is no token id but says what was begun from."""
+"""Values from here on are not token ids; they encode the base."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixHit:
-    """A state to begin from: the one after the first `num_tokens` of the prompt. Give it back with `unpin`."""
+    """A cached state after the first `num_tokens` of the prompt. Return it with `unpin`."""
 
     slot: int
     num_tokens: int
@@ -50,18 +49,18 @@ class _Entry:
 
 
 def _pack_prompt(tokens: Sequence[int], base: int) -> bytes:
-    """Token ids behind what they were read from: prompts that begin from different states share nothing."""
+    """Pack token ids with their base in front. Prompts with different bases share nothing."""
     return pack_tokens(tokens if base == NO_BASE else [_BASES + base, *tokens])
 
 
 def _base_bytes(ids: bytes) -> int:
-    """Bytes before the first token id. Packed little-endian."""
+    """Bytes of the base before the first token id. Packed little-endian."""
     return TOKEN_BYTES if ids[TOKEN_BYTES - 1 : TOKEN_BYTES] >= b"\x80" else 0
 
 
 @dataclass(slots=True)
 class PrefixCounters:
-    """What the cache did since the start."""
+    """Events since the start."""
 
     hits: int = 0
     misses: int = 0
@@ -71,36 +70,38 @@ class PrefixCounters:
 
 
 class PrefixCache:
-    """Owns entries; slots and copies come from the tiers."""
+    """Owns the entries. `Tiers` provides slots and copies."""
 
     def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
         self.counters = PrefixCounters()
         self._tiers = tiers
         self._config = config
         self._buckets: dict[bytes, list[_Entry]] = {}
-        """First tokens -> entries that begin so, longest first."""
+        """First tokens -> entries with these, longest first."""
         self._l1: OrderedDict[_Entry, None] = OrderedDict()
         self._l2: OrderedDict[_Entry, None] = OrderedDict()
         self._closed = False
         self._recent = PromptHistory(config.prefix_seen_mb << 20)
         self._in_progress: dict[bytes, None] = {}
-        """Prefixes that rows are computing now, to be offered; one entry a row at most."""
+        """Prefixes that rows are computing and will offer; at most one per row."""
         self._wait_decisions: dict[int, bool] = {}
-        """What `should_wait` said of each waiting prompt (asked every step) since `_in_progress` last changed. A list that
-        took another's place in memory gets a stale answer, which costs a start sooner or later, never more."""
+        """Answers of `should_wait` by id(prompt), since it is asked every step. Cleared when `_in_progress` changes.
+
+        A new list at the same address gets a wrong answer. Its row then starts sooner or later, with the same result.
+        """
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is cached at all."""
+        """Whether the cache is in use."""
         return self._config.prefix_cache_slots > 0 and not self._closed
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(entries in slots, entries in host memory)."""
+        """(entries in slots, entries in host memory)"""
         return len(self._l1), len(self._l2)
 
     def match(self, tokens: Sequence[int], base: int = NO_BASE) -> PrefixHit | None:
-        """The longest cached prefix that leaves at least one token to compute; its slot is pinned."""
+        """Return the longest cached prefix that leaves at least one token to compute. Its slot is pinned."""
         if not self._buckets or len(tokens) <= MIN_TOKENS:
             self.counters.misses += self.enabled
             return None
@@ -113,19 +114,19 @@ class PrefixCache:
         return None
 
     def unpin(self, hit: PrefixHit) -> None:
-        """The row no longer reads the slot."""
+        """The row has stopped reading the slot."""
         self._tiers.unpin(hit.slot)
 
     def observe(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
-        """Remember a prompt, so that later ones are recognised as sharing its beginning."""
+        """Record a prompt, so that later prompts that share its prefix are recognised."""
         if self.enabled and len(tokens) > MIN_TOKENS:
             self._recent.add(_pack_prompt(tokens, base))
 
     def cache_points(self, tokens: Sequence[int], observed: bool, base: int = NO_BASE) -> list[int]:
-        """Where a prefill should pause because the state there is worth offering; at most one position.
+        """Return the position, if any, where prefill should pause and offer the state. At most one.
 
-        It is where this prompt parts from earlier ones: the place that would have saved them most tokens,
-        beyond what is cached already. A prompt that nobody resembled costs no state.
+        This is where the prompt departs from earlier ones, at the point that would have saved the most tokens beyond
+        the cached prefix. A prompt without similar ones needs no state.
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
@@ -143,7 +144,7 @@ class PrefixCache:
         return [(at - _base_bytes(ids)) // TOKEN_BYTES]
 
     def should_wait(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
-        """Whether a longer prefix of the prompt than is cached is being computed."""
+        """Whether a longer prefix than the cached one is being computed."""
         if not self._in_progress or len(tokens) <= MIN_TOKENS:
             return False
         answer = self._wait_decisions.get(id(tokens))
@@ -159,19 +160,19 @@ class PrefixCache:
         self._wait_decisions.clear()
 
     def _prefixes_of(self, ids: bytes) -> list[_Entry]:
-        """Entries that are proper prefixes, longest first: one token at least is left to compute."""
+        """Return entries that are shorter prefixes of `ids`, longest first."""
         bucket = self._buckets.get(ids[:_KEY_BYTES], ())
         return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]
 
     def _longest(self, ids: bytes) -> int:
-        """Bytes of the longest cached proper prefix."""
+        """Bytes of the longest cached prefix shorter than `ids`."""
         return next((len(entry.ids) for entry in self._prefixes_of(ids)), 0)
 
     def offer(self, tokens: Sequence[int], slot: int, base: int = NO_BASE) -> PrefixHit | None:
         """Cache the state after `tokens`, which the caller's slot holds.
 
-        The cache takes the slot over and pins it for the caller, who goes on reading it and writes
-        elsewhere; None: refused, the slot stays the caller's.
+        The cache takes the slot and pins it for the caller, who may still read it but must write to another. None:
+        refused, the slot stays the caller's.
         """
         ids = _pack_prompt(tokens, base)
         self._in_progress.pop(ids, None)
@@ -194,7 +195,7 @@ class PrefixCache:
         return [entry.slot for entry in self._l1 if entry.slot is not None]
 
     def faults(self) -> list[str]:
-        """What is wrong with the bookkeeping: entries in no tier or in two, not to be found, or there twice."""
+        """Return the inconsistencies: entries on no tier or two, unreachable or duplicate entries."""
         known = [entry for bucket in self._buckets.values() for entry in bucket]
         faults: list[str] = []
         if sorted(map(id, known)) != sorted(map(id, [*self._l1, *self._l2])):
@@ -207,13 +208,13 @@ class PrefixCache:
                 faults.append(f"a prefix of {entry.num_tokens} tokens has slot {entry.slot} and is on the wrong list")
         lengths = [[len(entry.ids) for entry in bucket] for bucket in self._buckets.values()]
         if any(found != sorted(found, reverse=True) for found in lengths):
-            faults.append("prefixes of one beginning are not in order")
+            faults.append("entries of one bucket are not sorted by length")
         return faults
 
     def close(self) -> None:
-        """Let go of everything at once: what is still being copied out is not wanted, and nothing is kept in order.
+        """Drop all entries. Copies that are still running are ignored at their end.
 
-        Sessions are stored after this, so no fault of this cache's bookkeeping may be met on the way.
+        Sessions are stored after this call. So it touches no slot: an error in this cache must not stop that.
         """
         self._closed = True
         self._buckets, self._l1, self._l2 = {}, OrderedDict(), OrderedDict()
@@ -223,18 +224,18 @@ class PrefixCache:
     # -- evictable, for the tiers ----------------------------------------------------------------------
 
     def oldest(self) -> float | None:
-        """When the least recently used entry whose slot nobody reads was last used."""
+        """See `Evictable.oldest`: of the entries whose slot nobody reads."""
         entry = self._oldest_idle()
         return None if entry is None else entry.used
 
     def evict(self) -> None:
-        """Begin to move that entry to host memory."""
+        """Start to move that entry to host memory."""
         entry = self._oldest_idle()
         if entry is not None:
             self._demote(entry)
 
     def trim(self) -> None:
-        """Bring both tiers back to their sizes."""
+        """Shrink both tiers to their sizes."""
         is_evicting = sum(entry.is_evicting for entry in self._l1)
         if len(self._l1) - is_evicting > self._config.prefix_cache_slots:
             self.evict()
@@ -244,7 +245,7 @@ class PrefixCache:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _pin_entry(self, entry: _Entry) -> PrefixHit | None:
-        """Pin an entry's slot, bringing it back from host memory first; None: there is no slot for that."""
+        """Pin an entry's slot, after bringing it back from host memory if needed. None: no slot is free."""
         tier = Tier.SLOT if entry.slot is not None else Tier.HOST
         if entry.slot is None and not self._promote(entry):
             return None
@@ -258,11 +259,11 @@ class PrefixCache:
         return PrefixHit(entry.slot, entry.num_tokens, tier)
 
     def _promote(self, entry: _Entry) -> bool:
-        """Bring an entry from host memory to a slot; False: none is free yet, or the entry was forgotten."""
+        """Start to copy an entry from host memory to a slot. Returns False if no slot is free."""
         host, entry.host = entry.host, None
         if host is None:
             return False
-        # On no list meanwhile: making room for it may bring others to host memory, and trim that.
+        # It is on neither list meanwhile: making room may demote other entries and then trim `_l2`.
         del self._l2[entry]
         entry.slot = self._tiers.load(host)
         if entry.slot is None:

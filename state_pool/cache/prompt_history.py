@@ -1,4 +1,4 @@
-"""The beginnings that recent prompts had in common. Bounded in bytes of memory; no states, only token ids."""
+"""Token ids of recent prompts, grouped by their first tokens. Bounded in bytes; no states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ TOKEN_BYTES = 4
 _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 _PER_BUCKET = 8
 _BUCKET_BYTES = 400
-"""What a beginning takes beside its prompts: its key, its place in the table, the tuple of its prompts."""
+"""Memory of a bucket without its prompts: key, table entry and tuple."""
 
 
 class PromptHistory:
-    """Remembers the last few prompts of each beginning, the least recently met beginnings forgotten first."""
+    """The last few prompts of each beginning. Forgets the least recently used beginnings first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -23,11 +23,11 @@ class PromptHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory held: prompts of a few tokens take more room to be found than for their ids."""
+        """Bytes of memory held, with the overhead per prompt and beginning."""
         return self._bytes
 
     def add(self, ids: bytes) -> None:
-        """Remember a prompt's packed token ids."""
+        """Record a prompt's packed token ids."""
         key = ids[:_KEY_BYTES]
         known = self._buckets.get(key, ())
         self._bytes += sys.getsizeof(ids) + (0 if known else _BUCKET_BYTES)
@@ -40,9 +40,10 @@ class PromptHistory:
             self._bytes -= _BUCKET_BYTES + sum(map(sys.getsizeof, forgotten))
 
     def shared_bytes(self, ids: bytes, observed: bool) -> list[int]:
-        """For each recent prompt that begins alike, how far: whole tokens, one less than the prompt at most.
+        """Return the common length with each recent prompt of the same beginning, in bytes.
 
-        `observed`: this very prompt is among them once, and doesn't count.
+        Lengths are whole tokens, at most one token less than the prompt. `observed`: this prompt was added, so one copy
+        of it does not count.
         """
         others = list(self._buckets.get(ids[:_KEY_BYTES], ()))
         if observed and ids in others:
@@ -52,7 +53,7 @@ class PromptHistory:
 
 
 def common_bytes(one: bytes, other: bytes) -> int:
-    """Length of the common beginning in whole tokens, in bytes."""
+    """Length of the common prefix in whole tokens, in bytes."""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
     return (length - (differing.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES

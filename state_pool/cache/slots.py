@@ -1,4 +1,4 @@
-"""Who holds which slot of the arena, by counting holders. Engine thread only; moves no bytes."""
+"""Reference counts of the arena's slots. Engine thread only; copies no bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
 
 
 class Slots:
-    """The slots a sequence may own. A slot is free when nobody holds it.
+    """The slots that sequences may own. A slot without a holder is free.
 
-    Running rows, parked sessions, cached prefixes, leases that read from a slot and copies under way each
-    hold a slot once; whoever lets go last frees it. So a state that is being read cannot be handed out anew.
-    The lowest free slot is handed out first: rows that run lie close together, which is faster to read.
+    Holders are running rows, idle sessions, cached prefixes, leases that read the slot, and running copies. So a slot
+    that is being read cannot be reused. The lowest free slot is used first: rows in adjacent slots are faster to read.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Raises ValueError if none of so many slots could be lent."""
+        """Raises ValueError if the arena has no slot for sequences."""
         if num_slots <= FIRST_FREE_SLOT:
-            raise ValueError(f"an arena of {num_slots} slots has none to lend; it needs at least {FIRST_FREE_SLOT + 1}")
+            raise ValueError(f"an arena of {num_slots} slots is too small; it needs at least {FIRST_FREE_SLOT + 1}")
         self._free = list(range(FIRST_FREE_SLOT, num_slots))
         """a heap"""
         self._ref_counts = [0] * num_slots
@@ -26,11 +25,11 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots nobody holds."""
+        """Slots without a holder."""
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """A free slot, held once by the caller; None if there is none."""
+        """Return a free slot with one reference for the caller, or None."""
         if not self._free:
             return None
         slot = heapq.heappop(self._free)
@@ -38,7 +37,7 @@ class Slots:
         return slot
 
     def add_ref(self, slot: int) -> None:
-        """Hold a slot that somebody holds already; the zero slot needs no holding. Raises ValueError for a free one."""
+        """Add a reference to a held slot; the zero slot needs none. Raises ValueError for a free slot."""
         if slot == ZERO_SLOT:
             return
         if self._ref_counts[slot] < 1:
@@ -46,19 +45,18 @@ class Slots:
         self._ref_counts[slot] += 1
 
     def drop_ref(self, slot: int) -> None:
-        """Let go of a slot once. Raises ValueError if nobody holds it."""
+        """Remove one reference. Raises ValueError for a free slot."""
         if slot == ZERO_SLOT:
             return
         if self._ref_counts[slot] < 1:
-            raise ValueError(f"slot {slot} was let go more often than held")
+            raise ValueError(f"slot {slot} is free and cannot be released")
         self._ref_counts[slot] -= 1
         if self._ref_counts[slot] == 0:
             heapq.heappush(self._free, slot)
 
     def ref_count(self, slot: int) -> int:
-        """How many hold the slot."""
         return self._ref_counts[slot]
 
     def ref_counts(self) -> dict[int, int]:
-        """Slot -> number of holders, for integrity checks."""
+        """Return slot -> number of references, for consistency checks."""
         return {slot: count for slot, count in enumerate(self._ref_counts) if count}

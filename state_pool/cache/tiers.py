@@ -1,4 +1,4 @@
-"""Where states are: slots (L1), host memory (L2), disk (L3), and the copies between. Engine thread only."""
+"""Places of states: slots (L1), host memory (L2), disk (L3), and the copies between them. Engine thread only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from state_pool.sessions import Session, SessionIndex
 
 
 class Evictable(Protocol):
-    """Another owner of slots that can give some back: the prefix cache, the tuned states."""
+    """Another owner of slots that can free some: the prefix cache, the tuned states."""
 
     def oldest(self) -> float | None:
-        """When the least recently used slot it could free was last used; None: it can free none."""
+        """Return when the least recently used slot that it can free was last used; None: it can free none."""
         ...
 
     def evict(self) -> None:
-        """Begin to free that slot."""
+        """Start to free that slot."""
         ...
 
 
@@ -37,23 +37,23 @@ class _Transfer:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What has been moved since the start, and what was refused."""
+    """Moves since the start, and lost or refused turns."""
 
     demotions: int = 0
     promotions: int = 0
     loads: int = 0
     lost: int = 0
     left_to_log: int = 0
-    """States forgotten because the log gives them back, while the disk was behind."""
+    """States dropped because the log can rebuild them, while the disk was behind."""
     stale_turns: int = 0
-    """Turns that were not kept, because another engine had their session by then."""
+    """Turns refused because another engine had taken the session."""
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     bytes_from_disk: int = 0
 
 
 class Tiers:
-    """Moves states between the tiers under pressure, and nothing when there is none."""
+    """Moves states between the tiers, only when a tier is full."""
 
     def __init__(self, arena: Arena, config: PoolConfig, index: SessionIndex, store: Store | None) -> None:
         self.arena = arena
@@ -66,15 +66,15 @@ class Tiers:
         self._transfers: list[_Transfer] = []
         self._pins: dict[int, int] = {}
         self.num_loading = 0
-        """Sessions on their way from disk, or from a file, to host memory."""
+        """Sessions being loaded from disk or from a file to host memory."""
         self._slots_being_freed = 0
-        """Slots that become free when a copy is done."""
+        """Slots that become free when a running copy ends."""
         self.checkpoints = Checkpoints(config, store, self.save, self._forget_stale)
 
     # -- slots -----------------------------------------------------------------------------------------
 
     def allocate(self) -> int | None:
-        """A free slot for the caller; begins to make room when there is none."""
+        """Return a free slot. If there is none, start to make room and return None."""
         slot = self.slots.allocate()
         if slot is not None:
             return slot
@@ -86,21 +86,21 @@ class Tiers:
 
     @property
     def pins(self) -> dict[int, int]:
-        """Slot -> how often it is pinned."""
+        """Slot -> number of pins."""
         return self._pins
 
     @property
     def copying(self) -> list[int]:
-        """Slots that copies under way hold."""
+        """Slots held by running copies."""
         return [transfer.slot for transfer in self._transfers if transfer.slot != ZERO_SLOT]
 
     @property
     def can_pin(self) -> bool:
-        """Whether one more slot may be pinned: half are left to rows, or turns that wait would keep all of them."""
+        """Whether one more slot may be pinned. Half are reserved for rows, so waiting turns cannot hold all."""
         return len(self._pins) < max(1, self.slots.num_usable // 2)
 
     def pin(self, slot: int) -> bool:
-        """Hold a slot for somebody who reads it; False when too few would be left for rows to write to."""
+        """Hold a slot for a reader. Returns False if too few slots would be left for rows to write to."""
         if slot == ZERO_SLOT:
             return True
         if slot not in self._pins and not self.can_pin:
@@ -119,13 +119,13 @@ class Tiers:
         self.slots.drop_ref(slot)
 
     def park(self, session: Session, slot: int) -> None:
-        """The slot, held by the caller until now, holds the session's state from now on."""
+        """Make the caller's slot the session's state."""
         self.forget(session)
         session.slot = slot
         self._index.l1[session] = None
 
     def forget(self, session: Session) -> None:
-        """Let go of the session's state in memory, whichever tier holds it."""
+        """Drop the session's state from memory."""
         if session.slot is not None:
             self.slots.drop_ref(session.slot)
             session.slot = None
@@ -135,20 +135,24 @@ class Tiers:
         self._index.l2.pop(session, None)
 
     def _forget_stale(self, session: Session) -> None:
-        """Another engine goes on with the session; who reads this state now is refused at his commit."""
+        """Drop the state of a session that another engine has taken over.
+
+        A running turn keeps it; its commit is refused.
+        """
         if not session.busy:
             self.forget(session)
 
     def _make_room(self) -> None:
         parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._can_evict(s)]
-        # A state that somebody waits for goes too when he could not pin it: else it would block who could go on.
+        # If nothing more can be pinned, also evict a state that a lease waits for. Otherwise it blocks leases that
+        # could start.
         evictable = [s for s in parked if not s.readers] or ([] if self.can_pin else parked[-1:])
-        evictables = [(used, other) for other in self.evictables if (used := other.oldest()) is not None]
-        used, other = min(evictables, key=lambda found: found[0], default=(0.0, None))
+        other_owners = [(used, other) for other in self.evictables if (used := other.oldest()) is not None]
+        used, other = min(other_owners, key=lambda owner: owner[0], default=(0.0, None))
         if other is not None and (not evictable or used <= evictable[0].updated):
             other.evict()
             return
-        for session in evictable:  # the oldest may have to wait for the disk; then another goes
+        for session in evictable:  # the oldest may have to wait for the disk; then the next is tried
             if self.demote(session):
                 return
 
@@ -160,7 +164,7 @@ class Tiers:
     # -- between the tiers -----------------------------------------------------------------------------
 
     def demote(self, session: Session) -> bool:
-        """Begin to move a parked session to host memory; False when there is no room there yet."""
+        """Start to move a session from its slot to host memory. Returns False if there is no room yet."""
         slot = session.slot
         assert slot is not None
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
@@ -189,7 +193,7 @@ class Tiers:
         return True
 
     def promote(self, session: Session) -> bool:
-        """Begin to bring a session from host memory to a slot; False when none is free yet.
+        """Start to copy a session from host memory to a slot. Returns False if no slot is free.
 
         Rows may be scheduled at once: the device orders them after the copy.
         """
@@ -207,7 +211,7 @@ class Tiers:
         return True
 
     def add_loaded(self, session: Session, loaded: Loaded) -> None:
-        """A session's state came from disk; without one, it is the zero state with everything to replay."""
+        """Take a session's state that was read from disk. Without a state, it is the zero state and a replay."""
         self.forget(session)
         self.counters.loads += 1
         self.counters.bytes_from_disk += loaded.bytes_read
@@ -220,7 +224,7 @@ class Tiers:
         session.replay = loaded.replay
 
     def save(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool = True) -> None:
-        """Copy a slot to host memory and call back when it is there; the slot is held meanwhile."""
+        """Start to copy a slot to host memory, holding it; `finish` is called at the end."""
         self.slots.add_ref(slot)
         self._slots_being_freed += frees_slot
         self.counters.bytes_to_host += self.arena.state_bytes
@@ -233,7 +237,7 @@ class Tiers:
         self._transfers.append(_Transfer(self.arena.save(slot), done, slot))
 
     def load(self, host: HostState) -> int | None:
-        """A slot into which a host state is being copied; None when none is free."""
+        """Return a slot that a host state is being copied to, or None if no slot is free."""
         slot = self.allocate()
         if slot is not None:
             self._begin_load(slot, host)
@@ -248,11 +252,11 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way."""
+        """Whether a copy is running."""
         return bool(self._transfers)
 
     def finish_copies(self) -> None:
-        """Conclude the copies that are done; never blocks."""
+        """Call back for the finished copies. Never blocks."""
         if not self._transfers:
             return
         done = [t for t in self._transfers if t.copy.is_done()]
@@ -269,7 +273,7 @@ class Tiers:
             self.finish_copies()
 
     def trim(self) -> None:
-        """Bring L1 and L2 back to their sizes, as far as the writer keeps up."""
+        """Shrink L1 and L2 to their sizes, as far as the writer keeps up."""
         index = self._index
         excess = len(index.l1) - self._slots_being_freed - self._config.l1_sessions
         for session in list(index.l1) if excess > 0 else ():
@@ -280,14 +284,14 @@ class Tiers:
     def _trim_host(self) -> None:
         excess = len(self._index.l2) - self._config.l2_sessions
         for session in list(self._index.l2) if excess > 0 else ():
-            if excess > 0 and not session.busy:  # those that somebody waits for are on their way up
+            if excess > 0 and not session.busy:  # busy sessions are on their way to a slot
                 excess -= self._evict(session)
 
     def _evict(self, session: Session) -> bool:
-        """Have the session live on without memory; False: not yet, since its state has to be stored first.
+        """Drop the session from memory. Returns False if its state must be stored first.
 
-        A state that the log can give back is stored too, if nothing else is: the log is then short when it comes
-        again. But nobody waits for that: when the disk is behind, the tokens are read again instead.
+        A state is stored even if the log can rebuild it, unless another is being stored: a later load then replays
+        less. If the disk is behind, the state is dropped and its tokens are replayed.
         """
         if session.moving and not self.checkpoints.can_replay(session):
             return False
@@ -307,7 +311,7 @@ class Tiers:
         return session.slot is None and session.host is None
 
     def _evict_without_disk(self, session: Session) -> None:
-        """The disk takes no state, and host memory is bounded: an older state and the log have to do."""
+        """Drop the state without storing it: the disk takes none, and host memory is bounded."""
         if session.unlogged == 0 and not session.log_broken:
             self.forget(session)
         elif session.log_broken:
@@ -324,19 +328,20 @@ class Tiers:
 
     @property
     def host_nearly_full(self) -> bool:
-        """Whether states in host memory will soon have to leave, and had better be on disk then.
+        """Whether states will soon have to leave host memory, and should be stored now.
 
-        Before that they stay unwritten: most are used again, and a state is a thousand times its turn's log.
+        Before that they stay unwritten. Most are used again, and a state is a thousand times the size of its turn's
+        log.
         """
         return 4 * len(self._index.l2) >= 3 * self._config.l2_sessions
 
     def _may_overflow(self) -> bool:
-        """Without a disk, states that wait for slots in a full host memory must not block those that would leave."""
+        """Whether host memory may exceed its size: without a disk, waiting states must not block evictions."""
         return self._store is None and self._slots_being_freed == 0
 
     def host_has_room(self) -> bool:
-        """Whether another state may come to host memory; makes room if it can be had at once."""
-        most = self._config.l2_sessions + self._config.transfer_states - self.num_loading - self._slots_being_freed
-        if len(self._index.l2) >= most:
+        """Whether host memory has room for another state. Evicts some if that is possible at once."""
+        limit = self._config.l2_sessions + self._config.transfer_states - self.num_loading - self._slots_being_freed
+        if len(self._index.l2) >= limit:
             self._trim_host()
-        return len(self._index.l2) < most
+        return len(self._index.l2) < limit

@@ -1,4 +1,4 @@
-"""Tuned states by name: kept in host memory, in a slot of their own while rows begin from them. Engine thread only."""
+"""Loaded tuned states by name: in host memory, and in a slot while rows start from them. Engine thread only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from state_pool.tuned_state import NO_BASE, Origin, TunedState, is_mixture
 
 
 class TunedStates:
-    """Owns the states and their slots. A state that was removed serves on for those who were admitted before."""
+    """Owns the states and their slots. A removed state stays for the rows admitted with it."""
 
     def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
         self._tiers = tiers
         self._config = config
         self._by_name: dict[str, TunedState] = {}
         self._removed_in_use: list[TunedState] = []
-        """Removed, with rows that have still to begin from them."""
+        """Removed states that admitted rows have yet to read."""
         self._last_number = NO_BASE
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class TunedStates:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were added."""
+        """Names in the order of loading."""
         return list(self._by_name)
 
     @property
@@ -40,7 +40,7 @@ class TunedStates:
         return [state.slot for state in (*self._by_name.values(), *self._removed_in_use) if state.slot is not None]
 
     def check_new(self, name: str) -> None:
-        """Raises NameTaken or PoolFull if no state of that name could be added."""
+        """Raises NameTaken or PoolFull if no state of that name can be added."""
         if name in self._by_name:
             raise NameTaken("a tuned state", name)
         if len(self._by_name) >= self._config.max_states:
@@ -50,18 +50,18 @@ class TunedStates:
             )
 
     def add(self, origin: Origin, host: HostState) -> TunedState:
-        """Take a state in. Raises NameTaken or PoolFull."""
+        """Raises NameTaken or PoolFull."""
         self.check_new(origin.name)
         state = self._by_name[origin.name] = TunedState(origin, host, self.new_number())
         return state
 
     def new_number(self) -> int:
-        """A number that no state, and no state read under an adapter, has or has had."""
+        """Return a number that no state, with or without adapter, has had."""
         self._last_number += 1
         return self._last_number
 
     def remove(self, name: str) -> None:
-        """Forget a state; who was admitted with it still begins from it. Raises StateNotFound."""
+        """Remove a state by name; rows admitted with it still read it. Raises StateNotFound."""
         state = self.get(name)
         del self._by_name[name]
         state.removed = True
@@ -71,7 +71,7 @@ class TunedStates:
             self._drop_slot(state)
 
     def get(self, name: str) -> TunedState:
-        """The state of that name. Raises StateNotFound, with the names that there are."""
+        """Raises StateNotFound, listing the loaded names."""
         found = self._by_name.get(name)
         if found is None:
             names = ", ".join(map(repr, self._by_name)) or "none"
@@ -79,20 +79,20 @@ class TunedStates:
         return found
 
     def acquire(self, name: str) -> TunedState:
-        """The state of that name for a row that will begin from it; `drop_ref` of it then. Raises StateNotFound."""
+        """Return the state for a new row; the row calls `drop_ref` once it has read it. Raises StateNotFound."""
         state = self.get(name)
         state.waiting += 1
         return state
 
     def drop_ref(self, state: TunedState) -> None:
-        """The row has begun, or ended."""
+        """A row has read the state, or has ended."""
         state.waiting -= 1
         if state.removed and not state.waiting:
             self._removed_in_use.remove(state)
             self._drop_slot(state)
 
     def pin(self, state: TunedState) -> int | None:
-        """Its slot, pinned for a reader; None: there is no slot to be had yet, ask again at a later step."""
+        """Return the state's slot, pinned for a reader. None: no slot is free yet, try at a later step."""
         if state.slot is None and (not self._tiers.can_pin or not self._load_to_slot(state)):
             return None
         assert state.slot is not None
@@ -102,7 +102,10 @@ class TunedStates:
         return state.slot
 
     def with_origin_state(self, session: Session, result: LoadResult) -> LoadResult:
-        """What was read of a session; where that goes back to its beginning, with the tuned state it began from."""
+        """If a session is rebuilt from its first token, add the tuned state that it started from.
+
+        Returns SessionUnusable if that state is not loaded.
+        """
         if (
             not isinstance(result, Loaded)
             or result.host is not None
@@ -110,12 +113,13 @@ class TunedStates:
             or is_mixture(session.origin)
         ):
             return result
-        wanted = session.origin
-        found = next((state for state in self._by_name.values() if state.origin.digest == wanted.digest), None)
+        origin = session.origin
+        found = next((state for state in self._by_name.values() if state.origin.digest == origin.digest), None)
         if found is None:
             return SessionUnusable(
-                f"it began with the tuned state {wanted.name!r} (digest {wanted.digest}), which is not loaded, and is "
-                "rebuilt from its tokens; load that state again (--state, POST /v1/states), or delete the session"
+                f"it began with the tuned state {origin.name!r} (digest {origin.digest}), which is not loaded, and it "
+                "must be rebuilt from its tokens; load that state again (--state, POST /v1/states), or delete the "
+                "session"
             )
         return dataclasses.replace(result, host=found.host)
 
@@ -127,24 +131,24 @@ class TunedStates:
         return None if state is None else state.used
 
     def evict(self) -> None:
-        """See `Evictable.evict`: host memory has it, so the slot is free at once."""
+        """See `Evictable.evict`. The slot is free at once, because host memory has the state."""
         state = self._oldest_idle()
         if state is not None:
             self._drop_slot(state)
 
     def trim(self) -> None:
-        """Bring the slots back to their number."""
+        """Free a slot if there are too many."""
         if len(self.slots) > self._config.state_slots:
             self.evict()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all states."""
         self._by_name, self._removed_in_use = {}, []
 
     # -- inside ----------------------------------------------------------------------------------------
 
     def _load_to_slot(self, state: TunedState) -> bool:
-        """Begin to copy it to a slot; rows may be scheduled at once. False: none is free yet."""
+        """Start to copy the state to a slot; rows may be scheduled at once. Returns False if none is free."""
         state.slot = self._tiers.load(state.host)
         return state.slot is not None
 

@@ -1,1 +1,1 @@
-"""The third tier: SQLite, its threads and its rows. The only place with sqlite3."""
+"""L3: the session database, its threads and rows, and states as objects. The only place with sqlite3."""

@@ -1,4 +1,4 @@
-"""What each job does to the database, within the writer's transactions."""
+"""The effect of each job on the database, within the writer's transactions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | Del
 
 
 class Applier:
-    """Begins transactions and applies jobs in them. Owned by the writer's thread."""
+    """Begins transactions and applies jobs in them. Writer thread only."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Applier:
         retain: int,
         member: Membership | None,
     ) -> None:
-        """`member`: this engine among those that share the database; None: it is alone."""
+        """`member`: this engine among those that share the database; None: the database is not shared."""
         self._connection = connection
         self._layout = layout_text(layout)
         self._fingerprint = fingerprint
@@ -42,7 +42,10 @@ class Applier:
         self._member = member
 
     def begin(self) -> None:
-        """Begin to write. An engine that was struck off comes back under a new number: fences say what is its own."""
+        """Begin a write transaction.
+
+        An engine that others removed rejoins under a new number. Fences protect its work.
+        """
         if self._member is None:
             self._connection.execute("BEGIN IMMEDIATE")
             return
@@ -53,7 +56,7 @@ class Applier:
             begin_with_retry(self._connection)
 
     def apply(self, job: SmallJob) -> list[statements.GarbageState]:
-        """A small job; returns the states that are garbage now."""
+        """Apply a small job. Returns the states that it makes garbage."""
         connection = self._connection
         match job:
             case Append():
@@ -80,7 +83,7 @@ class Applier:
     def publish_state(
         self, job: Checkpoint, state: int, num_bytes: int, stored: StoredObject | None
     ) -> list[statements.GarbageState]:
-        """Make the pieces that were written, or the object, the session's state; returns what it replaces."""
+        """Make the written chunks, or the object, the session's state. Returns the states that it makes garbage."""
         connection, session = self._connection, job.session
         self._check(job)
         if job.commits is not None and self._retain:
@@ -102,9 +105,9 @@ class Applier:
         return old
 
     def _check(self, job: Checkpoint) -> None:
-        """Nobody has taken the session over, or deleted it."""
+        """Raises StaleEpoch or SessionNotFound if the session was taken over or deleted."""
         directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
-        if job.shared and job.fence is None:  # a dialogue, which any engine may store
+        if job.shared and job.fence is None:  # a dialogue may be stored by any engine
             row = job.session.row
             found = self._connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (row,))
             if found.rowcount != 1:

@@ -1,8 +1,11 @@
 """States as objects of a checkpoint store, and the threads that put, get and delete them.
 
-An object is put under a new name first; the row that names it is committed by the writer (`statements.put_state`), in
-the transaction that compares the epoch; then the object that it replaces is deleted. What a crash leaves between these
-is an object that no row names: one that is older than an hour is deleted by a sweep.
+Storing a state takes three steps:
+1. Put the object under a new key.
+2. Commit the row with its key, in the transaction that checks the epoch (`statements.put_state`).
+3. Delete the object that it replaces.
+
+A crash in between leaves an object without a row. A sweep deletes such objects after an hour.
 """
 
 from __future__ import annotations
@@ -29,48 +32,48 @@ from state_pool.errors import DatabaseUnusable
 logger = logging.getLogger(__name__)
 
 ORPHAN_AGE_S = 3600.0
-"""Far more than may lie between an object's put and its commit, and than clocks differ by."""
+"""Much longer than the time between put and commit, and than the clocks' difference."""
 _MARKER = "of-this-database"
 _MARKER_TEXT = (
     b"The objects beside this one are states of sessions; the database that they belong to names this folder.\n"
 )
 _MAX_PENDING_DELETES = 10_000
-"""Waiting; more are left to the next sweep."""
+"""Limit of queued deletes. The next sweep finds the rest."""
 _STATE_DIGITS = 16
 
 
 @dataclass(slots=True)
 class ObjectStats:
-    """Counters of the threads; others only read them."""
+    """Counters of the threads. Other threads only read them."""
 
     puts: int = 0
     put_bytes: int = 0
     gets: int = 0
     deletes: int = 0
     orphans: int = 0
-    """Deleted, which no row named."""
+    """Deleted objects without a row."""
     missing: int = 0
-    """Objects that a row named and that were not there, or damaged."""
+    """Objects of rows that were missing or damaged."""
     trouble: str | None = None
-    """Why the store could not be used the last time; None since it could."""
+    """The last error of the store; None after a success."""
 
 
 class ObjectCorrupted(Exception):  # noqa: N818 - names what happened
-    """The object is not there, or is not what was put."""
+    """The object is missing, or differs from the one that was put."""
 
 
 OnPut = Callable[[StoredObject | Exception], None]
 OnFetched = Callable[[dict[str, bytes] | Exception], None]
-"""Called on a thread of the objects."""
+"""Called on one of the object threads."""
 FindUsedKeys = Callable[[list[int], Callable[[set[str] | None], None]], None]
-"""Given numbers of states, tells (on any thread) the keys that rows of theirs name; None: that could not be read."""
+"""Given state numbers, reports the keys in their rows, on any thread. None: they could not be read."""
 
 
 class CheckpointObjects:
-    """The objects of one database. Any thread may ask; answers come on the threads here."""
+    """The objects of one database. Any thread may call; callbacks run on the object threads."""
 
     def __init__(self, store: CheckpointStore, key_prefix: str, threads: int, on_death: Callable[[], None]) -> None:
-        """`key_prefix`: what the keys of this database's objects begin with; `threads`: transfers at once."""
+        """`key_prefix`: of this database's keys. `threads`: concurrent transfers."""
         self.stats = ObjectStats()
         self.name = store.name
         self._store = store
@@ -83,11 +86,11 @@ class CheckpointObjects:
 
     @property
     def failure(self) -> str | None:
-        """Why one of the threads is gone."""
+        """The error of a dead thread, or None."""
         return self._transfers.failure or self._cleaner.failure or self._watch.failure
 
     def put(self, state: int, session: int, host: HostState, order: Sequence[str], done: OnPut) -> None:
-        """Put a state's bytes under a new name; bounded by the writer, which has so many states under way."""
+        """Put a state's bytes under a new key. The writer bounds the number of states."""
         key = f"{self._key_prefix}/{state:0{_STATE_DIGITS}x}-{secrets.token_hex(8)}"
         report: OnceCallback[StoredObject | Exception] = OnceCallback(done)
 
@@ -99,7 +102,7 @@ class CheckpointObjects:
         self._transfers.submit(work, lambda: report(self._timeout_error))
 
     def get(self, location: ObjectLocation, done: OnFetched) -> None:
-        """Fetch and verify a state; bounded by the pool, which loads so many sessions at once."""
+        """Fetch and verify a state. The pool bounds the number of loads."""
         report: OnceCallback[dict[str, bytes] | Exception] = OnceCallback(done)
 
         def work() -> None:
@@ -109,18 +112,18 @@ class CheckpointObjects:
         self._transfers.submit(work, lambda: report(self._timeout_error))
 
     def delete(self, key: str) -> None:
-        """Delete an object that no row names any more."""
+        """Delete an object without a row."""
         if self._cleaner.waiting < _MAX_PENDING_DELETES:
             self._cleaner.submit(lambda: self._delete([key]))
 
     def sweep(self, find_used_keys: FindUsedKeys) -> None:
-        """Delete the objects that no row names, batch by batch; nothing while that goes on from the last time."""
+        """Delete all objects without a row, batch by batch. Does nothing while a sweep is running."""
         if self._sweeping is None:
             self._sweeping = self._store.list(self._key_prefix)
             self._cleaner.submit(lambda: self._sweep(find_used_keys))
 
     def close(self) -> None:
-        """Finish what was asked, end the threads; those that a store holds for ever are left. Blocks."""
+        """Finish the queued work and end the threads, except those that the store blocks. Blocks."""
         self._transfers.close()
         self._cleaner.close()
         self._closing.set()
@@ -133,7 +136,7 @@ class CheckpointObjects:
     def _timeout_error(self) -> Exception:
         return self._record_error(
             CheckpointStoreUnavailable(
-                f"it has not answered for {JOB_TIMEOUT_S:g} s; see to its server, or the folder's mount"
+                f"it has not answered for {JOB_TIMEOUT_S:g} s; check its server, or the folder's mount"
             )
         )
 
@@ -143,9 +146,9 @@ class CheckpointObjects:
         try:
             pieces = list(split_chunks(host.parts(), order))
             data, checksum = b"".join(pieces), checksum_pieces(pieces, state, session)
-            del pieces  # the buffer is another state's, once this one has been given up
+            del pieces  # release the memory early; the host buffer may be reused
             self._store.put(key, data)
-        except (CheckpointStoreUnavailable, MemoryError, ValueError) as error:  # this state's failure
+        except (CheckpointStoreUnavailable, MemoryError, ValueError) as error:  # concerns this state only
             return self._record_error(error)
         self.stats.trouble = None
         self.stats.puts += 1
@@ -160,43 +163,44 @@ class CheckpointObjects:
         except ObjectCorrupted as error:
             self.stats.missing += 1
             return error
-        except (CheckpointStoreUnavailable, MemoryError) as error:  # this session's failure
+        except (CheckpointStoreUnavailable, MemoryError) as error:  # concerns this session only
             return self._record_error(error)
         self.stats.trouble = None
         self.stats.gets += 1
         return parts
 
     def _fetch_verified(self, location: ObjectLocation) -> dict[str, bytes]:
-        """The state's parts. What is not what was put may have come to harm on its way, or be a proxy's own page for
-        whatever it is asked: only what two answers of the store itself contradict is damaged.
+        """Get the state's parts, with a second attempt if they do not verify.
 
-        Raises ObjectMissing, DamagedObject, CheckpointStoreAway.
+        A mismatch may be a transfer error, or a proxy's page in place of any object. The object counts as damaged only
+        if the marker reads correctly and a second read still differs. Raises ObjectNotFound, ObjectCorrupted,
+        CheckpointStoreUnavailable.
         """
         with contextlib.suppress(ObjectCorrupted):
             return _verified_parts(location, self._store.get(location.stored.key))
         if not _has_marker(self._store, self._key_prefix):
             raise CheckpointStoreUnavailable(
-                "its answers are not what was put; see to its server, and to proxies before it"
+                "its answers differ from the objects put; check its server, and the proxies before it"
             )
         return _verified_parts(location, self._store.get(location.stored.key))
 
     def _missing(self, location: ObjectLocation) -> Exception:
-        """A store that is not there at all looks, of a folder or bucket, like one without this object."""
+        """Return the error for a missing object. A store that is not mounted looks the same, so check the marker."""
         try:
             is_there = _has_marker(self._store, self._key_prefix)
         except (ObjectNotFound, CheckpointStoreUnavailable):
             is_there = False
         if not is_there:
             return self._record_error(
-                CheckpointStoreUnavailable("it has nothing of this database any more; see to its mount or bucket")
+                CheckpointStoreUnavailable("it has no objects of this database any more; check its mount or bucket")
             )
         self.stats.missing += 1
         return ObjectCorrupted(f"the object {location.stored.key} is missing from the checkpoint store {self.name}")
 
     def _record_error(self, error: Exception) -> Exception:
-        away = CheckpointStoreUnavailable(f"the checkpoint store {self.name} cannot be used ({error})")
-        self.stats.trouble = str(away)
-        return away
+        unavailable = CheckpointStoreUnavailable(f"the checkpoint store {self.name} cannot be used ({error})")
+        self.stats.trouble = str(unavailable)
+        return unavailable
 
     def _delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -208,12 +212,12 @@ class CheckpointObjects:
             self.stats.deletes += 1
 
     def _sweep(self, find_used_keys: FindUsedKeys) -> None:
-        """One batch; what no row names is deleted, then the next follows."""
+        """Delete the orphans of one batch, then queue the next batch."""
         assert self._sweeping is not None
         try:
             batch = next(self._sweeping, None)
-        except CheckpointStoreUnavailable as error:  # a later sweep begins anew
-            logger.warning("%s: objects that nothing names are looked for later", self._record_error(error))
+        except CheckpointStoreUnavailable as error:  # a later sweep starts again
+            logger.warning("%s: unused objects are deleted later", self._record_error(error))
             batch = None
         if batch is None:
             self._end_sweep()
@@ -221,7 +225,7 @@ class CheckpointObjects:
         old = {listed.key for listed in batch if listed.age_s > ORPHAN_AGE_S} - {f"{self._key_prefix}/{_MARKER}"}
 
         def on_used_keys(used: set[str] | None) -> None:
-            if used is None:  # a later sweep begins anew: each further question would wait for the server again
+            if used is None:  # a later sweep starts again: each query would wait for the server
                 self._cleaner.submit(self._end_sweep)
                 return
             self._cleaner.submit(lambda: self._delete_orphans(sorted(old - used)))
@@ -243,12 +247,12 @@ class CheckpointObjects:
 
 
 def _has_marker(store: CheckpointStore, key_prefix: str) -> bool:
-    """Whether the marker of this database's objects is what was put. Raises ObjectMissing, CheckpointStoreAway."""
+    """Whether the marker object is intact. Raises ObjectNotFound, CheckpointStoreUnavailable."""
     return store.get(f"{key_prefix}/{_MARKER}") == _MARKER_TEXT
 
 
 def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
-    """The state's parts. Raises DamagedObject."""
+    """Split the data into parts. Raises ObjectCorrupted."""
     sizes = part_sizes(location.layout)
     if (
         len(data) != sum(sizes.values())
@@ -263,7 +267,7 @@ def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
 
 
 def _state_number(key: str) -> int | None:
-    """The state that an object was put for; None for what is no object of ours."""
+    """The state number in an object's key; None if the object is not a state."""
     try:
         return int(key.rpartition("/")[2][:_STATE_DIGITS], 16)
     except ValueError:
@@ -271,9 +275,9 @@ def _state_number(key: str) -> int | None:
 
 
 def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
-    """What the keys of this database's objects begin with; made up the first time.
+    """Return the prefix of this database's object keys, creating it at the first start.
 
-    Raises DatabaseUnusable for a store that does not answer, or has not the objects that the database names.
+    Raises DatabaseUnusable if the store does not answer, or lacks the objects that the database names.
     """
     begin_with_retry(connection)
     connection.execute(
@@ -288,8 +292,8 @@ def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
         except ObjectNotFound:
             if named is not None:
                 raise DatabaseUnusable(
-                    f"checkpoint store {store.name}: it has none of the states that the session database has put in a "
-                    f"store (nothing begins with {key_prefix}); name the store that has, with --checkpoint-store"
+                    f"checkpoint store {store.name}: it has none of the session database's states (no key begins with "
+                    f"{key_prefix}); name the store that has them, with --checkpoint-store"
                 ) from None
             store.prepare(key_prefix)
             store.put(f"{key_prefix}/{_MARKER}", _MARKER_TEXT)
@@ -299,13 +303,13 @@ def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
 
 
 def open_checkpoint_store(address: str) -> CheckpointStore:
-    """The store of that address; raises DatabaseUnusable."""
+    """Raises DatabaseUnusable."""
     try:
         location = parse_checkpoint_address(address)
     except ValueError as error:
         raise DatabaseUnusable(f"checkpoint store: {error}") from None
     if isinstance(location, FolderAddress):
         return FolderStore(location.folder)
-    from state_pool.disk.s3 import S3Store  # its package takes a while to load
+    from state_pool.disk.s3 import S3Store  # its package is slow to import
 
     return S3Store(location)

@@ -1,7 +1,6 @@
-"""Where whole states are kept as objects beside the database: a folder that engines share, or an S3-compatible server.
+"""Protocol of stores for whole states outside the database: a shared folder or an S3-compatible server.
 
-An object is written once, under a name that was never used, read whole, and deleted; which of them count only the
-database knows.
+An object is written once under a new key, read whole, and deleted. Only the database knows which objects are in use.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 LIST_BATCH_SIZE = 1000
-"""Objects told at once by a listing."""
+"""Objects per batch of a listing."""
 
 
 class CheckpointStoreUnavailable(Exception):  # noqa: N818 - names what happened
-    """The store does not answer, or refuses; what is in it is not known."""
+    """The store does not answer, or refuses. Its content is unknown."""
 
 
 class ObjectNotFound(Exception):  # noqa: N818 - names what happened
@@ -22,36 +21,37 @@ class ObjectNotFound(Exception):  # noqa: N818 - names what happened
 
 
 class ListedObject(NamedTuple):
-    """An object that is there."""
-
     key: str
     age_s: float
-    """Since it was written, by the clock here."""
+    """Time since it was written, by this machine's clock."""
 
 
 class CheckpointStore(Protocol):
-    """Methods block and raise CheckpointStoreAway. Any thread. One that blocks without end, like a mount that hangs,
-    keeps its thread; `transfers` tells whoever waits."""
+    """A store of objects. Any thread.
+
+    Methods block and raise CheckpointStoreUnavailable. A hanging mount may block a thread forever; `WorkerThreads` then
+    fails the job.
+    """
 
     name: str
-    """What it is called in messages and in /status; nothing secret."""
+    """Name in messages and in /status, without secrets."""
 
     def prepare(self, key_prefix: str) -> None:
-        """Objects whose keys begin with `key_prefix` and a slash will be put."""
+        """Prepare for objects whose keys begin with `key_prefix` and a slash."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep an object: whole or not at all, and when this returns, for good."""
+        """Store an object atomically and durably."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectMissing."""
+        """Raises ObjectNotFound."""
         ...
 
     def delete(self, key: str) -> None:
-        """An object that is not there is deleted."""
+        """Delete an object. A missing object is no error."""
         ...
 
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
-        """All objects whose keys begin so, some at a time, those among them that are half written."""
+        """Yield all objects with the key prefix in batches, also half-written ones."""
         ...

@@ -1,4 +1,4 @@
-"""A session database in a file of SQLite: one process or one service at a time, checked before anything is written."""
+"""A session database in an SQLite file: its lock, its connections, and checks before the first write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from state_pool.disk.state_store import Connection
 from state_pool.errors import DatabaseUnusable
 
 BUSY_TIMEOUT_S = 2.0
-"""How long another process may hold SQLite's own lock before we say so."""
+"""How long another process may hold SQLite's own lock."""
 _FIRST_OPEN_TIMEOUT_S = 30.0
 """How long the first engine of a service may take to open the database, with migrations."""
 _PAGE_BYTES = 8192
@@ -23,15 +23,15 @@ _HEADER = b"SQLite format 3\x00"
 
 
 class ProcessLock:
-    """`<database>.lock`, held by one live process, or by the engines of one service; the kernel releases it."""
+    """The lock file `<database>.lock`, held by one process or by the engines of one service. The kernel releases it."""
 
     def __init__(self, path: str, service: str = "") -> None:
-        """Waits a little for a process that ends. Raises DatabaseUnusable, naming the owner or what may not be written.
+        """Wait a little for an ending process. Raises DatabaseUnusable if the file is held by others or not writable.
 
-        `service`: what the engines have in common that may hold it together; "": nobody else may.
+        `service`: common name of the engines that may hold it together; "": only this process.
         """
         self.is_first = True
-        """Whether no other engine has the database open; until `share`, none will."""
+        """Whether no other engine has the database open. None can open it before `share`."""
         self._service = service
         try:
             self._file = open(f"{path}.lock", "a+b")  # noqa: SIM115 - held for the life of the process
@@ -53,7 +53,7 @@ class ProcessLock:
             time.sleep(0.05)
 
     def _take(self) -> bool:
-        """Alone, or beside engines of the same service."""
+        """Take the lock alone, or together with engines of the same service."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -74,7 +74,7 @@ class ProcessLock:
         return self._is_ours()
 
     def share(self) -> None:
-        """The database is open and in order: other engines of the service may come."""
+        """Let other engines of the service in, once the database is open and consistent."""
         if self._service:
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
@@ -90,12 +90,12 @@ class ProcessLock:
         return f" (pid {pid})" if pid.isdigit() else ""
 
     def release(self) -> None:
-        """Let another process have the database."""
+        """Release the lock."""
         self._file.close()
 
 
 class SqliteStore:
-    """A file, as `StateStore` has it."""
+    """An SQLite file as a `StateStore`."""
 
     is_server = False
 
@@ -106,7 +106,7 @@ class SqliteStore:
         self.shared = bool(config.engine)
         self._synchronous = config.synchronous
         self._lock: ProcessLock | None = None
-        if Path(self.name).parent.is_dir():  # else it is told when the file is opened
+        if Path(self.name).parent.is_dir():  # otherwise opening the file reports the missing folder
             self._lock = ProcessLock(self.name, config.service) if self.shared else ProcessLock(self.name)
 
     @property
@@ -128,7 +128,7 @@ class SqliteStore:
         return connection
 
     def open_checkpointer(self) -> sqlite3.Connection:
-        """Moves the write-ahead log into the file."""
+        """Open the connection that checkpoints the write-ahead log."""
         connection = _connect(self.name)
         connection.execute("PRAGMA wal_autocheckpoint=0")
         return connection
@@ -139,7 +139,7 @@ class SqliteStore:
             self._lock.share()
 
     def used_bytes(self, connection: Connection) -> int:
-        """Counts pages in use; reads only the file's first page, which is in memory."""
+        """Count the pages in use. Reads only the file's first page, which is cached."""
         execute = connection.execute
         pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
         return pages * int(execute("PRAGMA page_size").fetchone()[0])
@@ -155,34 +155,33 @@ class SqliteStore:
 
 
 class WritingConnection(sqlite3.Connection):
-    """A connection that writes only while its files stand where they were opened: the database, its write-ahead log and
-    the log's index.
+    """A connection that writes only while its files are in place: the database, its write-ahead log and the log's
+    index.
 
-    With a log SQLite goes on writing to files that have no name any more, and what is told as stored is lost with the
-    process. Who opens the database then makes a log and an index of his own, and neither sees the other's locks.
+    SQLite itself keeps writing to deleted files: committed data is lost when the process ends. Another process would
+    create a new log and index meanwhile, and neither would see the other's locks.
     """
 
     def __init__(self, path: str, *args: Any, **settings: Any) -> None:
-        """As sqlite3's."""
+        """See sqlite3.Connection."""
         super().__init__(path, *args, **settings)
-        place = Path(path).resolve()  # of a link, where it leads
-        self._paths = [Path(f"{place}{end}") for end in ("", "-wal", "-shm")]
+        target = Path(path).resolve()  # of a link, its target
+        self._paths = [Path(f"{target}{end}") for end in ("", "-wal", "-shm")]
         self._opened_file_ids: list[tuple[int, int]] = []
 
     def execute(self, statement: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """As sqlite3's; raises sqlite3.OperationalError where a transaction begins and one of the files has gone."""
+        """See sqlite3.Connection. Raises sqlite3.OperationalError if a file has moved when a transaction begins."""
         if statement != "BEGIN IMMEDIATE":
             return super().execute(statement, parameters)
         if self._opened_file_ids and self._file_ids() != self._opened_file_ids:
             raise sqlite3.OperationalError("attempt to write a readonly database: its file has been moved")
         cursor = super().execute(statement, parameters)
-        self._opened_file_ids = (
-            self._opened_file_ids or self._file_ids()
-        )  # of a new database SQLite makes them with its first transaction
+        # SQLite creates the files of a new database with the first transaction.
+        self._opened_file_ids = self._opened_file_ids or self._file_ids()
         return cursor
 
     def _file_ids(self) -> list[tuple[int, int]]:
-        """What tells the files from others in their places; []: one of them is not there."""
+        """Device and inode of the files; [] if one is missing."""
         try:
             found = [path.stat() for path in self._paths]
         except OSError:
@@ -191,16 +190,16 @@ class WritingConnection(sqlite3.Connection):
 
 
 def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
-    """The one connection that writes, with the schema up to date.
+    """Open the only connection that writes, with the schema up to date.
 
-    Raises DatabaseUnusable, naming the file, what is wrong and what to do.
+    Raises DatabaseUnusable, naming the file, the fault and the remedy.
     """
     _check_file(path)
     connection = _connect(path, WritingConnection)
     try:
         connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         _expect(connection, "PRAGMA journal_mode=WAL", "wal", path)
-        # The writer moves the log into the file itself, between turns: never inside somebody's commit.
+        # The checkpointer thread moves the log into the file, so no commit waits for that.
         connection.execute("PRAGMA wal_autocheckpoint=0")
         connection.execute("PRAGMA journal_size_limit=67108864")
         connection.execute(f"PRAGMA synchronous={synchronous}")
@@ -218,7 +217,7 @@ def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
 
 
 def disable_busy_wait(connection: sqlite3.Connection) -> None:
-    """From now on a lock of others is told at once: who writes among them tries again himself."""
+    """Report a lock at once: writers of a shared database retry by themselves (`begin_with_retry`)."""
     connection.execute("PRAGMA busy_timeout=0")
 
 
@@ -231,9 +230,9 @@ def _connect(path: str, factory: type[sqlite3.Connection] = sqlite3.Connection) 
         raise wrap_error(error, path) from error
 
 
-def _expect(connection: sqlite3.Connection, pragma: str, wanted: str, path: str) -> None:
+def _expect(connection: sqlite3.Connection, pragma: str, expected: str, path: str) -> None:
     answer = str(connection.execute(pragma).fetchone()[0])
-    if answer != wanted:
+    if answer != expected:
         raise DatabaseUnusable(f"session database {path}: {pragma} answered {answer!r}; is the file on a network disk?")
 
 
@@ -241,7 +240,7 @@ def _check_file(path: str) -> None:
     file = Path(path)
     folder = file.parent
     if not folder.is_dir():
-        raise DatabaseUnusable(f"session database {path}: there is no folder {folder}; make it, or use --state-db")
+        raise DatabaseUnusable(f"session database {path}: there is no folder {folder}; create it, or use --state-db")
     for target in (folder, file) if file.exists() else (folder,):
         if not os.access(target, os.W_OK):
             raise DatabaseUnusable(
@@ -256,10 +255,10 @@ def _check_file(path: str) -> None:
 
 
 def _check_length(connection: sqlite3.Connection, path: str) -> None:
-    """A file cut short still opens; what is missing would only be noticed row by row."""
+    """Raises DatabaseUnusable for a truncated file, which SQLite would open without an error."""
     busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     if busy:
-        return  # somebody reads: the end of the file may still be in the write-ahead log
+        return  # a reader is active: the end of the file may still be in the log
     pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
     page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
     size = Path(path).stat().st_size
@@ -271,14 +270,14 @@ def _check_length(connection: sqlite3.Connection, path: str) -> None:
 
 
 def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
-    """The same failure in words that name the file and the remedy."""
+    """Return the error with the file and a remedy."""
     text = str(error)
     if "locked" in text or "busy" in text:
         remedy = "another process holds a lock on it: close it, or name another file with --state-db"
     elif "readonly" in text or "unable to open" in text:
         remedy = "make the file and its folder writable, or name another with --state-db"
     elif "full" in text:
-        remedy = "make room on the disk"
+        remedy = "free space on the disk"
     elif "malformed" in text or "not a database" in text:
         remedy = "restore it from a backup, or salvage what is left with `python -m state_pool.salvage`"
     else:

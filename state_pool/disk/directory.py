@@ -1,4 +1,6 @@
-"""Statements about who has a session, where engines share the database; each within its caller's transaction."""
+"""Statements on the directory: which engine has which session of a shared database. Run within the caller's
+transaction.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from state_pool.sessions import LINEAR, ROOT, Fence, SessionKey
 from state_pool.tuned_state import parse_origin
 
 NO_ENGINE = 0
-"""In place of an engine's number, where all of them may write."""
+"""Holder of entries that any engine may write."""
 _MAX_CHAR = "\U0010ffff"
 
 _COLUMNS = (
@@ -23,29 +25,30 @@ _COLUMNS = (
 
 
 def stored_sessions(connection: Connection, where: str, values: tuple[int | str, ...] = ()) -> list[StoredSession]:
-    """Sessions, by number, that the condition on `s` finds."""
+    """Return the sessions that match the condition on `s`, by row number."""
     return [_stored_session(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
 
 
 def _stored_session(*columns: Any) -> StoredSession:
     row, session_id, dialogue, parent, turn, num_tokens, created, updated, name, digest, *stored = columns
-    key, begun = SessionKey(session_id, dialogue), parse_origin(name, digest)
-    return StoredSession(SessionRow(row, key, parent, turn, num_tokens, created, updated, *begun), *stored)
+    key, origin_and_adapter = SessionKey(session_id, dialogue), parse_origin(name, digest)
+    session = SessionRow(row, key, parent, turn, num_tokens, created, updated, *origin_and_adapter)
+    return StoredSession(session, *stored)
 
 
 def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]:
-    """The session, and behind it those that it is rebuilt from; empty: there is none."""
+    """Return the session, then the parents that it is rebuilt from; empty if there is none."""
     found = stored_sessions(connection, "s.session_id = ? AND s.dialogue = ? AND s.hidden = 0", tuple(key))
     while found and found[-1].disk_turn < 0 and found[-1].row.parent is not None:
         parents = stored_sessions(connection, "s.id = ?", (found[-1].row.parent,))
-        if not parents:  # reading the session will say so
+        if not parents:  # reading the session reports the missing parent
             break
         found += parents
     return found
 
 
 def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
-    """When sessions were used last, and where nobody used any for longer than `ttl` seconds."""
+    """Return the last use, and the gaps without any use longer than `ttl` seconds."""
     ((last,),) = connection.execute("SELECT max(updated) FROM sessions WHERE hidden = 0").fetchall()
     gaps = connection.execute(
         "SELECT earlier, later FROM (SELECT lag(updated) OVER (ORDER BY updated) AS earlier, updated AS later "
@@ -56,22 +59,22 @@ def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
 
 
 def acquire(connection: Connection, job: Acquire, engine: int, epoch: int) -> None:
-    """Fill in the job's outcome. `epoch` becomes that of a new holder and was never given before."""
+    """Fill in the job's result. `epoch` must be unused; a new holder gets it."""
     job.fence, job.stored = None, []
     if job.branch_from is not None:
         _acquire_branch(connection, job, epoch)
         return
     key = SessionKey(job.session_id)
     _lock(connection, key)
-    holder, held, busy, alive = connection.execute(
+    holder, held_epoch, busy, live_engine = connection.execute(
         "SELECT d.holder, d.epoch, d.busy, e.id FROM directory d LEFT JOIN engines e ON e.id = d.holder "
         "WHERE d.session_id = ? AND d.dialogue = ?",
         key,
     ).fetchone()
-    if busy and holder != engine and alive is not None:
+    if busy and holder != engine and live_engine is not None:
         return
     if holder == engine:
-        epoch = int(held)
+        epoch = int(held_epoch)
     connection.execute(
         "UPDATE directory SET holder = ?, epoch = ?, busy = 1 WHERE session_id = ? AND dialogue = ?",
         (engine, epoch, *key),
@@ -81,7 +84,7 @@ def acquire(connection: Connection, job: Acquire, engine: int, epoch: int) -> No
 
 
 def _lock(connection: Connection, key: SessionKey, epoch: int = 0) -> None:
-    """The session's place in the directory is there, and nobody else changes it before this transaction ends."""
+    """Create the session's directory entry and lock it until the transaction ends."""
     connection.execute(
         "INSERT INTO directory(session_id, dialogue, holder, epoch, busy) VALUES (?, ?, ?, ?, 0) "
         "ON CONFLICT(session_id, dialogue) DO UPDATE SET busy = directory.busy",
@@ -90,7 +93,7 @@ def _lock(connection: Connection, key: SessionKey, epoch: int = 0) -> None:
 
 
 def _acquire_branch(connection: Connection, job: Acquire, epoch: int) -> None:
-    """Dialogues never change, so any engine may read one and add another; only a delete of all makes a new epoch."""
+    """Any engine may read a dialogue and add another, since dialogues never change. Only a delete changes the epoch."""
     key = SessionKey(job.session_id, ROOT)
     _lock(connection, key, epoch)
     found = connection.execute("SELECT epoch FROM directory WHERE session_id = ? AND dialogue = ?", key).fetchone()
@@ -111,9 +114,9 @@ def _next_dialogue(connection: Connection, session_id: str) -> int:
 
 
 def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
-    """Raises StaleEpoch, or SessionNotFound after a delete, unless the writer still has what it acquired.
+    """Raises StaleEpoch or SessionNotFound if the writer has lost the session or the parent dialogue.
 
-    `ends_turn`: with this transaction the session's turn is over, and another may begin.
+    `ends_turn`: the transaction ends the session's turn, so another may start.
     """
     if fence is None:
         return
@@ -124,14 +127,14 @@ def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool 
     if changed.rowcount != 1:
         raise stale_epoch_error(fence)
     if fence.parent is not None:
-        # An update, so that no delete takes it away before this transaction ends.
+        # An update, so that no delete removes the parent before this transaction ends.
         parent = connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (fence.parent,))
         if parent.rowcount != 1:
             raise SessionNotFound(f"a dialogue of {fence.session_id!r} was deleted while a turn read it")
 
 
 def stale_epoch_error(fence: Fence) -> StaleEpoch:
-    """What to tell of a write whose fence does not stand any more."""
+    """Return the error for a write whose fence is outdated."""
     return StaleEpoch(
         f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
         "the turn is not kept; send it again"
@@ -139,7 +142,7 @@ def stale_epoch_error(fence: Fence) -> StaleEpoch:
 
 
 def release(connection: Connection, job: Release) -> None:
-    """A turn is over that changed nothing; one of somebody else is not touched."""
+    """End a turn that changed nothing. Does not touch another holder's turn."""
     connection.execute(
         "UPDATE directory SET busy = 0 WHERE session_id = ? AND dialogue = ? AND epoch = ?",
         (job.fence.session_id, job.fence.dialogue, job.fence.epoch),
@@ -147,8 +150,10 @@ def release(connection: Connection, job: Release) -> None:
 
 
 def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
-    """Rows that a delete by name means, and their places in the directory removed: no turn of them is kept any more."""
-    # First the directory, where this waits for turns that are being committed; then what they have left.
+    """Return the rows that a delete by name removes, and delete their directory entries: no turn of them commits
+    after this.
+    """
+    # The directory first: this waits for turns that are committing. Then their rows.
     if job.prefix:
         beginning = (job.session_id, job.session_id + _MAX_CHAR)
         connection.execute("DELETE FROM directory WHERE session_id >= ? AND session_id < ?", beginning)
@@ -156,12 +161,12 @@ def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
     else:
         connection.execute("DELETE FROM directory WHERE session_id = ?", (job.session_id,))
         found = _rows_of(connection, job.session_id)
-    job.count = max(job.count, len(found))  # the first time, if this is one whose commit was in doubt
+    job.count = max(job.count, len(found))  # a commit in doubt may have deleted them already
     return found
 
 
 def _rows_of(connection: Connection, session_id: str) -> list[int]:
-    """Sessions and dialogues called so, or else the dialogue that is shown so."""
+    """Rows of the sessions and dialogues with this id, or else of the dialogue with this display name."""
     whole = connection.execute("SELECT id FROM sessions WHERE session_id = ? AND hidden = 0", (session_id,)).fetchall()
     if whole:
         return [int(row) for (row,) in whole]
@@ -190,7 +195,7 @@ def _rows_with_prefix(connection: Connection, prefix: str) -> list[int]:
 
 
 def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
-    """Rows of the sessions longest unused, their places in the directory removed."""
+    """Return the rows of the least recently used sessions, and delete their directory entries."""
     rows = connection.execute(
         "SELECT s.id, s.session_id, s.dialogue FROM sessions s "
         "LEFT JOIN directory d ON d.session_id = s.session_id AND d.dialogue = s.dialogue AND d.busy = 1 "

@@ -1,4 +1,4 @@
-"""Faults of the session database: whose they are, and what to tell."""
+"""Classifies errors of the session database and words them for clients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from state_pool.errors import DirectoryUnreachable, PoolError, TurnInDoubt, Turn
 
 
 def is_environment_error(error: Exception) -> bool:
-    """Whether the fault lies outside the job: trying again at once would only wait again."""
+    """Whether the cause is outside the job, so that an immediate retry would fail too."""
     return isinstance(error, sqlite3.Error) and any(
         word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O")
     )
 
 
 def describe_error(error: Exception) -> str:
-    """What failed, and what to do about it."""
+    """Return the cause and the remedy in one line."""
     if isinstance(error, CheckpointStoreUnavailable):
         return str(error)
     if not isinstance(error, sqlite3.Error):
@@ -30,7 +30,7 @@ def describe_error(error: Exception) -> str:
     if "full" in text:
         return f"no space is left for the session database ({text}); make room on its disk"
     if "moved" in text:
-        return "the session database's file has been moved or removed; put it back, or restart the service"
+        return "the session database's file has been moved or removed; move it back, or restart the service"
     if "readonly" in text:
         return f"the session database is read-only ({text}); make it writable again"
     if "locked" in text or "busy" in text:
@@ -39,15 +39,15 @@ def describe_error(error: Exception) -> str:
 
 
 def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
-    """What to tell of a job. `in_doubt`: a commit of it was sent and its outcome not heard."""
+    """Return the error to report for a job. `in_doubt`: the outcome of a commit with the job is unknown."""
     if error is not None and in_doubt and _ends_turn(job):
         return TurnInDoubt("the server of the session database was lost while it committed the turn")
     if error is None or isinstance(error, PoolError):
         return error
     if isinstance(error, ServerUnavailable):
         return DirectoryUnreachable(f"{describe_error(error)}; try again in a moment")
-    what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
-    return TurnNotStored(f"{what}: {describe_error(error)}")
+    outcome = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
+    return TurnNotStored(f"{outcome}: {describe_error(error)}")
 
 
 def _ends_turn(job: SmallJob | Checkpoint) -> bool:

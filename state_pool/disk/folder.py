@@ -1,4 +1,4 @@
-"""Checkpoints as files of a folder, mostly one that several machines mount."""
+"""Checkpoint store in a folder, mostly one that several machines mount."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from state_pool.errors import DatabaseUnusable
 
 
 class FolderStore:
-    """A folder, as `CheckpointStore` has it."""
+    """A folder as a `CheckpointStore`."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DatabaseUnusable for a folder that is not there: it may be a mount that is missing."""
+        """Raises DatabaseUnusable if there is no such folder; it may be a mount that is missing."""
         self.name = folder.as_uri()
         self._folder = folder
         if not folder.is_dir():
@@ -33,7 +33,7 @@ class FolderStore:
             (self._folder / key_prefix).mkdir(exist_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
-        """See `CheckpointStore`; a crash may leave a file that ends with .part."""
+        """See `CheckpointStore`. A crash may leave a file that ends in .part."""
         target = self._folder / key
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
         with self._translate_errors():

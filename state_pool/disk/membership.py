@@ -1,6 +1,6 @@
-"""Which engines share the database. Each has a number that no other ever had, and says every half second that it lives.
+"""The engines that share a database. Each has a unique number and sends a heartbeat every half second.
 
-Numbers of sessions, states and epochs are drawn from an engine's own range, so that nobody has to ask for one.
+Numbers of sessions, states and epochs come from the engine's own range, so no engine has to request one.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from state_pool.disk.database import BUSY_TIMEOUT_S
 from state_pool.disk.state_store import Connection
 
 HEARTBEAT_INTERVAL_S = 0.5
-"""Time between two signs of life."""
+"""Time between two heartbeats."""
 HEARTBEAT_TIMEOUT_S = 2.0
-"""An engine of which none was seen for so long, by one that could look all the while, is lost."""
+"""Time without a heartbeat after which an engine is lost. The observer must have run all that time."""
 ROW_BITS = 32
-"""Of a session's number, and of an epoch: what an engine counts itself. Its own number stands above."""
+"""Low bits of a session's number and of an epoch, counted by the engine. Its own number is in the high bits."""
 _BUSY_RETRY_S = 0.0003
-"""SQLite's own waiting for a lock grows to 100 ms: while two engines write, a third would never come to it."""
+"""SQLite's own wait for a lock grows to 100 ms. While two engines write, a third would rarely get the lock."""
 STATE_BITS = 21
-"""Likewise of a state's number."""
+"""Low bits of a state's number."""
 
 
 @dataclass(slots=True)
 class _LastHeartbeat:
     heartbeat: int
     at: float
-    """Monotonic time when that beat was first seen."""
+    """Monotonic time when this heartbeat was first seen."""
 
 
 class Membership:
-    """This engine among the others. Owned by the writer's thread."""
+    """This engine among the others. Writer thread only."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.names: list[str] = []
-        """Of the engines that live."""
+        """Of the live engines."""
         self.is_first = False
-        """Whether it looks after what belongs to nobody."""
+        """Whether it cleans up for all engines."""
         self._connection = connection
         self._name = name
         self._seen: dict[int, _LastHeartbeat] = {}
-        self._last_look = 0.0
+        self._last_heartbeat = 0.0
         self._next_state = 0
         self._epochs = 0
         self.number = 0
         self.join()
 
     def join(self) -> None:
-        """Take a new number, within a transaction of its own; an engine of the same name is a predecessor, and gone."""
+        """Take a new number in its own transaction. An engine of the same name is a predecessor and is removed."""
         connection = self._connection
         begin_with_retry(connection)
         try:
-            connection.execute("UPDATE engine_numbers SET last = last + 1")  # one engine after another
+            connection.execute("UPDATE engine_numbers SET last = last + 1")  # serialises joining engines
             connection.execute("DELETE FROM engines WHERE name = ?", (self._name,))
             self.number = _new_engine_number(connection)
             connection.execute("UPDATE engine_numbers SET last = ?", (self.number,))
@@ -65,51 +65,54 @@ class Membership:
                 connection.execute("ROLLBACK")
             raise
         self._next_state = self.number << STATE_BITS
-        self._last_look = 0.0
+        self._last_heartbeat = 0.0
 
     def leave(self) -> None:
-        """Others need not wait to see that this engine is gone."""
+        """Leave, so that others need not wait for a timeout."""
         begin_with_retry(self._connection)
         self._connection.execute("DELETE FROM engines WHERE id = ?", (self.number,))
         self._connection.execute("COMMIT")
 
     @property
     def is_registered(self) -> bool:
-        """Within a transaction: whether nobody has struck this engine off, whose work may be somebody else's then."""
+        """Whether others still count this engine as live. Call within a transaction."""
         found = self._connection.execute("SELECT 1 FROM engines WHERE id = ?", (self.number,)).fetchone()
         return found is not None
 
     @property
     def first_row(self) -> int:
-        """The first number for a session of this engine's."""
+        """The engine's first session number."""
         return (self.number << ROW_BITS) + 1
 
     def new_state(self) -> int:
-        """A number for a state."""
+        """Return a new state number."""
         self._next_state += 1
         return self._next_state
 
     def owns(self, state: int) -> bool:
-        """Whether the number is of this engine's present range."""
+        """Whether a state number is in this engine's current range."""
         return state >> STATE_BITS == self.number
 
     def new_epoch(self) -> int:
-        """A number for a holder's time."""
+        """Return a new epoch."""
         self._epochs += 1
         return (self.number << ROW_BITS) + self._epochs
 
     @property
     def heartbeat_due(self) -> bool:
-        """Whether it is time for a sign of life."""
-        return time.monotonic() >= self._last_look + HEARTBEAT_INTERVAL_S
+        return time.monotonic() >= self._last_heartbeat + HEARTBEAT_INTERVAL_S
 
     def heartbeat(self) -> list[int]:
-        """Within a transaction: give a sign of life and look for others'; returns the engines lost, struck off."""
+        """Write a heartbeat and read the others'. Returns the lost engines, which it removes. Call within a
+        transaction.
+        """
         connection, now = self._connection, time.monotonic()
         connection.execute("UPDATE engines SET beat = beat + 1 WHERE id = ?", (self.number,))
-        if now > self._last_look + HEARTBEAT_TIMEOUT_S:  # it did not look meanwhile, and can say nothing of the others
+        if (
+            now > self._last_heartbeat + HEARTBEAT_TIMEOUT_S
+        ):  # it did not check meanwhile, so it cannot judge the others
             self._seen.clear()
-        self._last_look = now
+        self._last_heartbeat = now
         found = connection.execute("SELECT id, name, beat FROM engines ORDER BY id").fetchall()
         lost = [
             number
@@ -132,7 +135,10 @@ class Membership:
 
 
 def begin_with_retry(connection: Connection) -> None:
-    """Begin to write as soon as nobody else does; the connection itself does not wait (`database.disable_busy_wait`)."""
+    """Begin a write transaction as soon as no other engine writes.
+
+    Connections of shared databases do not wait for locks themselves (`database.disable_busy_wait`).
+    """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -145,12 +151,12 @@ def begin_with_retry(connection: Connection) -> None:
 
 
 def first_state_number(engine: int) -> int:
-    """States of an engine are numbered from here to the first of the next."""
+    """The smallest state number of an engine."""
     return engine << STATE_BITS
 
 
 def remove_all_engines(connection: Connection) -> None:
-    """Nobody lives who has the database open: forget who was there and what they held."""
+    """Forget all engines and their sessions. Only while no engine has the database open."""
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("DELETE FROM engines")
     connection.execute("DELETE FROM directory")
@@ -158,7 +164,7 @@ def remove_all_engines(connection: Connection) -> None:
 
 
 def _new_engine_number(connection: Connection) -> int:
-    """Larger than any before, and of a range in which no session or state lies."""
+    """Return a number larger than any before, in whose range no session or state is."""
     last = connection.execute("SELECT last FROM engine_numbers").fetchone()[0]
     row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
     state = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]

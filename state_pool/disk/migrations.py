@@ -1,4 +1,4 @@
-"""The schema, as numbered steps; each is applied in one transaction with the record that it was."""
+"""The database schema as numbered migrations. Each is one transaction with its own record."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
 )
-"""(name, statements), in order; the first is version 1. Never change one that was released: add another."""
+"""(name, statements) in order; the first is version 1. Never change a released one: append another."""
 
 SCHEMA_VERSION = len(MIGRATIONS)
 
 
 def migrate(connection: sqlite3.Connection, path: str) -> int:
-    """Bring the database to `SCHEMA_VERSION`; returns the version it had.
+    """Migrate the database to `SCHEMA_VERSION`. Returns the version it had.
 
-    Raises DatabaseUnusable for a database that a newer version of this program wrote.
+    Raises DatabaseUnusable if a newer version of this program wrote it.
     """
     connection.execute(
         "CREATE TABLE IF NOT EXISTS schema_migrations("

@@ -1,4 +1,4 @@
-"""What the engine thread asks of the writer and reader threads, and what comes back. Plain data."""
+"""Jobs of the writer and reader threads, and their results. Plain data."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from state_pool.sessions import Fence, SessionKey
 from state_pool.tuned_state import Origin
 
 Done = Callable[[Exception | None], None]
-"""Called on the engine thread when a write was committed, or with why it was not."""
+"""Called on the engine thread: None when the write is committed, else its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session as a row: written whenever a turn of it is."""
+    """A session's row, written with each turn."""
 
     row: int
     key: SessionKey
     parent: int | None
     turn: int
     num_tokens: int
-    """Tokens of all turns together, after `turn`."""
+    """Tokens of all turns up to `turn`."""
     created: float
     updated: float
     origin: Origin | None = None
-    """The tuned state that the session began from."""
+    """The tuned state that the session started from."""
     adapter: Origin | None = None
     """The adapter that all its turns run under."""
 
@@ -39,68 +39,68 @@ class StoredSession:
 
     row: SessionRow
     disk_turn: int
-    """Turn after which its stored state was taken; -1: there is none."""
+    """Last turn in its stored state; -1: no state."""
     disk_tokens: int
     quarantined: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Commit a turn's token ids; many such are committed together."""
+    """Commit a turn's token ids. Many turns share one transaction."""
 
     session: SessionRow
     tokens: list[int]
     fence: Fence | None = None
-    """Must still stand, or the turn is refused with StaleEpoch; None: this engine has the database for itself."""
+    """Must still be valid, or the turn is refused with StaleEpoch. None: the database is not shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Commit a state; `commits` also makes it the session's newest turn (durability "turn")."""
+    """Commit a state. With `commits`, it also commits the turn (durability "turn")."""
 
     session: SessionRow
     host: HostState
     commits: Append | None = None
     fence: Fence | None = None
-    """As an Append's."""
+    """As in `Append`."""
     shared: bool = False
-    """Several engines write: the session's row must be there, unless a fence says that nobody deleted it."""
+    """The database is shared: without a fence, the session's row must still exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Remove sessions from the disk; a dialogue whose children still need it goes later, hidden until then."""
+    """Delete sessions from the disk. A dialogue that children still need is hidden and goes later."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
 class Acquire:
-    """Take a session from whichever engine has it, for one turn; with `branch_from`, read the parent of a new dialogue.
+    """Take a session from any engine for one turn. With `branch_from`: read the parent of a new dialogue.
 
-    The outcome is in the fields behind `fence`, valid when the job is done.
+    The fields from `fence` on are the result, valid when the job is done.
     """
 
     session_id: str
     branch_from: int | None = None
     fence: Fence | None = None
-    """What the turn's writes will be compared with; None: another engine runs a turn of the session, ask again."""
+    """Fence of the turn's writes. None: another engine runs a turn of the session, retry."""
     stored: list[StoredSession] = field(default_factory=list)
-    """The session, or the parent, and those that it is rebuilt from, nearest first; empty: there is none."""
+    """The session or parent, then the sessions that it is rebuilt from, nearest first. Empty: there is none."""
     dialogue: int = 0
-    """Number of the new dialogue; given once, whether or not the turn is kept."""
+    """Number of the new dialogue; never reused, even if the turn fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A turn that was acquired has ended without a commit: others may begin theirs."""
+    """A turn has ended without a commit, so others may start."""
 
     fence: Fence
 
 
 @dataclass(eq=False, slots=True)
 class DeleteNamed:
-    """Remove what a name means wherever it was made; `count` is valid when the job is done."""
+    """Delete all sessions that a name matches, on any engine. `count` is valid when the job is done."""
 
     session_id: str
     prefix: bool
@@ -109,17 +109,17 @@ class DeleteNamed:
 
 @dataclass(eq=False, slots=True)
 class DeleteOldest:
-    """Remove up to `limit` sessions, longest unused first, that no engine runs a turn of."""
+    """Delete up to `limit` sessions without a running turn, least recently used first."""
 
     limit: int
     cutoff: float | None
-    """Only those not used since (Unix time)."""
+    """Only sessions unused since this Unix time."""
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """What a state's row says of the object that has its bytes."""
+    """The object with a state's bytes, as its row names it."""
 
     key: str
     checksum: bytes
@@ -127,56 +127,55 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLocation:
-    """A state that is to be fetched."""
+    """Where to fetch a state."""
 
     state: int
     session: int
     stored: StoredObject
     layout: Layout
-    """Of its parts, in order, as it was stored."""
+    """Layout of its parts as stored, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """A state as it was stored."""
+    """A state as stored."""
 
     state: int
     parts: dict[str, bytes]
     layout: Layout
-    """Of the parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A session's state as it was stored, verified, with what to replay after it."""
+    """A session's verified state with the tokens to replay after it."""
 
     host: HostState | None
-    """None: no stored state applies; replay starts from what the session began from."""
+    """None: no stored state. The replay starts from the session's origin."""
     replay: list[int]
     bytes_read: int
     num_tokens: int
-    """What state and replay stand for together, by the same reading: turns may have been logged since it was asked."""
+    """Tokens of state and replay together, from the same read: more turns may have been logged after the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """Which sessions of the list are wanted, newest first, and what memory knows of them. Rows are database rows."""
+    """A page of the session list, and newer information from memory. Sessions are given by row."""
 
     limit: int
     offset: int
     tiers: Mapping[int, Tier]
-    """Rows whose state is in memory; all others are on disk."""
+    """Rows whose state is in memory. All others are on disk."""
     newer: Mapping[int, SessionEntry]
-    """Rows of which memory has a newer turn than the database may have: listed as they are here."""
+    """Entries that replace those of the database, because memory has a newer turn."""
     deleted: frozenset[int] = frozenset()
-    """Rows whose delete is on its way to the disk: not listed."""
+    """Rows to leave out, since their delete is not on disk yet."""
     counted: bool = False
-    """Whether the sessions have to be counted too, since memory does not know them all."""
+    """Whether to count the sessions too, because memory does not know all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A session whose rows are damaged: what to tell whoever asks for it."""
+    """A session with damaged rows, and the message for its users."""
 
     row: int
     reason: str

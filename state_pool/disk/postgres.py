@@ -1,8 +1,7 @@
-"""PostgreSQL in SQLite's place: the same statements through a connection of the same shape.
+"""PostgreSQL instead of SQLite: the same statements through a connection with the same interface.
 
-Optional: needs psycopg (requirements-cluster.txt). Whatever goes wrong is raised as the DB-API's errors of `sqlite3`:
-the rest of this room knows one set of them. A server that is away is a `ServerUnavailable`, and is looked for again at the
-next transaction.
+Optional: needs psycopg (requirements-cluster.txt). Errors are raised as those of `sqlite3`, so the callers know one set
+of errors. A server that is down raises `ServerUnavailable`; the next transaction reconnects.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ except ImportError:  # an optional package
     psycopg = None  # type: ignore[assignment]
 
 CONNECT_TIMEOUT_S = 3
-"""How long a connection may take to be made."""
+"""Limit for making a connection."""
 _SIZE_INTERVAL_S = 5.0
 _SQL_REPLACEMENTS = (
     ("BEGIN IMMEDIATE", "BEGIN"),
@@ -40,9 +39,9 @@ _SQL_REPLACEMENTS = (
 _SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _TYPES = (("INTEGER", "BIGINT"), ("REAL", "DOUBLE PRECISION"), ("BLOB", "BYTEA"), (" WITHOUT ROWID", ""))
 _TIMEOUT_STATEMENTS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout = 2000")
-"""Milliseconds: an engine that is stopped within a transaction must not hold the others up."""
+"""In ms. An engine stopped within a transaction must not block the others."""
 STATEMENT_TIMEOUT_SHARE = 0.75
-"""Of the time for which a silent server is waited for: a statement may take as long."""
+"""Share of READ_TIMEOUT_S that a statement may take."""
 _TABLES = ("sessions", "turns", "states", "state_chunks")
 
 
@@ -55,12 +54,12 @@ def _parse_address(config: PoolConfig) -> ServerAddress:
 
 
 def engine_name(service: str, engine: str) -> str:
-    """A name that no engine of another machine or service has, and that its successor has again."""
+    """Return a name that is unique among all hosts and services, and stable over restarts."""
     return f"{socket.gethostname()}/{service or os.getpid()}/{engine}"
 
 
 class PostgresStore:
-    """A server, as `StateStore` has it. Engines of any machine may come at any time."""
+    """A PostgreSQL server as a `StateStore`. Engines of any machine may join at any time."""
 
     is_server = shared = True
     is_first = False
@@ -75,7 +74,7 @@ class PostgresStore:
     def open_writer(self) -> state_store.Connection:
         """See `StateStore`."""
         connection = Connection(self._address)
-        with connection.without_timeouts():  # to change large tables takes its time
+        with connection.without_timeouts():  # changing large tables takes long
             migrate(connection, self.name)
         return connection
 
@@ -84,15 +83,15 @@ class PostgresStore:
         return Connection(self._address, reads_only=True)
 
     def open_checkpointer(self) -> None:
-        """The server does that itself."""
+        """See `StateStore`: the server checkpoints by itself."""
 
     def allow_other_engines(self) -> None:
-        """They are there."""
+        """See `StateStore`: they need no permission here."""
 
     def used_bytes(self, connection: state_store.Connection) -> int:
-        """Of the tables and their indexes; looked at every few seconds, since it reads many files' sizes."""
-        used, at = self._measured
-        if time.monotonic() >= at:
+        """Size of the tables and their indexes. Measured every few seconds, since it reads many files' sizes."""
+        used, next_measurement = self._measured
+        if time.monotonic() >= next_measurement:
             sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
             used = int(connection.execute(f"SELECT {sizes}").fetchone()[0])
             self._measured = (used, time.monotonic() + _SIZE_INTERVAL_S)
@@ -101,21 +100,22 @@ class PostgresStore:
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
         """See `StateStore`."""
         return DatabaseUnusable(
-            f"session database {self.name}: {error}; see to the server, or name another database with --state-db"
+            f"session database {self.name}: {error}; check the server, or name another database with --state-db"
         )
 
     def close(self) -> None:
-        """There is nothing to let go of but connections."""
+        """See `StateStore`: only connections hold resources."""
 
 
 class Connection:
-    """Looks like SQLite's to the statements of this room. One thread at a time."""
+    """A connection with sqlite3's interface. One thread at a time."""
 
     def __init__(self, address: ServerAddress, *, reads_only: bool = False) -> None:
-        """Raises DatabaseUnusable, ServerAway."""
+        """Raises DatabaseUnusable, ServerUnavailable."""
         if psycopg is None:
             raise DatabaseUnusable(
-                f"session database {address.display_name}: PostgreSQL needs psycopg; pip install -r requirements-cluster.txt"
+                f"session database {address.display_name}: PostgreSQL needs psycopg; "
+                "pip install -r requirements-cluster.txt"
             )
         self._schema = f"rwkv_{address.schema}" if address.schema else ""
         self._address = address
@@ -138,25 +138,25 @@ class Connection:
                 tcp_user_timeout=8000,
                 application_name="rwkv-batch",
             )
-        except psycopg.ProgrammingError:  # its message repeats the password, or a piece of it
+        except psycopg.ProgrammingError:  # its message repeats the password or a part of it
             raise DatabaseUnusable(
-                f"session database {self._address.display_name}: PostgreSQL does not understand the user, the password or the "
-                "options of this address; write what is no letter or digit in them as %XX"
+                f"session database {self._address.display_name}: PostgreSQL cannot parse the user, the password or the "
+                "options of this address; write all characters but letters and digits in them as %XX"
             ) from None
         except (psycopg.Error, OSError) as error:
             raise ServerUnavailable(str(error).strip()) from None
         self._connection = connection
         with self._translate_errors():
             self._set_timeouts()
-            for limit in _TIMEOUT_STATEMENTS:
-                connection.execute(limit)
+            for statement in _TIMEOUT_STATEMENTS:
+                connection.execute(statement)
             if self._schema:
                 name = psycopg.sql.Identifier(self._schema)
                 connection.execute(psycopg.sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 connection.execute(psycopg.sql.SQL("SET search_path TO {}").format(name))
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Any:
-        """As sqlite3's; a connection that was lost is made anew where a transaction begins, or outside of one."""
+        """See `sqlite3.Connection.execute`. Reconnects a lost connection, unless a transaction is open."""
         if self.in_transaction or statement in ("COMMIT", "ROLLBACK"):
             return self._execute(statement, parameters)
         try:
@@ -165,8 +165,8 @@ class Connection:
             return self._execute(statement, parameters)
         except ServerUnavailable:
             if self._connection.read_timed_out:
-                raise  # it may be at work on the statement still
-            self._connect()  # the server may be back already, and only this connection have been lost
+                raise  # the server may still be running the statement
+            self._connect()  # the server may be back, or only the connection was lost
             return self._execute(statement, parameters)
 
     def _execute(self, statement: str, parameters: Sequence[Any]) -> Any:
@@ -182,7 +182,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Errors as those of sqlite3. An error within a transaction is its end: whoever began it rolls it back."""
+        """Raise errors as those of sqlite3. After an error in a transaction, the caller must roll back."""
         try:
             yield
         except psycopg.IntegrityError as error:
@@ -193,36 +193,36 @@ class Connection:
             raise sqlite3.OperationalError(str(error)) from None
         except (psycopg.DataError, psycopg.errors.DataCorrupted, psycopg.errors.IndexCorrupted) as error:
             raise sqlite3.DatabaseError(str(error)) from None
-        except psycopg.Error as error:  # a right that is missing, a table that is changed: no row is damaged by that
+        except psycopg.Error as error:  # e.g. a missing right or a changed table: no row is damaged
             raise sqlite3.OperationalError(str(error)) from None
 
     @contextlib.contextmanager
     def without_timeouts(self) -> Iterator[None]:
-        """However long the server works meanwhile, it is waited for."""
+        """Wait for the server without a limit."""
         self._has_timeouts = False
         self._set_timeouts()
         try:
             yield
         finally:
             self._has_timeouts = True
-            with contextlib.suppress(psycopg.Error):  # whatever failed is told, and a connection made anew is bounded
+            with contextlib.suppress(psycopg.Error):  # the first error counts; a new connection has timeouts
                 self._set_timeouts()
 
     def _set_timeouts(self) -> None:
-        """A statement ends at the server before the connection to it is given up, so that none runs on behind it."""
+        """Set the server's timeout below the connection's, so that no statement runs on after it is given up."""
         self._connection.read_timeout_s = READ_TIMEOUT_S if self._has_timeouts else float("inf")
-        most_ms = round(1000 * STATEMENT_TIMEOUT_SHARE * READ_TIMEOUT_S) if self._has_timeouts else 0
-        self._connection.execute(f"SET statement_timeout = {most_ms}")
+        statement_timeout_ms = round(1000 * STATEMENT_TIMEOUT_SHARE * READ_TIMEOUT_S) if self._has_timeouts else 0
+        self._connection.execute(f"SET statement_timeout = {statement_timeout_ms}")
 
     @property
     def in_transaction(self) -> bool:
-        """Whether a transaction is open, or has failed and waits for its end."""
+        """Whether a transaction is open, or has failed and must be rolled back."""
         if self._connection.closed:
             return False
         return bool(self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE)
 
     def close(self) -> None:
-        """Let go of the server."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
 
@@ -232,7 +232,7 @@ def _value(parameter: Any) -> Any:
 
 
 def migrate(connection: Connection, display_name: str) -> None:
-    """Bring the tables to this program's schema, one engine at a time. Raises DatabaseUnusable for a newer one."""
+    """Migrate the tables to this program's schema, one engine at a time. Raises DatabaseUnusable for a newer schema."""
     connection.execute("BEGIN")
     connection.execute("SELECT pg_advisory_xact_lock(7294)")
     connection.execute(
@@ -254,7 +254,7 @@ def migrate(connection: Connection, display_name: str) -> None:
 
 
 def _to_postgres(statement: str) -> str:
-    """A statement of the schema in PostgreSQL's types; names sort by their bytes, as SQLite's do."""
+    """Translate a schema statement to PostgreSQL's types. Names sort by bytes, as in SQLite."""
     for ours, theirs in _TYPES:
         statement = statement.replace(ours, theirs)
     return statement.replace("session_id TEXT", 'session_id TEXT COLLATE "C"')

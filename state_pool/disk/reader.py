@@ -1,4 +1,4 @@
-"""The thread that reads stored sessions back, and lists them. It writes nothing."""
+"""The thread that loads and lists stored sessions. It writes nothing."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ logger = logging.getLogger(__name__)
 LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]
 ListResult = tuple[list[SessionEntry], int | None]
-"""A page of the list, and how many sessions there are in all if that was asked."""
+"""(a page of the list, the number of all sessions if requested)"""
 LookupFailed = DatabaseReadFailed | DirectoryUnreachable
 OnListed = Callable[[ListResult | LookupFailed], None]
 OnFound = Callable[[list[StoredSession] | LookupFailed], None]
-"""Called with the session and those that it is rebuilt from, nearest first; empty: there is none."""
+"""Called with the session, then those that it is rebuilt from, nearest first; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadRequest:
-    """A session that somebody waits for."""
+    """A session to load."""
 
     row: int
     on_loaded: OnLoaded
     unusable_states: dict[int, SessionUnusable]
-    """States that it is read without, and why."""
+    """States that cannot be used, and why."""
     started_at: float
     """Monotonic time of the first attempt."""
 
     def without(self, state: int, error: Exception) -> _ReadRequest:
-        """The same without one state more. The log says why."""
+        """Return the request without one more state, and log why."""
         logger.error("the stored state of the session with row %d cannot be used: %s", self.row, error)
         return replace(self, unusable_states={**self.unusable_states, state: _unavailable_error(error)})
 
 
 @dataclass(frozen=True, slots=True)
 class _StateInStore:
-    """A session whose state is an object that is to be fetched."""
+    """A session whose state must be fetched from the checkpoint store."""
 
     location: ObjectLocation
     replay: list[int]
@@ -68,7 +68,7 @@ class _StateInStore:
 
 
 class _InvalidStoredState(SessionCorrupted):
-    """A stored state from which nothing can go on."""
+    """A stored state with invalid numbers."""
 
     def __init__(self, state: int, message: str) -> None:
         super().__init__(message)
@@ -77,11 +77,11 @@ class _InvalidStoredState(SessionCorrupted):
 
 _Found = TypeVar("_Found")
 _Job = Callable[[], Callable[[], None] | None]
-"""On the reader's thread; what it returns runs on the engine's."""
+"""Runs on the reader thread. Its result runs on the engine thread."""
 
 
 class Reader:
-    """Answers one question after another; outcomes come back through `deliver`, on the engine thread."""
+    """Runs one query after another. Results go through `deliver` to the engine thread."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Reader:
         on_death: Callable[[], None],
         objects: CheckpointObjects | None = None,
     ) -> None:
-        """`objects`: where states are that are not in the database."""
+        """`objects`: the checkpoint store, if there is one."""
         self._objects = objects
         self._connection = connection
         self._arena = arena
@@ -100,29 +100,29 @@ class Reader:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._server = ReconnectTimeout()
         self._waiting: list[_ReadRequest] = []
-        """For a server that is away."""
+        """For a server that is down."""
         self._retry_at = 0.0
         self._thread = PoolThread("state-pool-reader", self._run, on_death)
 
     @property
     def failure(self) -> str | None:
-        """Why its thread is gone."""
+        """The error of the dead thread, or None."""
         return self._thread.failure
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
-        """Ask for a session; the pool bounds how many are asked for at once."""
+        """Queue a session to load. The pool bounds the number."""
         self._jobs.put(lambda: self._load(_ReadRequest(row, on_loaded, {}, time.monotonic())))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
-        """Ask for a page of the list of sessions; the pool bounds how many are asked for at once."""
+        """Queue a page of the list. The pool bounds the number."""
         self._jobs.put(lambda: self._list(query, on_listed))
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
-        """Ask whether there is such a session."""
+        """Queue a lookup of a session."""
         self._jobs.put(lambda: self._find(key, on_found))
 
     def close(self) -> None:
-        """Finish what was asked, end the thread, close the connection. Blocks."""
+        """Finish the queued work, end the thread, close the connection. Blocks."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -140,7 +140,7 @@ class Reader:
             self._deliver(outcome)
 
     def _next_job(self) -> _Job | None:
-        """What was asked for; or, if reads wait for the server, a look for it when it is time."""
+        """Return the next job. While loads wait for the server, this may be an attempt to reconnect."""
         if not self._waiting:
             return self._jobs.get()
         with contextlib.suppress(queue.Empty):
@@ -149,13 +149,13 @@ class Reader:
         return self._retry_waiting
 
     def _retry_waiting(self) -> None:
-        """One read tries for all that wait; if it reaches the server, the others follow."""
+        """Retry one waiting load. If the server answers, retry the others."""
         self._do(partial(self._load, self._waiting.pop(0)))
         while self._waiting and self._server.is_connected:
             self._do(partial(self._load, self._waiting.pop(0)))
 
     def _server_lost(self, read: _ReadRequest, error: ServerUnavailable) -> Callable[[], None] | None:
-        """It may have been this connection alone, or the server is started anew; until patience ends it is awaited."""
+        """Queue the load for a retry, or fail all waiting loads after the timeout."""
         self._waiting.append(read)
         self._retry_at = time.monotonic() + RECONNECT_INTERVAL_S
         if self._server.may_retry(read.started_at):
@@ -174,13 +174,16 @@ class Reader:
         return report
 
     def find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
-        """Ask which objects rows of these states name; `on_used_keys` is called on the reader's thread, at worst with None."""
+        """Queue a query for the object keys in these states' rows.
+
+        `on_used_keys` is called on the reader thread, with None after an error.
+        """
         self._jobs.put(lambda: self._find_used_keys(states, on_used_keys))
 
     def _find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
         try:
             used = keys_used(self._connection, states)
-        except sqlite3.Error as error:  # a server that is away, say: whoever asked begins anew some day
+        except sqlite3.Error as error:  # e.g. the server is down: a later sweep asks again
             logger.warning("the objects that are in use could not be looked up: %s", error)
             on_used_keys(None)
         else:
@@ -201,9 +204,9 @@ class Reader:
         return lambda: read.on_loaded(result)
 
     def _fetch(self, read: _ReadRequest, found: _StateInStore) -> None:
-        """Have the state's object fetched; without it, what the database has by then has to do.
+        """Fetch the state's object. If that fails, load the session again without this state.
 
-        That may be a later state, whose commit has had this object deleted, or the whole log.
+        By then the database may have a later state, whose commit deleted this object, or the whole log.
         """
         assert self._objects is not None
 
@@ -216,8 +219,8 @@ class Reader:
                     self._deliver(lambda: read.on_loaded(result))
                     return
                 outcome = result
-            again = replace(read.without(found.location.state, outcome), started_at=time.monotonic())
-            self._jobs.put(lambda: self._load(again))
+            retry = replace(read.without(found.location.state, outcome), started_at=time.monotonic())
+            self._jobs.put(lambda: self._load(retry))
 
         self._objects.get(found.location, fetched)
 
@@ -244,18 +247,18 @@ class Reader:
     def _rows(
         self, row: int, unusable_states: dict[int, SessionUnusable]
     ) -> tuple[StoredParts | ObjectLocation | None, list[int], int]:
-        """See `Loader.read`; and the number of tokens that the session stands for, at the same moment."""
+        """See `Loader.read`. Also returns the session's token count from the same snapshot."""
         self._connection.execute("BEGIN")
         try:
             stored, replay = self._loader.read(row, unusable_states)
             found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
         finally:
-            with contextlib.suppress(sqlite3.Error):  # of a connection that is lost; what was lost with it is told
+            with contextlib.suppress(sqlite3.Error):  # the first error counts, e.g. of a lost connection
                 self._connection.execute("ROLLBACK")
         return stored, replay, int(found[0])
 
     def _catch_errors(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
-        """Raises ServerAway."""
+        """Raises ServerUnavailable."""
         try:
             return read()
         except SessionUnusable as error:
@@ -268,12 +271,12 @@ class Reader:
             return SessionCorrupted(
                 f"the session's rows in the database are damaged ({error}); delete it to begin anew"
             )
-        except Exception as error:  # out of memory, say: this session's failure, and the thread goes on
+        except Exception as error:  # e.g. out of memory: fails this session, not the thread
             logger.exception("a session could not be read")
             return SessionReadFailed(f"the session could not be read ({type(error).__name__}: {error}); try again")
 
     def _loaded(self, stored: StoredParts | None, replay: list[int], num_tokens: int) -> LoadResult:
-        """Into (pinned) host memory here, since that takes its time. Raises _Unsound."""
+        """Copy the state to host memory; on this thread, because it is slow. Raises _InvalidStoredState."""
         if stored is None:
             return Loaded(None, replay, 4 * len(replay), num_tokens)
         try:
@@ -286,21 +289,21 @@ class Reader:
 
 
 def _unavailable_error(error: Exception) -> SessionUnusable:
-    """What a state that was not got, or cannot be used, is told to be."""
+    """Return the error for a state that could not be fetched or used."""
     if isinstance(error, (ObjectCorrupted, _InvalidStoredState)):
         return SessionCorrupted(f"{error}; delete the session to begin anew")
     return SessionReadFailed(f"the session could not be read ({error}); try again")
 
 
-def _lookup(query_database: Callable[[], _Found], what: str) -> _Found | LookupFailed:
-    """What a look into the database finds, or why it could not `what`."""
+def _lookup(query_database: Callable[[], _Found], action: str) -> _Found | LookupFailed:
+    """Run a query. Returns an error that says it could not `what`."""
     try:
         return query_database()
     except ServerUnavailable as error:
         return DirectoryUnreachable(
-            f"the session database could not {what}: {describe_error(error)}; try again in a moment"
+            f"the session database could not {action}: {describe_error(error)}; try again in a moment"
         )
-    except Exception as error:  # a damaged page, out of memory: this look's failure, and the thread goes on
-        logger.exception("the session database could not %s", what)
+    except Exception as error:  # e.g. a damaged page or no memory: fails this query, not the thread
+        logger.exception("the session database could not %s", action)
         failure = f"{type(error).__name__}: {error}"
-        return DatabaseReadFailed(f"the session database could not {what} ({failure}); check its disk")
+        return DatabaseReadFailed(f"the session database could not {action} ({failure}); check its disk")

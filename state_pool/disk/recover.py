@@ -1,8 +1,7 @@
-"""Copy what is whole out of a damaged session database: `python -m state_pool.salvage DAMAGED NEW`.
+"""Copy intact sessions out of a damaged database: `python -m state_pool.salvage DAMAGED NEW`.
 
-Reads the damaged file and changes nothing in it. A session comes over if its state and its log, and those of
-the dialogues it continues, agree with their checksums; whatever else the file held is left behind and named.
-States in a checkpoint store stay there and are not looked at.
+Does not change the damaged file. A session is copied if the checksums of its state and log match, and those of its
+parent dialogues. All others are skipped and listed. States in a checkpoint store stay there unchecked.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ INSERT INTO dialogue_numbers SELECT session_id, max(dialogue) FROM sessions WHER
 ON CONFLICT(session_id) DO UPDATE SET largest = max(largest, excluded.largest)
 """
 _LARGEST_GAP = 10_000
-"""Row numbers tried one by one after unreadable pages, before a table is taken to end."""
+"""Row numbers tried after an unreadable page before the table counts as ended."""
 
 
 def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
-    """(names of the sessions that came over, names or numbers of those that did not).
+    """Copy all intact sessions. Returns (names of the copied sessions, names or numbers of the lost ones).
 
-    Raises DatabaseUnusable if `new` exists or `damaged` cannot be opened at all.
+    Raises DatabaseUnusable if `new` exists or `damaged` cannot be opened.
     """
     if new.exists():
         raise DatabaseUnusable(f"{new} exists already; name a file that does not")
     if not damaged.is_file():
         raise DatabaseUnusable(f"there is no file {damaged}")
     source = sqlite3.connect(f"{damaged.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-    source.execute("PRAGMA writable_schema = ON")  # else a file that is shorter than it says is not read at all
+    source.execute("PRAGMA writable_schema = ON")  # otherwise SQLite refuses a truncated file
     target = open_writer(str(new), "NORMAL")
     with contextlib.closing(source), contextlib.closing(target):
         target.execute("BEGIN IMMEDIATE")
         lost = [f"number {row}" for row in _copy_sessions(source, target)]
-        with contextlib.suppress(sqlite3.DatabaseError):  # as far as it can be read, and an old file has none
+        with contextlib.suppress(sqlite3.DatabaseError):  # if readable; an old file has none
             _copy(source, target, "dialogue_numbers", "TRUE", ())
             _copy(source, target, "checkpoint_home", "TRUE", ())
         target.execute(_NUMBERS_OF_SESSIONS)
@@ -66,7 +65,7 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
 
 
 def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> Iterator[int]:
-    """Copy every session that can be read, with its rows; yields the numbers of those that cannot."""
+    """Copy every readable session with its rows. Yields the numbers of the others."""
     for row in _numbers(source, "sessions"):
         try:
             _copy(source, target, "sessions", "id = ?", (row,))
@@ -81,18 +80,18 @@ def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> It
 
 
 def _numbers(source: sqlite3.Connection, table: str) -> Iterator[int]:
-    """Row numbers of a table in order, stepping over what cannot be read."""
-    at, misses = 0, 0
+    """Yield a table's row numbers in order, skipping unreadable ones."""
+    last, misses = 0, 0
     while misses < _LARGEST_GAP:
         try:
-            found = source.execute(f"SELECT min(id) FROM {table} WHERE id > ?", (at,)).fetchone()[0]
+            found = source.execute(f"SELECT min(id) FROM {table} WHERE id > ?", (last,)).fetchone()[0]
         except sqlite3.DatabaseError:
-            at, misses = at + 1, misses + 1
+            last, misses = last + 1, misses + 1
             continue
         if found is None:
             return
-        at, misses = int(found), 0
-        yield at
+        last, misses = int(found), 0
+        yield last
 
 
 def _copy(
@@ -106,7 +105,7 @@ def _copy(
 
 
 def _is_whole(target: sqlite3.Connection, row: int) -> bool:
-    """Whether the session's rows verify; if not, it is marked to be left out."""
+    """Whether the session's rows verify. If not, mark it for removal."""
     try:
         Loader(target, {}, fingerprint=None).read(row)
     except (SessionUnusable, ValueError, KeyError):

@@ -1,6 +1,6 @@
-"""Checkpoints on an S3-compatible server. Optional: needs obstore (requirements-cluster.txt).
+"""Checkpoint store on an S3-compatible server. Optional: needs obstore (requirements-cluster.txt).
 
-Keys, session tokens and roles come from the environment alone, as for every program of AWS's.
+Credentials come only from the environment, with the names that AWS's tools use.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ except ImportError:  # an optional package
 
 CONNECT_TIMEOUT_S = 3
 REQUEST_TIMEOUT_S = 30
-"""How long one request may take, its body included."""
+"""Limit per request, with its body."""
 RETRIES = 3
 RETRY_TIMEOUT_S = 20
-"""After so long from its beginning a request that failed is not tried again."""
+"""A failed request is not retried after this time from its start."""
 _MAX_MESSAGE = 300
 
 
 class S3Store:
-    """A bucket, or what lies under a prefix of it, as `CheckpointStore` has it."""
+    """A bucket, or the objects under a prefix in it, as a `CheckpointStore`."""
 
     def __init__(self, location: BucketAddress) -> None:
-        """Raises DatabaseUnusable; asks nobody yet."""
+        """Raises DatabaseUnusable. Does not contact the server yet."""
         self.name = f"s3://{location.bucket}/{location.prefix}"
         if obstore is None:
             raise DatabaseUnusable(
                 f"checkpoint store {self.name}: S3 needs obstore; pip install -r requirements-cluster.txt"
             )
-        given: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
-        given |= {"region": location.region} if location.region else {}
+        options: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
+        options |= {"region": location.region} if location.region else {}
         with self._translate_errors():
             self._bucket = Bucket(
                 location.bucket,
@@ -52,14 +52,14 @@ class S3Store:
                     "allow_http": location.endpoint.startswith("http://"),
                 },
                 retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S)},
-                **given,
+                **options,
             )
 
     def prepare(self, key_prefix: str) -> None:
-        """See `CheckpointStore`: a bucket has no folders."""
+        """See `CheckpointStore`. A bucket has no folders."""
 
     def put(self, key: str, data: bytes) -> None:
-        """See `CheckpointStore`. One request: parts of one that was given up would stay, unseen and paid for."""
+        """See `CheckpointStore`. Uses one request: parts of an aborted multipart upload would stay and cost money."""
         with self._translate_errors():
             obstore.put(self._bucket, key, data, use_multipart=False)
 
@@ -87,8 +87,8 @@ class S3Store:
     def _translate_errors(self) -> Iterator[None]:
         try:
             yield
-        except (BaseError, OSError, ValueError) as error:  # obstore's, among which some are Python's own
+        except (BaseError, OSError, ValueError) as error:  # obstore raises some of Python's own errors
             text = " ".join(str(error).split("\n\n")[0].split())[:_MAX_MESSAGE]
             raise CheckpointStoreUnavailable(
-                f"{text}; see to the server, its address and the keys in the environment"
+                f"{text}; check the server, its address and the keys in the environment"
             ) from None

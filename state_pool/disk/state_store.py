@@ -1,5 +1,6 @@
-"""What the pool's threads need of a session database. A file of SQLite (`database.SqliteStore`) and a server
-(`postgres.PostgresStore`) fulfil it; what is asked of either is the same statements (`statements.py`, `directory.py`).
+"""Protocol of a session database: an SQLite file (`database.SqliteStore`) or a server (`postgres.PostgresStore`).
+
+Both run the same statements (`statements.py`, `directory.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from state_pool.errors import DatabaseUnusable
 
 
 class ServerUnavailable(sqlite3.OperationalError):
-    """The server cannot be reached, or has ended the connection; whether a commit under way was kept is not known."""
+    """The server is unreachable or closed the connection. A running commit may or may not be stored."""
 
 
 class CommitInDoubt(ServerUnavailable):
@@ -19,7 +20,7 @@ class CommitInDoubt(ServerUnavailable):
 
 
 class Connection(Protocol):
-    """As sqlite3's: statements in SQLite's words, with `?` for values, and its errors. One thread at a time."""
+    """The interface of sqlite3: SQLite's SQL with `?` for values, and its errors. One thread at a time."""
 
     @property
     def in_transaction(self) -> bool:
@@ -27,55 +28,53 @@ class Connection(Protocol):
         ...
 
     def execute(self, statement: str, parameters: Any = ..., /) -> Any:
-        """A cursor over the rows. Raises sqlite3.Error; ServerAway among them."""
+        """Return a cursor over the rows. Raises sqlite3.Error, ServerUnavailable."""
         ...
 
-    def close(self) -> None:
-        """Let go of the database."""
-        ...
+    def close(self) -> None: ...
 
 
 class StateStore(Protocol):
-    """A database of sessions, open for one engine. Its methods raise sqlite3.Error and DatabaseUnusable."""
+    """A session database, open for one engine. Its methods raise sqlite3.Error and DatabaseUnusable."""
 
     name: str
-    """What it is called in messages and in /status; nothing secret."""
+    """Name in messages and in /status, without secrets."""
     is_server: bool
-    """Whether it is reached over a network, and may be away for a while."""
+    """Whether it is reached over a network, and may be down for a while."""
     shared: bool
-    """Whether other engines may write: then the database says what there is, and memory may be behind it."""
+    """Whether other engines may write. Then memory may be older than the database."""
     engine: str
-    """Name of this engine among them."""
+    """This engine's name among them."""
 
     @property
     def is_first(self) -> bool:
-        """Whether no other engine has the database open, or will before `allow_other_engines`."""
+        """Whether no other engine has the database open. None can open it before `allow_other_engines`."""
         ...
 
     def open_writer(self) -> Connection:
-        """The one connection that writes, with the schema up to date."""
+        """Open the only connection that writes, with the schema up to date."""
         ...
 
     def open_reader(self) -> Connection:
-        """A connection that only reads; its transactions see one moment."""
+        """Open a connection that only reads. Its transactions see one snapshot."""
         ...
 
     def open_checkpointer(self) -> sqlite3.Connection | None:
-        """A connection that moves what was committed to where it stays; None: that is not the program's affair."""
+        """Open a connection that checkpoints the write-ahead log; None: the database does that itself."""
         ...
 
     def allow_other_engines(self) -> None:
-        """The database is in order: other engines of the service may come."""
+        """Let other engines of the service open the database."""
         ...
 
     def used_bytes(self, connection: Connection) -> int:
-        """Bytes in use, free pages not counted."""
+        """Bytes in use, without free pages."""
         ...
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
-        """The same failure in words that name the database and the remedy."""
+        """Return the error with the database's name and a remedy."""
         ...
 
     def close(self) -> None:
-        """Let another process have the database; connections are closed by who opened them."""
+        """Release the database for other processes. Whoever opened a connection closes it."""
         ...

@@ -1,4 +1,4 @@
-"""The statements that change or read the database, each within its caller's transaction."""
+"""The SQL statements on sessions, turns and states. Run within the caller's transaction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from state_pool.tuned_state import format_origin
 
 
 def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:
-    """Insert a session, or move it on to a later turn; an earlier one changes nothing."""
+    """Insert a session, or update it to a later turn. An earlier turn changes nothing."""
     connection.execute(
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
         "origin_name, origin_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
@@ -48,17 +48,16 @@ def put_session(connection: Connection, session: SessionRow, fingerprint: str) -
 
 
 def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
-    """Log one turn and move its session on; returns the bytes of the log row.
+    """Log one turn and update its session. Returns the bytes of the log row.
 
-    Turns follow each other without a gap: anything else is an IntegrityError, so that no turn is applied
-    twice and none is missing.
+    Turn numbers must have no gap: otherwise raises sqlite3.IntegrityError. So no turn is applied twice or lost.
     """
     check_fence(connection, job.fence)
     data = pack_tokens(job.tokens)
     row, turn = job.session.row, job.session.turn
     found = connection.execute("SELECT turn FROM sessions WHERE id = ?", (row,)).fetchone()
     if job.fence is not None and found is not None and int(found[0]) == turn and _is_logged(connection, job, data):
-        return len(data)  # a commit whose outcome was in doubt was kept
+        return len(data)  # an earlier commit in doubt succeeded
     if turn != (1 if found is None else int(found[0]) + 1):
         raise sqlite3.IntegrityError(f"turn {turn} does not follow turn {0 if found is None else found[0]}")
     put_session(connection, job.session, fingerprint)
@@ -70,7 +69,7 @@ def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
 
 
 def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
-    """Whether the very same turn is there. Only its own engine can have put it there: nobody else had the epoch."""
+    """Whether this turn is already stored. Only this engine can have stored it, since the epoch is unique."""
     row, turn = job.session.row, job.session.turn
     found = connection.execute(
         "SELECT checksum FROM turns WHERE session = ? AND turn = ? AND created = ?", (row, turn, job.session.updated)
@@ -79,7 +78,7 @@ def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
 
 
 def put_chunk(connection: Connection, state: int, number: int, data: memoryview) -> None:
-    """One piece of a state that nothing points to yet."""
+    """Write one chunk of a state that no row points to yet."""
     at = state * CHUNKS_PER_STATE + number
     values = (at, chunk_checksum(data, at), data)
     connection.execute("INSERT INTO state_chunks(id, checksum, data) VALUES (?, ?, ?)", values)
@@ -87,7 +86,7 @@ def put_chunk(connection: Connection, state: int, number: int, data: memoryview)
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """What is said about a stored state beside its bytes."""
+    """A stored state's row, without the bytes."""
 
     state: int
     session: int
@@ -97,10 +96,10 @@ class StateRow:
     layout: str
     num_bytes: int
     stored: StoredObject | None = None
-    """The object that has the bytes; None: chunks in the database."""
+    """The object with the bytes; None: chunks in the database."""
 
     def checksum(self) -> bytes:
-        """Over everything that decides whether and where the state may be used."""
+        """Hash all columns that decide whether and where the state may be used."""
         numbers = (self.state, self.session, self.turn, self.num_tokens, self.num_bytes, LAYOUT_VERSION)
         words = f"{self.fingerprint}\n{self.layout}"
         if self.stored is not None:
@@ -109,7 +108,7 @@ class StateRow:
 
 
 class GarbageState(NamedTuple):
-    """A state that no row points to any more: its chunks, or its object, are garbage."""
+    """A state without a row: its chunks or its object must be deleted."""
 
     state: int
     object_key: str | None
@@ -120,9 +119,9 @@ _OLD = "SELECT id, object_key, bytes FROM states WHERE session = ?"
 
 
 def put_state(connection: Connection, row: StateRow) -> list[GarbageState]:
-    """Make staged chunks, or an object, the session's state; returns the one that it replaces.
+    """Make written chunks, or an object, the session's state. Returns the state that it replaces.
 
-    A state of an earlier turn than the stored one replaces nothing and is itself returned.
+    A state older than the stored one replaces nothing and is itself returned.
     """
     key, checksum_ = (None, None) if row.stored is None else (row.stored.key, row.stored.checksum)
     new = GarbageState(row.state, key, row.num_bytes)
@@ -154,7 +153,7 @@ def put_state(connection: Connection, row: StateRow) -> list[GarbageState]:
 
 
 def trim_turns(connection: Connection, session: int, turn: int, num_tokens: int, retain: int) -> None:
-    """Drop the log that a state covers, but for the last `retain` tokens of it; -1 keeps everything."""
+    """Delete the log that a state covers, except the last `retain` tokens; -1 keeps everything."""
     if retain < 0:
         return
     connection.execute(
@@ -163,9 +162,9 @@ def trim_turns(connection: Connection, session: int, turn: int, num_tokens: int,
 
 
 def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:
-    """A page of the sessions, newest first, those that memory knows better merged in."""
+    """Return a page of the sessions, newest first, with the newer entries from memory merged in."""
     newer = list(query.newer.values())
-    first = max(0, query.offset - len(newer))  # so many rows stand before the page whatever is merged in
+    first = max(0, query.offset - len(newer))  # at least this many rows precede the page
     rows = connection.execute(
         "SELECT id, session_id, dialogue, updated FROM sessions INDEXED BY sessions_by_updated "
         "WHERE hidden = 0 AND id NOT IN (SELECT value FROM json_each(?)) "
@@ -181,27 +180,27 @@ def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry
 
 
 def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[GarbageState]:
-    """Remove sessions; returns the states that are garbage now."""
+    """Delete sessions. Returns the states that become garbage."""
     for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
     return sweep_hidden(connection, rows)
 
 
 def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[GarbageState]:
-    """Really remove hidden sessions that no child needs; a child with a state of its own needs no parent."""
+    """Delete hidden sessions that no child needs. A child with a stored state needs no parent."""
     garbage: list[GarbageState] = []
     if among is None:
         among = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
-    left = sorted(among, reverse=True)  # children mostly have larger numbers than their parents, and go first
+    remaining = sorted(among, reverse=True)  # children usually have larger numbers than their parents
     while True:
-        needed = [row for row in left if not _remove_if_unneeded(connection, row, garbage)]
-        if not needed or len(needed) == len(left):
+        needed = [row for row in remaining if not _remove_if_unneeded(connection, row, garbage)]
+        if not needed or len(needed) == len(remaining):
             return garbage
-        left = needed
+        remaining = needed
 
 
 def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageState]) -> bool:
-    """Remove a hidden session, unless a child needs it; adds the state it had to the garbage."""
+    """Delete a hidden session unless a child needs it. Adds its state to the garbage."""
     needed = connection.execute(
         "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
         (row,),
@@ -219,21 +218,21 @@ def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageS
 
 
 def delete_chunks(connection: Connection, state: int, limit: int) -> bool:
-    """Remove up to `limit` chunks of a state nothing points to; True when none is left.
+    """Delete up to `limit` chunks of a state without a row. Returns True when none is left.
 
-    Those of a state that something does point to stay: whoever gave it up did not hear that its commit was kept.
+    Chunks of a state with a row stay: a commit in doubt may have succeeded after the state was given up.
     """
     low = state * CHUNKS_PER_STATE
-    gone: int = connection.execute(
+    num_deleted: int = connection.execute(
         "DELETE FROM state_chunks WHERE id IN (SELECT id FROM state_chunks WHERE id >= ? AND id < ? LIMIT ?) "
         "AND NOT EXISTS (SELECT 1 FROM states WHERE id = ?)",
         (low, low + CHUNKS_PER_STATE, limit, state),
     ).rowcount
-    return gone < limit
+    return num_deleted < limit
 
 
 def keys_used(connection: Connection, states: Sequence[int]) -> set[str]:
-    """Keys of the objects that these states have."""
+    """Return the object keys of these states."""
     found = connection.execute(
         "SELECT object_key FROM states WHERE object_key IS NOT NULL AND id IN (SELECT value FROM json_each(?))",
         (json.dumps(list(states)),),
@@ -242,13 +241,13 @@ def keys_used(connection: Connection, states: Sequence[int]) -> set[str]:
 
 
 def object_bytes(connection: Connection) -> int:
-    """Bytes of all states that are objects; reads an index only."""
+    """Bytes of all states that are objects. Reads only an index."""
     found = connection.execute("SELECT coalesce(sum(bytes), 0) FROM states WHERE object_key IS NOT NULL").fetchone()
     return int(found[0])
 
 
 def orphaned_states(connection: Connection, first: int = 0, last: int | None = None) -> list[int]:
-    """States numbered `first` to before `last` that a crash left half written or half removed."""
+    """Return the states from `first` to before `last` that a crash left partly written or deleted."""
     orphans: list[int] = []
     at = first * CHUNKS_PER_STATE
     while True:
@@ -262,7 +261,7 @@ def orphaned_states(connection: Connection, first: int = 0, last: int | None = N
 
 
 def first_numbers(connection: Connection) -> tuple[int, int]:
-    """(next session row, next state number): larger than any in use."""
+    """Return (next session row, next state number), larger than any in use."""
     row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
     states = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
     chunks = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
@@ -270,5 +269,5 @@ def first_numbers(connection: Connection) -> tuple[int, int]:
 
 
 def count_sessions(connection: Connection) -> int:
-    """How many are stored; reads an index only."""
+    """Number of stored sessions. Reads only an index."""
     return int(connection.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])

@@ -1,4 +1,4 @@
-"""The third tier as the engine thread sees it: jobs go in, callbacks come back through `deliver`."""
+"""L3 as the engine thread sees it: jobs are queued, callbacks return through `deliver`."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from state_pool.expiry import UsageTimes
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
 SWEEP_INTERVAL_S = 3600.0
-"""Between two looks for objects that no session has."""
+"""Time between two sweeps for unused objects."""
 
 
 class CompletionQueue:
-    """Callbacks on their way from the threads to the engine thread."""
+    """Callbacks from other threads to the engine thread."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = wake
 
     def __call__(self, callback: Callable[[], None]) -> None:
-        """From any thread: have the callback run by the next `run`."""
+        """Queue a callback for the next `run`. Any thread."""
         self._queue.put(callback)
         self.wake()
 
     def wake(self) -> None:
-        """From any thread: have the engine's thread look."""
+        """Wake the engine thread. Any thread."""
         if self._wake is not None:
             self._wake()
 
     @property
     def waiting(self) -> bool:
-        """Whether something is there to run."""
+        """Whether a callback is queued."""
         return not self._queue.empty()
 
     def run(self) -> int:
-        """On the engine thread: run what has arrived; returns how many."""
+        """Run the queued callbacks and return their number. Engine thread only."""
         count = 0
         while not self._queue.empty():
             self._queue.get_nowait()()
@@ -62,13 +62,13 @@ class CompletionQueue:
 
 
 class Store:
-    """The database with its two threads. Raises DatabaseUnusable when it cannot be opened."""
+    """The database with its two threads. Raises DatabaseUnusable if it cannot be opened."""
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
         self._numbers: list[tuple[str, int]] = []
         self.usage_times = UsageTimes()
-        """Of the sessions that were there when it was opened; unless they never expire."""
+        """Of the sessions found at the start, if sessions expire."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._database = _open_database(config)
         self.path, self.shared, self.is_server = self._database.name, self._database.shared, self._database.is_server
@@ -83,12 +83,12 @@ class Store:
             opened.pop_all()
         self._next_row = self.writer.next_row
         self._deleted: set[int] = set()
-        """Rows whose delete the disk does not have yet."""
+        """Rows whose delete is not on disk yet."""
         self.pending = 0
-        """Jobs whose outcome has not been delivered."""
+        """Jobs without a delivered result."""
 
     def _open(self, opened: contextlib.ExitStack, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
-        """Begin to write, alone or as one of several engines; the first of those finds the database in order."""
+        """Open the database alone or as one of several engines. The first of those cleans up."""
         database = self._database
         connection = database.open_writer()
         opened.callback(connection.close)
@@ -123,7 +123,7 @@ class Store:
         self._reader = Reader(reader, arena, deliver, deliver.wake, self._objects)
 
     def load_sessions(self, index: SessionIndex) -> None:
-        """Enter every stored session, oldest first; where the database is shared, it is asked for each instead."""
+        """Add every stored session to the index, oldest first. A shared database is queried per session instead."""
         by_row = {stored.row.row: build_session(stored) for stored in self._stored}
         for stored in self._stored:
             by_row[stored.row.row].parent = by_row.get(stored.row.parent) if stored.row.parent is not None else None
@@ -134,15 +134,15 @@ class Store:
         self._stored, self._numbers = [], []
 
     def next_row(self) -> int:
-        """A row number that was never used."""
+        """Return an unused row number."""
         self._next_row += 1
         return self._next_row - 1
 
     @property
     def failure(self) -> str | None:
-        """Why one of the threads is gone; what it had to do is never done."""
-        of_objects = None if self._objects is None else self._objects.failure
-        return self.writer.failure or self._reader.failure or of_objects
+        """The error of a dead thread, or None. Its jobs never finish."""
+        objects_failure = None if self._objects is None else self._objects.failure
+        return self.writer.failure or self._reader.failure or objects_failure
 
     @property
     def has_room_for_state(self) -> bool:
@@ -151,12 +151,12 @@ class Store:
 
     @property
     def degraded(self) -> str | None:
-        """Why the last write failed, or the checkpoint store could not be used; None since one succeeded."""
+        """The last error of the writer or of the checkpoint store; None after a success."""
         return self.writer.stats.degraded or (None if self._objects is None else self._objects.stats.trouble)
 
     @property
     def over_limit(self) -> bool:
-        """Whether the database holds more than `state_db_max_gb`."""
+        """Whether the database is larger than `state_db_max_gb`."""
         return bool(self._limit_bytes) and self.excess_bytes > 0
 
     @property
@@ -166,7 +166,7 @@ class Store:
 
     @property
     def has_pending_deletes(self) -> bool:
-        """Whether deleted sessions still have to leave the file."""
+        """Whether deleted sessions still take space in the file."""
         return self.writer.is_collecting_garbage or self.writer.queued[0] > 0
 
     def submit(self, job: SmallJob, done: Done) -> None:
@@ -177,46 +177,46 @@ class Store:
         self.writer.submit(job, self._count_pending(done))
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Queue a state; only while `has_room_for_state`."""
+        """Queue a state. Check `has_room_for_state` first."""
         self.writer.submit_state(job, self._count_pending(done))
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
-        """Read a session back."""
+        """Queue a session to load."""
         self._reader.load(row, on_loaded)
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
-        """Look a session up, where memory need not know of it."""
+        """Queue a lookup of a session that memory may not know."""
         self._reader.find(key, on_found)
 
     @property
     def engines(self) -> list[str]:
-        """Names of the engines that share the database and live."""
+        """Names of the live engines that share the database."""
         return [] if self.writer.member is None else list(self.writer.member.names)
 
     @property
     def is_cleanup_leader(self) -> bool:
-        """Whether this engine deletes what has expired for all that share the database."""
+        """Whether this engine deletes expired sessions for all engines."""
         return self.writer.member is not None and self.writer.member.is_first
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
-        """Read a page of the list; sessions whose delete is not on disk yet are left out."""
+        """Queue a page of the list. Leaves out sessions whose delete is not on disk yet."""
         self._reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
 
     @property
     def checkpoint_store(self) -> dict[str, Any] | None:
-        """What the checkpoint store is called, and what was done with it; None: there is none."""
+        """Name and counters of the checkpoint store; None: there is none."""
         objects = self._objects
         return None if objects is None else {"name": objects.name, **dataclasses.asdict(objects.stats)}
 
     def sweep_objects(self) -> None:
-        """Once an hour, one engine for all: have the objects deleted that no session has."""
-        now, ours = time.monotonic(), self.writer.member is None or self.is_cleanup_leader
-        if self._objects is not None and ours and now >= self._next_sweep:
+        """Once an hour, on one engine, delete the unused objects."""
+        now, is_leader = time.monotonic(), self.writer.member is None or self.is_cleanup_leader
+        if self._objects is not None and is_leader and now >= self._next_sweep:
             self._next_sweep = now + SWEEP_INTERVAL_S
             self._objects.sweep(self._reader.find_used_keys)
 
     def close(self) -> None:
-        """Write what is queued and let go of the file. Blocks."""
+        """Write the queued jobs and close the database. Blocks."""
         self._reader.close()
         self.writer.close()
         if self._objects is not None:
@@ -244,7 +244,7 @@ class Store:
 def _open_database(config: PoolConfig) -> StateStore:
     """Raises DatabaseUnusable."""
     if config.on_server:
-        from state_pool.disk.postgres import PostgresStore  # its driver takes longer to load than the rest of the pool
+        from state_pool.disk.postgres import PostgresStore  # its driver is slow to import
 
         database: StateStore = PostgresStore(config)
     else:
@@ -252,8 +252,8 @@ def _open_database(config: PoolConfig) -> StateStore:
     if database.shared and config.durability == "lazy":
         database.close()
         raise DatabaseUnusable(
-            f"session database {database.name}: several engines share it, and with --durability lazy none knows what "
-            "another has not written yet; use log or turn"
+            f"session database {database.name}: several engines share it, and with --durability lazy no engine sees "
+            "the turns that another has not written yet; use log or turn"
         )
     return database
 
@@ -266,7 +266,7 @@ def _open_objects(config: PoolConfig, connection: Connection, deliver: Completio
 
 
 def build_session(stored: StoredSession) -> Session:
-    """A session as the database has it, without its parent."""
+    """Return the session without its parent."""
     row = stored.row
     session = Session(row.key, row.row, row.created, row.updated)
     session.origin, session.adapter = row.origin, row.adapter

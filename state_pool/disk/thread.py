@@ -1,4 +1,4 @@
-"""A thread of the pool: nobody waits for one that has died without anybody noticing."""
+"""A thread of the pool that reports its own death."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class PoolThread:
-    """Runs `work` once on a thread of its own; if that raises, `failure` says what.
+    """Runs `work` once on a new thread. If that raises, `failure` has the error.
 
-    What a job raises is the job's own failure, and its waiter's: `work` catches that. Whatever else happens is a fault
-    of this program after which jobs wait for ever, so the engine's thread looks at `failure` at every step.
+    `work` must catch the errors of single jobs. Any other error is a bug: jobs would wait forever. So the engine thread
+    checks `failure` at every step.
     """
 
     def __init__(self, name: str, work: Callable[[], None], on_death: Callable[[], None]) -> None:
-        """`on_death` is called on the dying thread, so that somebody looks."""
+        """`on_death` is called on the dying thread, to wake the engine."""
         self.failure: str | None = None
         self._work = work
         self._on_death = on_death
@@ -25,14 +25,14 @@ class PoolThread:
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end; whether it came."""
+        """Wait for the thread. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # SystemExit too: however it ends, nobody does its work any more
+        except BaseException as error:  # SystemExit too: without the thread, jobs wait forever
             name = self._thread.name
             logger.critical("the thread %s has died", name, exc_info=True)
             self.failure = f"the thread {name} has died ({type(error).__name__}: {error})"

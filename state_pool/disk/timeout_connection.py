@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL that does not wait without end for a server that is connected and says nothing."""
+"""A PostgreSQL connection with a timeout for servers that are connected but silent."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ if TYPE_CHECKING:
     from psycopg.abc import PQGen
 
 READ_TIMEOUT_S = 8.0
-"""The kernel gives up what nobody acknowledges after as long; locks are waited for by a quarter of it."""
+"""The kernel drops unacknowledged data after the same time. Lock waits get a quarter of it."""
 _CHECK_INTERVAL_S = 0.1
 
 _Found = TypeVar("_Found")
 
 
 class TimeoutConnection(psycopg.Connection[Any]):
-    """Ends itself, with an OperationalError, where nothing comes for `read_timeout_s` seconds while it waits."""
+    """Closes itself with an OperationalError after `read_timeout_s` seconds of waiting without data."""
 
     read_timeout_s = float("inf")
     read_timed_out = False
 
     def wait(self, gen: PQGen[_Found], interval: float = _CHECK_INTERVAL_S, timeout: float | None = None) -> _Found:
-        """See psycopg.Connection; all its statements wait here."""
+        """See psycopg.Connection. All statements wait here."""
         return super().wait(self._with_timeout(gen), interval, timeout)
 
     def _with_timeout(self, steps: PQGen[_Found]) -> PQGen[_Found]:
-        """The same steps, each told what the socket is ready for, if anything."""
-        since = time.monotonic()
+        """Run the steps, passing each the socket's readiness, with the timeout."""
+        last_data_at = time.monotonic()
         try:
-            wanted = next(steps)
+            interest = next(steps)
             while True:
-                ready = yield wanted
+                ready = yield interest
                 now = time.monotonic()
                 if ready:
-                    since = now
-                elif now - since >= self.read_timeout_s:
+                    last_data_at = now
+                elif now - last_data_at >= self.read_timeout_s:
                     self.read_timed_out = True
                     self.pgconn.finish()
                     raise psycopg.OperationalError(
-                        f"it is connected and has said nothing for {self.read_timeout_s:g} s"
+                        f"it is connected but has not answered for {self.read_timeout_s:g} s"
                     )
-                wanted = steps.send(ready)
-        except StopIteration as end:
-            found: _Found = end.value
+                interest = steps.send(ready)
+        except StopIteration as stop:
+            found: _Found = stop.value
             return found

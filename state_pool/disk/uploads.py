@@ -1,4 +1,4 @@
-"""States that become objects of a checkpoint store: put while turns and other states are written, then their row is."""
+"""Uploads states to the checkpoint store while turns and other states are written. Then their rows are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from state_pool.errors import TurnNotStored
 
 
 class Uploads:
-    """Begun by the writer's thread; told by those of the objects."""
+    """Started by the writer thread; callbacks run on the object threads."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Uploads:
         changed: threading.Condition,
         failed: Callable[[StagedState, Exception], None],
     ) -> None:
-        """`changed`: the writer's lock, under which `staged` is used; `failed`: told of a state that was not put."""
+        """`changed`: the writer's lock, which guards `staged`. `failed`: called for a failed upload."""
         self._objects = objects
         self._order = list(layout)
         self._num_bytes = sum(part_sizes(layout).values())
@@ -34,7 +34,7 @@ class Uploads:
         self._failed = failed
 
     def begin(self, staging: StagedState, state: int) -> None:
-        """Have the object of the state with that number put; then its row is next."""
+        """Start to put the state's object under this state number."""
         reach("before_checkpoint")
         staging.state, staging.num_bytes, staging.upload_started_at = state, self._num_bytes, time.time()
         with self._changed:
@@ -57,6 +57,6 @@ class Uploads:
 
 
 def check_age(staging: StagedState) -> None:
-    """Raises TurnNotStored for an object that a sweep may take for an orphan."""
+    """Raises TurnNotStored if a sweep might already treat the object as an orphan."""
     if time.time() > staging.upload_started_at + ORPHAN_AGE_S / 2:
-        raise TurnNotStored("so long after its state was put it may be taken for an orphan; it is stored again")
+        raise TurnNotStored("the upload of its state took too long, a sweep may delete the object; it is stored again")

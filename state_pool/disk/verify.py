@@ -1,4 +1,4 @@
-"""Reads a stored session back and verifies every row of it. Any thread, with a connection of its own."""
+"""Loads a stored session and verifies every row. Any thread, on its own connection."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 
 
 class SessionCorrupted(SessionUnusable):
-    """Stored rows contradict their checksums or each other: to be quarantined."""
+    """Stored rows contradict their checksums or each other. The session must be quarantined."""
 
 
 class Loader:
-    """Reads sessions for one model, or, without a fingerprint, only to see whether they are whole."""
+    """Loads sessions for one model. Without a fingerprint, it only verifies them."""
 
     def __init__(
         self, connection: Connection, layout: Layout, fingerprint: str | None, vocab: int | None = None
@@ -43,45 +43,45 @@ class Loader:
     def read(
         self, row: int, unusable_states: Mapping[int, SessionUnusable] | None = None
     ) -> tuple[StoredParts | ObjectLocation | None, list[int]]:
-        """A session's state, or where it is, or None for the zero state, and the token ids that follow it.
+        """Load a session: its state, the state's location or None for the zero state, and the token ids after it.
 
-        The caller has begun a transaction, so that all of it is of one moment. `unusable_states`: states by their numbers
-        that could not be fetched or used, and why.
+        Call within a transaction, so that all rows are from one snapshot. `unusable_states`: numbers of states that
+        could not be fetched or used, and why.
 
-        Raises SessionUnusable (another model's state without the whole history) or Damaged.
+        Raises SessionUnusable (another model's state without the whole history) or SessionCorrupted.
         """
         replay: list[int] = []
         stored: StoredParts | ObjectLocation | None = None
         fingerprint = None
-        wanted: int | None = row
-        while wanted is not None:
-            found = self._connection.execute(_SESSION, (wanted,)).fetchone()
+        session: int | None = row
+        while session is not None:
+            found = self._connection.execute(_SESSION, (session,)).fetchone()
             if found is None:
                 raise SessionCorrupted(
                     "a dialogue that this session continues is missing from the database; delete it to begin anew"
                 )
             parent, turn, fingerprint = found
-            stored, base, unavailable_reason = self._state(wanted, unusable_states or {})
-            replay = self._log(wanted, base, int(turn), unavailable_reason) + replay
+            stored, base, unavailable_reason = self._state(session, unusable_states or {})
+            replay = self._log(session, base, int(turn), unavailable_reason) + replay
             if stored is not None:
                 break
-            wanted = parent
+            session = parent
         self._check_vocabulary(replay, str(fingerprint))
         return stored, replay
 
     def _check_vocabulary(self, replay: list[int], fingerprint: str) -> None:
-        """A token id that the model has no row for would end the step of every session beside it."""
+        """Raises if a token id is outside the model's vocabulary. It would fail the step for all rows in the batch."""
         if self._vocab is None or max(replay, default=0) < self._vocab:
             return
-        what = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"
+        fault = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"
         if fingerprint != self._fingerprint:
-            raise SessionUnusable(f"the session belongs to another model ({what}); start that one, or delete it")
-        raise SessionCorrupted(f"{what}; delete the session to begin anew")
+            raise SessionUnusable(f"the session belongs to another model ({fault}); start that one, or delete it")
+        raise SessionCorrupted(f"{fault}; delete the session to begin anew")
 
     def _state(
         self, session: int, unusable_states: Mapping[int, SessionUnusable]
     ) -> tuple[StoredParts | ObjectLocation | None, int, SessionUnusable | None]:
-        """(the state, the turn it follows, None), or (None, 0, why the stored state cannot be used)."""
+        """Return (state, its turn, None), or (None, 0, why the stored state cannot be used)."""
         found = self._connection.execute(
             "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, "
             "object_key, object_checksum FROM states WHERE session = ?",
@@ -102,16 +102,17 @@ class Loader:
             return None, 0, unavailable_reason
         if int(state) in unusable_states:
             return None, 0, unusable_states[int(state)]
-        known = stored_layout(layout)
+        state_layout = stored_layout(layout)
         if stored is not None:
-            return ObjectLocation(int(state), session, stored, known), int(turn), None
+            return ObjectLocation(int(state), session, stored, state_layout), int(turn), None
         try:
-            return StoredParts(int(state), self._parts(int(state), part_sizes(known)), known), int(turn), None
+            parts = self._parts(int(state), part_sizes(state_layout))
+            return StoredParts(int(state), parts, state_layout), int(turn), None
         except SessionCorrupted as damage:
             return None, 0, damage
 
     def _mismatch(self, fingerprint: str, version: int, layout: str) -> SessionUnusable | None:
-        """Why a state stored under this description is not for this server."""
+        """Return why a state with this description does not fit this server, or None."""
         if self._fingerprint is None:
             return None if version == LAYOUT_VERSION else SessionUnusable(f"the state has layout version {version}")
         if fingerprint != self._fingerprint:
@@ -119,9 +120,9 @@ class Loader:
                 f"the session belongs to another model (fingerprint {fingerprint}, this one is {self._fingerprint}) "
                 "and its token history is not complete; start that model, or delete the session"
             )
-        known = version == LAYOUT_VERSION
-        if not known or not has_same_layers(stored_layout(layout), self._layout):
-            remedy = SAME_LAYOUT_HINT if known else "start the version that stored it"
+        is_known_version = version == LAYOUT_VERSION
+        if not is_known_version or not has_same_layers(stored_layout(layout), self._layout):
+            remedy = SAME_LAYOUT_HINT if is_known_version else "start the version that stored it"
             return SessionUnusable(
                 f"the session was stored with the state layout {layout} (version {version}), this server uses "
                 f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "
@@ -150,7 +151,7 @@ class Loader:
             ) from None
 
     def _log(self, session: int, after: int, last: int, unavailable_reason: SessionUnusable | None) -> list[int]:
-        """The tokens of turns after+1..last; when the state is no use, they must reach back to the start."""
+        """Return the tokens of turns after+1..last. Raises `unavailable_reason` or SessionCorrupted for a gap."""
         tokens: list[int] = []
         expected = after
         rows = self._connection.execute(
@@ -171,5 +172,5 @@ class Loader:
 
 
 def stored_layout(text: str) -> Layout:
-    """The layout a stored state was written with."""
+    """Parse a stored state's layout."""
     return {name: (dtype, tuple(shape)) for name, dtype, shape in json.loads(text)}

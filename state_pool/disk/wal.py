@@ -1,4 +1,4 @@
-"""SQLite's write-ahead log: moved into the file by a thread of its own, so that no turn waits for it."""
+"""Checkpoints of SQLite's write-ahead log, on their own thread, so that no turn waits for them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from state_pool.disk.state_store import Connection
 from state_pool.disk.thread import PoolThread
 
 WAL_BYTES = 16 << 20
-"""Written bytes after which the log is moved, between jobs."""
+"""Log size that triggers a checkpoint."""
 
 
 class WalCheckpointResult(NamedTuple):
-    """What came of a move."""
+    """Result of a checkpoint."""
 
     is_complete: bool
-    """Whether all of the log that was there is in the file, and so survives a loss of power."""
+    """Whether the whole log is in the file, and so survives a power loss."""
     error: str | None = None
-    """Why it failed; None too when it is not whole only because somebody reads what was there before."""
+    """The error. None if it is incomplete only because of a reader."""
 
 
 class WriteAheadLog:
-    """The log as the writer's thread keeps it short; of a server, which has no mover, nothing."""
+    """Keeps the log short, from the writer thread. Does nothing for a server."""
 
     def __init__(
         self,
@@ -33,9 +33,11 @@ class WriteAheadLog:
         changed: threading.Condition,
         on_death: Callable[[], None],
     ) -> None:
-        """`connection`: the writer's; `checkpointer`: one that moves; `changed`: the writer's lock, notified after a move."""
+        """`connection`: the writer's. `checkpointer`: for the thread. `changed`: the writer's lock, notified after a
+        checkpoint.
+        """
         self.has_uncheckpointed_rest = False
-        """Whether there is something to do for `checkpoint_if_needed` at once."""
+        """Whether `checkpoint_if_needed` should run at once."""
         self._connection = connection
         self._changed = changed
         self._checkpointer = (
@@ -43,35 +45,35 @@ class WriteAheadLog:
         )
         self._bytes = 0
         self._unsynced: list[Callable[[], None]] = []
-        """What is to be done when commits survive a loss of power that SQLite may not have synced yet."""
+        """To call when commits survive a power loss; SQLite may not have synced them yet."""
         self._syncing: list[Callable[[], None]] = []
-        """The same, of commits before the move that is under way."""
+        """The same, for commits before the running checkpoint."""
 
     @property
     def failure(self) -> str | None:
-        """Why the mover's thread is gone."""
+        """The error of the dead thread, or None."""
         return None if self._checkpointer is None else self._checkpointer.failure
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether there is nothing to move."""
+        """Whether the log is empty."""
         return self._checkpointer is None or self._bytes == 0
 
     def written(self, num_bytes: int) -> None:
-        """So much was committed, about."""
+        """Count committed bytes, approximately."""
         self._bytes += num_bytes
 
     def call_when_synced(self, action: Callable[[], None]) -> None:
-        """Do it when all that is committed now survives a loss of power."""
+        """Call `action` when all current commits survive a power loss."""
         if self._checkpointer is None:
             action()
         else:
             self._unsynced.append(action)
 
     def checkpoint_if_needed(self, idle: bool) -> str | None:
-        """Have it moved when it is long or nothing else is to do; the little that came meanwhile, at once.
+        """Start a checkpoint when the log is long or the writer is idle. Checkpoint the small rest at once.
 
-        Returns what went wrong.
+        Returns an error or None.
         """
         if self._checkpointer is None:
             return None
@@ -88,11 +90,11 @@ class WriteAheadLog:
         if first_result.is_complete or rest.is_complete:
             _call_all(self._syncing)
         elif self._syncing:
-            self._bytes = max(1, self._bytes)  # it is tried again when nothing else is to do
+            self._bytes = max(1, self._bytes)  # retried when the writer is idle
         return rest.error
 
     def close(self) -> None:
-        """End the thread; move what is left."""
+        """End the thread and checkpoint the rest."""
         if self._checkpointer is None:
             return
         self._checkpointer.close()
@@ -101,17 +103,17 @@ class WriteAheadLog:
             _call_all(self._unsynced)
 
     def _on_checkpoint(self) -> None:
-        """On the mover's thread."""
+        """Runs on the checkpointer's thread."""
         with self._changed:
             self.has_uncheckpointed_rest = True
             self._changed.notify()
 
 
 class WalCheckpointer:
-    """Moves on request what has been committed so far; `on_done` is called on its thread.
+    """Checkpoints on request. `on_done` is called on its thread.
 
-    Commits go on meanwhile. What they add is left for the next time, and a log that is never whole in the file
-    would grow for ever: so the writer, when told, moves that small rest itself, between two commits.
+    Commits continue meanwhile, so the log may never be completely in the file and would grow forever. Therefore the
+    writer checkpoints the small rest itself, between two commits.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class WalCheckpointer:
     ) -> None:
         self.busy = False
         self.last_result = WalCheckpointResult(False)
-        """What came of the last move; not whole while one is under way."""
+        """Result of the last checkpoint; incomplete while one is running."""
         self._connection = connection
         self._on_done = on_done
         self._requests = threading.Semaphore(0)
@@ -128,17 +130,17 @@ class WalCheckpointer:
 
     @property
     def failure(self) -> str | None:
-        """Why its thread is gone."""
+        """The error of the dead thread, or None."""
         return self._thread.failure
 
     def start(self) -> None:
-        """Begin to move; from the writer's thread, while not `busy`."""
+        """Start a checkpoint. Called by the writer thread while not `busy`."""
         self.busy = True
         self.last_result = WalCheckpointResult(False)
         self._requests.release()
 
     def close(self) -> None:
-        """Finish, end the thread, close the connection. Blocks."""
+        """End the thread after the running checkpoint and close the connection. Blocks."""
         self._stopping = True
         self._requests.release()
         self._thread.join()
@@ -155,11 +157,11 @@ class WalCheckpointer:
 
 
 def wal_checkpoint(connection: Connection) -> WalCheckpointResult:
-    """Move what can be moved without waiting for anybody."""
+    """Checkpoint as much as possible without waiting for readers."""
     try:
         busy, pages, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     except sqlite3.Error as error:
-        return WalCheckpointResult(False, f"the write-ahead log cannot be moved into the database: {error}")
+        return WalCheckpointResult(False, f"the write-ahead log cannot be copied into the database: {error}")
     return WalCheckpointResult(not busy and moved == pages)
 
 

@@ -1,4 +1,4 @@
-"""The thread that owns the one write connection. Turns go first, in groups; states follow piece by piece."""
+"""The thread with the only write connection. Commits turns first, in groups; writes states chunk by chunk."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
 logger = logging.getLogger(__name__)
 
 MAX_JOBS_PER_COMMIT = 256
-"""Most small jobs in one transaction."""
+"""Limit of small jobs in one transaction."""
 _GARBAGE_CHUNKS = 4
 _GARBAGE_ROUNDS = 8
-"""Under constant load, garbage is collected in one of so many rounds."""
+"""Under constant load, one round in this many collects garbage."""
 _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 _RECOUNT_INTERVAL_S = 60.0
-"""Bytes of objects are counted from change to change; what other engines change, so often."""
+"""Interval for counting object bytes anew, to include other engines' changes."""
 
 Deliver = Callable[[Callable[[], None]], None]
-"""Hands a callback to the engine thread."""
+"""Passes a callback to the engine thread."""
 
 
 class Writer:
-    """Takes jobs from the engine thread; `deliver` brings their outcome back there."""
+    """Takes jobs from the engine thread. Results go back through `deliver`."""
 
     def __init__(
         self,
@@ -63,8 +63,11 @@ class Writer:
         objects: CheckpointObjects | None = None,
         stores_objects: bool = False,
     ) -> None:
-        """`member`: this engine among those that share the database; `sweep`: no other has it open yet;
-        `objects`: where states are beside the database; `stores_objects`: new ones too."""
+        """- `member`: this engine among those that share the database
+        - `sweep`: no other engine has the database open yet
+        - `objects`: the checkpoint store, if there is one
+        - `stores_objects`: new states go there
+        """
         self.stats = WriterStats()
         self.member = member
         self._database = database
@@ -97,26 +100,26 @@ class Writer:
 
     @property
     def failure(self) -> str | None:
-        """Why one of the threads that write is gone."""
+        """The error of a dead writing thread, or None."""
         return self._thread.failure or self._log.failure
 
     @property
     def queued(self) -> tuple[int, int]:
-        """(small jobs, states) that wait or are being written."""
+        """(small jobs, states) that are waiting or being written"""
         return len(self._small_jobs), len(self._staged)
 
     @property
     def has_room_for_state(self) -> bool:
-        """Whether another state may be handed over; each keeps its host buffer until it is written."""
+        """Whether another state may be queued. Each holds its host buffer until it is written."""
         return self.queued[1] < self._queue
 
     @property
     def is_collecting_garbage(self) -> bool:
-        """Whether chunks that nothing points to still have to be removed."""
+        """Whether garbage chunks still have to be deleted."""
         return bool(self._garbage)
 
     def submit(self, job: SmallJob, done: Done) -> None:
-        """Queue a turn, a delete or a mark. Bounded by the callers: a session has one turn under way."""
+        """Queue a small job. The callers bound the number: a session has one running turn."""
         with self._changed:
             if isinstance(job, Delete):
                 self._forget_states(set(job.rows))
@@ -124,28 +127,30 @@ class Writer:
             self._changed.notify()
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Queue a state; ask `has_room_for_state` first."""
+        """Queue a state. Check `has_room_for_state` first."""
         with self._changed:
             self._staged.waiting.append(StagedState(job, done))
             self._changed.notify()
 
     def close(self) -> None:
-        """Write everything that was queued, then end the thread and close the connection. Blocks."""
+        """Write all queued jobs, end the thread, close the connection. Blocks."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
         self._thread.join()
 
     def _forget_states(self, rows: set[int]) -> None:
-        """A delete overtakes states of the same sessions: they must not come back afterwards."""
+        """Remove queued states of deleted sessions, which must not reappear after the delete."""
         being_written = self._staged.current
         for staged in self._staged.forget(rows):
-            if staged.stored is None or staged is not being_written:  # its row may be there before it is deleted
+            if (
+                staged.stored is None or staged is not being_written
+            ):  # otherwise its row may already be committed; the delete removes it
                 self._abandon_state(staged)
             self._report(staged.done, SessionNotFound("the session was deleted while its state was being stored"))
 
     def _abandon_state(self, staged: StagedState) -> None:
-        """Nothing points to what was written of the state; what is being put goes when it has been."""
+        """Make the written part of a state garbage. An object being uploaded is deleted after its upload."""
         if staged.stored is not None and self._objects is not None:
             self._objects.delete(staged.stored.key)
         elif staged.number:
@@ -157,7 +162,7 @@ class Writer:
         while self._run_once():
             self._rounds += 1
         if self.member is not None:
-            self._try(self.member.leave)  # else others notice by themselves
+            self._try(self.member.leave)  # if it fails, others notice the timeout
         self._log.close()
         self._connection.close()
 
@@ -168,13 +173,13 @@ class Writer:
 
     @property
     def _wait_timeout_s(self) -> float | None:
-        """Seconds to wait for work; None: until there is some."""
+        """Seconds to wait for work; None: without a limit."""
         if self.member is not None:
             return HEARTBEAT_INTERVAL_S
         return None if self._log.is_checkpointed else _IDLE_S
 
     def _run_once(self) -> bool:
-        """The turns that wait, then one piece of the rest; False when told to stop and nothing is left."""
+        """Commit the waiting turns, then one piece of other work. Returns False when stopped and done."""
         with self._changed:
             if not (self._has_work or (self._stopping and not self._staged.uploading)):
                 self._changed.wait(self._wait_timeout_s)
@@ -182,7 +187,7 @@ class Writer:
             group = [self._small_jobs.popleft() for _ in range(min(len(self._small_jobs), MAX_JOBS_PER_COMMIT))]
             staging = self._staged.next()
         if self.member is not None and self.member.heartbeat_due:
-            # If it fails it is due again; meanwhile others may take this engine for lost.
+            # After a failure it is due again. Meanwhile others may regard this engine as lost.
             self._try(partial(self._heartbeat, self.member))
         if group:
             self._commit_group(group)
@@ -201,7 +206,7 @@ class Writer:
             error = self._transaction([job for job, _ in group])
             in_doubt = in_doubt or isinstance(error, CommitInDoubt)
         if error is not None and len(group) > 1 and not is_environment_error(error):
-            # One job of the group is at fault: each for itself, so that the others are kept.
+            # One job is at fault: commit each on its own, to keep the others.
             for job, done in group:
                 error = self._transaction([job])
                 self._report(done, reported_error(error, job, in_doubt or isinstance(error, CommitInDoubt)))
@@ -210,9 +215,10 @@ class Writer:
             self._report(done, reported_error(error, job, in_doubt))
 
     def _wait_to_retry(self, started_at: float) -> bool:
-        """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again.
+        """Wait before another attempt. Returns False after the timeout or at shutdown.
 
-        `started_at`: as in `ReconnectTimeout`."""
+        A retry finds out whether a commit in doubt succeeded. `started_at`: see `ReconnectTimeout`.
+        """
         if not self._server.may_retry(started_at) or self._stopping:
             return False
         time.sleep(RECONNECT_INTERVAL_S)
@@ -238,39 +244,39 @@ class Writer:
         return None
 
     def _try(self, work: Callable[[], None]) -> Exception | None:
-        """Do it; what it leaves half done is rolled back. Returns why it failed: the thread goes on."""
+        """Run `work`. On an error, roll back and return the error; the thread continues."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - a number that SQLite cannot hold, say: the jobs' failure
+        except Exception as error:  # noqa: BLE001 - e.g. a number that SQLite cannot store: fails the jobs only
             self._roll_back(error)
             return error
         return None
 
     def _commit(self) -> None:
-        """Of what changes sessions. Raises CommitInDoubt when nothing says whether it was kept."""
+        """Commit changes of sessions. Raises CommitInDoubt if the outcome is unknown."""
         try:
             self._connection.execute("COMMIT")
         except ServerUnavailable as error:
             raise CommitInDoubt(str(error)) from error
 
     def _heartbeat(self, member: Membership) -> None:
-        """Say that this engine lives; what engines that do not have left half written is garbage."""
+        """Write a heartbeat. The partial states of lost engines become garbage."""
         self._applier.begin()
         lost = member.heartbeat()
         self._connection.execute("COMMIT")
         for engine in lost:
-            logger.warning("engine %d has not been heard of for too long: its sessions may go on elsewhere", engine)
+            logger.warning("engine %d sends no heartbeat: other engines may take over its sessions", engine)
             first, last = first_state_number(engine), first_state_number(engine + 1)
             self._garbage.extend(statements.orphaned_states(self._connection, first, last))
 
     def _begin_chunks(self, staging: StagedState) -> None:
         self._applier.begin()
-        if staging.stored is not None:  # under whichever number; its fence says whether it counts
+        if staging.stored is not None:  # any number is fine; its fence decides
             check_age(staging)
         elif staging.number == 0:
             staging.state = self._new_state()
         elif self.member is not None and not self.member.owns(staging.state):
-            raise TurnNotStored("this engine was taken for lost while it stored a state; the state is stored again")
+            raise TurnNotStored("other engines declared this engine lost during a write; the state is stored again")
 
     def _new_state(self) -> int:
         if self.member is not None:
@@ -279,7 +285,7 @@ class Writer:
         return self._next_state - 1
 
     def _write_state(self, staging: StagedState) -> None:
-        """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
+        """Write chunks until done or until a turn waits. The last transaction writes the state's row."""
         if self._uploads is not None and staging.stored is None:
             self._uploads.begin(staging, self._new_state())
             return
@@ -302,7 +308,7 @@ class Writer:
                 else []
             )
             self._commit()
-        except Exception as error:  # noqa: BLE001 - of copies and of SQLite; the state's failure, not the thread's
+        except Exception as error:  # noqa: BLE001 - copies and SQLite may fail: fails the state, not the thread
             self._roll_back(error)
             self._state_failed(staging, error)
             return
@@ -314,7 +320,7 @@ class Writer:
 
     def _chunks_written(self, staging: StagedState) -> None:
         with self._changed:
-            if self._staged.current is not staging:  # a delete overtook it, perhaps before it had a piece to collect
+            if self._staged.current is not staging:  # a delete came first, maybe before the first chunk
                 self._garbage.append(staging.state)
 
     def _state_written(self, staging: StagedState, old: list[GarbageState]) -> None:
@@ -326,42 +332,42 @@ class Writer:
         self._discard(old)
         with self._changed:
             if not self._staged.finish(staging):
-                return  # a delete overtook it; its Delete job removes the row
+                return  # a delete came first; its job removes the row
         self._report(staging.done, None)
 
     def _state_failed(self, staging: StagedState, error: Exception) -> None:
-        in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # else nothing pointed to the pieces
+        in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # otherwise no row could be committed
         with self._changed:
             is_current = self._staged.finish(staging)
-            # An object that a row may name is left to a sweep; of pieces a delete has taken care.
+            # A row may name the object after a commit in doubt: leave it to a sweep. The delete has queued the chunks.
             is_garbage = is_current if staging.stored is None else not in_doubt
             if is_garbage:
                 self._abandon_state(staging)
             self._changed.notify()
         if not is_current:
-            return  # a delete overtook it, and has told
+            return  # the delete has reported the error
         self._report(staging.done, reported_error(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
-        """Remove chunks nothing points to, a few at a time, so that turns are not kept waiting."""
+        """Delete a few garbage chunks, so that turns do not wait."""
         state = self._garbage[0]
         try:
             self._applier.begin()
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             hidden = statements.sweep_hidden(self._connection) if empty and len(self._garbage) == 1 else []
             self._connection.execute("COMMIT")
-        except Exception as error:  # noqa: BLE001 - what is left is found again
+        except Exception as error:  # noqa: BLE001 - the rest is found at the next start
             self._roll_back(error)
-            self._garbage.popleft()  # the next start finds it again
+            self._garbage.popleft()
             return
         self._discard(hidden)
-        self._try_to_measure()  # there may be no other commit any more, where a full database takes no new session
+        self._try_to_measure()  # in a full database there may be no other commit to measure after
         if empty:
             self._garbage.popleft()
         self._log.written(_TRANSACTION_BYTES)
 
     def _discard(self, garbage: Iterable[GarbageState]) -> None:
-        """No row points to these any more, and that is committed; without a store objects are left to a sweep."""
+        """Delete states whose rows are gone, after that commit. Without a store, their objects are left to a sweep."""
         for old in garbage:
             if old.object_key is None:
                 self._garbage.append(old.state)
@@ -386,7 +392,7 @@ class Writer:
     def _try_to_measure(self) -> None:
         try:
             self._measure()
-        except sqlite3.Error as error:  # what was written stays so
+        except sqlite3.Error as error:  # the write itself has succeeded
             self.stats.degraded = describe_error(error)
 
     def _measure(self) -> None:

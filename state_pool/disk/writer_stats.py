@@ -1,5 +1,3 @@
-"""What the writer's thread counts."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class WriterStats:
-    """Counters of the writer thread; others only read them."""
+    """Counters of the writer thread. Other threads only read them."""
 
     commits: int = 0
     turns: int = 0
@@ -15,8 +13,8 @@ class WriterStats:
     state_bytes: int = 0
     failures: int = 0
     used_bytes: int = 0
-    """Bytes of the database in use, free pages not counted."""
+    """Bytes of the database in use, without free pages."""
     object_bytes: int = 0
-    """Bytes of states that are objects of a checkpoint store."""
+    """Bytes of states in a checkpoint store."""
     degraded: str | None = None
-    """Why the last write failed; None since one succeeded."""
+    """The last write error; None after a success."""

@@ -1,1 +1,1 @@
-"""Turns: a session's state leased, recorded, checked in; sessions imported and exported."""
+"""A session's turn from checkout to commit; deletes, imports and exports."""

@@ -1,8 +1,7 @@
-"""Turns of sessions that other engines may have: each begins with a question to the database they share.
+"""Turns in a shared database: each first acquires its session there. Engine thread only.
 
-A plain session belongs to one engine at a time. Whoever begins a turn takes it over, unless a turn of it runs elsewhere
-on an engine that lives; then he asks again until that is over. What memory has of a session counts only if the database
-has the same turn of the same row. Engine thread only.
+A plain session belongs to one engine at a time. A new turn takes it over, unless a live engine runs a turn of it; then
+the turn retries until that one ends. A state in memory is valid only if the database has the same row and turn.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from state_pool.sessions import ROOT, Fence, Lease, LeaseState, Session, Session
 from state_pool.turns.lease_queue import LeaseQueue
 
 POLL_INTERVAL_S = 0.03
-"""Between two questions for a session that another engine runs a turn of."""
+"""Time between two attempts for a session that another engine runs a turn of."""
 DATABASE_TIMEOUT_S = 10.0
 """How long a turn waits for a database that does not answer."""
 OTHER_ENGINES_TIMEOUT_S = 600.0
-"""How long a turn waits for those of other engines: longer than most answers take."""
+"""How long a turn waits for other engines' turns: longer than most answers take."""
 _RETRY_DELAY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class _AcquireRequest:
-    """Who has the session of a lease, or which dialogue it branches from."""
+    """A lease that waits for its session, or for the parent dialogue."""
 
     lease: Lease
     branch_from: int | None
     deadline: float
-    """Monotonic time until which the database may fail to answer."""
+    """Monotonic time until which database errors are retried."""
     others_deadline: float
-    """Monotonic time until which turns of other engines are waited for."""
+    """Monotonic time until which the lease waits for other engines."""
 
 
 class Acquisition:
-    """Brings leases from the database to the queue for their states."""
+    """Acquires leases' sessions in the database, then queues the leases for their states."""
 
     def __init__(
         self,
@@ -57,22 +56,22 @@ class Acquisition:
         start_next_turn: Callable[[Session], None],
         refuse_when_full: Callable[[], None],
     ) -> None:
-        """`start_next_turn`: the session's next turn may begin; `refuse_when_full`: raises PoolFull for a new session."""
+        """`start_next_turn`: starts the session's next turn. `refuse_when_full`: raises PoolFull for a new session."""
         self._store = store
         self._index = index
         self._tiers = tiers
-        self._supply = lease_queue
+        self._lease_queue = lease_queue
         self._start_next_turn = start_next_turn
         self._refuse_when_full = refuse_when_full
         self._retries: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def pending(self) -> bool:
-        """Whether somebody asks again soon."""
+        """Whether a retry is scheduled."""
         return bool(self._retries)
 
     def poll(self) -> None:
-        """Ask again where it is time."""
+        """Run the due retries."""
         if not self._retries:
             return
         now = time.monotonic()
@@ -82,12 +81,12 @@ class Acquisition:
             retry()
 
     def begin(self, lease: Lease, branch_from: int | None = None) -> None:
-        """Acquire the lease's session, or read the dialogue that a new one begins from; then its state is fetched."""
+        """Acquire the lease's session or read its parent dialogue, then queue the lease."""
         now = time.monotonic()
         self._send_request(_AcquireRequest(lease, branch_from, now + DATABASE_TIMEOUT_S, now + OTHER_ENGINES_TIMEOUT_S))
 
     def release(self, session: Session) -> None:
-        """No turn of the session runs here any more: another engine's may."""
+        """Release the session: no turn of it runs here any more."""
         if not session.acquired or session.fence is None:
             return
         session.acquired = False
@@ -96,7 +95,7 @@ class Acquisition:
             self._release_fence(session.fence)
 
     def _release_fence(self, fence: Fence) -> None:
-        """Tell the database that a turn is over; engines that ask wait until it knows."""
+        """Tell the database that a turn is over. Other engines wait for this."""
 
         def answered(error: Exception | None) -> None:
             if error is not None:
@@ -107,7 +106,7 @@ class Acquisition:
     def _release_fence_later(self, fence: Fence) -> None:
         def retry() -> None:
             current = self._index.get(SessionKey(fence.session_id, fence.dialogue))
-            if current is not None and current.busy:  # a turn runs here, under the same fence
+            if current is not None and current.busy:  # a turn runs here under the same fence
                 self._release_fence_later(fence)
             else:
                 self._release_fence(fence)
@@ -123,7 +122,7 @@ class Acquisition:
         def answered(error: Exception | None) -> None:
             if error is not None:
                 if job.fence is not None and not lease.branch:
-                    self._release_fence_later(job.fence)  # its commit may have been kept though nobody heard
+                    self._release_fence_later(job.fence)  # the commit may have succeeded without an answer
                 self._failed(request, error)
             elif job.fence is None:
                 self._wait_for_others(request)
@@ -139,8 +138,8 @@ class Acquisition:
         elif now < request.deadline:
             self._retries.append((now + _RETRY_DELAY_S, lambda: self._send_request(request)))
         else:
-            message = f"the session database has not answered within {DATABASE_TIMEOUT_S:g} s ({error}); try again in a moment"
-            self._fail(request.lease, DirectoryUnreachable(message))
+            timeout = f"the session database has not answered within {DATABASE_TIMEOUT_S:g} s"
+            self._fail(request.lease, DirectoryUnreachable(f"{timeout} ({error}); try again in a moment"))
 
     def _wait_for_others(self, request: _AcquireRequest) -> None:
         lease, now = request.lease, time.monotonic()
@@ -148,8 +147,8 @@ class Acquisition:
         if not lease.wait:
             self._fail(lease, SessionBusy(f"{busy}; wait for it, or send wait: true"))
         elif now >= request.others_deadline:
-            waited = f"and has been for {OTHER_ENGINES_TIMEOUT_S:g} s, as long as a turn waits"
-            self._fail(lease, SessionBusy(f"{busy}, {waited}; send it again when that is over"))
+            waited = f"and has been for {OTHER_ENGINES_TIMEOUT_S:g} s, the longest that a turn waits"
+            self._fail(lease, SessionBusy(f"{busy}, {waited}; send the turn again later"))
         else:
             retry = replace(request, deadline=now + DATABASE_TIMEOUT_S)
             self._retries.append((now + POLL_INTERVAL_S, lambda: self._send_request(retry)))
@@ -158,7 +157,7 @@ class Acquisition:
         session = lease.session
         session.fence = job.fence
         session.acquired = not lease.branch
-        if lease.state is not LeaseState.WAITING:  # cancelled, or deleted, meanwhile
+        if lease.state is not LeaseState.WAITING:  # cancelled or deleted meanwhile
             if session.active is None:
                 self.release(session)
             return
@@ -170,7 +169,7 @@ class Acquisition:
         except PoolError as error:
             self._fail(lease, error)
             return
-        self._supply.enqueue(lease)
+        self._lease_queue.enqueue(lease)
 
     def _begin_branch(self, lease: Lease, job: Acquire) -> None:
         """Raises DialogueNotFound, SessionUnusable, PoolFull."""
@@ -185,21 +184,21 @@ class Acquisition:
             lease.source = lease.session.parent = source
 
     def _cached_dialogue(self, stored: list[StoredSession]) -> Session:
-        """The dialogue as memory has it, which is as good as stored since it never changes; entered if it is new."""
+        """Return the dialogue from memory, or add it from the database. Dialogues never change."""
         session = self._index.get(stored[0].row.key)
         if session is None or session.row != stored[0].row.row:
             if session is not None:
                 self.drop(session)
             session = build_session(stored[0])
             self._index.add(session)
-        at = session
+        descendant = session
         for ancestor in stored[1:]:
-            at.parent = at.parent or build_session(ancestor)
-            at = at.parent
+            descendant.parent = descendant.parent or build_session(ancestor)
+            descendant = descendant.parent
         return session
 
     def _refresh(self, session: Session, stored: list[StoredSession]) -> None:
-        """Have the session in memory be what is stored. Raises SessionUnusable, PoolFull."""
+        """Update the session in memory from the database. Raises SessionUnusable, PoolFull."""
         if not stored:
             self._reset(session)
             return
@@ -218,7 +217,7 @@ class Acquisition:
         _check_usable(session)
 
     def _reset(self, session: Session) -> None:
-        """There is no such session, or no more."""
+        """Make the session new: the database has none."""
         self._refuse_when_full()
         if not session.exists:
             return
@@ -231,7 +230,7 @@ class Acquisition:
         self._index.mark_usable(session)
 
     def drop(self, session: Session) -> None:
-        """Memory has what the database has no more."""
+        """Remove a session that the database no longer has."""
         self._tiers.forget(session)
         self._index.remove(session)
 

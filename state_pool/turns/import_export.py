@@ -1,4 +1,4 @@
-"""Sessions out of the pool and into it, as files. Engine thread only; encoding is the caller's, elsewhere."""
+"""Exports sessions to files and imports them. Engine thread only; the caller encodes on another thread."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, Session
 from state_pool.tuned_state import is_mixture, join_fingerprint, split_fingerprint
 
 MAX_CONCURRENT = 2
-"""Exports and imports under way; each holds a state in host memory."""
+"""Concurrent exports and imports; each holds a state in host memory."""
 
 OnExported = Callable[[SessionFile | Exception], None]
 """Called once, on the engine thread."""
 
 
 class ImportExport:
-    """Reads and writes sessions that no turn of this process made."""
-
     def __init__(
         self,
         index: SessionIndex,
@@ -54,7 +52,7 @@ class ImportExport:
 
     @property
     def pending(self) -> bool:
-        """Whether an export or import is under way."""
+        """Whether an export or import is running."""
         return self._num_active > 0
 
     def export(self, session_id: str, dialogue: int | None, on_exported: OnExported) -> None:
@@ -70,7 +68,7 @@ class ImportExport:
             raise SessionUnusable(f"session {key.display_name!r}: {session.unusable}", session_id)
         if is_mixture(session.origin):
             raise SessionUnusable(
-                f"session {key.display_name!r} is a mixture's, which is kept by its tokens alone", session_id
+                f"session {key.display_name!r} began with a mixture, which has no state to export", session_id
             )
         if session.slot is None and session.host is None and session.unlogged:
             raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
@@ -78,7 +76,7 @@ class ImportExport:
             self._copy_out(session, on_exported)
 
     def _export_shared(self, store: Store, key: SessionKey, on_exported: OnExported) -> None:
-        """The database says which turn is the last; memory may have the state after it."""
+        """Export from a shared database: it knows the last turn, memory may have the state after it."""
 
         def found(stored: list[StoredSession] | LookupFailed) -> None:
             if isinstance(stored, Exception) or not stored or stored[0].quarantined is not None:
@@ -97,7 +95,7 @@ class ImportExport:
             store.find(key, found)
 
     def _copy_out(self, session: Session, on_exported: OnExported) -> None:
-        """Begin to copy the session from the tier it is on."""
+        """Start to copy the session from its tier."""
         num_tokens, replay = session.num_tokens, list(session.replay)
 
         def arrived(host: HostState) -> None:
@@ -120,9 +118,8 @@ class ImportExport:
             self._exported(session, on_exported, result.num_tokens, result.replay, parts)
         else:
             self._num_active -= 1
-            on_exported(
-                _not_found_error(session.key) if session.deleted else result
-            )  # the reader came after the delete
+            # The delete may have come before the read.
+            on_exported(_not_found_error(session.key) if session.deleted else result)
 
     def _exported(
         self,
@@ -161,7 +158,7 @@ class ImportExport:
             now = time.time()
             session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
             session.adapter = None if adapter is None else adapter.origin
-            session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
+            session.pending = PendingTurn(0, [], None)  # turns of the session wait meanwhile
             self._index.add(session)
 
             def done(error: Exception | None) -> None:
@@ -171,14 +168,14 @@ class ImportExport:
             self._tiers.num_loading += host is not None
 
     def _forget_idle(self, key: SessionKey) -> None:
-        """Where engines share the database, it says whether there is such a session."""
+        """Drop an idle session from memory: a shared database decides whether it exists."""
         session = self._index.get(key)
         if session is not None and self._store is not None and self._store.shared and not session.busy:
             self._tiers.forget(session)
             self._index.remove(session)
 
     def _acquire(self, session: Session, write: Callable[[], None], done: OnDurable) -> None:
-        """Have the name to oneself, where engines share the database, then `write`; or `done` with why not."""
+        """Reserve the name in a shared database, then `write`; on failure call `done` with the error."""
         if self._store is None or not self._store.shared:
             write()
             return
@@ -196,7 +193,7 @@ class ImportExport:
         self._store.submit(job, acquired)
 
     def _write(self, session: Session, host: HostState | None, file: SessionFile, done: OnDurable) -> None:
-        """First the state, then what follows it as a turn in the log."""
+        """Write the state, then the tokens after it as a turn in the log."""
         if self._store is None:
             self._deliver(lambda: done(None))
             return
@@ -227,12 +224,14 @@ class ImportExport:
         self._num_active -= 1
         session.pending = None
         if session.deleted:
-            error = SessionNotFound(f"session {session.key.display_name!r} was deleted while it was brought in")
+            error = SessionNotFound(f"session {session.key.display_name!r} was deleted while it was imported")
         elif error is None:
             self._add_imported(session, host, file)
         elif self._store is not None:
             self._delete_rows((session.row,))
-            session.row = self._store.next_row()  # who waits for it begins anew, beyond the reach of that delete
+            session.row = (
+                self._store.next_row()
+            )  # turns that wait for it start anew; the delete does not touch the new row
         on_durable(error)
         self._start_next_turn(session)
 
@@ -247,7 +246,7 @@ class ImportExport:
 
     @contextmanager
     def _limit_concurrency(self) -> Iterator[None]:
-        """One of the places, until the outcome is told; it comes back at once if nothing can be begun."""
+        """Count an export or import until its end. Uncounts it if starting it raises."""
         if self._num_active >= MAX_CONCURRENT:
             raise PoolFull(f"{MAX_CONCURRENT} sessions are being exported or imported; try again in a moment")
         self._num_active += 1
@@ -264,7 +263,6 @@ def _name_taken_error(key: SessionKey) -> SessionBusy:
 
 
 def _unavailable_error(key: SessionKey, stored: list[StoredSession]) -> PoolError:
-    """Why a session is not exported."""
     if not stored:
         return _not_found_error(key)
     return SessionUnusable(f"session {key.display_name!r}: {stored[0].quarantined}", key.session_id)

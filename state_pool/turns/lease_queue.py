@@ -1,4 +1,4 @@
-"""Brings states to slots for the leases that wait for them, first come first served. Engine thread only."""
+"""Brings states to slots for waiting leases, first come, first served. Engine thread only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 from state_pool.tuned_state import Origin, is_mixture
 
 _LOOK_AHEAD = 64
-"""Waiting leases tried in one step, so that a long queue costs a step little."""
+"""Waiting leases tried per step, to bound its cost."""
 
 
 class LeaseQueue:
-    """Owns the leases that wait for a state; those behind a turn of their session are not here yet."""
+    """The leases that wait for a state. Those behind another turn of their session come later."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class LeaseQueue:
 
     @property
     def pending(self) -> bool:
-        """Whether somebody waits."""
+        """Whether a lease waits."""
         return bool(self._waiting) or self._tiers.num_loading > 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def enqueue(self, lease: Lease) -> None:
-        """Make a lease ready now, or as soon as its state can be read."""
+        """Make a lease READY now, or once its state is in a slot."""
         if lease.source is not None:
             lease.source.readers += 1
             lease.is_reader = True
@@ -57,13 +57,13 @@ class LeaseQueue:
             self._waiting.append(lease)
 
     def stop_reading(self, lease: Lease) -> None:
-        """The lease does not want, or read, its state any more."""
+        """The lease no longer reads its state."""
         if lease.is_reader and lease.source is not None:
             lease.source.readers -= 1
         lease.is_reader = False
 
     def poll(self) -> None:
-        """Try the waiting leases in order; those that still have to wait keep their places."""
+        """Try the waiting leases in order. Those that still wait keep their order."""
         kept: list[Lease] = []
         for _ in range(min(len(self._waiting), _LOOK_AHEAD)):
             lease = self._waiting.popleft()
@@ -72,7 +72,7 @@ class LeaseQueue:
         self._waiting.extendleft(reversed(kept))
 
     def fail(self, session: Session, error: Exception) -> None:
-        """Every lease that waits for the session's state, or for its turn, fails."""
+        """Fail every lease that waits for the session's state or for its turn."""
         waiting = [lease for lease in self._waiting if lease.source is session and lease.state is LeaseState.WAITING]
         for lease in waiting + list(session.queue):
             self.stop_reading(lease)
@@ -82,7 +82,7 @@ class LeaseQueue:
         session.queue.clear()
 
     def _try(self, lease: Lease) -> bool:
-        """Whether the lease need not wait any more, because it is ready or has ended."""
+        """Return whether the lease is READY or has ended."""
         source = lease.source
         if lease.state is not LeaseState.WAITING:
             return True
@@ -105,7 +105,7 @@ class LeaseQueue:
         return True
 
     def _mismatch_error(self, source: Session, lease: Lease) -> PoolError | None:
-        """Why a turn cannot go on with a history as it asks; else its lease has the adapter of that."""
+        """Return why a turn cannot continue this history. If it can, set the lease's adapter from the history."""
         display_name = source.key.display_name
         error = origin_mismatch(source, origin_of(lease)) or adapter_mismatch(
             display_name, source.adapter, lease.adapter
@@ -118,7 +118,7 @@ class LeaseQueue:
         return error
 
     def _begin(self, lease: Lease) -> bool:
-        """A new history: from the zero state, or from a tuned one as soon as a slot holds it."""
+        """Start a new history from the zero state, or from a tuned state once it is in a slot."""
         if lease.tuned is not None:
             slot = self._tuned.pin(lease.tuned)
             if slot is None:
@@ -130,28 +130,28 @@ class LeaseQueue:
         return True
 
     def _fetch(self, session: Session) -> None:
-        """Begin what brings the state one tier nearer."""
+        """Start to bring the state one tier up."""
         if session.host is not None:
             if self._tiers.can_pin:
                 self._tiers.promote(session)
         elif self._store is not None and self._may_load(session):
             session.loading = True
             self._tiers.num_loading += 1
-            wanted = (session.row, session.turn)
-            self._store.load(session.row, lambda result: self._loaded(session, wanted, result))
+            expected = (session.row, session.turn)
+            self._store.load(session.row, lambda result: self._loaded(session, expected, result))
 
     def _may_load(self, session: Session) -> bool:
-        """Whether the disk has all of it, and reader and host memory have room."""
+        """Whether the disk has all turns, and the reader and host memory have room."""
         if session.loading or session.unlogged or self._tiers.num_loading >= self._config.transfer_states:
             return False
         return self._tiers.host_has_room()
 
-    def _loaded(self, session: Session, wanted: tuple[int, int], result: LoadResult) -> None:
+    def _loaded(self, session: Session, expected: tuple[int, int], result: LoadResult) -> None:
         self._tiers.num_loading -= 1
         session.loading = False
         if session.deleted or session.slot is not None or session.host is not None:
             return
-        if (session.row, session.turn) != wanted:  # another engine's turns came in between
+        if (session.row, session.turn) != expected:  # another engine's turn has changed it
             return
         result = self._tuned.with_origin_state(session, result)
         if isinstance(result, Loaded):
@@ -163,32 +163,32 @@ class LeaseQueue:
         self.fail(session, error_type(f"session {session.key.display_name!r}: {result}"))
 
     def _quarantine(self, session: Session, reason: str) -> None:
-        """Remember the damage, here and on disk, so that nobody is fed a wrong state later."""
+        """Remember the damage in memory and on disk, so that the session is not used later."""
         self._index.mark_unusable(session, reason)
         if self._store is not None:
             self._store.submit(Quarantined(session.row, reason), lambda _: None)
 
 
 def origin_of(lease: Lease) -> Origin | None:
-    """What a new history of the lease begins from."""
+    """The origin of a new history of the lease."""
     return lease.mixture if lease.tuned is None else lease.tuned.origin
 
 
-def origin_mismatch(session: Session, asked: Origin | None) -> OriginMismatch | None:
-    """What to tell who asks for a tuned state, or a mixture, that an existing session did not begin from."""
-    began, display_name = session.origin, session.key.display_name
-    if is_mixture(began) and began is not None and (asked is None or asked.digest != began.digest):
+def origin_mismatch(session: Session, requested: Origin | None) -> OriginMismatch | None:
+    """Return the error for a request that names another origin than the session's, or None."""
+    origin, display_name = session.origin, session.key.display_name
+    if is_mixture(origin) and origin is not None and (requested is None or requested.digest != origin.digest):
         return OriginMismatch(
-            f"session {display_name!r} began with a mixture of {began.name}; name these states, in this order"
+            f"session {display_name!r} began with a mixture of {origin.name}; name these states, in this order"
         )
-    if asked is None or (began is not None and began.digest == asked.digest):
+    if requested is None or (origin is not None and origin.digest == requested.digest):
         return None
-    given = f"a mixture of {asked.name}" if is_mixture(asked) else repr(asked.name)
+    name = f"a mixture of {requested.name}" if is_mixture(requested) else repr(requested.name)
     remedy = "leave `state` out to continue it, or begin another session"
-    if began is None:
+    if origin is None:
         known = "it began with the empty state, or was imported from a file, which does not say"
         return OriginMismatch(
-            f"session {display_name!r} is not known to have begun with {given}: {known}; {remedy}", asked.name
+            f"session {display_name!r} is not known to have begun with {name}: {known}; {remedy}", requested.name
         )
-    what = f"the tuned state {began.name!r} (digest {began.digest})"
-    return OriginMismatch(f"session {display_name!r} began with {what}, not with {given}; {remedy}", asked.name)
+    actual = f"the tuned state {origin.name!r} (digest {origin.digest})"
+    return OriginMismatch(f"session {display_name!r} began with {actual}, not with {name}; {remedy}", requested.name)

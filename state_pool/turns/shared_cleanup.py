@@ -1,4 +1,4 @@
-"""What has expired or finds no room, where engines share the database: one deletes for all. Engine thread."""
+"""Deletes expired and excess sessions of a shared database: one engine does it for all. Engine thread only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from state_pool.sessions import Session, SessionIndex
 
 _MAX_DELETES_PER_JOB = 256
 _MAX_IDLE_SESSIONS = 4096
-"""Sessions beyond those in memory whose names are kept, though the database is asked for each at its next turn."""
+"""Idle sessions whose names stay in memory, although the next turn queries the database anyway."""
 
 
 class SharedCleanup:
-    """Deletes through the database; other engines find out when they are asked for the session again."""
+    """Deletes through the database. Other engines notice at the session's next turn."""
 
     def __init__(self, config: PoolConfig, index: SessionIndex, arena: Arena, store: Store, expiry: Expiry) -> None:
         self._config = config
@@ -26,7 +26,7 @@ class SharedCleanup:
         self._is_deleting = False
 
     def run(self) -> None:
-        """Called each second."""
+        """Clean up once. Called each second."""
         self._forget_names()
         cutoff = self._expiry.cutoff()
         if self._is_deleting or not self._store.is_cleanup_leader:
@@ -46,7 +46,7 @@ class SharedCleanup:
         return DeleteOldest(min(_MAX_DELETES_PER_JOB, 1 + store.excess_bytes // self._state_bytes), None)
 
     def _forget_names(self) -> None:
-        """Sessions that only the database has need no entry here."""
+        """Remove sessions from the index that only the database has."""
         excess = len(self._index) - len(self._index.l1) - len(self._index.l2) - _MAX_IDLE_SESSIONS
         if excess > 0:
             idle = [session for session in self._index if self._may_forget(session)]

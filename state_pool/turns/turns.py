@@ -1,4 +1,4 @@
-"""The life of a turn: checked out, recorded, checked in, settled; and of a delete. Engine thread only."""
+"""A turn from checkout to commit, and deletes. Engine thread only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from state_pool.turns.lease_queue import LeaseQueue, origin_mismatch
 
 
 class Turns:
-    """Keeps each session's turns in order and makes them durable before they are part of it."""
+    """Keeps each session's turns in order and makes them durable before they count."""
 
     def __init__(
         self,
@@ -64,30 +64,30 @@ class Turns:
         self._stores_states = store is not None and config.durability == "turn"
         self._stores_log = store is not None and config.durability != "turn"
         self.acquisition: Acquisition | None = None
-        """Where other engines share the database: asked before a session's state is."""
+        """If the database is shared: acquires sessions before their states are used."""
         if store is not None and store.shared:
             self.acquisition = Acquisition(
                 store, index, tiers, self.lease_queue, self.start_next_turn, self._check_room
             )
         self._branches: dict[Lease, None] = {}
-        """Leases of dialogues that have no number yet, so that a delete finds them."""
+        """Leases of dialogues without a number yet, so that a delete finds them."""
         self._unsaved: deque[Callable[[], bool]] = deque()
-        """Turns (durability "turn") that wait for the writer's queue; each returns whether it need not wait more."""
+        """Turns (durability "turn") that wait for the writer's queue. Each returns whether it is done waiting."""
         self._undeleted: list[tuple[int, ...]] = []
-        """Deletes that failed on disk and are tried again."""
+        """Deletes that failed on disk, to be retried."""
         self.unlogged: dict[Session, None] = {}
         """Sessions with turns on their way to the log."""
         self._next_row = 0
 
     @property
     def pending(self) -> bool:
-        """Whether a turn or a lease waits for something that `poll` begins."""
-        asks = self.acquisition is not None and self.acquisition.pending
-        return self.unsaved or self.lease_queue.pending or asks
+        """Whether a turn or a lease waits for work that `poll` starts."""
+        is_acquiring = self.acquisition is not None and self.acquisition.pending
+        return self.unsaved or self.lease_queue.pending or is_acquiring
 
     @property
     def unsaved(self) -> bool:
-        """Whether checked-in turns still have to be handed to the writer."""
+        """Whether checked-in turns still have to be queued for the writer."""
         return bool(self._unsaved)
 
     # -- checkout --------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Turns:
     def checkout(
         self, session_id: str, wait: bool, state: str = "", adapter: str = "", mixture: Origin | None = None
     ) -> Lease:
-        """A turn that continues the plain session; see `StatePool.checkout`, also for what it raises."""
+        """Start a turn that continues the plain session. Raises the errors of `StatePool.checkout`."""
         key = checked_key(session_id)
         session = self._index.get(key)
         self._check_origin(session, state, adapter, mixture)
@@ -114,17 +114,21 @@ class Turns:
         return lease
 
     def _check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
-        """Raises StateNotFound, AdapterNotFound; OtherOrigin, OtherAdapter for a session that began otherwise."""
-        asked = self._tuned.get(state).origin if state else mixture
-        under = self._adapters.get(adapter) if adapter else None
+        """Raises StateNotFound, AdapterNotFound, or OriginMismatch, AdapterMismatch for a session that started
+        otherwise.
+        """
+        origin = self._tuned.get(state).origin if state else mixture
+        loaded_adapter = self._adapters.get(adapter) if adapter else None
         if session is None or not session.exists or self.acquisition is not None:
             return
-        error = origin_mismatch(session, asked) or adapter_mismatch(session.key.display_name, session.adapter, under)
+        error = origin_mismatch(session, origin) or adapter_mismatch(
+            session.key.display_name, session.adapter, loaded_adapter
+        )
         if error is not None:
             raise error
 
     def _acquire_resources(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
-        """The lease with what it names, held until it ends."""
+        """Acquire the tuned state and the adapter that the lease names, until its end."""
         lease.tuned, lease.mixture = self._tuned.acquire(state) if state else None, mixture
         lease.adapter = self._adapters.acquire(adapter) if adapter else None
         return lease
@@ -132,7 +136,7 @@ class Turns:
     def checkout_branch(
         self, session_id: str, parent: int, state: str = "", adapter: str = "", mixture: Origin | None = None
     ) -> Lease:
-        """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`, also for what it raises."""
+        """Start a turn that adds a dialogue after an earlier one. Raises the errors of `StatePool.checkout`."""
         checked_key(session_id)
         source = None
         if parent != ROOT and self.acquisition is None:
@@ -144,7 +148,7 @@ class Turns:
         self._check_origin(source, state, adapter, mixture)
         self._refuse_when_full()
         now = time.time()
-        # Its number is only known when the turn is recorded: several branches may run at once.
+        # Its number is assigned when the turn is recorded, because several branches may run at once.
         dialogue = Session(SessionKey(session_id, ROOT), self._new_row_id(), now, now, parent=source)
         lease = self._acquire_resources(Lease(dialogue, source, branch=True), state, adapter, mixture)
         dialogue.active = lease
@@ -156,7 +160,7 @@ class Turns:
         return lease
 
     def _refuse_when_full(self) -> None:
-        """Before a new session; where engines share the database, it says first whether the session is new."""
+        """Raises PoolFull for a new session. A shared database first says whether the session is new."""
         if self.acquisition is None:
             self._check_room()
 
@@ -174,7 +178,7 @@ class Turns:
         return self._next_row
 
     def start_next_turn(self, session: Session) -> None:
-        """Begin the next waiting turn, if none runs or settles; forget a session nobody came to keep."""
+        """Start the next waiting turn if none is running. Remove a session without turns."""
         if session.active is not None or session.pending is not None:
             return
         if session.queue:
@@ -195,7 +199,7 @@ class Turns:
         """See `StatePool.record`."""
         session = lease.session
         if lease.state is not LeaseState.READY or session.pending is not None:
-            error = lease.error or PoolError("the lease has ended or its turn was recorded before")
+            error = lease.error or PoolError("the lease has ended or its turn is already recorded")
             self._deliver(lambda: on_durable(error))
             return
         if lease.branch:
@@ -210,7 +214,7 @@ class Turns:
             self._store.submit(_append_job(session, turn), lambda error: self._logged(session, turn, error))
 
     def _assign_dialogue(self, lease: Lease) -> None:
-        """A branch becomes the session's newest dialogue."""
+        """Make a branch the session's newest dialogue."""
         dialogue = lease.session
         session_id = dialogue.key.session_id
         number = self._index.next_dialogue(session_id) if lease.reserved_dialogue is None else lease.reserved_dialogue
@@ -233,12 +237,12 @@ class Turns:
         if self._stores_states:
             self._unsaved.append(lambda: self._store_state(session, turn, slot))
             self.begin_saves()
-        elif self._store is None:  # not before: the state is all there is of the turn
+        elif self._store is None:  # not earlier: only the state has the turn
             self._deliver(lambda: self._set_outcome(session, turn, None))
         self._finish_if_complete(session)
 
     def _store_state(self, session: Session, turn: PendingTurn, slot: int) -> bool:
-        """Durability "turn": the whole state goes to disk, and with it the turn."""
+        """Durability "turn": store the state with the turn."""
         if session.deleted:
             return True
         return self._tiers.checkpoints.store_turn(
@@ -260,11 +264,11 @@ class Turns:
         elif not turn.checked_in:
             turn.checked_in = True
             if not self._stores_log:
-                self._set_outcome(session, turn, TurnNotStored("the turn was given up before its state was stored"))
+                self._set_outcome(session, turn, TurnNotStored("the turn was cancelled before its state was stored"))
             self._finish_if_complete(session)
 
     def _end_lease(self, lease: Lease) -> None:
-        """The lease reads no more."""
+        """Release everything that the lease holds."""
         self.lease_queue.stop_reading(lease)
         if lease.pinned:
             self._tiers.unpin(lease.read_slot)
@@ -290,7 +294,7 @@ class Turns:
             self._set_outcome(session, turn, error)
 
     def _set_outcome(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
-        """The turn's fate is known. A failure is told now; a success when whoever asks next finds the turn."""
+        """Set the turn's outcome. A failure is reported at once, a success when the next turn can read it."""
         if session.deleted:
             error = SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran")
         self._tiers.counters.stale_turns += isinstance(error, StaleEpoch)
@@ -301,7 +305,7 @@ class Turns:
         self._finish_if_complete(session)
 
     def _finish_if_complete(self, session: Session) -> None:
-        """When the turn's fate and its state are both known, make it part of the session, or drop it."""
+        """Once outcome and state are known, add the turn to its session or drop it."""
         turn = session.pending
         if turn is None or turn.outcome is None or not turn.checked_in:
             return
@@ -320,7 +324,7 @@ class Turns:
         session.num_tokens += len(turn.tokens)
         self._index.touch(session, time.time())
         if turn.slot is None:
-            self._tiers.forget(session)  # the log gives it back
+            self._tiers.forget(session)  # the log can rebuild it
             return
         self._tiers.park(session, turn.slot)
         if self._stores_states:
@@ -329,14 +333,14 @@ class Turns:
             self._tiers.checkpoints.begin(session)
 
     def begin_saves(self) -> None:
-        """Hand waiting turns to the writer, in order, as far as its queue takes them."""
+        """Queue waiting turns for the writer, in order, as far as there is room."""
         while self._unsaved and self._unsaved[0]():
             self._unsaved.popleft()
 
     # -- deletes ---------------------------------------------------------------------------------------
 
     def delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> DeleteNamed:
-        """See `StatePool.delete`; the count is final when the delete is durable."""
+        """See `StatePool.delete`. The count is final once the delete is durable."""
         to_delete = self._index.matching(session_id, delete_prefix)
         for lease in list(self._branches):
             name = lease.session.key.session_id
@@ -353,7 +357,7 @@ class Turns:
         return job
 
     def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
-        """Take sessions out of every tier."""
+        """Remove sessions from every tier."""
         for session in to_delete:
             self._discard(session)
         self.delete_rows(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
@@ -366,13 +370,13 @@ class Turns:
         if lease is not None and lease.state is not LeaseState.DONE:
             self._branches.pop(lease, None)
             lease.state, lease.error = LeaseState.FAILED, error
-        if turn is not None and turn.on_durable is not None:  # not told yet
+        if turn is not None and turn.on_durable is not None:  # not reported yet
             self._deliver(lambda: self._set_outcome(session, turn, error))
         self._tiers.forget(session)
         self._index.remove(session)
 
     def delete_rows(self, rows: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
-        """Take sessions off the disk; what the disk refuses is tried again, at the end too."""
+        """Delete sessions on disk. Failed deletes are retried, also at shutdown."""
         if self._store is None or not rows:
             if on_durable is not None:
                 self._deliver(lambda: on_durable(None))
@@ -389,14 +393,14 @@ class Turns:
         self._store.submit(Delete(rows), done)
 
     def retry_deletes(self) -> None:
-        """Try again what could not be deleted on disk."""
+        """Retry the deletes that failed on disk."""
         undeleted, self._undeleted = self._undeleted, []
         for rows in undeleted:
             self.delete_rows(rows)
 
 
 def _notify(turn: PendingTurn, error: Exception | None) -> None:
-    """Tell the engine, once."""
+    """Report the outcome to the engine, once."""
     on_durable, turn.on_durable = turn.on_durable, None
     if on_durable is not None:
         on_durable(error)

@@ -145,7 +145,7 @@ def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, lis
             ServiceError, match=r"'stage0.wkv' of the state has NaN, infinite or negative scales \(1, the first at 63\)"
         ):
             call(engine, "session_import", session_id="damaged", content=damaged)
-    with started_engine(model, wkv_state="fp32") as engine, pytest.raises(ServiceError, match="laid out"):
+    with started_engine(model, wkv_state="fp32") as engine, pytest.raises(ServiceError, match="has the layout"):
         call(engine, "session_import", session_id="t", content=content)
 
 

@@ -1,4 +1,4 @@
-"""What several files of these tests share."""
+"""Shared fixtures of the state pool's tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Cost of a list, a delete by prefix and /status on the engine's thread, by the number of stored sessions.
+"""Cost of a list, a prefix delete and /status on the engine thread, by the number of stored sessions.
 
-`measure` counts the lines of Python that the engine's thread runs in each call (`lines_of`), a figure without noise.
-The count must not grow with the sessions, because decoding waits for each line.
+`measure` counts the lines of Python that the engine thread runs in each call (`lines_of`). This number has no noise. It
+must not grow with the sessions, because decoding waits for each line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PARTS = {"stage0.wkv": ("float16", (64,))}
 
 
 def lines_of(act: Callable[[], Any]) -> int:
-    """Lines of Python that the calling thread runs in `act`; not those of other threads, nor of what ends meanwhile."""
+    """Return the lines of Python that the calling thread runs in `act`, without other threads and garbage
+    collection.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -45,7 +47,7 @@ def lines_of(act: Callable[[], Any]) -> int:
 
 
 def fill(path: Path, sessions: int) -> None:
-    """Stored sessions "s0000000", "s0000001", … with no state, in a database that a pool has made."""
+    """Store sessions "s0000000", "s0000001", ... without a state in a database that a pool has created."""
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.executemany(
             "INSERT INTO sessions(session_id, dialogue, fingerprint, turn, num_tokens, created, updated) "
@@ -55,7 +57,7 @@ def fill(path: Path, sessions: int) -> None:
 
 
 def open_pool(folder: Path, sessions: int) -> StatePool:
-    """A pool over a new database of so many sessions."""
+    """Open a pool over a new database with this number of sessions."""
     config = PoolConfig(state_db=str(folder / f"{sessions}.db"), session_ttl=0)
     StatePool(HostArena(8, layout=dict(PARTS)), config).close()
     fill(Path(config.state_db), sessions)
@@ -63,7 +65,7 @@ def open_pool(folder: Path, sessions: int) -> StatePool:
 
 
 def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) -> dict[str, float]:
-    """Lines and milliseconds of the engine's thread for a call and what concludes it; `act` gets a callback."""
+    """Return the engine thread's lines and milliseconds for a call with its callback; `act` gets the callback."""
     told: list[Any] = []
     started = time.perf_counter()
     lines = lines_of(lambda: act(told.append))
@@ -83,7 +85,7 @@ def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) 
 
 
 def measure(folder: Path, sessions: int) -> dict[str, Any]:
-    """Every call once, at this size."""
+    """Measure every call once at this size."""
     pool = open_pool(folder, sessions)
     deep = max(0, sessions - PAGE)
     found = {
@@ -98,11 +100,10 @@ def measure(folder: Path, sessions: int) -> dict[str, Any]:
     return found
 
 
-def void(value: object) -> None:
-    """Nothing of it."""
+def void(value: object) -> None: ...
 
 
 def growth(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
-    """For each call, lines with many sessions over lines with few."""
+    """For each call, return the ratio of lines with many sessions to lines with few."""
     calls = [name for name, part in few.items() if isinstance(part, dict)]
     return {name: round(many[name]["engine_lines"] / few[name]["engine_lines"], 3) for name in calls}

@@ -1,4 +1,4 @@
-"""Prompts over the prefix cache, as the model test of the pool plays them: every state is compared with its tokens."""
+"""Prompts over the prefix cache for the model test. Every state is compared with its tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = MIN_TOKENS
 
 @dataclass(eq=False)
 class Row:
-    """A prompt that is being read: from a cached state or from zero, up to its borders, into a slot of its own."""
+    """A prompt in prefill. It starts from a cached state or zero and has its own slot."""
 
     tokens: list[int]
     slot: int
@@ -26,12 +26,12 @@ class Row:
 
     @property
     def start(self) -> int:
-        """Tokens that the state it begins from stands for."""
+        """Tokens of the state that it starts from."""
         return 0 if self.hit is None else self.hit.num_tokens
 
 
 class Prompts:
-    """Rows without a session over a pool; what they read and what the cache holds is checked at each step."""
+    """Rows without sessions over a pool. Checks the read and the cached states at each step."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -44,7 +44,7 @@ class Prompts:
         return [row.slot for row in self.rows]
 
     def read_whole(self, blocks: list[int], tail: int) -> None:
-        """A prompt from its begin to its end."""
+        """Run a prompt from start to end."""
         count = len(self.rows)
         self.begin(blocks, tail, announced=False)
         if len(self.rows) > count:
@@ -53,7 +53,7 @@ class Prompts:
                 self.advance(self.rows.index(row))
 
     def begin(self, blocks: list[int], tail: int, announced: bool) -> None:
-        """A prompt of whole blocks and one token of its own; it is given up if no slot is free."""
+        """Start a prompt of whole blocks and one unique token. Drops it if no slot is free."""
         tokens = [token for block in blocks for token in range(block * BLOCK, (block + 1) * BLOCK)] + [tail]
         if announced:
             self.pool.observe_prompt(tokens)
@@ -69,7 +69,7 @@ class Prompts:
         self.rows.append(row)
 
     def advance(self, at: int) -> None:
-        """Read one of the prompts up to its border, and offer the state there; without one, to its end."""
+        """Run a prompt to its next cache point and offer the state; without a cache point, to its end."""
         if not self.rows:
             return
         row = self.rows[at % len(self.rows)]
@@ -90,12 +90,12 @@ class Prompts:
         row.hit, row.slot = hit, fresh
 
     def cancel(self, at: int) -> None:
-        """Drop one of the prompts."""
+        """Cancel one of the prompts."""
         if self.rows:
             self.cancel_row(self.rows[at % len(self.rows)])
 
     def cancel_row(self, row: Row) -> None:
-        """The row ends without a trace."""
+        """Cancel a row, with its announced cache points."""
         for border in row.borders:
             self.pool.abandon_cache_point(row.tokens[:border])
         self._leave(row)
@@ -103,13 +103,13 @@ class Prompts:
         self.rows.remove(row)
 
     def cancel_all(self) -> None:
-        """Drop every prompt."""
+        """Cancel every prompt."""
         for row in list(self.rows):
             self.cancel_row(row)
         assert not self.pool._prefix._in_progress, "a prefix is awaited that nobody computes"
 
     def check(self) -> None:
-        """What rows read and what entries hold is the state after their tokens, on whichever tier."""
+        """Check that the states of rows and entries match their tokens, on every tier."""
         memory = self.driver.arena.memory
         for row in self.rows:
             read = ZERO_SLOT if row.hit is None else row.hit.slot

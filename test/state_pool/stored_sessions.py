@@ -1,4 +1,4 @@
-"""Sessions in a database that was closed, and what it takes to look at them and to break them."""
+"""Stored sessions in a closed database, and helpers to inspect and damage them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = 4096
 
 
 def write_three(folder: Path, **changes: object) -> None:
-    """Sessions a, b and c with two turns each, stored and closed."""
+    """Store sessions a, b and c with two turns each, then close."""
     driver = Driver(FakeArena(words=WORDS), config_in(folder, **changes))
     for name in "abc":
         driver.turn(name, [ord(name), 1])
@@ -24,17 +24,17 @@ def write_three(folder: Path, **changes: object) -> None:
 
 
 def holds(driver: Driver, name: str) -> bool:
-    """Whether the session is what `write_three` made it."""
+    """Whether the session is as `write_three` made it."""
     return bool(np.array_equal(driver.state(name), expected_state([ord(name), 1, 2, 3], WORDS)))
 
 
 def reopen(folder: Path, **changes: object) -> Driver:
-    """A new process's pool over the same file."""
+    """Open a new pool over the same file."""
     return Driver(FakeArena(words=WORDS), config_in(folder, **changes))
 
 
 @contextlib.contextmanager
 def raw(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The file behind the pool's back."""
+    """Open the file without the pool."""
     with contextlib.closing(sqlite3.connect(folder / "sessions.db", isolation_level=None)) as connection:
         yield connection

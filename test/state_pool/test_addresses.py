@@ -1,4 +1,4 @@
-"""Addresses of databases and checkpoint stores: what is read of them; nothing secret is told of one that is wrong."""
+"""Addresses of databases and checkpoint stores; errors contain no secrets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from test.pool_fakes import config_in
         ("postgresql://", "postgresql://"),
     ],
 )
-def test_what_is_shown_of_an_address(given: str, shown: str) -> None:
+def test_display_name_hides_secrets(given: str, shown: str) -> None:
     address = parse_server_address(given)
-    assert address.shown == shown
-    assert address.given == given.partition("#")[0]
+    assert address.display_name == shown
+    assert address.dsn == given.partition("#")[0]
 
 
 WRONG = [
@@ -45,7 +45,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("given", WRONG)
-def test_an_address_that_is_wrong_is_refused_and_not_repeated(given: str, tmp_path: Path) -> None:
+def test_error_for_wrong_address_hides_it(given: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="--state-db must be postgresql://") as refused:
         parse_settings(["--state-db", given], {})
     with pytest.raises(DatabaseUnusable, match="--state-db must be postgresql://") as unusable:
@@ -58,7 +58,7 @@ def test_an_address_that_is_wrong_is_refused_and_not_repeated(given: str, tmp_pa
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("given", ["postgresql://u:sec%ret@nowhere/db", "postgresql://nowhere/db?secret"])
-def test_what_the_driver_says_of_an_address_is_not_repeated(given: str, tmp_path: Path) -> None:
+def test_driver_error_hides_password(given: str, tmp_path: Path) -> None:
     if adapter.psycopg is None:
         pytest.skip("psycopg cannot be found")
     store = adapter.PostgresStore(config_in(tmp_path, state_db=given))
@@ -75,12 +75,12 @@ def test_what_the_driver_says_of_an_address_is_not_repeated(given: str, tmp_path
         ("file:relative", "three slashes"),
         ("s3:///prefix", "the bucket's name"),
         ("s3://key:secret@bucket/x", "AWS_SECRET_ACCESS_KEY"),
-        ("s3://bucket/x?endpont=http://h", "knows no 'endpont'"),
+        ("s3://bucket/x?endpont=http://h", "unknown parameter 'endpont'"),
         ("s3://bucket/x?endpoint=h:9000", "http:// or https://"),
         ("s3://bucket/x?endpoint=http://key:secret@h", "without a password"),
     ],
 )
-def test_addresses_that_name_no_store(given: str, why: str) -> None:
+def test_wrong_checkpoint_addresses_are_refused(given: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as refused:
         parse_checkpoint_address(given)
     assert "secret@" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The link to a database that can be cut for one process."""
+"""`DatabaseLink`: a database link that can be cut for one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test.serving import wait_for
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_what_is_sent_while_it_is_cut_arrives_later_and_is_counted(tmp_path: Path, is_ours: bool) -> None:
+def test_data_sent_over_a_cut_link_arrives_later(tmp_path: Path, is_ours: bool) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "server"
     ours.mkdir()
     theirs.mkdir()

@@ -1,4 +1,4 @@
-"""What happens while something is under way: a copy, a read, a write, a turn that waits for its log."""
+"""Events during a copy, a load, a write, or a turn that waits for its log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def opened(folder: Path, delay: int = 0, **changes: object) -> Driver:
 
 
 def rows_of(folder: Path, table: str = "sessions") -> int:
-    """How many rows the database has in a table."""
+    """Return the number of rows in a table."""
     with sqlite3.connect(folder / "sessions.db") as connection:
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
 def computed(driver: Driver, name: str, token: int) -> tuple[Lease, int]:
-    """A turn whose state is computed and of which nothing is recorded."""
+    """Start a turn and compute its state, without recording it."""
     lease = driver.ready(driver.pool.checkout(name))
     return lease, driver.compute(lease, [token])
 
@@ -37,9 +37,7 @@ def computed(driver: Driver, name: str, token: int) -> tuple[Lease, int]:
 
 
 @pytest.mark.parametrize("durability", ["log", "turn"])
-def test_a_state_that_leaves_its_slot_when_its_session_is_deleted_is_not_stored(
-    tmp_path: Path, durability: str
-) -> None:
+def test_state_of_deleted_session_is_not_stored(tmp_path: Path, durability: str) -> None:
     driver = opened(tmp_path, delay=3, durability=durability)
     lease, slot = computed(driver, "s", 1)
     outcome = Outcome()
@@ -56,8 +54,8 @@ def test_a_state_that_leaves_its_slot_when_its_session_is_deleted_is_not_stored(
     driver.pool.close()
 
 
-def test_a_session_with_a_gap_in_its_log_is_stored_with_its_next_turn(tmp_path: Path) -> None:
-    """However short the log is: only the state has the turn that is missing there."""
+def test_log_gap_forces_a_checkpoint(tmp_path: Path) -> None:
+    """Even if the log is short: only the state has the turn that the log misses."""
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
@@ -69,7 +67,7 @@ def test_a_session_with_a_gap_in_its_log_is_stored_with_its_next_turn(tmp_path: 
     driver.pool.close()
 
 
-def test_a_state_may_go_only_when_its_last_turn_is_in_the_log(tmp_path: Path) -> None:
+def test_unlogged_state_stays_in_memory(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     checkpoints = driver.pool._tiers.checkpoints
     with get_store(driver).writer._changed:
@@ -81,7 +79,7 @@ def test_a_state_may_go_only_when_its_last_turn_is_in_the_log(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("session_first", [True, False])
-def test_the_longest_unused_state_makes_room_whoever_owns_it(tmp_path: Path, session_first: bool) -> None:
+def test_least_recently_used_state_is_evicted_first(tmp_path: Path, session_first: bool) -> None:
     prompts = Prompts(tmp_path, prefix_cache_slots=4, prefix_cache_l2=4)
     if session_first:
         prompts.driver.turn("s", [1])
@@ -100,8 +98,8 @@ def test_the_longest_unused_state_makes_room_whoever_owns_it(tmp_path: Path, ses
 # -- cached prefixes ---------------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_for_a_prefix_as_long_as_his_prompt(tmp_path: Path) -> None:
-    """It would leave no token to compute, so it is no hit when it comes."""
+def test_prompt_does_not_wait_for_prefix_of_its_own_length(tmp_path: Path) -> None:
+    """It would leave no token to compute, so it would be no hit."""
     prompts = Prompts(tmp_path)
     head = head_of(1)
     prompts.pool.observe_prompt([*head, 1])
@@ -112,7 +110,7 @@ def test_nobody_waits_for_a_prefix_as_long_as_his_prompt(tmp_path: Path) -> None
     prompts.close()
 
 
-def test_a_prefix_that_is_read_again_while_it_leaves_stays_in_its_slot(tmp_path: Path) -> None:
+def test_prefix_hit_during_eviction_keeps_the_slot(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     cache(prompts, 1)
     prompts.pool._prefix.evict()
@@ -125,7 +123,7 @@ def test_a_prefix_that_is_read_again_while_it_leaves_stays_in_its_slot(tmp_path:
     prompts.close()
 
 
-def test_a_prefix_for_which_there_is_no_slot_is_found_when_there_is_one(tmp_path: Path) -> None:
+def test_prefix_in_host_memory_hits_once_a_slot_is_free(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     cache(prompts, 1)
     prompts.pool._prefix.evict()
@@ -145,7 +143,7 @@ def test_a_prefix_for_which_there_is_no_slot_is_found_when_there_is_one(tmp_path
 # -- turns -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_branch_from_a_dialogue_whose_turn_is_not_kept_yet(tmp_path: Path) -> None:
+def test_no_branch_from_an_uncommitted_dialogue(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     lease = driver.ready(driver.pool.checkout("s", 0))
     slot = driver.compute(lease, [1])
@@ -160,11 +158,11 @@ def test_no_branch_from_a_dialogue_whose_turn_is_not_kept_yet(tmp_path: Path) ->
     driver.pool.close()
 
 
-def test_a_recorded_turn_is_what_it_was_when_it_was_recorded(tmp_path: Path) -> None:
+def test_record_copies_the_token_list(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     lease = driver.ready(driver.pool.checkout("s"))
     tokens, outcome = [1, 2], Outcome()
-    with get_store(driver).writer._changed:  # written later than the engine goes on with its list
+    with get_store(driver).writer._changed:  # the write comes after the engine has changed its list
         driver.pool.record(lease, tokens, outcome)
         tokens.append(3)
     driver.pool.release(lease)
@@ -174,7 +172,7 @@ def test_a_recorded_turn_is_what_it_was_when_it_was_recorded(tmp_path: Path) -> 
 
 
 def logged(driver: Driver, token: int) -> tuple[Lease, int, Outcome]:
-    """A turn of "s" that the log has, and whose state is not checked in."""
+    """Start a turn of "s" that is logged but not checked in."""
     lease, slot = computed(driver, "s", token)
     outcome = Outcome()
     driver.pool.record(lease, [token], outcome)
@@ -182,7 +180,7 @@ def logged(driver: Driver, token: int) -> tuple[Lease, int, Outcome]:
     return lease, slot, outcome
 
 
-def test_a_turn_is_acknowledged_when_whoever_asks_next_finds_it(tmp_path: Path) -> None:
+def test_turn_is_acknowledged_after_checkin(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     lease, slot, outcome = logged(driver, 1)
     assert not outcome.known
@@ -210,7 +208,7 @@ def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path, how: str) -
     driver.pool.close()
 
 
-def test_a_session_whose_first_turn_was_given_up_is_forgotten(tmp_path: Path) -> None:
+def test_session_without_a_committed_turn_is_removed(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     driver.pool.release(driver.ready(driver.pool.checkout("s")))
     assert driver.pool._index.get(SessionKey("s")) is None
@@ -223,7 +221,7 @@ def test_a_session_whose_first_turn_was_given_up_is_forgotten(tmp_path: Path) ->
 
 @pytest.fixture
 def given_up(tmp_path: Path) -> Iterator[Driver]:
-    """Durability "lazy": the state after turn 2 of "s" was given up, and its log is not written yet."""
+    """Durability "lazy": turn 2 of "s" has no state, and its log is not written yet."""
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
@@ -237,7 +235,7 @@ def given_up(tmp_path: Path) -> Iterator[Driver]:
     driver.pool.close()
 
 
-def test_a_state_is_read_back_when_its_log_is_whole(given_up: Driver) -> None:
+def test_load_waits_for_the_log(given_up: Driver) -> None:
     lease = given_up.pool.checkout("s")
     given_up.pool.poll()
     assert not get_session(given_up, "s").loading
@@ -252,12 +250,12 @@ def test_a_state_is_read_back_when_its_log_is_whole(given_up: Driver) -> None:
     given_up.pool.release(lease)
 
 
-def test_an_export_comes_when_the_log_is_whole(given_up: Driver) -> None:
+def test_export_is_refused_while_the_log_is_written(given_up: Driver) -> None:
     with pytest.raises(PoolFull, match="is being written; try again"):
         given_up.pool.export("s", lambda file: None)
 
 
-def test_who_waits_longer_for_a_slot_gets_it_first(tmp_path: Path) -> None:
+def test_slots_go_to_leases_in_order(tmp_path: Path) -> None:
     driver = opened(tmp_path, l1_sessions=0, l2_sessions=8)
     for name in "abc":
         driver.turn(name, [ord(name)])
@@ -265,7 +263,7 @@ def test_who_waits_longer_for_a_slot_gets_it_first(tmp_path: Path) -> None:
     driver.settle()
     held = [driver.slot() for _ in range(driver.pool.num_free)]
     leases = [driver.pool.checkout(name) for name in "abc"]
-    for _ in range(3):  # however often it is tried in between
+    for _ in range(3):  # retries in between must not change the order
         driver.pool.poll()
     waiting: Callable[[], list[Lease]] = lambda: [one for one in leases if one.poll() is LeaseState.WAITING]  # noqa: E731
     assert waiting() == leases
@@ -281,7 +279,7 @@ def test_who_waits_longer_for_a_slot_gets_it_first(tmp_path: Path) -> None:
 
 
 def reopened(folder: Path, **changes: object) -> Driver:
-    """A new process over two sessions that are on disk only."""
+    """Open a new pool over two sessions that are only on disk."""
     driver = opened(folder)
     for name in "ab":
         driver.turn(name, [ord(name)])
@@ -289,7 +287,7 @@ def reopened(folder: Path, **changes: object) -> Driver:
     return opened(folder, **changes)
 
 
-def test_a_session_that_is_deleted_while_it_is_read_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_deleted_during_load_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
     store = get_store(driver)
     load, late = store.load, []
@@ -307,7 +305,7 @@ def test_a_session_that_is_deleted_while_it_is_read_stays_away(tmp_path: Path, m
     driver.pool.close()
 
 
-def test_a_session_that_was_read_may_leave_again(tmp_path: Path) -> None:
+def test_loaded_session_can_be_evicted(tmp_path: Path) -> None:
     driver = reopened(tmp_path)
     for name in "ab":
         assert np.array_equal(driver.state(name), expected_state([ord(name)]))
@@ -320,7 +318,10 @@ def test_a_session_that_was_read_may_leave_again(tmp_path: Path) -> None:
 
 
 def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_state: bool) -> Lease:
-    """The disk takes nothing but, maybe, the import's state; even what is left is not deleted. A turn that waited."""
+    """Import a session while the disk refuses all writes, except the state if `stores_state`, and all deletes.
+
+    Returns the lease of a turn that waited for the import.
+    """
     whole = decode(export(driver, "a"))
     file = SessionFile(whole.fingerprint, whole.num_tokens + 2, [5, 6], whole.layout, whole.parts)
     store, outcome = get_store(driver), Outcome()
@@ -341,7 +342,7 @@ def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_sta
     return lease
 
 
-def test_nothing_is_left_of_an_import_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_import_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
     driver.pool.release(failed_import(driver, monkeypatch, stores_state=True))
     assert rows_of(tmp_path) == 3
@@ -351,8 +352,8 @@ def test_nothing_is_left_of_an_import_that_failed(tmp_path: Path, monkeypatch: p
     driver.pool.close()
 
 
-def test_who_waited_for_an_import_that_failed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The import's delete, when the disk takes it at last, leaves the turn alone."""
+def test_turn_after_failed_import_starts_a_new_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import's delete, when it succeeds later, must not touch the turn."""
     driver = reopened(tmp_path)
     lease = failed_import(driver, monkeypatch, stores_state=False)
     slot = driver.compute(lease, [7])
@@ -368,7 +369,7 @@ def test_who_waited_for_an_import_that_failed_begins_anew(tmp_path: Path, monkey
     driver.pool.close()
 
 
-def test_one_import_after_the_other_is_taken(tmp_path: Path) -> None:
+def test_imports_one_after_another(tmp_path: Path) -> None:
     driver = reopened(tmp_path)
     data = export(driver, "a")
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Whole states as objects beside the database: in a folder, and on an S3-compatible server."""
+"""States as objects outside the database: in a folder, and on an S3-compatible server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IN_A_BUCKET = pytest.param("s3", marks=pytest.mark.cluster)
 
 @pytest.fixture(name="address")
 def _address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty store."""
+    """Return the address of an empty store."""
     if getattr(request, "param", "file") == "s3":
         return str(request.getfixturevalue("object_server").bucket())
     (tmp_path / "objects").mkdir()
@@ -39,7 +39,7 @@ def _address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
-    """Makes engines; at the end they are closed, and must have kept their books."""
+    """Open pools. At the end, check their bookkeeping and close them."""
     made: list[Driver] = []
 
     def make(**changes: object) -> Driver:
@@ -56,7 +56,7 @@ def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
 
 
 def keys_in(store: CheckpointStore, key_prefix: str) -> list[str]:
-    """Of states, without the object that marks the place."""
+    """Keys of states, without the marker object."""
     return sorted(one.key for batch in store.list(key_prefix) for one in batch if "of-this-database" not in one.key)
 
 
@@ -66,7 +66,7 @@ def objects_of(driver: Driver) -> CheckpointObjects:
 
 
 def stored_keys(driver: Driver) -> list[str]:
-    """What is in the store."""
+    """Keys of the objects in the store."""
     return keys_in(objects_of(driver)._store, objects_of(driver)._key_prefix)
 
 
@@ -77,7 +77,7 @@ def has_swept(driver: Driver) -> bool:
 
 
 def named_keys(tmp_path: Path) -> list[str]:
-    """What the database names."""
+    """Keys in the database."""
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
         assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
         found = connection.execute("SELECT object_key FROM states WHERE object_key IS NOT NULL ORDER BY object_key")
@@ -91,7 +91,7 @@ def restarted(driver: Driver, engines: Engines, **changes: object) -> Driver:
 
 
 @pytest.mark.parametrize("address", ["file", IN_A_BUCKET], indirect=True)
-def test_states_go_there_and_come_back(engines: Engines, tmp_path: Path) -> None:
+def test_states_are_stored_and_loaded(engines: Engines, tmp_path: Path) -> None:
     one = engines()
     for name in ("a", "b", "c"):
         for turn in range(3):
@@ -99,7 +99,7 @@ def test_states_go_there_and_come_back(engines: Engines, tmp_path: Path) -> None
     one.delete("b")
     two = restarted(one, engines)
     assert len(named_keys(tmp_path)) == 2
-    assert stored_keys(two) == named_keys(tmp_path)  # what was replaced, and what was deleted, is gone
+    assert stored_keys(two) == named_keys(tmp_path)  # replaced and deleted objects are gone
     for name in ("a", "c"):
         assert np.array_equal(two.state(name), expected_state([0, 7, 1, 7, 2, 7]))
     told = two.pool.stats()["database"]
@@ -108,9 +108,7 @@ def test_states_go_there_and_come_back(engines: Engines, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("address", ["file", IN_A_BUCKET], indirect=True)
-def test_what_no_row_names_is_swept_when_it_is_old(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_objects_without_a_row_are_swept(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engines()
     one.turn("s", [1])
     objects = objects_of(one)
@@ -118,7 +116,7 @@ def test_what_no_row_names_is_swept_when_it_is_old(
         objects._store.put(f"{objects._key_prefix}/{number:016x}-left", b"by a crash")
     two = restarted(one, engines)
     two.until(lambda: has_swept(two))
-    assert len(stored_keys(two)) == 4  # they might be another engine's, on their way to their rows
+    assert len(stored_keys(two)) == 4  # young objects might belong to another engine that has not committed yet
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
     monkeypatch.setattr("state_pool.disk.folder.LIST_BATCH_SIZE", 2)
     three = restarted(two, engines)
@@ -127,10 +125,10 @@ def test_what_no_row_names_is_swept_when_it_is_old(
     assert np.array_equal(three.state("s"), expected_state([1]))
 
 
-def test_a_sweep_ends_where_the_database_cannot_be_asked(
+def test_sweep_ends_when_the_database_is_down(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each further question would hold the reader up for as long as a server that is away is looked for."""
+    """Each further query would block the reader for the whole reconnect timeout."""
     one = engines()
     one.turn("s", [1])
     objects = objects_of(one)
@@ -157,7 +155,7 @@ def test_a_sweep_ends_where_the_database_cannot_be_asked(
 
 @pytest.mark.parametrize("harm", ["missing", "damaged"])
 @pytest.mark.parametrize("whole_log", [False, True])
-def test_an_object_that_is_no_use_is_told_and_done_without_where_the_log_is_whole(
+def test_unusable_object_is_logged_and_replaced_by_a_whole_log(
     engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str, *, whole_log: bool
 ) -> None:
     kept = {"durability": "log", "retain_tokens": -1} if whole_log else {}
@@ -180,8 +178,8 @@ def test_an_object_that_is_no_use_is_told_and_done_without_where_the_log_is_whol
     assert np.array_equal(two.state("t"), expected_state([3]))
 
 
-def test_a_store_that_is_away_condemns_nothing(engines: Engines, tmp_path: Path) -> None:
-    """Not its sessions, nor the turns that the log keeps; what is tried later goes through."""
+def test_unavailable_store_quarantines_nothing(engines: Engines, tmp_path: Path) -> None:
+    """Neither sessions nor logged turns. Retries succeed later."""
     one = restarted(engines(), engines)
     one.turn("s", [1])
     two = restarted(one, engines, durability="log", checkpoint_tokens=2)
@@ -199,8 +197,8 @@ def test_a_store_that_is_away_condemns_nothing(engines: Engines, tmp_path: Path)
     assert np.array_equal(three.state("t"), expected_state([2, 3]))
 
 
-def test_a_store_that_answers_with_something_else_condemns_nothing(engines: Engines, tmp_path: Path) -> None:
-    """A proxy has its own page for whatever is asked."""
+def test_wrong_answers_of_the_store_quarantine_nothing(engines: Engines, tmp_path: Path) -> None:
+    """A proxy may answer every request with its own page."""
     one = engines()
     one.turn("s", [1])
     two = restarted(one, engines)
@@ -209,18 +207,16 @@ def test_a_store_that_answers_with_something_else_condemns_nothing(engines: Engi
     contents = [path.read_bytes() for path in objects]
     for path in objects:
         path.write_bytes(b"<html>Back soon</html>")
-    with pytest.raises(SessionUnusable, match=r"answers are not what was put.*try again"):
+    with pytest.raises(SessionUnusable, match=r"answers differ from the objects put.*try again"):
         two.state("s")
-    assert "answers are not what was put" in two.pool.stats()["degraded"]
+    assert "answers differ from the objects put" in two.pool.stats()["degraded"]
     for path, content in zip(objects, contents, strict=True):
         path.write_bytes(content)
     assert np.array_equal(two.state("s"), expected_state([1]))
     assert two.pool.stats()["degraded"] is None
 
 
-def test_a_state_that_comes_to_harm_on_its_way_is_fetched_again(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_damaged_in_transfer_is_fetched_again(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engines()
     one.turn("s", [1])
     two = restarted(one, engines)
@@ -236,7 +232,7 @@ def test_a_state_that_comes_to_harm_on_its_way_is_fetched_again(
     assert len(asked) > 1 and two.pool.stats()["database"]["checkpoint_store"]["missing"] == 0
 
 
-def test_a_turn_whose_state_cannot_be_put_is_not_acknowledged(engines: Engines, tmp_path: Path) -> None:
+def test_turn_with_failed_upload_is_not_acknowledged(engines: Engines, tmp_path: Path) -> None:
     one = engines()
     one.turn("s", [1])
     (tmp_path / "objects").rename(tmp_path / "away")
@@ -248,9 +244,7 @@ def test_a_turn_whose_state_cannot_be_put_is_not_acknowledged(engines: Engines, 
     assert np.array_equal(restarted(one, engines).state("s"), expected_state([1, 3]))
 
 
-def test_a_delete_overtakes_a_state_that_is_being_put(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delete_during_upload_wins(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, go, put = engines(), threading.Event(), FolderStore.put
 
     def held(self: FolderStore, key: str, data: bytes) -> None:
@@ -273,10 +267,10 @@ def test_a_delete_overtakes_a_state_that_is_being_put(
     assert named_keys(tmp_path) == stored_keys(two) == []
 
 
-def test_what_a_delete_overtakes_at_its_commit_keeps_its_object_until_the_delete_is_stored(
+def test_delete_during_commit_keeps_the_object_until_it_is_stored(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash between the two would leave a session whose state is gone, though nobody was told of its delete."""
+    """A crash in between would leave a session without its state, although its delete was not acknowledged."""
     one, commits, goes_on = engines(), threading.Event(), threading.Event()
     writer = one.pool._store.writer  # type: ignore[union-attr]
     commit, deleted = writer._commit, []
@@ -302,10 +296,8 @@ def test_what_a_delete_overtakes_at_its_commit_keeps_its_object_until_the_delete
     assert named_keys(tmp_path) == []
 
 
-def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring_its_row_back(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SQLite does not sync each commit: the row of before may come back, and then names the object of before."""
+def test_replaced_object_is_deleted_after_a_wal_checkpoint(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite does not sync each commit: after a power loss the old row may return and name the old object."""
     one = engines()
     writer = one.pool._store.writer  # type: ignore[union-attr]
     assert writer._log._checkpointer is not None
@@ -319,7 +311,7 @@ def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring
     one.until(lambda: len(stored_keys(one)) == 1)
 
 
-def test_an_object_that_is_replaced_stays_while_a_reader_keeps_its_commit_from_being_synced(
+def test_replaced_object_stays_while_a_reader_blocks_the_wal_checkpoint(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, moves, wal_checkpoint = engines(), [], wal.wal_checkpoint
@@ -340,7 +332,7 @@ def test_an_object_that_is_replaced_stays_while_a_reader_keeps_its_commit_from_b
     one.until(lambda: len(stored_keys(one)) == 1)
 
 
-def test_an_object_that_is_replaced_while_it_is_fetched_is_read_anew(
+def test_object_replaced_during_fetch_is_read_again(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = engines()
@@ -360,7 +352,7 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_read_anew(
 
 
 def replace_object(tmp_path: Path, store: CheckpointStore, location: ObjectLocation) -> None:
-    """As another engine does that stores the same session's state."""
+    """Replace the object as another engine would that stores the same session's state."""
     data, state, key = store.get(location.stored.key), location.state + 1, f"{location.stored.key}-later"
     stored = StoredObject(key, checksum_pieces([data], state, location.session))
     store.put(key, data)
@@ -371,13 +363,13 @@ def replace_object(tmp_path: Path, store: CheckpointStore, location: ObjectLocat
     store.delete(location.stored.key)
 
 
-def test_another_store_than_the_databases_is_refused(engines: Engines, tmp_path: Path) -> None:
+def test_wrong_checkpoint_store_is_refused(engines: Engines, tmp_path: Path) -> None:
     one = engines()
     one.turn("s", [1])
     one.settle()
     one.pool.close()
     (tmp_path / "other").mkdir()
-    with pytest.raises(DatabaseUnusable, match="none of the states that the session database"):
+    with pytest.raises(DatabaseUnusable, match="none of the session database's states"):
         engines(checkpoint_store=(tmp_path / "other").as_uri())
     with pytest.raises(DatabaseUnusable, match="no such folder"):
         engines(checkpoint_store=(tmp_path / "mount").as_uri())
@@ -387,7 +379,7 @@ def test_another_store_than_the_databases_is_refused(engines: Engines, tmp_path:
     assert np.array_equal(restarted(without, engines).state("s"), expected_state([1]))
 
 
-def test_small_states_stay_in_the_database_and_either_kind_is_read(engines: Engines, tmp_path: Path) -> None:
+def test_small_states_stay_in_the_database(engines: Engines, tmp_path: Path) -> None:
     one = engines()
     one.turn("there", [1])
     two = restarted(one, engines, checkpoint_store_min_mb=1.0)
@@ -400,7 +392,7 @@ def test_small_states_stay_in_the_database_and_either_kind_is_read(engines: Engi
     assert len(stored_keys(three)) == 2
 
 
-def test_what_is_there_counts_towards_the_limit(engines: Engines) -> None:
+def test_objects_count_towards_the_size_limit(engines: Engines) -> None:
     one = engines(state_db_max_gb=0.001, state_db_full="refuse")
     one.turn("s", [1])
     assert one.pool._store is not None and not one.pool._store.over_limit
@@ -409,7 +401,7 @@ def test_what_is_there_counts_towards_the_limit(engines: Engines) -> None:
 
 
 @pytest.mark.cluster
-def test_a_bucket_whose_server_is_away_is_told_and_no_key_with_it(
+def test_error_of_unreachable_bucket_hides_the_keys(
     engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del engines

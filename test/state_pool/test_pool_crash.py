@@ -1,4 +1,4 @@
-"""SIGKILL at every named point and at random moments: no acknowledged turn is lost, none is there twice."""
+"""SIGKILL at every named point and at random moments: acknowledged turns exist exactly once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANDOM_KILLS = 6
 
 
 class Ledger:
-    """What the killed processes said, and what the database may therefore hold."""
+    """The journals of killed processes, and the histories that the database may have."""
 
     def __init__(self, folder: Path, durability: str) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Ledger:
         self.known: dict[Key, list[int]] = {}
 
     def read_journal(self) -> tuple[dict[Key, list[int]], list[tuple[str, int | None, list[int]]], set[str]]:
-        """(acknowledged histories, turns tried and not acknowledged, sessions whose delete was not acknowledged)."""
+        """(acknowledged histories, recorded but unacknowledged turns, sessions with an unacknowledged delete)"""
         known = dict(self.known)
         tried: list[tuple[str, int | None, list[int]]] = []
         deleting: set[str] = set()
@@ -58,7 +58,7 @@ class Ledger:
         return known, tried, deleting
 
     def check(self) -> None:
-        """Open the database as the next process would, and compare."""
+        """Open the database as the next process would, and compare it with the journal."""
         with contextlib.closing(sqlite3.connect(self.folder / "sessions.db")) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
         acknowledged, tried, deleting = self.read_journal()
@@ -67,7 +67,7 @@ class Ledger:
         found = self.histories(driver, acknowledged, tried)
         for key, history in acknowledged.items():
             if key[0] in deleting and not any(k[0] == key[0] for k in found):
-                continue  # the delete was not acknowledged: it happened whole or not at all
+                continue  # the delete was not acknowledged: it happened completely or not at all
             assert key in found, f"{key} was acknowledged and is lost"
             further = [history + tokens for name, parent, tokens in tried if (name, parent) == (key[0], None)]
             allowed = [history, *(further if key[1] == LINEAR else [])]
@@ -79,7 +79,7 @@ class Ledger:
     def histories(
         self, driver: Driver, known: dict[Key, list[int]], tried: list[tuple[str, int | None, list[int]]]
     ) -> dict[Key, list[int]]:
-        """Each stored session's history: the one among those it may have whose state it holds."""
+        """Return each stored session's history: the candidate that matches its state."""
         found: dict[Key, list[int]] = {}
         rows = driver.list_sessions(limit=10_000).sessions
         for key in [stored.key for stored in driver.pool._index if stored.exists]:
@@ -98,7 +98,7 @@ class Ledger:
 
 
 def start_child(folder: Path, durability: str, seed: int, crash_at: str = "") -> subprocess.Popen[bytes]:
-    """A process that works until it is killed or done."""
+    """Start a process that works until it is killed or done."""
     environment = os.environ | {"RWKV_CRASH_AT": crash_at}
     arguments = [sys.executable, "-m", "test.pool_child", str(folder), durability, str(seed)]
     return subprocess.Popen(arguments, cwd=ROOT_FOLDER, env=environment)
@@ -106,7 +106,7 @@ def start_child(folder: Path, durability: str, seed: int, crash_at: str = "") ->
 
 @pytest.mark.parametrize("durability", ["log", "turn"])
 def test_killed_at_every_named_point(tmp_path: Path, durability: str) -> None:
-    """One database lives through a kill at each point, early and later."""
+    """One database survives a kill at each point."""
     ledger = Ledger(tmp_path, durability)
     unreached = {"before_append", "after_append"} if durability == "turn" else set()
     for seed, point in enumerate(POINTS):
@@ -119,7 +119,7 @@ def test_killed_at_every_named_point(tmp_path: Path, durability: str) -> None:
 
 @pytest.mark.parametrize("durability", ["log", "turn"])
 def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is put, behind that, before the commit that names it, and before what it replaces is deleted."""
+    """Before and after the upload, before the row's commit, and before the old object's delete."""
     (tmp_path / "objects").mkdir()
     ledger = Ledger(tmp_path, durability)
     for seed, point in enumerate(("before_checkpoint", "within_checkpoint", "before_commit", "after_checkpoint")):
@@ -143,7 +143,7 @@ def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, m
 
 @pytest.mark.parametrize("durability", ["log", "turn"])
 def test_killed_at_random_moments(tmp_path: Path, durability: str) -> None:
-    """The same database again and again, at moments nobody chose."""
+    """The same database is killed repeatedly at random times."""
     ledger = Ledger(tmp_path, durability)
     draw = random.Random(3)
     for seed in range(RANDOM_KILLS):
@@ -157,6 +157,6 @@ def test_killed_at_random_moments(tmp_path: Path, durability: str) -> None:
 
 
 def test_an_unknown_crash_point_is_refused(tmp_path: Path) -> None:
-    """A test that misspells a point must not pass by never crashing."""
+    """A test that misspells a point must fail."""
     child = start_child(tmp_path, "log", 1, "after_lunch")
     assert child.wait(timeout=150) == 1

@@ -1,4 +1,4 @@
-"""Rows that are damaged or of another model: what is said of them, what is rebuilt, and what `salvage` saves."""
+"""Damaged rows and rows of another model: the errors, rebuilding, and `salvage`."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_a_whole_history_rebuilds_a_damaged_state(tmp_path: Path, durability: st
 
 @pytest.mark.parametrize("objects", [False, True])
 @pytest.mark.parametrize("whole_log", [False, True])
-def test_a_stored_state_of_noise_is_a_damaged_one(tmp_path: Path, *, objects: bool, whole_log: bool) -> None:
-    """Its bytes are those that were stored; what they mean is known to the arena alone."""
+def test_stored_state_with_invalid_values_is_quarantined(tmp_path: Path, *, objects: bool, whole_log: bool) -> None:
+    """The stored bytes are intact; only the arena can interpret them."""
     store = {"checkpoint_store": (tmp_path / "objects").as_uri(), "checkpoint_store_min_mb": 0.0} if objects else {}
     (tmp_path / "objects").mkdir()
     kept = {"retain_tokens": -1 if whole_log else 0, "durability": "turn", **store}
@@ -108,7 +108,7 @@ def test_a_stored_state_of_noise_is_a_damaged_one(tmp_path: Path, *, objects: bo
     driver.pool.close()
 
 
-def test_another_model_is_refused_and_its_sessions_stay(tmp_path: Path) -> None:
+def test_session_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
     write_three(tmp_path)
     other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
     with pytest.raises(SessionUnusable, match=r"another model \(fingerprint model-a, this one is model-b\)"):
@@ -121,7 +121,7 @@ def test_another_model_is_refused_and_its_sessions_stay(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_another_model_is_fed_the_whole_history_if_there_is_one(tmp_path: Path) -> None:
+def test_whole_log_rebuilds_a_session_for_another_model(tmp_path: Path) -> None:
     write_three(tmp_path, retain_tokens=-1)
     other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
     lease = other.ready(other.pool.checkout("a"))
@@ -141,8 +141,8 @@ def test_another_state_layout_is_refused(tmp_path: Path) -> None:
     other.pool.close()
 
 
-def test_what_is_whole_is_salvaged(tmp_path: Path) -> None:
-    """A truncated file with many sessions: those that are whole come over, exactly; the rest is named."""
+def test_salvage_copies_intact_sessions(tmp_path: Path) -> None:
+    """A truncated file with many sessions: intact ones are copied exactly, the others are listed."""
     driver = reopen(tmp_path)
     for i in range(20):
         driver.turn(f"s{i}", [i, 1])
@@ -167,7 +167,7 @@ def test_what_is_whole_is_salvaged(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
 
 
-def test_salvage_keeps_what_has_only_a_log(tmp_path: Path) -> None:
+def test_salvage_copies_sessions_with_only_a_log(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     driver.turn("s", [1, 2])
     driver.turn("fork", [1], branch_from=0)

@@ -1,4 +1,4 @@
-"""A dialogue's number is given once: not again after a delete, a restart, an upgrade of the file, or a salvage."""
+"""Dialogue numbers are never reused: after a delete, a restart, a migration or a salvage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def number_of(driver: Driver, session_id: str, parent: int = 0) -> int | None:
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy", "memory"])
-def test_a_deleted_dialogues_number_is_not_given_again(tmp_path: Path, durability: str) -> None:
+def test_dialogue_number_is_not_reused_after_a_delete(tmp_path: Path, durability: str) -> None:
     driver = reopen(tmp_path, **({"state_db": ""} if durability == "memory" else {"durability": durability}))
     assert [number_of(driver, "s") for _ in range(3)] == [1, 2, 3]
     assert driver.delete("s:3") == 1
@@ -37,7 +37,7 @@ def test_a_deleted_dialogues_number_is_not_given_again(tmp_path: Path, durabilit
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
-def test_nor_after_a_restart(tmp_path: Path, durability: str) -> None:
+def test_dialogue_number_is_not_reused_after_a_restart(tmp_path: Path, durability: str) -> None:
     driver = reopen(tmp_path, durability=durability)
     for name in ("some are left", "none is left"):
         for _ in range(3):
@@ -51,7 +51,7 @@ def test_nor_after_a_restart(tmp_path: Path, durability: str) -> None:
     driver.pool.close()
 
 
-def test_nor_after_the_file_was_brought_up_to_date(tmp_path: Path) -> None:
+def test_dialogue_number_is_not_reused_after_a_migration(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     for _ in range(2):
         number_of(driver, "s")
@@ -76,7 +76,7 @@ def test_nor_after_the_file_was_brought_up_to_date(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_nor_after_a_salvage(tmp_path: Path) -> None:
+def test_dialogue_number_is_not_reused_after_a_salvage(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     for name in "st":
         for _ in range(2):
@@ -91,7 +91,7 @@ def test_nor_after_a_salvage(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_retired_numbers_are_bounded() -> None:
     numbers = DialogueNumbers()
     numbers.MAX_SESSIONS = 10  # type: ignore[misc]
     for i in range(30):

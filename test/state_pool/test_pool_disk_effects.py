@@ -1,4 +1,4 @@
-"""What a careless change to the database's threads and statements would do: garbage, sessions condemned, moved back."""
+"""Effects of errors in the writer, the reader and the statements: garbage, wrong quarantines, outdated states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from test.state_pool.test_pool_effects import pieces
 
 
 def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store the state of "s" in many pieces, and do something at one of them, on the writer's thread."""
+    """Store the state of "s" in many chunks and call `then` on the writer thread at one of them."""
     writer, put = get_store(driver).writer, statements.put_chunk
     row = get_session(driver, "s").row
 
@@ -43,13 +43,13 @@ def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, m
 
 
 def interrupt(writer: Writer) -> None:
-    """Whatever waits in front of the rest of a state ends its transaction."""
+    """End the transaction of a partly written state, as a waiting job would."""
     row = SessionRow(900 + len(writer._small_jobs), SessionKey("other"), None, 1, 1, 0.0, 0.0)
     writer._small_jobs.append((Append(row, [1]), Outcome()))
 
 
 @pytest.mark.parametrize("at", [0, 1, None], ids=["first piece", "second piece", "between two"])
-def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
+def test_chunks_of_state_deleted_during_write_are_collected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int | None
 ) -> None:
     driver = opened(tmp_path)
@@ -65,7 +65,7 @@ def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
                 writer.submit(Delete((row,)), told)
 
     def delete_between(idle: bool) -> str | None:
-        """The writer has committed a piece and looks for what is next."""
+        """The writer has committed a chunk and looks for the next job."""
         writer = get_store(driver).writer
         if at is None and not deleted and writer._staged.current is not None:
             deleted.append(writer._staged.current.number)
@@ -80,10 +80,8 @@ def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
     driver.pool.close()
 
 
-def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Told once: the state is no success of it, though its row was there for a moment."""
+def test_delete_before_the_last_chunk_fails_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported once, as a failure, although the state's row existed for a moment."""
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
@@ -108,13 +106,13 @@ def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
 
 
 @pytest.mark.parametrize("durability", ["log", "turn"])
-def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, durability: str) -> None:
-    """Nothing brings the session back: not after the delete, not after a restart."""
+def test_delete_removes_a_queued_state(tmp_path: Path, durability: str) -> None:
+    """Neither the delete nor a restart brings the session back."""
     driver = opened(tmp_path, durability=durability)
     driver.turn("s", [1])
     driver.settle()
     writer = get_store(driver).writer
-    with writer._changed:  # the writer's thread can take no work meanwhile
+    with writer._changed:  # the writer thread can take no work meanwhile
         lease = driver.ready(driver.pool.checkout("s"))
         slot = driver.compute(lease, [2])
         outcome = Outcome()
@@ -140,7 +138,7 @@ def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, dur
 # -- the reader --------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_fails_once_condemns_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_disk_error_quarantines_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
     reader = get_store(driver)._reader
 
@@ -160,7 +158,7 @@ def test_a_disk_that_fails_once_condemns_no_session(tmp_path: Path, monkeypatch:
     driver.pool.close()
 
 
-def test_a_session_without_a_state_comes_back_by_its_log(tmp_path: Path) -> None:
+def test_session_without_a_state_is_replayed(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     driver.turn("s", [1, 2])
     driver.turn("s", [3])
@@ -178,7 +176,7 @@ def test_a_session_without_a_state_comes_back_by_its_log(tmp_path: Path) -> None
 
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    """Of a database that has no sessions."""
+    """A connection to a database without sessions."""
     opened(tmp_path).pool.close()
     connection = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)
     yield connection
@@ -186,24 +184,24 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def put(connection: sqlite3.Connection, row: int, turn: int = 1, parent: int | None = None) -> None:
-    """A session, or dialogue, as it is after a turn."""
+    """Write a session or dialogue as of a turn."""
     key = SessionKey("s", -1 if parent is None else row)
     session = SessionRow(row, key, parent, turn, 10 * turn, 0.0, float(turn))
     statements.put_session(connection, session, "model")
 
 
 def put_state(connection: sqlite3.Connection, row: int) -> None:
-    """The session's state."""
+    """Write a state for the session."""
     statements.put_state(connection, statements.StateRow(100 + row, row, 1, 10, "model", "", 0))
 
 
 def ids(connection: sqlite3.Connection) -> list[int]:
-    """Of the sessions that are there."""
+    """Row numbers of all sessions."""
     return [row for (row,) in connection.execute("SELECT id FROM sessions ORDER BY id")]
 
 
 def test_a_parent_stays_while_a_dialogue_needs_it(connection: sqlite3.Connection) -> None:
-    """Hidden, until the dialogue has a state of its own."""
+    """It is hidden until the dialogue has its own state."""
     put(connection, 1)
     put_state(connection, 1)
     put(connection, 2, parent=1)
@@ -215,14 +213,14 @@ def test_a_parent_stays_while_a_dialogue_needs_it(connection: sqlite3.Connection
     assert ids(connection) == [2]
 
 
-def test_an_older_state_does_not_move_its_session_back(connection: sqlite3.Connection) -> None:
+def test_older_state_does_not_replace_a_newer_one(connection: sqlite3.Connection) -> None:
     put(connection, 1, turn=3)
     put(connection, 1, turn=2)
     assert connection.execute("SELECT turn, num_tokens, updated FROM sessions").fetchone() == (3, 30, 3.0)
 
 
-def test_dialogues_that_are_deleted_together_go_together(connection: sqlite3.Connection) -> None:
-    """Whichever has the larger number: a child of an import may have a smaller one than its parent."""
+def test_dialogues_deleted_together_are_removed_at_once(connection: sqlite3.Connection) -> None:
+    """In any number order: an imported child may have a smaller number than its parent."""
     put(connection, 3)
     put(connection, 1, parent=3)
     put(connection, 2, parent=1)
@@ -230,7 +228,7 @@ def test_dialogues_that_are_deleted_together_go_together(connection: sqlite3.Con
     assert ids(connection) == []
 
 
-def test_all_pieces_of_a_state_are_collected(connection: sqlite3.Connection) -> None:
+def test_all_chunks_of_a_state_are_collected(connection: sqlite3.Connection) -> None:
     for number in range(10):
         statements.put_chunk(connection, 7, number, memoryview(b"piece"))
     rounds = 0
@@ -240,7 +238,7 @@ def test_all_pieces_of_a_state_are_collected(connection: sqlite3.Connection) -> 
     assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
 
 
-def test_turns_are_taken_in_order_and_once(tmp_path: Path) -> None:
+def test_turns_are_applied_in_order_and_once(tmp_path: Path) -> None:
     write_three(tmp_path)
     with raw(tmp_path) as connection:
         for turn in (1, 2, 4):
@@ -254,8 +252,8 @@ def test_turns_are_taken_in_order_and_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("retain", "kept"), [(0, []), (3, [4]), (4, [3, 4]), (-1, [1, 2, 3, 4])])
-def test_the_log_keeps_what_is_asked(tmp_path: Path, retain: int, kept: list[int]) -> None:
-    """Turns of 3 tokens each; behind the checkpoint the last so many tokens stay, in whole turns."""
+def test_log_keeps_the_retained_tokens(tmp_path: Path, retain: int, kept: list[int]) -> None:
+    """Turns of 3 tokens each. After the checkpoint, the last `retain` tokens stay in whole turns."""
     driver = opened(tmp_path, retain_tokens=retain)
     for turn in range(4):
         driver.turn("s", [turn, 0, 0])

@@ -1,4 +1,4 @@
-"""Effects that a careless change would have, each seen by one test: garbage on disk, refusals, groups, order."""
+"""Effects that a careless change could break: garbage on disk, refusals, group commits, eviction order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opened(folder: Path, **changes: object) -> Driver:
 
 
 def pieces(folder: Path) -> tuple[int, int]:
-    """(pieces of states in the file, pieces that its states have)."""
+    """(chunks in the file, chunks that its states have)"""
     with contextlib.closing(sqlite3.connect(folder / "sessions.db")) as connection:
         chunks = connection.execute("SELECT count(*) FROM state_chunks").fetchone()[0]
         states = connection.execute("SELECT count(*) FROM states").fetchone()[0]
@@ -31,14 +31,14 @@ def pieces(folder: Path) -> tuple[int, int]:
 
 
 def collected(driver: Driver, folder: Path) -> bool:
-    """Whether nothing but the states' own pieces is in the file."""
+    """Whether the file has only the chunks of its states."""
     store = get_store(driver)
     driver.until(lambda: not store.pending and not store.writer.is_collecting_garbage)
     found, wanted = pieces(folder)
     return found == wanted
 
 
-def test_pieces_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
+def test_chunks_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="turn")
     for turn in range(5):
         driver.turn("s", [turn])
@@ -47,7 +47,7 @@ def test_pieces_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_pieces_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
+def test_chunks_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="turn")
     driver.turn("s", [1])
     driver.turn("t", [1])
@@ -57,14 +57,14 @@ def test_pieces_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_pieces_of_a_state_that_failed_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_failed_state_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = opened(tmp_path, durability="turn")
     writer = get_store(driver).writer
     with monkeypatch.context() as patched:
         write = writer._write_state
 
         def one_piece_then_fails(staging: object) -> None:
-            """Its first piece is committed; the rest never is."""
+            """Its first chunk is committed, the rest never."""
             writer._small_jobs.append((Append(SessionRow(999, SessionKey("x"), None, 7, 1, 0.0, 0.0), [1]), Outcome()))
             write(staging)  # type: ignore[arg-type]
             writer._small_jobs.clear()
@@ -78,8 +78,8 @@ def test_pieces_of_a_state_that_failed_are_collected(tmp_path: Path, monkeypatch
     driver.pool.close()
 
 
-def test_an_older_state_does_not_mend_a_broken_log(tmp_path: Path) -> None:
-    """With "lazy" a turn could not be logged: only a state that has seen it makes the log whole again."""
+def test_older_state_does_not_repair_a_broken_log(tmp_path: Path) -> None:
+    """With "lazy", an unlogged turn is covered only by a state after it."""
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
@@ -97,21 +97,21 @@ def test_an_older_state_does_not_mend_a_broken_log(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_a_turn_that_is_being_stored_is_busy_too(tmp_path: Path) -> None:
+def test_session_is_busy_while_its_turn_is_stored(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     lease = driver.ready(driver.pool.checkout("s"))
     slot = driver.compute(lease, [1])
     with get_store(driver).writer._changed:
         driver.pool.record(lease, [1], Outcome())
         driver.pool.checkin(lease, slot)
-        get_session(driver, "s").active = None  # the turn is over; what is left is to store it
+        get_session(driver, "s").active = None  # the turn is over but still being stored
         with pytest.raises(SessionBusy):
             driver.pool.checkout("s", wait=False)
     driver.settle()
     driver.pool.close()
 
 
-def test_a_turn_waits_unless_told_otherwise(tmp_path: Path) -> None:
+def test_checkout_waits_by_default(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     first, second = driver.pool.checkout("s"), driver.pool.checkout("s")
     driver.pool.release(first)
@@ -120,7 +120,7 @@ def test_a_turn_waits_unless_told_otherwise(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_no_branch_from_what_is_unusable_or_deleted(tmp_path: Path) -> None:
+def test_no_branch_from_an_unusable_or_deleted_dialogue(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     for _ in range(2):
         driver.turn("s", [1], branch_from=0)
@@ -134,7 +134,7 @@ def test_no_branch_from_what_is_unusable_or_deleted(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_no_branch_beyond_the_disk_limit(tmp_path: Path) -> None:
+def test_branch_at_the_size_limit_is_refused(tmp_path: Path) -> None:
     driver = opened(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
     driver.turn("s", [1], branch_from=0)
     driver.until(lambda: get_store(driver).over_limit or bool(driver.turn("s", [1])))
@@ -146,7 +146,7 @@ def test_no_branch_beyond_the_disk_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability: str) -> None:
-    """Its tokens are committed before the delete: it is gone all the same, and its client is told so."""
+    """Its tokens are committed before the delete. Still it is deleted, and its client gets an error."""
     driver = opened(tmp_path, durability=durability)
     lease = driver.ready(driver.pool.checkout("s"))
     slot = driver.compute(lease, [1])
@@ -154,7 +154,7 @@ def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability:
     driver.pool.record(lease, [1], outcome)
     driver.pool.checkin(lease, slot)
     while durability == "log" and get_store(driver).writer.stats.turns == 0:
-        time.sleep(0.001)  # committed, and nobody has looked yet
+        time.sleep(0.001)  # committed, but not polled yet
     driver.pool.delete("s")
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
@@ -174,19 +174,19 @@ def test_one_bad_turn_fails_alone(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_the_longest_unused_session_leaves_first(tmp_path: Path) -> None:
+def test_least_recently_used_session_is_evicted_first(tmp_path: Path) -> None:
     driver = opened(tmp_path, l1_sessions=2, l2_sessions=0)
     for name in ("a", "b"):
         driver.turn(name, [1])
-    driver.turn("a", [2])  # b is the oldest now, though it came second
+    driver.turn("a", [2])  # b is the oldest, although it came second
     driver.turn("c", [1])
     driver.until(lambda: len(driver.pool._index.l1) <= 2)
     assert [session.key.session_id for session in driver.pool._index.l1] == ["a", "c"]
     driver.pool.close()
 
 
-def test_a_turn_goes_before_the_rest_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state of many pieces is being written when a turn comes: the turn is committed between two of them."""
+def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn that comes during the write of a large state is committed between two chunks."""
     driver = opened(tmp_path)
     writer = get_store(driver).writer
     order: list[str] = []
@@ -216,13 +216,13 @@ def test_a_turn_goes_before_the_rest_of_a_state(tmp_path: Path, monkeypatch: pyt
     driver.pool.close()
 
 
-def test_the_longest_unused_prefix_leaves_first(tmp_path: Path) -> None:
+def test_least_recently_used_prefix_is_evicted_first(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path, prefix_cache_slots=2, prefix_cache_l2=0)
     heads = [list(range(1000 * number, 1000 * number + 40)) for number in range(3)]
     for head in (heads[0], heads[1]):
         for tail in (60_000, 60_001):
             prompts.prefill([*head, tail])
-    prompts.prefill([*heads[0], 60_002])  # used again, though it came first
+    prompts.prefill([*heads[0], 60_002])  # used again, although it came first
     for tail in (60_000, 60_001):
         prompts.prefill([*heads[2], tail])
     prompts.pool._do_housekeeping(0.0)
@@ -233,7 +233,7 @@ def test_the_longest_unused_prefix_leaves_first(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_a_hit_leaves_a_token_to_compute(tmp_path: Path) -> None:
+def test_hit_leaves_one_token_to_compute(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     head = list(range(40))
     for tail in (60_000, 60_001):
@@ -260,8 +260,8 @@ def test_the_same_prefix_is_cached_once(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_a_state_that_a_turn_waits_for_stays_in_host_memory(tmp_path: Path) -> None:
-    """However many more there are than `--l2-sessions`: it would have to be read from the disk at once."""
+def test_state_needed_by_a_waiting_turn_stays_in_host_memory(tmp_path: Path) -> None:
+    """Even above `l2_sessions`: otherwise it would be loaded from disk at once."""
     driver = Driver(FakeArena(num_slots=8), config_in(tmp_path, l1_sessions=2, l2_sessions=1))
     for name in ("a", "b"):
         driver.turn(name, [ord(name)])
@@ -285,7 +285,7 @@ def test_a_state_that_a_turn_waits_for_stays_in_host_memory(tmp_path: Path) -> N
 
 
 def _take(driver: Driver, held: list[int]) -> int:
-    """Take one more slot if there is one; how many are held."""
+    """Allocate one more slot if possible; return the number held."""
     slot = driver.pool.allocate()
     if slot is not None:
         held.append(slot)

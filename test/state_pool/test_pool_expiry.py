@@ -1,4 +1,4 @@
-"""What expires and what a wrong clock must not delete: set ahead while the pool is open, and ahead at a start."""
+"""Expiry, and wrong clocks that must not delete sessions: set ahead while running or at a start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ YEAR_S = 365 * 86400.0
 
 
 class Clock:
-    """The clock of the machine, which may be set, in the modules that are given; time passes only when told."""
+    """A fake clock for the given modules. It can be set, and time passes only on request."""
 
     def __init__(self) -> None:
         self.wall = time.time()
@@ -87,7 +87,7 @@ def test_a_start_with_a_clock_far_ahead_expires_only_what_had_expired(
     driver.turn("fourth", [1])
     clock.passes(1)
     close(driver)
-    driver = opened(tmp_path, TTL_S, shared)  # now one was used when the clock was wrong
+    driver = opened(tmp_path, TTL_S, shared)  # one session was used while the clock was wrong
     clock.passes(TTL_S / 2)
     driver.until(lambda: "second" not in names(driver))
     assert names(driver) == {"third", "fourth"}

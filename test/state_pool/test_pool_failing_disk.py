@@ -1,4 +1,4 @@
-"""Disks that fail while the pool runs, and databases at their limit: what is refused, and what goes on."""
+"""Failing disks and databases at their limit: refused turns, and turns that still work."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MOVED = {"moved": "", "log moved": "-wal", "index moved": "-shm"}
 
 
 def files_of(connection: Connection) -> dict[str, Path]:
-    """A database's files, by how they break."""
+    """A database file that can be made to fail."""
     path = connection.execute("PRAGMA database_list").fetchone()[2]
     return {how: Path(f"{path}{end}") for how, end in MOVED.items()}
 
 
 def break_disk(driver: Driver, how: str) -> None:
-    """Make every write fail, without needing rights: too few pages, a connection that may not write, no file."""
+    """Make every write fail without special rights: page limit, read-only connection, moved file."""
     connection = get_store(driver).writer._connection
     if how in MOVED:
         path = files_of(connection)[how]
@@ -41,7 +41,7 @@ def break_disk(driver: Driver, how: str) -> None:
 
 
 def mend_disk(driver: Driver) -> None:
-    """Space and rights return."""
+    """Make writes succeed."""
     connection = get_store(driver).writer._connection
     connection.execute("PRAGMA max_page_count = 1000000")
     connection.execute("PRAGMA query_only = OFF")
@@ -64,7 +64,7 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
         driver.turn(name, [ord(name), 1])
     driver.settle()
     break_disk(driver, how)
-    big = list(range(20_000))  # more than the free part of a page
+    big = list(range(20_000))  # larger than the free part of a page
     for _ in range(3):
         with pytest.raises(TurnNotStored, match=words):
             driver.turn("a", big)
@@ -72,7 +72,7 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
         driver.turn("unborn", big)
     assert words in driver.pool.stats()["degraded"]
     assert np.array_equal(driver.state("a"), expected_state([ord("a"), 1], WORDS)), "the session is what it was"
-    if how not in MOVED:  # then it is not read either
+    if how not in MOVED:  # the file cannot be read either
         assert driver.list_sessions().total == 2
     mend_disk(driver)
     driver.turn("a", [2, 3])
@@ -90,8 +90,8 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
 
 
 @MODES
-def test_full_tiers_over_a_full_disk_go_on_serving(tmp_path: Path, durability: str) -> None:
-    """States cannot be checkpointed: with a log they are replayed, and no slot is ever stuck."""
+def test_full_tiers_over_a_full_disk_keep_serving(tmp_path: Path, durability: str) -> None:
+    """States cannot be stored. With a log they are replayed, and no slot is blocked."""
     driver = reopen(tmp_path, durability=durability, l1_sessions=2, l2_sessions=2, transfer_states=1)
     names = [f"s{i}" for i in range(20)]
     for name in names:
@@ -103,10 +103,8 @@ def test_full_tiers_over_a_full_disk_go_on_serving(tmp_path: Path, durability: s
     driver.pool.close()
 
 
-def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What each writes before it fails would take the room from turns. At the end nothing is put off."""
+def test_failed_checkpoints_are_retried_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial write would take the space that turns need. At shutdown, no retry is delayed."""
     driver = reopen(tmp_path, checkpoint_tokens=2, transfer_states=1)
     store, now, tried = get_store(driver), [100.0], list[float]()
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -127,7 +125,7 @@ def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
             driver.pool.poll()
         now[0] += checkpoints.RETRY_DELAY_S
     assert tried == [100.0, 101.0, 102.0]
-    now[0] -= checkpoints.RETRY_DELAY_S  # within the pause
+    now[0] -= checkpoints.RETRY_DELAY_S  # within the retry delay
     written: list[float] = []
 
     def ticks() -> float:
@@ -149,7 +147,7 @@ def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
 
 
 def test_a_full_real_disk(tmp_path: Path) -> None:
-    """The same on a file system of 2 MB, where this machine lets us mount one."""
+    """The same on a file system of 2 MB, if this machine can mount one."""
     mount = tmp_path / "small"
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
@@ -177,7 +175,7 @@ def test_a_full_real_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_a_failed_delete_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_failed_delete_is_reported_and_retried(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     driver.turn("a", [1])
     driver.settle()
@@ -195,7 +193,7 @@ def test_a_failed_delete_is_told_and_tried_again(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> None:
+def test_lost_lazy_turns_are_reported(tmp_path: Path) -> None:
     driver = reopen(tmp_path, durability="lazy", l1_sessions=1, l2_sessions=1, transfer_states=1)
     driver.turn("a", [1])
     driver.settle()
@@ -212,7 +210,7 @@ def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> No
     driver.pool.close()
 
 
-def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
+def test_size_limit_evicts_the_oldest(tmp_path: Path) -> None:
     driver = reopen(tmp_path, state_db_max_gb=0.0005, l1_sessions=1, l2_sessions=1)
     for i in range(60):
         driver.turn(f"s{i}", [i])
@@ -222,7 +220,7 @@ def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_the_disk_cap_refuses_new_sessions(tmp_path: Path) -> None:
+def test_size_limit_refuses_new_sessions(tmp_path: Path) -> None:
     driver = reopen(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", l1_sessions=1, l2_sessions=1)
     with pytest.raises(PoolFull, match=r"limit of 0\.00015 GB"):
         for i in range(60):
@@ -233,7 +231,7 @@ def test_the_disk_cap_refuses_new_sessions(tmp_path: Path) -> None:
 
 
 def test_a_full_database_takes_new_sessions_when_all_are_deleted(tmp_path: Path) -> None:
-    """Nothing is committed behind the delete but that its pieces are collected."""
+    """After the delete, the only commits collect its chunks."""
     driver = reopen(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
     with pytest.raises(PoolFull):
         for i in range(60):

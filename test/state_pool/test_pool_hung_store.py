@@ -1,4 +1,4 @@
-"""A checkpoint store that neither answers nor fails, as a folder on a mount that hangs: whoever waits is told."""
+"""A checkpoint store that neither answers nor fails, like a hanging mount: jobs time out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test.serving import wait_for
 
 
 class Mount:
-    """Where the store's calls pass, or stay."""
+    """Lets the store's calls pass or hang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hangs = False
@@ -25,7 +25,7 @@ class Mount:
         self._monkeypatch = monkeypatch
 
     def begins_to_hang(self) -> None:
-        """From now on its callers are given up soon; a busy machine's others are not."""
+        """Hang all later calls, with a short timeout."""
         self._monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 0.2)
         self.hangs = True
 
@@ -45,7 +45,7 @@ class Mount:
 
 @pytest.fixture
 def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
-    """Of the folder."""
+    """The mount of the folder."""
     made = Mount(monkeypatch)
     for name in ("put", "get", "delete"):
         monkeypatch.setattr(FolderStore, name, made.through(getattr(FolderStore, name)))
@@ -63,11 +63,11 @@ def opened(folder: Path) -> Driver:
     return Driver(FakeArena(), config)
 
 
-def test_turns_are_told_and_what_comes_late_is_deleted(tmp_path: Path, mount: Mount) -> None:
+def test_turns_fail_and_late_objects_are_deleted(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     one.turn("s", [1])
     mount.begins_to_hang()
-    for name in ("s", "t", "u"):  # the last one's state waits behind threads that hang
+    for name in ("s", "t", "u"):  # the last state waits while all threads hang
         with pytest.raises(TurnNotStored, match="has not answered for"):
             one.turn(name, [2])
     assert "has not answered for" in one.pool.stats()["degraded"]
@@ -82,7 +82,7 @@ def test_turns_are_told_and_what_comes_late_is_deleted(tmp_path: Path, mount: Mo
     one.pool.close()
 
 
-def test_sessions_are_told_to_try_again(tmp_path: Path, mount: Mount) -> None:
+def test_loads_fail_with_a_retry_hint(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     for name in ("s", "t", "u"):
         one.turn(name, [1])
@@ -99,7 +99,7 @@ def test_sessions_are_told_to_try_again(tmp_path: Path, mount: Mount) -> None:
     two.pool.close()
 
 
-def test_an_engine_ends_all_the_same(tmp_path: Path, mount: Mount) -> None:
+def test_pool_closes_while_the_store_hangs(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     one.turn("s", [1])
     mount.begins_to_hang()
@@ -115,8 +115,8 @@ def test_an_engine_ends_all_the_same(tmp_path: Path, mount: Mount) -> None:
     assert not closing.is_alive()
 
 
-def test_what_waits_is_not_given_up_when_a_thread_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only then was it submitted, perhaps: while those that hung were told."""
+def test_queued_job_is_kept_when_a_thread_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may be submitted while the hung jobs time out."""
     goes_on, told = threading.Event(), []
 
     def comes_back() -> None:
@@ -133,8 +133,8 @@ def test_what_waits_is_not_given_up_when_a_thread_is_back(monkeypatch: pytest.Mo
     assert told == ["done"]
 
 
-def test_a_thread_that_is_back_finds_the_line_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes back while those that wait are given up."""
+def test_thread_free_again_takes_jobs_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is free again while queued jobs time out."""
     goes_on, told = threading.Event(), []
     workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
     workers.submit(goes_on.wait)
@@ -149,8 +149,8 @@ def test_a_thread_that_is_back_finds_the_line_in_its_order(monkeypatch: pytest.M
     assert told == ["first", "second"]
 
 
-def test_a_thread_that_is_back_finds_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was told so while it hung, and those that waited were given up since."""
+def test_thread_free_again_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread hangs during `close`, and the queued jobs have timed out."""
     goes_on = threading.Event()
     workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
     workers.submit(goes_on.wait)

@@ -1,4 +1,4 @@
-"""Engines over one database that are killed or stopped: what they acknowledged is there."""
+"""Killed or stopped engines over one database: their acknowledged turns survive."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ while True:
 
 
 class Child:
-    """An engine in a process of its own, which tells each turn that it acknowledges.
+    """An engine in its own process, which reports each acknowledged turn.
 
-    In one write: printed with PYTHONUNBUFFERED=1 a line has four, and a process that is stopped between them half.
+    Each report is one `os.write`. A `print` would use several writes, and a stopped process might leave half a line.
     """
 
     def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
@@ -46,7 +46,7 @@ class Child:
 
     @property
     def told(self) -> list[str]:
-        """All of it: what was told before it was killed is in the file."""
+        """All reports, also those before a kill."""
         return self._told.read_text().splitlines()
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Child:
         self.process.wait()
 
     def check(self, here: Driver) -> None:
-        """What it acknowledged is there; of each session one turn more may be, whose answer was not told."""
+        """Check the acknowledged turns. Each session may have one more turn without a report."""
         histories: dict[str, list[int]] = {}
         for line in self.told:
             histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
@@ -68,7 +68,7 @@ class Child:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody keeps SQLite's lock for longer than a transaction takes."""
+    """Whether another process holds SQLite's lock for longer than a transaction."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=1)) as connection:
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -79,20 +79,20 @@ def is_locked(path: Path) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
-    """Returns when it does nothing more: a signal takes effect some time after it is sent."""
+    """Send the signal and wait until it takes effect."""
     process.send_signal(how)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_a_killed_or_stopped_engine_acknowledged_is_there(tmp_path: Path, how: signal.Signals) -> None:
+def test_acknowledged_turns_of_killed_engines_survive(tmp_path: Path, how: signal.Signals) -> None:
     here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
     child = Child("child", tmp_path)
     try:
         here.until(lambda: len(child.told) > 40)
         stop(child.process, how)
         while how is signal.SIGSTOP and is_locked(tmp_path / "sessions.db"):
-            child.process.send_signal(signal.SIGCONT)  # within a transaction: SQLite's lock is its own until it ends
+            child.process.send_signal(signal.SIGCONT)  # stopped within a transaction, it would keep SQLite's lock
             time.sleep(0.01)
             stop(child.process, how)
         child.check(here)

@@ -1,4 +1,4 @@
-"""Lists of sessions, deletes by beginning and /status: right whatever is where, and no walk over all sessions."""
+"""Lists of sessions, prefix deletes and /status are correct on all tiers and do not scan all sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from test.state_pool.listing_cost import growth, measure
 
 @contextmanager
 def writer_held(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The writer commits nothing meanwhile."""
+    """Block the writer's commits."""
     writer, go = get_store(driver).writer, threading.Event()
     commit = writer._commit_group
 
@@ -45,7 +45,7 @@ def writer_held(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @contextmanager
 def reader_held(pool: StatePool) -> Iterator[None]:
-    """The reader hangs, as on a disk that does not answer."""
+    """Block the reader, like a disk that does not answer."""
     go = threading.Event()
 
     def hang() -> Any:
@@ -66,7 +66,7 @@ def test_the_engine_threads_work_does_not_grow_with_the_sessions(tmp_path: Path)
     assert max(found.values()) <= 1.05, found
 
 
-def test_turns_that_the_disk_does_not_have_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_turns_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(num_slots=8), config_in(tmp_path, durability="lazy", l1_sessions=3, l2_sessions=20))
     for number in range(8):
         driver.turn(f"s{number}", [number])
@@ -90,7 +90,7 @@ def test_turns_that_the_disk_does_not_have_are_listed_once(tmp_path: Path, monke
     driver.pool.close()
 
 
-def test_a_log_that_broke_lists_what_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_log_lists_sessions_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path, durability="lazy"))
     driver.turn("old", [1])
     driver.settle()
@@ -107,7 +107,7 @@ def test_a_log_that_broke_lists_what_memory_has(tmp_path: Path, monkeypatch: pyt
     driver.pool.close()
 
 
-def test_a_page_is_full_while_deletes_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_full_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     for number in range(6):
         driver.turn(f"s{number}", [number])
@@ -123,7 +123,7 @@ def test_a_page_is_full_while_deletes_are_on_their_way(tmp_path: Path, monkeypat
     driver.pool.close()
 
 
-def test_a_reader_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_reader_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_listing, "TIMEOUT_S", 0.0)
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
@@ -143,7 +143,7 @@ def test_a_reader_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     driver.pool.close()
 
 
-def test_the_engine_goes_on_and_tells_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_runs_on_while_the_list_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PoolConfig(state_db=str(tmp_path / "sessions.db"))
     with started_engine(tiny_model(tmp_path), config) as engine:
         run(engine, turn("s", "hello", max_tokens=2))
@@ -167,7 +167,7 @@ def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_what_waits_at_the_end_is_answered(tmp_path: Path) -> None:
+def test_pending_lists_are_answered_at_close(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     outcomes: list[SessionPage | Exception] = []
@@ -176,7 +176,7 @@ def test_what_waits_at_the_end_is_answered(tmp_path: Path) -> None:
     assert [outcome.total for outcome in outcomes if isinstance(outcome, SessionPage)] == [1]
 
 
-def test_names_that_begin_so_are_those_that_a_walk_finds() -> None:
+def test_prefix_lookup_equals_a_full_scan() -> None:
     draw, index = random.Random(5), SessionIndex()
     kept: list[Session] = []
     for row in range(600):
@@ -194,7 +194,7 @@ def test_names_that_begin_so_are_those_that_a_walk_finds() -> None:
         assert len(found) == len(wanted), prefix
 
 
-def test_a_file_that_no_service_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_session_file_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     file = SessionFile("model-a", 3, [1, 2, 3], {"a": ("int32", (64,))}, {"a": bytes(256)})
     size = len(file.encode())
     monkeypatch.setattr(session_file, "MAX_FILE_BYTES", size)

@@ -1,4 +1,4 @@
-"""Which engines may use a database: those of one service, also one that comes while others write, or is alone again."""
+"""Which engines may open a database: those of one service, also during writes, or a single one later."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkey
         driver.pool.close()
 
 
-def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_joins_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Driver(FakeArena(), config_in(tmp_path, engine="one", service="here"))
     briefly = database.disable_busy_wait
     other = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None, check_same_thread=False)
@@ -46,12 +46,12 @@ def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.
     other.close()
 
 
-def test_lazy_turns_are_for_one_engine(tmp_path: Path) -> None:
+def test_lazy_durability_needs_a_single_engine(tmp_path: Path) -> None:
     with pytest.raises(DatabaseUnusable, match="lazy"):
         Driver(FakeArena(), config_in(tmp_path, durability="lazy", engine="one", service="here"))
 
 
-def test_alone_again_it_has_everything(tmp_path: Path) -> None:
+def test_single_engine_finds_all_sessions(tmp_path: Path) -> None:
     one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
     one.turn("a", [1])
     two.turn("b", [2])
@@ -63,5 +63,5 @@ def test_alone_again_it_has_everything(tmp_path: Path) -> None:
     alone.pool.close()
 
 
-def test_config_names_are_no_flags() -> None:
+def test_engine_and_service_are_not_flags() -> None:
     assert (PoolConfig().engine, PoolConfig().service) == ("", "")

@@ -1,4 +1,4 @@
-"""Order and isolation: many sessions over small tiers, against a model that is a dict of token lists."""
+"""Order and isolation: many sessions over small tiers, compared with a dict of token lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Key = tuple[str, int]
 
 @dataclass
 class Open:
-    """A turn under way, and what the model expects of it."""
+    """A running turn with its expected history."""
 
     lease: Lease
     key: Key
@@ -39,14 +39,14 @@ class Open:
 
 @dataclass
 class Committing:
-    """A recorded turn whose fate isn't known to the model yet."""
+    """A recorded turn without a reported outcome."""
 
     key: Key
     outcome: Outcome
 
 
 class World:
-    """A pool, its model, and the steps by which both are driven. Used by hypothesis and by the long soak."""
+    """A pool, its model, and the steps that drive both. Used by hypothesis and by the soak test."""
 
     def __init__(self, durability: str, delay: int, num_slots: int = 24, **changes: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pool-model-"))
@@ -61,13 +61,13 @@ class World:
         self.start()
 
     def start(self) -> None:
-        """A new process on the same database."""
+        """Open a new pool on the same database."""
         self.driver = Driver(FakeArena(num_slots=self.num_slots, delay=self.delay), self.config)
         self.pool = self.driver.pool
         self.prompts = Prompts(self.driver)
 
     def begin(self, name: str, parent: int | None) -> None:
-        """Check a session out; a parent that does not exist must be refused."""
+        """Check out a session. An unknown parent must be refused."""
         if len(self.open) >= MAX_OPEN:
             return
         try:
@@ -81,11 +81,11 @@ class World:
         self.open.append(Open(lease, (name, LINEAR if parent is None else parent), parent))
 
     def is_committing(self, key: Key) -> bool:
-        """Whether the turn was not told durable yet: nobody can know a new dialogue's number before."""
+        """Whether the turn is not yet reported durable. Its new dialogue's number is unknown then."""
         return any(committing.key == key for committing in self.committing)
 
     def step(self) -> None:
-        """A step of the engine: what became ready starts, what was stored is accounted for."""
+        """One engine step: start ready turns, record reported outcomes."""
         self.pool.poll()
         for turn in self.open:
             if turn.lease.poll() is LeaseState.READY and not turn.started:
@@ -98,7 +98,7 @@ class World:
         self.prompts.check()
 
     def check_start(self, turn: Open) -> None:
-        """What a turn reads is its whole history, from whatever tier it came."""
+        """A turn must read its whole history, from any tier."""
         lease = turn.lease
         history = [] if turn.parent == 0 else self.history(turn.key)
         assert lease.exists == bool(history)
@@ -107,11 +107,11 @@ class World:
         assert np.array_equal(state, expected_state(history)), f"{turn.key} does not hold its history"
 
     def history(self, key: Key) -> list[int]:
-        """The model's tokens; the pool starts a turn only after the one before was told durable or is."""
+        """Return the model's tokens. The pool starts a turn only after the previous one is durable."""
         return self.model.get(key, [])
 
     def finish(self, at: int, tokens: list[int]) -> None:
-        """Compute, record and check in one of the ready turns."""
+        """Compute, record and check in one ready turn."""
         ready = [turn for turn in self.open if turn.started and turn.lease.poll() is LeaseState.READY]
         if not ready:
             return
@@ -135,13 +135,13 @@ class World:
         self.pool.checkin(lease, slot)
 
     def cancel(self, at: int) -> None:
-        """Drop one of the turns, ready or waiting."""
+        """Release one turn, ready or waiting."""
         if self.open:
             turn = self.open.pop(at % len(self.open))
             self.pool.release(turn.lease)
 
     def delete(self, name: str, prefix: bool) -> None:
-        """Delete, also what runs; its turns fail."""
+        """Delete a session, also during turns; these fail."""
         self.drain_commits()
         gone = [key for key in self.model if (key[0].startswith(name) if prefix else key[0] == name)]
         if not prefix and not gone:
@@ -164,7 +164,7 @@ class World:
             self.step()
 
     def restart(self, orderly: bool = True) -> None:
-        """An end and a new start; a disorderly one stores no states, so that turns are replayed from the log."""
+        """Restart the pool. A disorderly end stores no states, so turns are replayed from the log."""
         while self.open:
             self.cancel(0)
         self.prompts.cancel_all()
@@ -177,7 +177,7 @@ class World:
         assert self.driver.list_sessions().total == len(self.model)
 
     def check_rest(self) -> None:
-        """Nothing runs: every slot has an owner, every session one tier, every count is right."""
+        """With nothing running: check slot owners, tiers and counts."""
         self.driver.settle()
         assert self.pool.check_integrity() == []
         status = self.driver.list_sessions(limit=10_000)
@@ -190,13 +190,13 @@ class World:
         assert tiers[1] <= self.config.l2_sessions + self.config.transfer_states
 
     def check_all(self) -> None:
-        """Every session holds its history."""
+        """Check every session's history."""
         for (name, dialogue), history in self.model.items():
             state = self.driver.state(name, None if dialogue == LINEAR else dialogue)
             assert np.array_equal(state, expected_state(history)), (name, dialogue)
 
     def end(self) -> None:
-        """Check everything, then again after a restart."""
+        """Check everything, then repeat after a restart."""
         self.restart()
         self.check_all()
         self.check_rest()
@@ -209,7 +209,7 @@ NAMES = st.sampled_from(["a", "b", "a:1", "ab", "ünï\n'; --", "c"])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Hypothesis looks for a short run that breaks the pool."""
+    """Hypothesis searches for a short failing run."""
 
     durability = "log"
     limits: ClassVar[dict[str, int]] = {}
@@ -267,19 +267,19 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TurnMachine(PoolMachine):
-    """The same, with whole states as turns."""
+    """The same with durability "turn"."""
 
     durability = "turn"
 
 
 class LazyMachine(PoolMachine):
-    """The same, written behind."""
+    """The same with durability "lazy"."""
 
     durability = "lazy"
 
 
 class TightMachine(PoolMachine):
-    """The same over hardly any slots, with room for one session and one prefix on each tier."""
+    """The same with very few slots, and one session and one prefix per tier."""
 
     limits: ClassVar[dict[str, int]] = {
         "num_slots": 8,
@@ -291,7 +291,7 @@ class TightMachine(PoolMachine):
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """The prefix cache alone, without a disk: many short runs over room for one or two prefixes on each tier."""
+    """Only the prefix cache, without a disk: short runs with one or two prefixes per tier."""
 
     @initialize(num_slots=st.integers(5, 7), delay=st.integers(0, 2), l1=st.integers(1, 2), l2=st.integers(0, 2))
     def start(self, num_slots: int, delay: int, l1: int, l2: int) -> None:
@@ -319,7 +319,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(left=st.integers(0, 2))
     def press(self, left: int) -> None:
-        """Other rows take slots, all but so many: what is cached has to make room."""
+        """Other rows take all but some slots, so cached prefixes are evicted."""
         for _ in range(max(1, self.pool.num_free - left)):
             slot = self.pool.allocate()
             if slot is not None:
@@ -377,7 +377,7 @@ TestPrefixes.settings = settings(_SETTINGS, max_examples=90, stateful_step_count
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
-    """1,000 sessions, 4 in slots and 8 in host memory, with forks, cancels, deletes and restarts at random."""
+    """1,000 sessions, 4 in slots and 8 in host memory, with random forks, cancels, deletes and restarts."""
     draw = random.Random(7)
     world = World(durability, delay=2)
     for step in range(3000):
@@ -398,13 +398,13 @@ def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
         world.step()
         if step % 1000 == 999:
             world.restart(orderly=step > 2000)
-    # So much was really kept. Under "lazy" a crash loses what the writer had no time for: only later turns count.
+    # Check the amount of work. Under "lazy" a crash loses unwritten turns, so only later ones count.
     assert len(world.model) > (100 if durability == "lazy" else 250)
     world.end()
 
 
 def test_the_model_notices_a_wrong_state() -> None:
-    """The test itself: a slot that changes under a parked session is found."""
+    """Tests the test: a changed slot of an idle session is found."""
     world = World("log", delay=0)
     world.driver.turn("a", [1, 2, 3])
     world.model[("a", LINEAR)] = [1, 2, 3]

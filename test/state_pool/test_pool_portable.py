@@ -1,4 +1,4 @@
-"""Sessions carried away as files and brought back: from every tier, into every durability, never a wrong one."""
+"""Export and import of sessions: from every tier, with every durability, never a wrong state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_stat
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
-    """The session as a file's bytes."""
+    """Export a session as a file's bytes."""
     found: list[SessionFile | Exception] = []
     driver.pool.export(name, found.append, dialogue)
     driver.until(lambda: bool(found))
@@ -31,7 +31,7 @@ def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
 
 
 def import_session(driver: Driver, name: str, data: bytes) -> None:
-    """A file becomes a session, durably."""
+    """Import a file durably."""
     outcome = Outcome()
     driver.pool.import_session(name, decode(data), outcome)
     driver.until(lambda: outcome.known)
@@ -39,7 +39,7 @@ def import_session(driver: Driver, name: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy", "memory"])
-def test_there_and_back_from_every_tier(tmp_path: Path, durability: str) -> None:
+def test_export_and_import_from_every_tier(tmp_path: Path, durability: str) -> None:
     changes = {"state_db": ""} if durability == "memory" else {"durability": durability}
     driver = Driver(FakeArena(delay=1), config_in(tmp_path, l1_sessions=2, l2_sessions=2, **changes))
     for i in range(6):
@@ -62,7 +62,7 @@ def test_there_and_back_from_every_tier(tmp_path: Path, durability: str) -> None
         driver.pool.close()
 
 
-def test_what_still_has_to_be_replayed_travels_too(tmp_path: Path) -> None:
+def test_replay_is_exported(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1, 2])
     driver.turn("s", [3])
@@ -89,7 +89,7 @@ def test_the_file_opens_with_safetensors(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_refused_exports_and_imports(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     data = export(driver, "s")
@@ -102,7 +102,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSessionFile, match="another model"):
         other.pool.import_session("t", decode(data), Outcome())
     wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
-    with pytest.raises(InvalidSessionFile, match="laid out"):
+    with pytest.raises(InvalidSessionFile, match="has the layout"):
         wide.pool.import_session("t", decode(data), Outcome())
     for damaged in (b"", data[:20], data[:-1], data + b"x", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"):
         with pytest.raises(InvalidSessionFile):
@@ -112,9 +112,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("float64", np.float64), ("float32", np.float32), ("float16", np.float16), ("bfloat16", None)]
 )
-def test_numbers_that_are_none_are_refused(dtype: str, kind: type | None) -> None:
+def test_nan_and_infinity_are_refused(dtype: str, kind: type | None) -> None:
     def file(*numbers: float) -> bytes:
-        """A whole file, checksum and all, with a part of these numbers."""
+        """Return a complete file, with a valid checksum and a part of these numbers."""
         if kind is None:
             data = (np.array(numbers, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
         else:
@@ -125,11 +125,11 @@ def test_numbers_that_are_none_are_refused(dtype: str, kind: type | None) -> Non
     largest = {"float16": 65504.0}.get(dtype, 3e38)
     decode(file(0.0, -0.0, largest, -largest, 1e-30))
     for bad in (float("nan"), float("inf"), -float("inf"), -float("nan")):
-        with pytest.raises(InvalidSessionFile, match=r"'a\.wkv' .* 2 numbers .* the first at 1:"):
+        with pytest.raises(InvalidSessionFile, match=r"'a\.wkv' .* 2 numbers .* the first at 1;"):
             decode(file(1.0, bad, largest, bad))
 
 
-def test_a_turn_waits_for_a_session_that_is_being_brought(tmp_path: Path) -> None:
+def test_turn_waits_for_a_running_import(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
@@ -156,7 +156,7 @@ HOSTILE = list(malformed_files(sound_file()))
 
 
 @pytest.mark.parametrize(("what", "data"), HOSTILE, ids=[what[:40] for what, _ in HOSTILE])
-def test_whatever_a_file_holds_it_is_refused_shortly(what: str, data: bytes) -> None:
+def test_malformed_files_get_a_short_error(what: str, data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidSessionFile) as refused:
@@ -176,7 +176,7 @@ def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_everything_that_decides_is_under_the_checksum() -> None:
+def test_checksum_covers_all_metadata() -> None:
     data = sound_file()
     header, body = split(data)
     assert decode(join(header, body)) == decode(data)
@@ -202,8 +202,8 @@ def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_a_poisoned_session_on_disk_is_quarantined(tmp_path: Path) -> None:
-    """As an earlier version let it in: the replay is in the log, its checksums are right."""
+def test_stored_session_with_invalid_tokens_is_quarantined(tmp_path: Path) -> None:
+    """As if an earlier version had imported it: the log has the tokens with valid checksums."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     import_session(driver, "bad", SessionFile("model-a", 2, [1, 40_000], {}, {}).encode())
     driver.turn("good", [1])
@@ -218,10 +218,8 @@ def test_a_poisoned_session_on_disk_is_quarantined(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_an_export_whose_session_is_deleted_meanwhile_finds_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reader comes to the database after the delete (simulated world 3116: it was told as damage)."""
+def test_export_of_a_session_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader runs after the delete (simulated world 3116; it was reported as damage)."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1, 2])
     driver.settle()
@@ -244,7 +242,7 @@ def test_an_export_whose_session_is_deleted_meanwhile_finds_none(
 
 
 def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader comes to the database when another turn has been logged (simulated world 1101)."""
+    """The reader runs after another turn was logged (simulated world 1101)."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1, 2])
     driver.settle()
@@ -267,8 +265,8 @@ def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, mon
     driver.pool.close()
 
 
-def test_few_sessions_are_carried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holds a state in host memory; when one has gone, the next may come."""
+def test_concurrent_exports_and_imports_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a state in host memory. When one ends, the next may start."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     driver.settle()
@@ -291,7 +289,7 @@ def test_few_sessions_are_carried_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     driver.pool.close()
 
 
-def test_an_import_that_cannot_begin_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_import_start_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
@@ -345,14 +343,14 @@ _HEADER = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(_HEADER | _ANYTHING, st.binary(max_size=48))
-def test_no_header_raises_anything_else(header: object, body: bytes) -> None:
+def test_random_headers_raise_only_invalid_session_file(header: object, body: bytes) -> None:
     with contextlib.suppress(InvalidSessionFile):
         decode(join(header, body))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_no_change_to_a_file_raises_anything_else(data: st.DataObject) -> None:
+def test_random_changes_raise_only_invalid_session_file(data: st.DataObject) -> None:
     content = bytearray(sound_file())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))
@@ -364,7 +362,7 @@ def test_no_change_to_a_file_raises_anything_else(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=200), st.dictionaries(st.text(max_size=8), st.integers() | st.text() | st.none(), max_size=4))
-def test_no_bytes_do_worse_than_be_refused(tail: bytes, header: dict[str, object]) -> None:
+def test_random_bytes_raise_only_invalid_session_file(tail: bytes, header: dict[str, object]) -> None:
     text = json.dumps(header).encode()
     for data in (tail, struct.pack("<Q", len(text)) + text + tail):
         with pytest.raises(PoolError):

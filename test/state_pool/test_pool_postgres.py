@@ -1,4 +1,4 @@
-"""PostgreSQL's own: outages, its schema, its address. Shared with SQLite: test_pool_shared.py, test_pool_killed.py."""
+"""PostgreSQL only: outages, schema, addresses. Tests shared with SQLite: test_pool_shared.py, test_pool_killed.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 def server(postgres: Server) -> Iterator[Server]:
-    """The server of all tests here, which this one may kill: nobody else has a connection now."""
+    """The shared server. A test may kill it, since no other connection is open."""
     yield postgres
     if not postgres.runs:
         postgres.start()
@@ -52,7 +52,7 @@ def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
 def test_turns_wait_for_a_server_that_comes_back(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0)  # to start it takes a busy machine a while
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0)  # starting takes long on a busy machine
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.checkout("s"))
@@ -70,9 +70,7 @@ def test_turns_wait_for_a_server_that_comes_back(
     end(one)
 
 
-def test_when_it_stays_away_nothing_is_acknowledged(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_outage_acknowledges_nothing(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
@@ -94,9 +92,7 @@ def test_when_it_stays_away_nothing_is_acknowledged(
     one.pool.close()
 
 
-def test_a_server_that_is_connected_and_says_nothing_is_away(
-    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_server_counts_as_unavailable(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "CONNECT_TIMEOUT_S", 2)
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     with linked(postgres.database()) as (address, link):
@@ -113,11 +109,9 @@ def test_a_server_that_is_connected_and_says_nothing_is_away(
         end(one)
 
 
-def test_a_slow_change_of_the_tables_is_waited_for(
-    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_migration_has_no_timeout(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "READ_TIMEOUT_S", 8.0)
-    monkeypatch.setattr(adapter, "STATEMENT_TIMEOUT_SHARE", 0.05)  # the rest is for a busy machine to tell it
+    monkeypatch.setattr(adapter, "STATEMENT_TIMEOUT_SHARE", 0.05)  # the rest is for a busy machine to report it
     connection = adapter.Connection(parse_server_address(postgres.database()))
     with connection.without_timeouts():
         connection.execute("SELECT pg_sleep(0.8)")
@@ -125,16 +119,16 @@ def test_a_slow_change_of_the_tables_is_waited_for(
         connection.execute("SELECT pg_sleep(30)")
 
 
-def test_a_statement_that_takes_too_long_is_done_once_or_not_at_all(postgres: Server) -> None:
-    """By a server that says nothing meanwhile, and by one that does not keep to the time of a statement."""
+def test_slow_statement_runs_at_most_once(postgres: Server) -> None:
+    """With a silent server, and with a server that ignores the statement timeout."""
     address = parse_server_address(postgres.database())
     connection, other = adapter.Connection(address), adapter.Connection(address)
     with other.without_timeouts():
         other.execute("CREATE TABLE slowly (n INTEGER)")
-        for most_ms, read_timeout_s, told in ((300, 8.0, "statement timeout"), (0, 0.4, "said nothing")):
-            connection.execute(f"SET statement_timeout = {most_ms}")
+        for limit_ms, read_timeout_s, message in ((300, 8.0, "statement timeout"), (0, 0.4, "has not answered")):
+            connection.execute(f"SET statement_timeout = {limit_ms}")
             connection._connection.read_timeout_s = read_timeout_s
-            with pytest.raises(sqlite3.OperationalError, match=told):
+            with pytest.raises(sqlite3.OperationalError, match=message):
                 connection.execute("INSERT INTO slowly SELECT 1 FROM (SELECT pg_sleep(3)) s")
         behind = "FROM pg_stat_activity WHERE state = 'active' AND starts_with(query, 'INSERT INTO slowly')"
         wait_for(lambda: other.execute(f"SELECT count(*) = 0 {behind}").fetchone()[0], 10, "what runs behind it ends")
@@ -149,7 +143,7 @@ def try_state(driver: Driver) -> np.ndarray:
 
 
 class LosesItsCommit(adapter.Connection):
-    """The server keeps the turn, and the answer to the commit is lost on its way."""
+    """Commits a turn and loses the answer."""
 
     lose = False
 
@@ -176,7 +170,7 @@ def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeyp
 
 
 class GoesAway(adapter.Connection):
-    """The answer to a turn's commit is lost on its way, and the server may not be there when it is looked for."""
+    """Loses the answer to a turn's commit; the server may then be down."""
 
     lose = is_away = comes_back = commits_turn = False
 
@@ -197,7 +191,7 @@ class GoesAway(adapter.Connection):
 
 
 @pytest.mark.parametrize(("durability", "comes_back"), [("log", False), ("turn", False), ("turn", True)])
-def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
+def test_commit_in_doubt_is_reported(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, comes_back: bool
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", GoesAway)
@@ -226,14 +220,14 @@ def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
 
 
 class LosesItsAcquire(GoesAway):
-    """The same, of the commit by which a turn begins."""
+    """The same for the commit that starts a turn."""
 
     def execute(self, statement: str, parameters: object = ()) -> object:
         self.commits_turn = self.commits_turn or statement.startswith("UPDATE directory SET holder")
         return super().execute(statement, parameters)
 
 
-def test_a_session_whose_acquiring_stayed_in_doubt_is_given_back(
+def test_session_acquired_in_doubt_is_released(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", LosesItsAcquire)
@@ -260,8 +254,8 @@ def test_a_session_whose_acquiring_stayed_in_doubt_is_given_back(
     end(one, two)
 
 
-def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection stands still while the others go on; when it is back, what it computed is refused."""
+def test_engine_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection hangs while other engines continue. Later its turn is refused."""
     address = postgres.database()
     one, two = opened(tmp_path, address, "one"), opened(tmp_path, address, "two")
     one.turn("s", [1])
@@ -272,7 +266,7 @@ def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monke
     execute = connection.execute
 
     def held(statement: str, parameters: object = ()) -> object:
-        if not connection.in_transaction:  # a transaction under way ends, else the others would wait for its locks
+        if not connection.in_transaction:  # let a running transaction end: others would wait for its locks
             go.wait()
         return execute(statement, parameters)  # type: ignore[arg-type]
 
@@ -286,8 +280,8 @@ def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monke
     end(one, two)
 
 
-def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
-    address, words = postgres.database(), 600_000  # 2.4 MB: three pieces
+def test_states_in_several_chunks_are_loaded(tmp_path: Path, postgres: Server) -> None:
+    address, words = postgres.database(), 600_000  # 2.4 MB: three chunks
     made = [
         Driver(FakeArena(words=words), config_in(tmp_path, state_db=address, durability="turn", engine=name))
         for name in ("one", "two")
@@ -299,8 +293,8 @@ def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
     end(*made)
 
 
-def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path, postgres: Server) -> None:
-    """A table that is changed by a newer version meanwhile, a right that is missing: nothing is damaged by that."""
+def test_refused_statement_quarantines_no_session(tmp_path: Path, postgres: Server) -> None:
+    """A renamed table or a missing right is no damage."""
     address = postgres.database()
     made = [Driver(FakeArena(), config_in(tmp_path, state_db=address, durability="turn", engine=n)) for n in "ab"]
     made[0].turn("s", [1, 2])
@@ -316,7 +310,7 @@ def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path,
 
 
 class LosesAReader(adapter.Connection):
-    """The server is lost as soon as a session's read has begun."""
+    """Loses the server right after a load starts."""
 
     lose: Callable[[], None] | None = None
 
@@ -329,10 +323,10 @@ class LosesAReader(adapter.Connection):
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_read_waits_for_a_server_that_is_started_anew(
+def test_load_waits_for_a_restarted_server(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    """As long as turns that begin or end do; then it is told as they are."""
+    """Loads wait as long as turns do, and then fail with the same error."""
     monkeypatch.setattr(adapter, "Connection", LosesAReader)
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0 if comes_back else 0.5)
     address = server.database()
@@ -377,7 +371,7 @@ def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
         opened(tmp_path, address)
 
 
-def test_a_password_is_never_told(
+def test_messages_hide_the_password(
     tmp_path: Path, postgres: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -394,7 +388,7 @@ def test_a_password_is_never_told(
     assert not re.search("secret", told + str(refused.value) + str(missing_package.value) + caplog.text)
 
 
-def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) -> None:
+def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Server) -> None:
     one = opened(tmp_path, postgres.database())
     with pytest.raises(InvalidSessionId, match=r"U\+0000"):
         one.pool.checkout("a\x00b")

@@ -1,4 +1,4 @@
-"""The prefix cache: exact, bounded, and free for prompts that share nothing."""
+"""The prefix cache: exact, bounded, and without cost for prompts that share nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]
 
 
 class Prompts:
-    """Plays the engine's part: prefill by way of the cache."""
+    """Plays the engine: prefill through the cache."""
 
     def __init__(self, folder: Path, **changes: object) -> None:
         self.driver = Driver(FakeArena(num_slots=24), config_in(folder, state_db="", **changes))
@@ -28,7 +28,7 @@ class Prompts:
         self.computed = 0
 
     def prefill(self, tokens: list[int]) -> np.ndarray:
-        """The state after a prompt; counts the tokens that had to be computed."""
+        """Return the state after a prompt. Counts the computed tokens."""
         hit = self.pool.match_prefix(tokens)
         read, at = (ZERO_SLOT, 0) if hit is None else (hit.slot, hit.num_tokens)
         slot = self.driver.slot()
@@ -51,13 +51,13 @@ class Prompts:
         return state
 
     def close(self) -> None:
-        """Everything is given back."""
+        """Check that all slots are free again."""
         self.driver.settle()
         assert self.pool.check_integrity() == []
         self.pool.close()
 
 
-def test_a_shared_system_prompt_is_computed_once_more_and_then_never(tmp_path: Path) -> None:
+def test_shared_system_prompt_is_cached_at_its_second_use(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     for i in range(64):
         tail = [60_000 + i, i, 7]
@@ -68,7 +68,7 @@ def test_a_shared_system_prompt_is_computed_once_more_and_then_never(tmp_path: P
     prompts.close()
 
 
-def test_prompts_that_wait_together_are_computed_once(tmp_path: Path) -> None:
+def test_prompts_that_wait_together_share_a_prefill(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     waiting = [[*SYSTEM, 60000 + i, i] for i in range(64)]
     for tokens in waiting:
@@ -91,7 +91,7 @@ def test_prompts_that_wait_together_are_computed_once(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_an_abandoned_border_is_not_waited_for(tmp_path: Path) -> None:
+def test_abandoned_cache_point_blocks_nobody(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     prompts.pool.observe_prompt([*SYSTEM, 1])
     assert prompts.pool.prefix_cache_points([*SYSTEM, 2]) == [2000]
@@ -101,7 +101,7 @@ def test_an_abandoned_border_is_not_waited_for(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_prompts_that_share_nothing_cost_no_state(tmp_path: Path) -> None:
+def test_prompts_without_a_shared_prefix_are_not_cached(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     draw = random.Random(2)
     for _ in range(50):
@@ -112,7 +112,7 @@ def test_prompts_that_share_nothing_cost_no_state(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_a_growing_conversation_is_read_from_its_last_turn(tmp_path: Path) -> None:
+def test_growing_conversation_hits_its_last_turn(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     draw = random.Random(3)
     history = SYSTEM[:200]
@@ -123,7 +123,7 @@ def test_a_growing_conversation_is_read_from_its_last_turn(tmp_path: Path) -> No
     prompts.close()
 
 
-def test_off_means_off(tmp_path: Path) -> None:
+def test_disabled_cache_stores_nothing(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path, prefix_cache_slots=0)
     for i in range(5):
         prompts.prefill([*SYSTEM, i])
@@ -166,18 +166,18 @@ def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
 
 
 def head_of(number: int) -> list[int]:
-    """A beginning that only prompts of this number share."""
+    """Return a prefix that only prompts with this number share."""
     return list(range(1000 * number, 1000 * number + 40))
 
 
 def cache(prompts: Prompts, number: int) -> None:
-    """Have the beginning cached; nobody reads it afterwards."""
+    """Cache the prefix and release it."""
     for tail in (60_000, 60_001):
         prompts.prefill([*head_of(number), tail])
 
 
-def test_a_hit_in_host_memory_is_not_trimmed_by_the_room_that_is_made_for_it(tmp_path: Path) -> None:
-    """No slot is free: the other prefix must leave for host memory, which has room for one only."""
+def test_promoted_prefix_is_not_trimmed_meanwhile(tmp_path: Path) -> None:
+    """No slot is free, so the other prefix must move to host memory, which has room for one."""
     prompts = Prompts(tmp_path, prefix_cache_slots=1, prefix_cache_l2=1)
     held: list[int] = []
     cache(prompts, 1)
@@ -198,13 +198,13 @@ def test_a_hit_in_host_memory_is_not_trimmed_by_the_room_that_is_made_for_it(tmp
     prompts.close()
 
 
-def test_a_faulty_prefix_cache_keeps_no_session_from_being_stored(tmp_path: Path) -> None:
+def test_broken_prefix_cache_does_not_stop_close(tmp_path: Path) -> None:
     driver = Driver(FakeArena(num_slots=24), config_in(tmp_path, prefix_cache_slots=2))
-    prompts = Prompts(tmp_path, prefix_cache_slots=2)  # another cache, from which an entry is borrowed
+    prompts = Prompts(tmp_path, prefix_cache_slots=2)  # another cache, to borrow an entry from
     cache(prompts, 1)
     driver.turn("s", [1, 2])
     for entry in prompts.pool._prefix._l1:
-        driver.pool._prefix._l1[entry] = None  # on the list and in no bucket
+        driver.pool._prefix._l1[entry] = None  # on the list but in no bucket
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
     lease = driver.ready(driver.pool.checkout("s"))
@@ -218,7 +218,7 @@ def test_a_faulty_prefix_cache_keeps_no_session_from_being_stored(tmp_path: Path
 def test_output_equals_an_uncached_run(
     tmp_path_factory: pytest.TempPathFactory, tails: list[list[int]], head: int
 ) -> None:
-    """Few different tokens and long common beginnings: whatever hits, the state is that of the prompt."""
+    """Few different tokens and long common prefixes: each hit has the prompt's state."""
     prompts = Prompts(tmp_path_factory.mktemp("prefix"), prefix_cache_slots=2, prefix_cache_l2=2)
     for tail in tails:
         tokens = [9] * head + tail
@@ -227,14 +227,14 @@ def test_output_equals_an_uncached_run(
 
 
 @given(st.lists(st.integers(0, 2), max_size=20), st.lists(st.integers(0, 2), max_size=20))
-def test_common_beginnings(one: list[int], other: list[int]) -> None:
+def test_common_bytes(one: list[int], other: list[int]) -> None:
     expected = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     assert common_bytes(pack_tokens(one), pack_tokens(other)) == 4 * expected
 
 
 @pytest.mark.parametrize("num_tokens", [33, 200])
-def test_recent_prompts_take_no_more_memory_than_they_may(num_tokens: int) -> None:
-    """Short ones too, each with a beginning of its own, where the ids are the least of it."""
+def test_prompt_history_stays_within_its_memory(num_tokens: int) -> None:
+    """Also for short prompts with different beginnings, where the overhead exceeds the token ids."""
     limit = 1 << 20
     tracemalloc.start()
     try:
@@ -248,18 +248,18 @@ def test_recent_prompts_take_no_more_memory_than_they_may(num_tokens: int) -> No
     assert limit / 2 < recent.num_bytes <= limit
 
 
-def test_the_prompts_met_last_are_remembered() -> None:
+def test_prompt_history_keeps_recent_beginnings() -> None:
     recent = PromptHistory(max_bytes=100_000)
     for number in range(1000):
         recent.add(pack_tokens([number] * 200))
-        recent.add(pack_tokens([0] * 200))  # one beginning that is met again and again
+        recent.add(pack_tokens([0] * 200))  # one beginning that is used repeatedly
     for number in (0, *range(980, 1000)):
         assert recent.shared_bytes(pack_tokens([number] * 201), observed=False)[0] == 800
     for number in range(1, 800):
         assert recent.shared_bytes(pack_tokens([number] * 201), observed=False) == []
 
 
-def test_a_prompt_that_was_announced_is_not_its_own_likeness() -> None:
+def test_announced_prompt_does_not_match_itself() -> None:
     recent = PromptHistory(max_bytes=100_000)
     ids = pack_tokens(range(100))
     recent.add(ids)
@@ -268,7 +268,7 @@ def test_a_prompt_that_was_announced_is_not_its_own_likeness() -> None:
     assert recent.shared_bytes(ids, observed=True) == [99 * 4], "the other one that is just like it counts"
 
 
-def test_recent_prompts_are_bounded() -> None:
+def test_prompt_history_is_bounded() -> None:
     recent = PromptHistory(max_bytes=100_000)
     for i in range(1000):
         recent.add(pack_tokens([i] * 200))

@@ -1,4 +1,4 @@
-"""Files that the pool refuses at its start, each with the reason: newer, cut, of another kind, in use, read-only."""
+"""Files that the pool refuses to open, each with its reason: newer, truncated, not SQLite, in use, read-only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         reopen(tmp_path)
 
 
-def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_three(tmp_path)
     from state_pool.disk import migrations
 
@@ -50,7 +50,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
         reopen(tmp_path)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_sqlite_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sessions.db").write_text("this is a diary, not a database\n" * 100)
     with pytest.raises(DatabaseUnusable, match="not an SQLite file"):
         reopen(tmp_path)
@@ -61,13 +61,13 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         reopen(tmp_path / "nowhere")
 
 
-def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "sessions.db.lock").mkdir()  # as a folder that may not be written in, for which tests may be too mighty
+def test_error_for_unwritable_lock_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db.lock").mkdir()  # like a folder without write permission, which does not stop root
     with pytest.raises(DatabaseUnusable, match=r"sessions\.db\.lock cannot be written .*--state-db"):
         reopen(tmp_path)
 
 
-def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
     lock = ProcessLock(str(tmp_path / "sessions.db"))
     with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
@@ -96,16 +96,16 @@ Driver(FakeArena(words=4096), config_in(Path(sys.argv[1])))
 
 
 def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
-    """In a process that is not root, since nothing is read-only for root."""
+    """Runs in a process that is not root, since root can write everything."""
     write_three(tmp_path)
     for path in [*tmp_path.iterdir(), tmp_path]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    for path in list(tmp_path.parents)[:3]:  # the last of them may be the machine's /tmp: nothing is taken from it
+    for path in list(tmp_path.parents)[:3]:  # the last may be the machine's /tmp: its rights stay
         path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
     done = subprocess.run(
         [sys.executable, "-c", _OPEN, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     tmp_path.chmod(0o755)
     assert done.returncode == 1
-    if "state_pool" in done.stderr:  # else not even the interpreter's own files can be read without rights
+    if "state_pool" in done.stderr:  # otherwise it cannot even read the interpreter's files
         assert "is not writable" in done.stderr or "read" in done.stderr

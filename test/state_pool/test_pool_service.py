@@ -1,4 +1,4 @@
-"""The real service, killed: `bench.chaos.crash` in its short form, with a random model."""
+"""The real service under kills: the short form of `bench.chaos.crash` with a random model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.timeout(900)
 def test_acknowledged_turns_survive_kills_of_the_service(tmp_path: Path) -> None:
-    """Every process of it, at random moments, under clients; each turn is compared with an uninterrupted run."""
+    """Kills all processes at random times under load. Each turn is compared with an uninterrupted run."""
     model = write_random_model(tmp_path / "tiny.pth", 2, 128)
     command = [sys.executable, "-m", "bench.chaos.crash", "--kills", "1"]
     command += ["--model", str(model), "--folder", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Order within a session, forks, deletes, time limits, status: what a caller of the pool sees."""
+"""Turn order, forks, deletes, expiry, status: the pool as its caller sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_stat
 
 @pytest.fixture(params=["log", "turn", "lazy", "memory"])
 def driver(request: pytest.FixtureRequest, tmp_path: Path):
-    """A pool of each durability, and one without a disk."""
+    """Pools of each durability, and one without a disk."""
     changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
     made = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
     yield made
@@ -28,7 +28,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path):
     made.pool.close()
 
 
-def test_a_new_session_begins_from_zero_and_is_resumed_without_a_copy(driver: Driver) -> None:
+def test_new_session_starts_from_zero_and_resumes_without_a_copy(driver: Driver) -> None:
     lease = driver.turn("s", [1, 2])
     assert not lease.exists
     saves, loads = driver.arena.saves, driver.arena.loads
@@ -38,7 +38,7 @@ def test_a_new_session_begins_from_zero_and_is_resumed_without_a_copy(driver: Dr
     driver.pool.release(lease)
 
 
-def test_turns_of_one_session_come_in_order(driver: Driver) -> None:
+def test_turns_of_one_session_run_in_order(driver: Driver) -> None:
     leases = [driver.pool.checkout("s") for _ in range(4)]
     assert [lease.poll() for lease in leases] == [LeaseState.READY, *[LeaseState.WAITING] * 3]
     for i, lease in enumerate(leases):
@@ -52,7 +52,7 @@ def test_turns_of_one_session_come_in_order(driver: Driver) -> None:
     assert np.array_equal(driver.state("s"), expected_state([0, 1, 2, 3]))
 
 
-def test_busy_is_told_at_once_if_wanted(driver: Driver) -> None:
+def test_checkout_without_wait_raises_session_busy(driver: Driver) -> None:
     lease = driver.pool.checkout("s")
     with pytest.raises(SessionBusy, match="'s' is busy"):
         driver.pool.checkout("s", wait=False)
@@ -60,7 +60,7 @@ def test_busy_is_told_at_once_if_wanted(driver: Driver) -> None:
     driver.pool.release(driver.pool.checkout("s", wait=False))
 
 
-def test_a_dropped_turn_leaves_no_trace(driver: Driver) -> None:
+def test_released_turn_changes_nothing(driver: Driver) -> None:
     driver.pool.release(driver.ready(driver.pool.checkout("never")))
     assert driver.list_sessions().total == 0
     driver.turn("s", [1])
@@ -133,7 +133,7 @@ def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:
     assert driver.list_sessions().total == 0
 
 
-def test_what_a_delete_means(driver: Driver) -> None:
+def test_delete_by_id_display_name_and_prefix(driver: Driver) -> None:
     driver.turn("a", [1])
     driver.turn("a", [1], branch_from=0)
     driver.turn("a", [2], branch_from=1)
@@ -202,7 +202,7 @@ def test_memory_only_forgets_the_oldest() -> None:
     driver = Driver(FakeArena(num_slots=8), PoolConfig(state_db="", l1_sessions=2, l2_sessions=3))
     for i in range(30):
         driver.turn(f"s{i}", [i])
-    driver.until(lambda: driver.list_sessions().total <= 2 + 3)  # and then it makes no more room
+    driver.until(lambda: driver.list_sessions().total <= 2 + 3)  # and then it evicts no more
     driver.settle()
     status = driver.list_sessions()
     assert status.sessions[0].session_id == "s29"
@@ -211,8 +211,8 @@ def test_memory_only_forgets_the_oldest() -> None:
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
-def test_a_turn_given_up_after_it_was_recorded(tmp_path: Path, durability: str) -> None:
-    """With a log the turn stays, and is replayed; without, it is dropped and said to be."""
+def test_release_after_record(tmp_path: Path, durability: str) -> None:
+    """With a log the turn stays and is replayed. Without, it is dropped and its caller gets an error."""
     driver = Driver(FakeArena(), config_in(tmp_path, durability=durability))
     driver.turn("s", [1])
     lease = driver.ready(driver.pool.checkout("s"))
@@ -228,7 +228,7 @@ def test_a_turn_given_up_after_it_was_recorded(tmp_path: Path, durability: str) 
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
-def test_pressure_never_deadlocks(tmp_path: Path, durability: str) -> None:
+def test_more_turns_than_slots_never_deadlock(tmp_path: Path, durability: str) -> None:
     """More turns at once than slots: each gets its slots in the end."""
     driver = Driver(
         FakeArena(num_slots=6, delay=2),
@@ -277,15 +277,15 @@ def test_slots_are_counted() -> None:
     assert slots.num_free == 0
     slots.drop_ref(one)
     assert slots.num_free == 1
-    with pytest.raises(ValueError, match="more often"):
+    with pytest.raises(ValueError, match="is free and cannot be released"):
         slots.drop_ref(one)
     with pytest.raises(ValueError, match="free"):
         slots.add_ref(one)
-    with pytest.raises(ValueError, match="none to lend"):
+    with pytest.raises(ValueError, match="too small"):
         Slots(2)
 
 
-def test_the_lowest_free_slot_is_handed_out_first() -> None:
+def test_lowest_free_slot_is_allocated_first() -> None:
     slots = Slots(7)
     assert [slots.allocate() for _ in range(5)] == [2, 3, 4, 5, 6]
     for slot in (5, 2, 6):

@@ -1,4 +1,4 @@
-"""Several engines over one database: who has a session, what is refused, what one taken for lost may still do."""
+"""Several engines over one database: who holds a session, refused turns, and engines declared lost."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STORES = [
     pytest.param("postgres-log", marks=pytest.mark.cluster),
     pytest.param("postgres-turn-objects", marks=pytest.mark.cluster),
 ]
-"""Which database, what a turn commits, and whether its state is an object beside the database."""
+"""Database, durability, and whether states are objects."""
 
 
 @pytest.fixture(params=STORES)
 def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
-    """Makes engines over one database; at the end they are closed, and must have kept their books."""
+    """Open pools over one database. At the end, check their bookkeeping and close them."""
     monkeypatch.setattr(
         membership, "HEARTBEAT_TIMEOUT_S", 8.0
     )  # threads of a busy machine may be silent for longer than usual
@@ -59,13 +59,13 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, int]:
-    """A turn that runs: its lease, and the slot with the state after it."""
+    """Start a turn: return its lease and the slot with the state after it."""
     lease = driver.ready(driver.pool.checkout(session_id))
     return lease, driver.compute(lease, tokens)
 
 
 def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception | None:
-    """Its commit; returns what was told."""
+    """Commit the turn and return its outcome."""
     outcome = Outcome()
     driver.pool.record(lease, tokens, outcome)
     driver.pool.checkin(lease, slot)
@@ -74,7 +74,7 @@ def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception
 
 
 def struck_off(driver: Driver) -> None:
-    """Others take the engine for lost, as if it had been silent."""
+    """Remove the engine as others would after a missed heartbeat."""
     writer = get_store(driver).writer
     assert writer.member is not None
     with idle_writer(driver):
@@ -83,7 +83,7 @@ def struck_off(driver: Driver) -> None:
         writer._connection.execute("COMMIT")
 
 
-def test_a_session_goes_on_wherever_its_next_turn_is_asked_for(engines: Engines) -> None:
+def test_next_turn_may_run_on_any_engine(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     history: list[int] = []
     for turn, driver in enumerate([one, two, two, one, two, one, one]):
@@ -93,10 +93,10 @@ def test_a_session_goes_on_wherever_its_next_turn_is_asked_for(engines: Engines)
             assert np.array_equal(each.state("s"), expected_state(history))
 
 
-def test_what_memory_has_is_read_again_only_after_another_engines_turn(engines: Engines) -> None:
+def test_state_is_reloaded_only_after_another_engines_turn(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1])
-    two.state("s")  # it was acquired there, and nothing happened
+    two.state("s")  # acquired there without a turn
     loads = one.pool.stats()["counters"]["loads"]
     assert np.array_equal(one.state("s"), expected_state([1]))
     assert one.pool.stats()["counters"]["loads"] == loads
@@ -105,7 +105,7 @@ def test_what_memory_has_is_read_again_only_after_another_engines_turn(engines: 
     assert one.pool.stats()["counters"]["loads"] == loads + 1
 
 
-def test_a_turn_elsewhere_is_waited_for(engines: Engines) -> None:
+def test_checkout_waits_for_another_engines_turn(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
     with pytest.raises(SessionBusy, match="another engine"):
@@ -121,7 +121,7 @@ def test_a_turn_elsewhere_is_waited_for(engines: Engines) -> None:
     two.pool.release(waits)
 
 
-def test_a_turn_elsewhere_is_not_waited_for_without_end(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
     with monkeypatch.context() as patched, pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
@@ -131,7 +131,7 @@ def test_a_turn_elsewhere_is_not_waited_for_without_end(engines: Engines, monkey
     assert np.array_equal(two.state("s"), expected_state([1]))
 
 
-def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
+def test_released_turn_lets_other_engines_start(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
     one.pool.release(lease)
@@ -142,10 +142,8 @@ def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_a_release_that_fails_is_tried_again(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
-) -> None:
-    """If a turn runs there by then, not before that is over."""
+def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool) -> None:
+    """If another turn runs by then, the retry waits for its end."""
     one, two = engines("one"), engines("two")
     failing, release = [True, True], directory.release
 
@@ -174,7 +172,7 @@ def test_a_release_that_fails_is_tried_again(
     assert np.array_equal(one.state("s"), expected_state([1, 2] if goes_on else [2]))
 
 
-def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines) -> None:
+def test_fenced_engine_acknowledges_nothing(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1])
     lease, slot = begin(one, "s", [2])
@@ -187,7 +185,7 @@ def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines
     assert np.array_equal(two.state("s"), expected_state([1, 3, 4]))
 
 
-def test_a_new_session_of_one_that_was_cut_off_is_not_there_twice(engines: Engines) -> None:
+def test_new_session_of_fenced_engine_exists_once(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [2])
     struck_off(one)
@@ -196,7 +194,7 @@ def test_a_new_session_of_one_that_was_cut_off_is_not_there_twice(engines: Engin
     assert one.list_sessions().total == two.list_sessions().total == 1
 
 
-def test_one_that_was_taken_for_lost_keeps_what_nobody_took_over(engines: Engines) -> None:
+def test_lost_engine_keeps_sessions_that_nobody_took(engines: Engines) -> None:
     one, _ = engines("one"), engines("two")
     lease, slot = begin(one, "s", [2])
     struck_off(one)
@@ -206,7 +204,7 @@ def test_one_that_was_taken_for_lost_keeps_what_nobody_took_over(engines: Engine
     assert np.array_equal(one.state("s"), expected_state([2, 3]))
 
 
-def test_a_state_of_before_is_not_stored_over_a_later_turn(engines: Engines) -> None:
+def test_outdated_state_does_not_replace_a_later_turn(engines: Engines) -> None:
     one, two = engines("one", checkpoint_idle_s=0), engines("two", checkpoint_idle_s=0)
     for turn in range(40):
         (one if turn % 3 else two).turn("s", [turn])
@@ -219,7 +217,7 @@ def test_a_state_of_before_is_not_stored_over_a_later_turn(engines: Engines) -> 
     assert np.array_equal(alone.state("s"), expected_state(list(range(40))))
 
 
-def test_a_delete_reaches_what_other_engines_made(engines: Engines) -> None:
+def test_delete_removes_other_engines_sessions(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     for name in ("a", "ab", "b"):
         one.turn(name, [1])
@@ -236,7 +234,7 @@ def test_a_delete_reaches_what_other_engines_made(engines: Engines) -> None:
     assert np.array_equal(one.state("ab"), expected_state([]))
 
 
-def test_a_delete_wins_over_a_turn_elsewhere(engines: Engines) -> None:
+def test_delete_wins_over_another_engines_turn(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1])
     lease, slot = begin(one, "s", [2])
@@ -251,7 +249,7 @@ def test_a_delete_wins_over_a_turn_elsewhere(engines: Engines) -> None:
     assert one.list_sessions().total == 1
 
 
-def test_dialogues_branch_anywhere_and_have_numbers_of_their_own(engines: Engines) -> None:
+def test_branches_on_any_engine_get_unique_numbers(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     first = one.turn("s", [1], branch_from=0).dialogue_idx
     second = two.turn("s", [2], branch_from=first).dialogue_idx
@@ -265,18 +263,18 @@ def test_dialogues_branch_anywhere_and_have_numbers_of_their_own(engines: Engine
         one.ready(one.pool.checkout("s", branch_from=99))
 
 
-def test_no_branch_from_a_dialogue_that_was_deleted_elsewhere(engines: Engines) -> None:
+def test_no_branch_from_a_dialogue_deleted_by_another_engine(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     number = one.turn("s", [1], branch_from=0).dialogue_idx
     lease = one.ready(one.pool.checkout("s", branch_from=number))
     slot = one.compute(lease, [2])
-    assert two.delete(f"s:{number}") == 0  # that engine never knew it
+    assert two.delete(f"s:{number}") == 0  # that engine never knew the session
     assert isinstance(end(one, lease, slot, [2]), SessionNotFound)
     with pytest.raises(SessionNotFound):
         one.ready(one.pool.checkout("s", branch_from=number))
 
 
-def test_the_list_shows_everybodys_sessions(engines: Engines) -> None:
+def test_list_shows_all_engines_sessions(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("a", [1])
     two.turn("b", [1])
@@ -287,7 +285,7 @@ def test_the_list_shows_everybodys_sessions(engines: Engines) -> None:
     one.until(lambda: sorted(name.rpartition("/")[2] for name in one.pool.stats()["database"]["engines"]) == names)
 
 
-def test_sessions_are_carried_away_and_back_through_any_engine(engines: Engines) -> None:
+def test_export_and_import_on_any_engine(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1, 2])
     two.turn("s", [3])
@@ -308,7 +306,7 @@ def test_sessions_are_carried_away_and_back_through_any_engine(engines: Engines)
     assert np.array_equal(one.state("s"), expected_state([1, 2, 3]))
 
 
-def test_expired_sessions_go_once_and_not_those_in_use(engines: Engines) -> None:
+def test_expired_sessions_are_deleted_unless_in_use(engines: Engines) -> None:
     one, two = engines("one", session_ttl=0.2), engines("two", session_ttl=0.2)
     two.turn("old", [1])
     lease, slot = begin(two, "used", [1])
@@ -323,7 +321,7 @@ def test_expired_sessions_go_once_and_not_those_in_use(engines: Engines) -> None
     assert end(two, lease, slot, [2]) is None
 
 
-def test_a_silent_engine_is_lost_and_its_sessions_go_on(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_a_silent_engine_continue_elsewhere(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
     assert one.pool._store is not None
@@ -334,15 +332,15 @@ def test_a_silent_engine_is_lost_and_its_sessions_go_on(engines: Engines, monkey
     assert isinstance(end(one, lease, slot, [1]), StaleEpoch)
 
 
-def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
+def test_stopped_observer_declares_no_engine_lost(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     writer = get_store(two).writer
-    with idle_writer(one), idle_writer(two):  # neither beats by itself
+    with idle_writer(one), idle_writer(two):  # neither sends a heartbeat by itself
         looks = Membership(writer._connection, "three")
         writer._connection.execute("BEGIN IMMEDIATE")
         assert looks.heartbeat() == []
         writer._connection.execute("COMMIT")
-        looks._last_look -= 10
+        looks._last_heartbeat -= 10
         for seen in looks._seen.values():
             seen.at -= 10
         writer._connection.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""Many more sessions than memory holds, and a disk that is slow with whole states: turns go on, from the log."""
+"""Many more sessions than memory holds, and a disk that is slow for states: turns run from the log."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_stat
 
 
 def small_pool(folder: Path, **changes: object) -> Driver:
-    """Two sessions in slots and two in host memory."""
+    """Open a pool with two sessions in slots and two in host memory."""
     limits: dict[str, object] = {"l1_sessions": 2, "l2_sessions": 2, "transfer_states": 2}
     return Driver(FakeArena(num_slots=10, delay=1), config_in(folder, **(limits | changes)))
 
 
 @pytest.mark.parametrize("durability", ["log", "lazy"])
 def test_turns_do_not_wait_for_whole_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str) -> None:
-    """The disk takes turns, and no state at all."""
+    """The disk stores turns but no state."""
     driver = small_pool(tmp_path, durability=durability)
     names = [f"s{i}" for i in range(24)]
     with monkeypatch.context() as patched:
@@ -41,8 +41,8 @@ def test_turns_do_not_wait_for_whole_states(tmp_path: Path, monkeypatch: pytest.
     driver.pool.close()
 
 
-def test_all_that_come_at_once_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every session waits for its state at the same time: none starves, in slots or in host memory."""
+def test_all_simultaneous_turns_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every session waits for its state at once: none starves, in slots or in host memory."""
     driver = small_pool(tmp_path)
     names = [f"s{i}" for i in range(24)]
     monkeypatch.setattr(get_store(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
@@ -52,7 +52,7 @@ def test_all_that_come_at_once_are_served(tmp_path: Path, monkeypatch: pytest.Mo
     outcomes: list[Outcome] = []
 
     def run_ready() -> bool:
-        """What is ready runs, as in an engine, if there is a slot."""
+        """Run the ready turns if there is a slot, like an engine."""
         for i, lease in list(waiting.items()):
             slot = driver.pool.allocate() if lease.poll() is LeaseState.READY else None
             if slot is not None:
@@ -71,8 +71,8 @@ def test_all_that_come_at_once_are_served(tmp_path: Path, monkeypatch: pytest.Mo
     driver.pool.close()
 
 
-def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that writes one state while it takes many turns; each session's log is cut in time all the same."""
+def test_replay_is_bounded_by_the_log_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk writes one state per many turns. Still, each session's log stays within its limit."""
     driver = small_pool(tmp_path, checkpoint_tokens=30)
     write, rounds = Writer._write_state, iter(range(10**9))
 
@@ -80,7 +80,7 @@ def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch
         if next(rounds) % 50 == 0:
             write(writer, staging)
         else:
-            time.sleep(0.001)  # the turns that wait go first
+            time.sleep(0.001)  # waiting turns go first
 
     monkeypatch.setattr(Writer, "_write_state", slowly)
     names = [f"s{i}" for i in range(10)]
@@ -96,7 +96,7 @@ def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch
     driver.pool.close()
 
 
-def test_a_branch_needs_no_state_of_its_own_behind_a_stored_parent(tmp_path: Path) -> None:
+def test_branch_of_a_stored_parent_needs_no_checkpoint(tmp_path: Path) -> None:
     driver = small_pool(tmp_path, checkpoint_tokens=30)
     driver.turn("s", list(range(40)), branch_from=0)
     driver.until(lambda: get_store(driver).writer.stats.states == 1)

@@ -1,4 +1,4 @@
-"""What a job raises is its own failure; a thread that dies is noticed, and nobody waits for it."""
+"""An error in a job fails only the job. A dead thread is noticed, and no job waits for it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, exp
 
 
 def dies(*arguments: object) -> None:
-    """What no job expects."""
+    """Raise an error that no job expects."""
     raise SystemExit("a fault of the program")
 
 
 def lost(driver: Driver, what: str) -> None:
-    """The pool says that this thread is gone, at each look, and can still be closed."""
+    """Check that the pool reports the dead thread at each poll and can still be closed."""
     with pytest.raises(PoolLost, match=f"{what} has died .*a fault of the program"):
         driver.until(lambda: False)
     assert what in (driver.pool.failure or "")
     driver.pool.close()
 
 
-def test_a_number_that_sqlite_cannot_hold_is_its_jobs_failure(tmp_path: Path) -> None:
+def test_number_too_large_for_sqlite_fails_only_its_job(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     outcomes = [Outcome() for _ in range(3)]
     with get_store(driver).writer._changed:  # all three in one group
@@ -47,7 +47,7 @@ def test_a_number_that_sqlite_cannot_hold_is_its_jobs_failure(tmp_path: Path) ->
     driver.pool.close()
 
 
-def test_a_state_that_cannot_be_written_is_its_jobs_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_state_fails_only_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path, durability="turn"))
     with monkeypatch.context() as patched:
         patched.setattr(FakeHost, "parts", lambda host: 1 // 0)
@@ -58,7 +58,7 @@ def test_a_state_that_cannot_be_written_is_its_jobs_failure(tmp_path: Path, monk
     driver.pool.close()
 
 
-def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_session_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     for name in "ab":
         driver.turn(name, [ord(name)])
@@ -78,7 +78,7 @@ def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: 
 
 
 class Cut:
-    """A connection that is lost `times` times within a transaction, and made anew where one begins."""
+    """A connection that is lost `times` times within a transaction and reconnects at the next one."""
 
     def __init__(self, connection: Connection, times: int) -> None:
         self.connection, self.times, self.is_closed = connection, times, False
@@ -99,7 +99,7 @@ class Cut:
 
 
 def with_cuts(tmp_path: Path, times: int) -> Driver:
-    """A pool that has to read its session "a", and whose reader will lose its connection as often."""
+    """Open a pool with a stored session "a", whose reader loses its connection `times` times."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("a", [1])
     driver.turn("b", [2])
@@ -111,7 +111,7 @@ def with_cuts(tmp_path: Path, times: int) -> Driver:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_connection_that_is_cut_while_sessions_are_read_is_made_anew(tmp_path: Path, times: int) -> None:
+def test_reader_reconnects_after_a_lost_connection(tmp_path: Path, times: int) -> None:
     driver = with_cuts(tmp_path, times)
     leases = [driver.pool.checkout(name) for name in "ab"]
     for lease, tokens in zip(leases, ([1], [2]), strict=True):
@@ -121,10 +121,8 @@ def test_a_connection_that_is_cut_while_sessions_are_read_is_made_anew(tmp_path:
     driver.pool.close()
 
 
-def test_when_patience_ends_all_who_wait_are_told_what_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first at once, and not that no transaction could be ended on a lost connection; then the server is there."""
+def test_reconnect_timeout_fails_all_waiting_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error counts, not the failed rollback on the lost connection. Later the server is back."""
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", -1.0)
     driver = with_cuts(tmp_path, 1)
     with pytest.raises(SessionReadFailed, match=r"does not answer \(terminated by the administrator\).*; try again"):
@@ -133,7 +131,7 @@ def test_when_patience_ends_all_who_wait_are_told_what_was_lost(
     driver.pool.close()
 
 
-def test_who_waits_for_a_server_is_told_when_the_service_stops(tmp_path: Path) -> None:
+def test_close_fails_loads_that_wait_for_a_server(tmp_path: Path) -> None:
     driver = with_cuts(tmp_path, 1_000_000)
     reader, told = get_store(driver)._reader, []
     reader._deliver = lambda outcome: outcome()
@@ -163,15 +161,15 @@ def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     lost(driver, "state-pool-reader")
 
 
-def test_the_movers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpointers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("state_pool.disk.wal.wal_checkpoint", dies)
     driver = Driver(FakeArena(), config_in(tmp_path))
-    with contextlib.suppress(PoolLost):  # it moves what the turn's commit wrote: perhaps before anybody looks at that
+    with contextlib.suppress(PoolLost):  # it checkpoints the turn's commit, perhaps before the test looks
         driver.turn("s", [1])
     lost(driver, "state-pool-wal")
 
 
-def test_a_death_wakes_whoever_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_death_wakes_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     woken: list[str | None] = []
     thread = get_store(driver).writer._thread

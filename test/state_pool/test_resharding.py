@@ -1,4 +1,4 @@
-"""States stored over one split of layers, cut for another."""
+"""Stored states of one split of layers, converted to another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES = [(8.0,), (3.0, 5.0), (2.5, 3.0, 2.5), (0.5, 7.5), (7.5, 0.5), (1.0, 0.5
 
 
 def layout_of(shares: Sequence[float], wkv: tuple[str, tuple[int, ...]] = WKV) -> Layout:
-    """As the stages have it."""
+    """The layout of these stages."""
     layout: Layout = {}
     for i, one in enumerate(to_layer_ranges(shares)):
         count = one.last - one.first
@@ -26,7 +26,7 @@ def layout_of(shares: Sequence[float], wkv: tuple[str, tuple[int, ...]] = WKV) -
 
 
 def state_of(shares: Sequence[float]) -> dict[str, bytes]:
-    """A part's bytes by hand: of layer l its number in wkv, 2 l and 2 l + 1 in shifts that mean something, else 255."""
+    """Build the parts by hand: layer l is l in wkv, 2 l and 2 l + 1 in used shifts; unused shifts are 255."""
     parts: dict[str, bytes] = {}
     for i, one in enumerate(to_layer_ranges(shares)):
         layers = range(one.first, one.last)
@@ -42,7 +42,7 @@ def state_of(shares: Sequence[float]) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("own", SHARES)
 @pytest.mark.parametrize("stored", SHARES)
-def test_a_state_is_that_of_the_other_split(stored: Sequence[float], own: Sequence[float]) -> None:
+def test_resharded_state_equals_the_other_split(stored: Sequence[float], own: Sequence[float]) -> None:
     before, after = layout_of(stored), layout_of(own)
     assert has_same_layers(before, after)
     found = reshard_state(state_of(stored), before, after)
@@ -53,7 +53,7 @@ def test_a_state_is_that_of_the_other_split(stored: Sequence[float], own: Sequen
         assert own == stored or 255 not in got, "a stage's own half is not the one that means nothing"
 
 
-def test_twice_cut_it_is_the_same() -> None:
+def test_resharding_back_restores_the_state() -> None:
     rng = random.Random(1)
     whole = layout_of(SHARES[0])
     parts = {name: rng.randbytes(size) for name, size in part_sizes(whole).items()}
@@ -62,7 +62,7 @@ def test_twice_cut_it_is_the_same() -> None:
         assert {name: bytes(part) for name, part in reshard_state(there, layout_of(shares), whole).items()} == parts
 
 
-def test_what_is_not_of_the_same_layers() -> None:
+def test_different_layers_are_recognised() -> None:
     own = layout_of((3.0, 5.0))
     assert not has_same_layers(layout_of((3.0, 4.0)), own)
     assert not has_same_layers(layout_of((4.5, 4.5)), own)
@@ -87,6 +87,6 @@ def test_what_is_not_of_the_same_layers() -> None:
         {"stage0.wkv": ("uint8", (10**12, 2, 0)), "stage0.shift": ("float16", (10**12, 2, 0))},
     ],
 )
-def test_what_is_of_no_stages(odd: Layout) -> None:
-    """A file may say anything, and of layers any number."""
+def test_layouts_without_stages_are_refused(odd: Layout) -> None:
+    """A file may have any layout, with any number of layers."""
     assert not has_same_layers(odd, layout_of((8.0,)))
