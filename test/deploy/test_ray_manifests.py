@@ -24,9 +24,9 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 def flags_in(text: str) -> list[str]:
-    """What follows app.py in a command, of which lines may be continued and commented."""
+    """The flags of the command that serves; its lines may be continued and commented."""
     joined = re.sub(r"\\\n#?\s*", " ", text)
-    (command,) = re.findall(r"app\.py ([^\n&]+)", joined)
+    (command,) = re.findall(r"(?:app\.py|rwkv-batch serve) ([^\n&]+)", joined)
     return shlex.split(command)
 
 
