@@ -164,7 +164,7 @@ def _decode(data: bytes) -> SessionFile:
         raise ValueError("it holds neither a state nor tokens")
     file = SessionFile(metadata.fingerprint, _num_tokens(metadata.num_tokens, replay, parts), replay, layout, parts)
     if metadata.checksum != checksum(file):
-        raise ValueError("its checksum does not fit its content: it was damaged on the way")
+        raise ValueError("its checksum does not match its content: it was damaged; export the session again")
     for name, part in parts.items():
         _check_finite(name, _NAMES[layout[name][0]], part)
     return file

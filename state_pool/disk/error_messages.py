@@ -26,9 +26,9 @@ def describe_error(error: Exception) -> str:
         return f"{type(error).__name__}: {error}"
     text = str(error)
     if isinstance(error, ServerUnavailable):
-        return f"the server of the session database does not answer ({text}); start it, or see to the network"
+        return f"the server of the session database does not answer ({text}); start it, or check the network"
     if "full" in text:
-        return f"no space is left for the session database ({text}); make room on its disk"
+        return f"no space is left for the session database ({text}); free space on its disk"
     if "moved" in text:
         return "the session database's file has been moved or removed; move it back, or restart the service"
     if "readonly" in text:
@@ -41,7 +41,7 @@ def describe_error(error: Exception) -> str:
 def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
     """Return the error to report for a job. `in_doubt`: the outcome of a commit with the job is unknown."""
     if error is not None and in_doubt and _ends_turn(job):
-        return TurnInDoubt("the server of the session database was lost while it committed the turn")
+        return TurnInDoubt("the connection to the session database was lost while it committed the turn")
     if error is None or isinstance(error, PoolError):
         return error
     if isinstance(error, ServerUnavailable):

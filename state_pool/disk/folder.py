@@ -77,7 +77,7 @@ class FolderStore:
             yield
         except OSError as error:
             raise CheckpointStoreUnavailable(
-                f"{error.strerror or error}; make room in the folder, or see to its mount"
+                f"{error.strerror or error}; free space in the folder, or check its mount"
             ) from None
 
 

@@ -66,17 +66,17 @@ def open_pool(folder: Path, sessions: int) -> StatePool:
 
 def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) -> dict[str, float]:
     """Return the engine thread's lines and milliseconds for a call with its callback; `act` gets the callback."""
-    told: list[Any] = []
+    results: list[Any] = []
     started = time.perf_counter()
-    lines = lines_of(lambda: act(told.append))
+    lines = lines_of(lambda: act(results.append))
     busy = time.perf_counter() - started
-    while not (told or pool._deliver.waiting):
+    while not (results or pool._deliver.waiting):
         time.sleep(0.0005)
     answered = time.perf_counter()
     lines += lines_of(pool._deliver.run)
     ended = time.perf_counter()
-    if told and isinstance(told[0], Exception):
-        raise told[0]
+    if results and isinstance(results[0], Exception):
+        raise results[0]
     return {
         "engine_lines": lines,
         "engine_ms": round(1e3 * (busy + ended - answered), 3),

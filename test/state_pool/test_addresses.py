@@ -50,9 +50,9 @@ def test_error_for_wrong_address_hides_it(given: str, tmp_path: Path) -> None:
         parse_settings(["--state-db", given], {})
     with pytest.raises(DatabaseUnusable, match="--state-db must be postgresql://") as unusable:
         adapter.PostgresStore(config_in(tmp_path, state_db=given))
-    for told in (refused.value, unusable.value):
+    for error in (refused.value, unusable.value):
         assert not any(
-            piece in "".join(traceback.format_exception(told)) for piece in ("u:sec", "ret@", "h/db", "6789", "65536")
+            piece in "".join(traceback.format_exception(error)) for piece in ("u:sec", "ret@", "h/db", "6789", "65536")
         )
 
 

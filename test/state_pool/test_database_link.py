@@ -14,13 +14,13 @@ from test.serving import wait_for
 
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_data_sent_over_a_cut_link_arrives_later(tmp_path: Path, is_ours: bool) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "server"
-    ours.mkdir()
-    theirs.mkdir()
-    with socket.create_server(str(theirs / _SOCKET), family=socket.AF_UNIX) as listener:
-        link = DatabaseLink(ours, theirs)
+    client_folder, server_folder = tmp_path / "ours", tmp_path / "server"
+    client_folder.mkdir()
+    server_folder.mkdir()
+    with socket.create_server(str(server_folder / _SOCKET), family=socket.AF_UNIX) as listener:
+        link = DatabaseLink(client_folder, server_folder)
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(ours / _SOCKET))
+            client.connect(str(client_folder / _SOCKET))
             server, _ = listener.accept()
             with server:
                 client.sendall(b"a")

@@ -291,7 +291,7 @@ def test_session_deleted_during_load_stays_deleted(tmp_path: Path, monkeypatch: 
     driver = reopened(tmp_path)
     store = get_store(driver)
     load, late = store.load, []
-    monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
+    monkeypatch.setattr(store, "load", lambda *request: late.append(request))
     lease = driver.pool.checkout("a")
     session = get_session(driver, "a")
     assert session.loading

@@ -40,15 +40,15 @@ def _address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
     """Open pools. At the end, check their bookkeeping and close them."""
-    made: list[Driver] = []
+    drivers: list[Driver] = []
 
     def make(**changes: object) -> Driver:
-        given = {"durability": "turn", "checkpoint_store": address, "checkpoint_store_min_mb": 0.0, **changes}
-        made.append(Driver(FakeArena(), config_in(tmp_path, **given)))
-        return made[-1]
+        settings = {"durability": "turn", "checkpoint_store": address, "checkpoint_store_min_mb": 0.0, **changes}
+        drivers.append(Driver(FakeArena(), config_in(tmp_path, **settings)))
+        return drivers[-1]
 
     yield make
-    for driver in made:
+    for driver in drivers:
         if driver.pool._store is not None and not driver.pool._store.writer._stopping:
             driver.settle()
             assert driver.pool.check_integrity() == []
@@ -102,8 +102,8 @@ def test_states_are_stored_and_loaded(engines: Engines, tmp_path: Path) -> None:
     assert stored_keys(two) == named_keys(tmp_path)  # replaced and deleted objects are gone
     for name in ("a", "c"):
         assert np.array_equal(two.state(name), expected_state([0, 7, 1, 7, 2, 7]))
-    told = two.pool.stats()["database"]
-    assert told["checkpoint_store"]["gets"] == 2 and told["object_bytes"] == 2 * 128
+    stats = two.pool.stats()["database"]
+    assert stats["checkpoint_store"]["gets"] == 2 and stats["object_bytes"] == 2 * 128
     assert two.pool.stats()["degraded"] is None
 
 
@@ -136,16 +136,16 @@ def test_sweep_ends_when_the_database_is_down(
         objects._store.put(f"{objects._key_prefix}/{number:016x}-left", b"by a crash")
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
     monkeypatch.setattr("state_pool.disk.folder.LIST_BATCH_SIZE", 2)
-    asked: list[list[int]] = []
+    requests: list[list[int]] = []
 
     def is_away(connection: Connection, states: list[int]) -> set[str]:
-        asked.append(states)
+        requests.append(states)
         raise ServerUnavailable("there is nobody")
 
     monkeypatch.setattr(reader, "keys_used", is_away)
     two = restarted(one, engines)
-    two.until(lambda: bool(asked) and objects_of(two)._sweeping is None)
-    assert len(asked) == 1
+    two.until(lambda: bool(requests) and objects_of(two)._sweeping is None)
+    assert len(requests) == 1
     monkeypatch.undo()
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
     three = restarted(two, engines)
@@ -221,15 +221,15 @@ def test_state_damaged_in_transfer_is_fetched_again(engines: Engines, monkeypatc
     one.turn("s", [1])
     two = restarted(one, engines)
     store = objects_of(two)._store
-    get, asked = store.get, []
+    get, requests = store.get, []
 
-    def harmed_once(key: str) -> bytes:
-        asked.append(key)
-        return bytes(byte ^ (len(asked) == 1) for byte in get(key))
+    def damage_once(key: str) -> bytes:
+        requests.append(key)
+        return bytes(byte ^ (len(requests) == 1) for byte in get(key))
 
-    monkeypatch.setattr(store, "get", harmed_once)
+    monkeypatch.setattr(store, "get", damage_once)
     assert np.array_equal(two.state("s"), expected_state([1]))
-    assert len(asked) > 1 and two.pool.stats()["database"]["checkpoint_store"]["missing"] == 0
+    assert len(requests) > 1 and two.pool.stats()["database"]["checkpoint_store"]["missing"] == 0
 
 
 def test_turn_with_failed_upload_is_not_acknowledged(engines: Engines, tmp_path: Path) -> None:
@@ -271,14 +271,14 @@ def test_delete_during_commit_keeps_the_object_until_it_is_stored(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash in between would leave a session without its state, although its delete was not acknowledged."""
-    one, commits, goes_on = engines(), threading.Event(), threading.Event()
+    one, commits, resumed = engines(), threading.Event(), threading.Event()
     writer = one.pool._store.writer  # type: ignore[union-attr]
     commit, deleted = writer._commit, []
 
     def held() -> None:
         if writer._staged.current is not None:
             commits.set()
-            goes_on.wait()
+            resumed.wait()
         commit()
 
     monkeypatch.setattr(writer, "_commit", held)
@@ -290,7 +290,7 @@ def test_delete_during_commit_keeps_the_object_until_it_is_stored(
     one.until(commits.is_set)
     one.pool.delete("s")
     assert deleted == []
-    goes_on.set()
+    resumed.set()
     one.settle()
     one.until(lambda: len(deleted) == 1)
     assert named_keys(tmp_path) == []
@@ -340,13 +340,13 @@ def test_object_replaced_during_fetch_is_read_again(
     two = restarted(one, engines)
     get, fetched = CheckpointObjects.get, []
 
-    def late(self: CheckpointObjects, location: ObjectLocation, done: OnFetched) -> None:
+    def replace_first(self: CheckpointObjects, location: ObjectLocation, done: OnFetched) -> None:
         if not fetched:
             replace_object(tmp_path, self._store, location)
         fetched.append(location.stored.key)
         get(self, location, done)
 
-    monkeypatch.setattr(CheckpointObjects, "get", late)
+    monkeypatch.setattr(CheckpointObjects, "get", replace_first)
     assert np.array_equal(two.state("s"), expected_state([1]))
     assert len(fetched) == 2 and two.pool.stats()["quarantined_count"] == 0
 

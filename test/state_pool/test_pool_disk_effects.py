@@ -20,7 +20,7 @@ from state_pool.sessions import SessionKey
 from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
 from test.state_pool.stored_sessions import raw, write_three
 from test.state_pool.test_pool_between import opened, reopened, rows_of
-from test.state_pool.test_pool_effects import pieces
+from test.state_pool.test_pool_effects import chunks
 
 # -- the writer --------------------------------------------------------------------------------------------------------
 
@@ -55,28 +55,28 @@ def test_chunks_of_state_deleted_during_write_are_collected(
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
-    log, deleted, told = get_store(driver).writer._log, [], Outcome()
+    log, deleted, result = get_store(driver).writer._log, [], Outcome()
     checkpoint_if_needed = log.checkpoint_if_needed
 
     def delete(writer: Writer, row: int) -> None:
         with writer._changed:
             interrupt(writer)
             if at is not None:
-                writer.submit(Delete((row,)), told)
+                writer.submit(Delete((row,)), result)
 
     def delete_between(idle: bool) -> str | None:
         """The writer has committed a chunk and looks for the next job."""
         writer = get_store(driver).writer
         if at is None and not deleted and writer._staged.current is not None:
             deleted.append(writer._staged.current.number)
-            writer.submit(Delete((writer._staged.current.job.session.row,)), told)
+            writer.submit(Delete((writer._staged.current.job.session.row,)), result)
         return checkpoint_if_needed(idle)
 
     monkeypatch.setattr(log, "checkpoint_if_needed", delete_between)
     half_written(driver, delete, at or 0, monkeypatch)
-    driver.until(lambda: told.known and not get_store(driver).writer.is_collecting_garbage)
+    driver.until(lambda: result.known and not get_store(driver).writer.is_collecting_garbage)
     assert deleted == ([1] if at is None else [])
-    assert pieces(tmp_path) == (0, 0)
+    assert chunks(tmp_path) == (0, 0)
     driver.pool.close()
 
 
@@ -86,7 +86,7 @@ def test_delete_before_the_last_chunk_fails_the_checkpoint(tmp_path: Path, monke
     driver.turn("s", [1])
     driver.settle()
     writer, row = get_store(driver).writer, get_session(driver, "s").row
-    written, told = writer._state_written, Outcome()
+    written, result = writer._state_written, Outcome()
 
     def deleted_before(staging: object, old: object) -> None:
         writer.submit(Delete((row,)), Outcome())
@@ -98,10 +98,10 @@ def test_delete_before_the_last_chunk_fails_the_checkpoint(tmp_path: Path, monke
     copy = driver.arena.save(slot)
     copy.wait()
     job = SessionRow(row, SessionKey("s"), None, 1, 1, 0.0, 0.0)
-    get_store(driver).submit_state(Checkpoint(job, copy.host), told)
-    driver.until(lambda: told.known and rows_of(tmp_path, "states") == 0)
-    assert len(told.calls) == 1
-    assert isinstance(told.calls[0], SessionNotFound)
+    get_store(driver).submit_state(Checkpoint(job, copy.host), result)
+    driver.until(lambda: result.known and rows_of(tmp_path, "states") == 0)
+    assert len(result.calls) == 1
+    assert isinstance(result.calls[0], SessionNotFound)
     driver.pool.close()
 
 
@@ -147,10 +147,10 @@ def test_single_disk_error_quarantines_no_session(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patched:
         patched.setattr(reader._loader, "read", fails)
-        with pytest.raises(SessionReadFailed, match=r"disk I/O error\); try again") as told:
+        with pytest.raises(SessionReadFailed, match=r"disk I/O error\); try again") as raised:
             driver.state("a")
-    said = as_service_error(told.value)
-    assert (said.info.kind, said.info.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0), (
+    error = as_service_error(raised.value)
+    assert (error.info.kind, error.info.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0), (
         "503 with Retry-After, no conflict"
     )
     assert np.array_equal(driver.state("a"), expected_state([ord("a")]))

@@ -22,7 +22,7 @@ def opened(folder: Path, **changes: object) -> Driver:
     return Driver(FakeArena(words=WORDS), config_in(folder, **changes))
 
 
-def pieces(folder: Path) -> tuple[int, int]:
+def chunks(folder: Path) -> tuple[int, int]:
     """(chunks in the file, chunks that its states have)"""
     with contextlib.closing(sqlite3.connect(folder / "sessions.db")) as connection:
         chunks = connection.execute("SELECT count(*) FROM state_chunks").fetchone()[0]
@@ -34,8 +34,8 @@ def collected(driver: Driver, folder: Path) -> bool:
     """Whether the file has only the chunks of its states."""
     store = get_store(driver)
     driver.until(lambda: not store.pending and not store.writer.is_collecting_garbage)
-    found, wanted = pieces(folder)
-    return found == wanted
+    found, expected = chunks(folder)
+    return found == expected
 
 
 def test_chunks_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_chunks_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
     driver.turn("t", [1])
     driver.delete("s")
     assert collected(driver, tmp_path)
-    assert pieces(tmp_path) == (2, 2)
+    assert chunks(tmp_path) == (2, 2)
     driver.pool.close()
 
 
@@ -197,11 +197,11 @@ def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch
 
     def put_slowly(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
         put(connection, state, number, data)
-        order.append("piece")
+        order.append("chunk")
         if number == 0:
             row = SessionRow(500, SessionKey("late"), None, 1, 1, 0.0, 0.0)
             with writer._changed:
-                writer._small_jobs.append((Append(row, [1]), lambda error: order.append("turn is told")))
+                writer._small_jobs.append((Append(row, [1]), lambda error: order.append("turn acknowledged")))
 
     driver.turn("s", [1])
     driver.settle()
@@ -210,8 +210,8 @@ def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch
     monkeypatch.setattr(statements, "put_chunk", put_slowly)
     assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
     driver.until(lambda: writer.stats.states == 1)
-    assert order[:2] == ["piece", "turn is told"]
-    assert order.count("piece") > 8
+    assert order[:2] == ["chunk", "turn acknowledged"]
+    assert order.count("chunk") > 8
     driver.settle()
     driver.pool.close()
 

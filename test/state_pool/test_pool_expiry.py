@@ -33,10 +33,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
-    monkeypatch.setattr(expiry, "time", made.module)
-    monkeypatch.setattr(turns, "time", made.module)
-    yield made
+    clock = Clock()
+    monkeypatch.setattr(expiry, "time", clock.module)
+    monkeypatch.setattr(turns, "time", clock.module)
+    yield clock
 
 
 def opened(folder: Path, ttl: float, shared: bool) -> Driver:

@@ -150,8 +150,8 @@ def test_a_full_real_disk(tmp_path: Path) -> None:
     """The same on a file system of 2 MB, if this machine can mount one."""
     mount = tmp_path / "small"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
-    if made.returncode != 0:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
+    if mounted.returncode != 0:
         pytest.skip("needs the right to mount; the page limit test covers the rest")
     try:
         driver = reopen(mount)

@@ -21,37 +21,37 @@ class Mount:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hangs = False
-        self.goes_on = threading.Event()
+        self.resumed = threading.Event()
         self._monkeypatch = monkeypatch
 
-    def begins_to_hang(self) -> None:
+    def hang(self) -> None:
         """Hang all later calls, with a short timeout."""
         self._monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 0.2)
         self.hangs = True
 
-    def through(self, call: Callable[..., object]) -> Callable[..., object]:
-        def passing(*given: object) -> object:
+    def wrap(self, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
             if self.hangs:
-                self.goes_on.wait()
-            return call(*given)
+                self.resumed.wait()
+            return call(*arguments)
 
-        return passing
+        return wrapped
 
-    def comes_back(self) -> None:
+    def resume(self) -> None:
         self._monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 60.0)
         self.hangs = False
-        self.goes_on.set()
+        self.resumed.set()
 
 
 @pytest.fixture
 def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
     """The mount of the folder."""
-    made = Mount(monkeypatch)
+    mount = Mount(monkeypatch)
     for name in ("put", "get", "delete"):
-        monkeypatch.setattr(FolderStore, name, made.through(getattr(FolderStore, name)))
+        monkeypatch.setattr(FolderStore, name, mount.wrap(getattr(FolderStore, name)))
     monkeypatch.setattr(checkpoint_objects, "HUNG_CHECK_INTERVAL_S", 0.05)
-    yield made
-    made.comes_back()
+    yield mount
+    mount.resume()
 
 
 def opened(folder: Path) -> Driver:
@@ -66,12 +66,12 @@ def opened(folder: Path) -> Driver:
 def test_turns_fail_and_late_objects_are_deleted(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     one.turn("s", [1])
-    mount.begins_to_hang()
+    mount.hang()
     for name in ("s", "t", "u"):  # the last state waits while all threads hang
         with pytest.raises(TurnNotStored, match="has not answered for"):
             one.turn(name, [2])
     assert "has not answered for" in one.pool.stats()["degraded"]
-    mount.comes_back()
+    mount.resume()
     one.turn("s", [3])
     assert np.array_equal(one.state("s"), expected_state([1, 3]))
     folder = tmp_path / "objects"
@@ -89,11 +89,11 @@ def test_loads_fail_with_a_retry_hint(tmp_path: Path, mount: Mount) -> None:
     one.settle()
     one.pool.close()
     two = opened(tmp_path)
-    mount.begins_to_hang()
+    mount.hang()
     for name in ("s", "t", "u"):
         with pytest.raises(SessionUnusable, match="try again"):
             two.state(name)
-    mount.comes_back()
+    mount.resume()
     for name in ("s", "t", "u"):
         assert np.array_equal(two.state(name), expected_state([1]))
     two.pool.close()
@@ -102,7 +102,7 @@ def test_loads_fail_with_a_retry_hint(tmp_path: Path, mount: Mount) -> None:
 def test_pool_closes_while_the_store_hangs(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     one.turn("s", [1])
-    mount.begins_to_hang()
+    mount.hang()
     lease = one.ready(one.pool.checkout("s"))
     outcome = Outcome()
     slot = one.compute(lease, [2])
@@ -117,49 +117,49 @@ def test_pool_closes_while_the_store_hangs(tmp_path: Path, mount: Mount) -> None
 
 def test_queued_job_is_kept_when_a_thread_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job may be submitted while the hung jobs time out."""
-    goes_on, told = threading.Event(), []
+    resumed, outcomes = threading.Event(), []
 
-    def comes_back() -> None:
+    def resume() -> None:
         monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 60.0)
-        workers.submit(lambda: told.append("done"), lambda: told.append("given up"))
+        workers.submit(lambda: outcomes.append("done"), lambda: outcomes.append("given up"))
 
     workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
-    workers.submit(goes_on.wait, comes_back)
+    workers.submit(resumed.wait, resume)
     wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
     monkeypatch.setattr(worker_threads, "JOB_TIMEOUT_S", 0.0)
     workers.time_out_hung_jobs()
-    goes_on.set()
+    resumed.set()
     workers.close()
-    assert told == ["done"]
+    assert outcomes == ["done"]
 
 
 def test_thread_free_again_takes_jobs_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is free again while queued jobs time out."""
-    goes_on, told = threading.Event(), []
+    resumed, outcomes = threading.Event(), []
     workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
-    workers.submit(goes_on.wait)
+    workers.submit(resumed.wait)
     wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
     for name in ("first", "second"):
-        workers.submit(lambda name=name: told.append(name), lambda name=name: told.append(name))  # type: ignore[misc]
-    none_is_left = iter([True])
-    monkeypatch.setattr(workers, "_all_threads_hung", lambda: next(none_is_left, False))
+        workers.submit(lambda name=name: outcomes.append(name), lambda name=name: outcomes.append(name))  # type: ignore[misc]
+    all_hung = iter([True])
+    monkeypatch.setattr(workers, "_all_threads_hung", lambda: next(all_hung, False))
     workers.time_out_hung_jobs()
-    goes_on.set()
+    resumed.set()
     workers.close()
-    assert told == ["first", "second"]
+    assert outcomes == ["first", "second"]
 
 
 def test_thread_free_again_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread hangs during `close`, and the queued jobs have timed out."""
-    goes_on = threading.Event()
+    resumed = threading.Event()
     workers = worker_threads.WorkerThreads("test-workers", 1, lambda: None)
-    workers.submit(goes_on.wait)
+    workers.submit(resumed.wait)
     wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
     closing = threading.Thread(target=workers.close, daemon=True)
     closing.start()
     wait_for(lambda: workers.waiting == 1, 20, "it is told to end")
     monkeypatch.setattr(workers, "_all_threads_hung", lambda: True)
     workers.time_out_hung_jobs()
-    goes_on.set()
+    resumed.set()
     closing.join(20)
     assert not closing.is_alive()

@@ -40,14 +40,14 @@ class Child:
     def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
         command = [sys.executable, "-c", CHILD, str(folder), address, durability, name]
         environment = {**os.environ, **({"RWKV_CRASH_AT": crash_at} if crash_at else {})}
-        self._told = folder / f"told-by-{name}"
-        with self._told.open("wb") as told:
-            self.process = subprocess.Popen(command, stdout=told, env=environment)
+        self._reports = folder / f"told-by-{name}"
+        with self._reports.open("wb") as reports:
+            self.process = subprocess.Popen(command, stdout=reports, env=environment)
 
     @property
-    def told(self) -> list[str]:
+    def reports(self) -> list[str]:
         """All reports, also those before a kill."""
-        return self._told.read_text().splitlines()
+        return self._reports.read_text().splitlines()
 
     def close(self) -> None:
         self.process.kill()
@@ -56,7 +56,7 @@ class Child:
     def check(self, here: Driver) -> None:
         """Check the acknowledged turns. Each session may have one more turn without a report."""
         histories: dict[str, list[int]] = {}
-        for line in self.told:
+        for line in self.reports:
             histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
         for name, history in histories.items():
             lease = here.ready(here.pool.checkout(name))
@@ -89,7 +89,7 @@ def test_acknowledged_turns_of_killed_engines_survive(tmp_path: Path, how: signa
     here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
     child = Child("child", tmp_path)
     try:
-        here.until(lambda: len(child.told) > 40)
+        here.until(lambda: len(child.reports) > 40)
         stop(child.process, how)
         while how is signal.SIGSTOP and is_locked(tmp_path / "sessions.db"):
             child.process.send_signal(signal.SIGCONT)  # stopped within a transaction, it would keep SQLite's lock
@@ -108,8 +108,8 @@ STATE_POINTS = ("before_checkpoint", "within_checkpoint", "after_checkpoint")
 @pytest.mark.parametrize("store", ["sqlite", pytest.param("postgres", marks=pytest.mark.cluster)])
 def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest, tmp_path: Path, store: str) -> None:
     address = request.getfixturevalue("postgres").database() if store == "postgres" else ""
-    given = {"state_db": address} if address else {}
-    here = Driver(FakeArena(), config_in(tmp_path, **given, engine="parent", service="here"))
+    settings = {"state_db": address} if address else {}
+    here = Driver(FakeArena(), config_in(tmp_path, **settings, engine="parent", service="here"))
     killed = [("log", point) for point in POINTS] + [("turn", point) for point in STATE_POINTS]
     killed = killed if store == "sqlite" else [("log", "after_commit"), ("turn", "within_checkpoint")]
     children = [
@@ -119,7 +119,7 @@ def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest,
     try:
         for child in children:
             assert child.process.wait(150) == -signal.SIGKILL
-            assert child.told
+            assert child.reports
             child.check(here)
         here.settle()
         assert here.pool.check_integrity() == []

@@ -74,19 +74,19 @@ def test_unwritten_turns_are_listed_once(tmp_path: Path, monkeypatch: pytest.Mon
     with writer_held(driver, monkeypatch):
         for name in ("s2", "new", "s5", "newest"):
             driver.turn(name, [1])
-        wanted = ["newest", "s5", "new", "s2", "s7", "s6", "s4", "s3", "s1", "s0"]
+        expected = ["newest", "s5", "new", "s2", "s7", "s6", "s4", "s3", "s1", "s0"]
         pages = {(limit, offset): driver.list_sessions(limit, offset) for limit in range(5) for offset in range(12)}
         for (limit, offset), page in pages.items():
-            assert [entry.session_id for entry in page.sessions] == wanted[offset : offset + limit], (limit, offset)
+            assert [entry.session_id for entry in page.sessions] == expected[offset : offset + limit], (limit, offset)
         driver.until(lambda: len(driver.pool._index.l1) <= 3 and not driver.pool._tiers.busy)  # and all stays there
         whole = driver.list_sessions()
         tiers = [(entry.session_id, entry.tier) for entry in whole.sessions]
         assert tiers == [
-            (s.key.display_name, s.tier) for s in map(driver.pool._index.get, map(SessionKey, wanted)) if s
+            (s.key.display_name, s.tier) for s in map(driver.pool._index.get, map(SessionKey, expected)) if s
         ]
         assert {tier for _, tier in tiers} >= {Tier.SLOT, Tier.HOST}
     driver.settle()
-    assert [entry.session_id for entry in driver.list_sessions().sessions] == wanted
+    assert [entry.session_id for entry in driver.list_sessions().sessions] == expected
     driver.pool.close()
 
 
@@ -150,9 +150,9 @@ def test_engine_runs_on_while_the_list_times_out(tmp_path: Path, monkeypatch: py
         assert call(engine, "session_status", limit=5, offset=0).total == 1
         with monkeypatch.context() as patched, reader_held(engine.model_runner.pool):
             patched.setattr(session_listing, "TIMEOUT_S", 0.0)
-            with pytest.raises(ServiceError, match="disk is slow or busy") as told:
+            with pytest.raises(ServiceError, match="disk is slow or busy") as raised:
                 call(engine, "session_status", limit=5, offset=0)
-            assert (told.value.info.kind, told.value.info.field) == (ErrorKind.TIMEOUT, None)
+            assert (raised.value.info.kind, raised.value.info.field) == (ErrorKind.TIMEOUT, None)
             run(engine, make_request("the engine runs meanwhile", max_tokens=2))
 
 
@@ -188,10 +188,10 @@ def test_prefix_lookup_equals_a_full_scan() -> None:
             index.remove(kept.pop(draw.randrange(len(kept))))
     names = [session.key.display_name for session in kept]
     for prefix in {name[:length] for name in names for length in range(1, len(name) + 1)} | {"c", "zz:"}:
-        wanted = {session.key for session in kept if session.key.display_name.startswith(prefix)}
+        expected = {session.key for session in kept if session.key.display_name.startswith(prefix)}
         found = [session.key for session in index.matching(prefix, prefix=True)]
-        assert set(found) == wanted, prefix
-        assert len(found) == len(wanted), prefix
+        assert set(found) == expected, prefix
+        assert len(found) == len(expected), prefix
 
 
 def test_too_large_session_file_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

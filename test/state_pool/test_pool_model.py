@@ -55,7 +55,7 @@ class World:
         self.num_slots = num_slots
         self.delay = delay
         self.model: dict[Key, list[int]] = {}
-        self.given: set[Key] = set()
+        self.seen_numbers: set[Key] = set()
         self.open: list[Open] = []
         self.committing: list[Committing] = []
         self.start()
@@ -128,8 +128,8 @@ class World:
         if turn.parent is not None:
             assert lease.dialogue_idx is not None
             new = (turn.key[0], lease.dialogue_idx)
-            assert new not in self.given, "a dialogue's number is given once"
-            self.given.add(new)
+            assert new not in self.seen_numbers, "a dialogue's number is given once"
+            self.seen_numbers.add(new)
         self.model[new] = ([] if turn.parent == 0 else self.history(turn.key)) + tokens
         self.committing.append(Committing(new, outcome))
         self.pool.checkin(lease, slot)

@@ -228,7 +228,7 @@ def test_export_of_a_session_deleted_meanwhile(tmp_path: Path, monkeypatch: pyte
     store = driver.pool._store
     assert store is not None
     load, late = store.load, []
-    monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
+    monkeypatch.setattr(store, "load", lambda *request: late.append(request))
     found: list[object] = []
     driver.pool.export("s", found.append)
     outcome = Outcome()
@@ -252,7 +252,7 @@ def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, mon
     assert store is not None
     load, late = store.load, []
     with monkeypatch.context() as patched:
-        patched.setattr(store, "load", lambda *asked: late.append(asked))
+        patched.setattr(store, "load", lambda *request: late.append(request))
         found: list[SessionFile | Exception] = []
         driver.pool.export("s", found.append)
     driver.turn("s", [3])
@@ -275,14 +275,14 @@ def test_concurrent_exports_and_imports_are_limited(tmp_path: Path, monkeypatch:
     store = driver.pool._store
     assert store is not None
     load, late = store.load, []
-    monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
+    monkeypatch.setattr(store, "load", lambda *request: late.append(request))
     found: list[SessionFile | Exception] = []
     for _ in range(MAX_CONCURRENT):
         driver.pool.export("s", found.append)
     with pytest.raises(PoolFull, match="try again"):
         driver.pool.export("s", found.append)
-    for asked in late:
-        load(*asked)
+    for request in late:
+        load(*request)
     driver.until(lambda: len(found) == MAX_CONCURRENT)
     monkeypatch.undo()
     assert decode(export(driver, "s")).replay == []

@@ -59,13 +59,13 @@ def test_turns_wait_for_a_server_that_comes_back(
     slot = one.compute(lease, [2])
     server.kill()
     outcome = one.finish_turn(lease, [2], slot)
-    waits = one.pool.checkout("t")
+    waiting = one.pool.checkout("t")
     one.until(lambda: one.pool.stats()["degraded"] is not None)
     assert not outcome.known
     server.start()
     one.until(lambda: outcome.known)
     assert outcome.ok
-    one.pool.release(one.ready(waits))
+    one.pool.release(one.ready(waiting))
     assert np.array_equal(one.state("s"), expected_state([1, 2]))
     end(one)
 
@@ -142,7 +142,7 @@ def try_state(driver: Driver) -> np.ndarray:
         return expected_state([0])
 
 
-class LosesItsCommit(adapter.Connection):
+class LosesCommitAnswer(adapter.Connection):
     """Commits a turn and loses the answer."""
 
     lose = False
@@ -159,23 +159,23 @@ class LosesItsCommit(adapter.Connection):
 
 
 def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "Connection", LosesItsCommit)
+    monkeypatch.setattr(adapter, "Connection", LosesCommitAnswer)
     one = opened(tmp_path, postgres.database())
     one.turn("s", [1])
-    LosesItsCommit.lose = True
+    LosesCommitAnswer.lose = True
     one.turn("s", [2])
-    assert not LosesItsCommit.lose
+    assert not LosesCommitAnswer.lose
     assert np.array_equal(one.state("s"), expected_state([1, 2]))
     end(one)
 
 
-class GoesAway(adapter.Connection):
+class LosesConnection(adapter.Connection):
     """Loses the answer to a turn's commit; the server may then be down."""
 
-    lose = is_away = comes_back = commits_turn = False
+    lose = is_down = reconnects = commits_turn = False
 
     def _connect(self) -> None:
-        if self.is_away:
+        if self.is_down:
             raise adapter.ServerUnavailable("there is nobody")
         super()._connect()
 
@@ -184,32 +184,32 @@ class GoesAway(adapter.Connection):
         self.commits_turn = self.commits_turn or statement.startswith(("INSERT INTO turns", "INSERT INTO states"))
         found = super().execute(statement, parameters)  # type: ignore[arg-type]
         if statement == "COMMIT" and self.lose and self.commits_turn:
-            GoesAway.lose, GoesAway.is_away = False, not self.comes_back
+            LosesConnection.lose, LosesConnection.is_down = False, not self.reconnects
             self.close()
             raise adapter.ServerUnavailable("the connection was lost")
         return found
 
 
-@pytest.mark.parametrize(("durability", "comes_back"), [("log", False), ("turn", False), ("turn", True)])
+@pytest.mark.parametrize(("durability", "reconnects"), [("log", False), ("turn", False), ("turn", True)])
 def test_commit_in_doubt_is_reported(
-    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, comes_back: bool
+    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, reconnects: bool
 ) -> None:
-    monkeypatch.setattr(adapter, "Connection", GoesAway)
+    monkeypatch.setattr(adapter, "Connection", LosesConnection)
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(GoesAway, "is_away", False)
-    monkeypatch.setattr(GoesAway, "comes_back", comes_back)
+    monkeypatch.setattr(LosesConnection, "is_down", False)
+    monkeypatch.setattr(LosesConnection, "reconnects", reconnects)
     address = postgres.database()
     one = Driver(FakeArena(), config_in(tmp_path, state_db=address, durability=durability, engine="one"))
     one.turn("s", [1])
-    GoesAway.lose = True
-    with pytest.raises(TurnInDoubt) as told:
+    LosesConnection.lose = True
+    with pytest.raises(TurnInDoubt) as raised:
         one.turn("s", [2])
-    info = as_service_error(told.value).info
+    info = as_service_error(raised.value).info
     assert info.kind is ErrorKind.ENGINE_LOST and info.retry_after_s is None and "may have been kept" in info.message
-    if not comes_back:
+    if not reconnects:
         with pytest.raises(DirectoryUnreachable, match="try again in a moment"):
             one.turn("other", [2])
-    GoesAway.is_away = False
+    LosesConnection.is_down = False
     one.settle()
     one.until(lambda: one.pool._store is not None and not one.pool._store.writer.is_collecting_garbage)
     two = opened(tmp_path, address, "two")
@@ -219,7 +219,7 @@ def test_commit_in_doubt_is_reported(
         end(driver)
 
 
-class LosesItsAcquire(GoesAway):
+class LosesAcquireAnswer(LosesConnection):
     """The same for the commit that starts a turn."""
 
     def execute(self, statement: str, parameters: object = ()) -> object:
@@ -230,27 +230,27 @@ class LosesItsAcquire(GoesAway):
 def test_session_acquired_in_doubt_is_released(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "Connection", LosesItsAcquire)
+    monkeypatch.setattr(adapter, "Connection", LosesAcquireAnswer)
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(GoesAway, "is_away", False)
-    monkeypatch.setattr(GoesAway, "comes_back", False)
+    monkeypatch.setattr(LosesConnection, "is_down", False)
+    monkeypatch.setattr(LosesConnection, "reconnects", False)
     address = postgres.database()
     one = opened(tmp_path, address, "one")
     one.turn("s", [1])
-    GoesAway.lose = True
+    LosesConnection.lose = True
     with pytest.raises(DirectoryUnreachable):
         one.ready(one.pool.checkout("s"))
-    assert not GoesAway.lose
-    GoesAway.is_away = False
+    assert not LosesConnection.lose
+    LosesConnection.is_down = False
     two = opened(tmp_path, address, "two")
-    waits = two.pool.checkout("s")
+    waiting = two.pool.checkout("s")
 
-    def begins() -> bool:
+    def has_started() -> bool:
         one.pool.poll()
-        return waits.poll() is not LeaseState.WAITING
+        return waiting.poll() is not LeaseState.WAITING
 
-    two.until(begins)
-    two.pool.release(two.ready(waits))
+    two.until(has_started)
+    two.pool.release(two.ready(waiting))
     end(one, two)
 
 
@@ -282,34 +282,34 @@ def test_engine_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, mo
 
 def test_states_in_several_chunks_are_loaded(tmp_path: Path, postgres: Server) -> None:
     address, words = postgres.database(), 600_000  # 2.4 MB: three chunks
-    made = [
+    drivers = [
         Driver(FakeArena(words=words), config_in(tmp_path, state_db=address, durability="turn", engine=name))
         for name in ("one", "two")
     ]
-    made[0].turn("s", [1, 2])
-    lease = made[1].ready(made[1].pool.checkout("s"))
-    assert np.array_equal(fold(made[1].arena.memory[lease.read_slot], lease.replay), expected_state([1, 2], words))
-    made[1].pool.release(lease)
-    end(*made)
+    drivers[0].turn("s", [1, 2])
+    lease = drivers[1].ready(drivers[1].pool.checkout("s"))
+    assert np.array_equal(fold(drivers[1].arena.memory[lease.read_slot], lease.replay), expected_state([1, 2], words))
+    drivers[1].pool.release(lease)
+    end(*drivers)
 
 
 def test_refused_statement_quarantines_no_session(tmp_path: Path, postgres: Server) -> None:
     """A renamed table or a missing right is no damage."""
     address = postgres.database()
-    made = [Driver(FakeArena(), config_in(tmp_path, state_db=address, durability="turn", engine=n)) for n in "ab"]
-    made[0].turn("s", [1, 2])
-    theirs = adapter.Connection(parse_server_address(address))
-    theirs.execute("ALTER TABLE state_chunks RENAME TO chunks_elsewhere")
-    refused = made[1].pool.checkout("s")
-    made[1].until(lambda: refused.state is LeaseState.FAILED)
+    drivers = [Driver(FakeArena(), config_in(tmp_path, state_db=address, durability="turn", engine=n)) for n in "ab"]
+    drivers[0].turn("s", [1, 2])
+    other = adapter.Connection(parse_server_address(address))
+    other.execute("ALTER TABLE state_chunks RENAME TO chunks_elsewhere")
+    refused = drivers[1].pool.checkout("s")
+    drivers[1].until(lambda: refused.state is LeaseState.FAILED)
     assert isinstance(refused.error, SessionReadFailed)
-    theirs.execute("ALTER TABLE chunks_elsewhere RENAME TO state_chunks")
-    theirs.close()
-    assert np.array_equal(made[1].state("s"), expected_state([1, 2]))
-    end(*made)
+    other.execute("ALTER TABLE chunks_elsewhere RENAME TO state_chunks")
+    other.close()
+    assert np.array_equal(drivers[1].state("s"), expected_state([1, 2]))
+    end(*drivers)
 
 
-class LosesAReader(adapter.Connection):
+class LosesConnectionOnRead(adapter.Connection):
     """Loses the server right after a load starts."""
 
     lose: Callable[[], None] | None = None
@@ -317,27 +317,27 @@ class LosesAReader(adapter.Connection):
     def execute(self, statement: str, parameters: object = ()) -> object:
         found = super().execute(statement, parameters)  # type: ignore[arg-type]
         if self._reads_only and statement == "BEGIN" and self.lose is not None:
-            lose, LosesAReader.lose = LosesAReader.lose, None
+            lose, LosesConnectionOnRead.lose = LosesConnectionOnRead.lose, None
             lose()
         return found
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("reconnects", [True, False])
 def test_load_waits_for_a_restarted_server(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, reconnects: bool
 ) -> None:
     """Loads wait as long as turns do, and then fail with the same error."""
-    monkeypatch.setattr(adapter, "Connection", LosesAReader)
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0 if comes_back else 0.5)
+    monkeypatch.setattr(adapter, "Connection", LosesConnectionOnRead)
+    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0 if reconnects else 0.5)
     address = server.database()
     one = opened(tmp_path, address)
     one.turn("s", [1, 2])
     end(one)
     two = opened(tmp_path, address, "two")
-    LosesAReader.lose = staticmethod(server.kill)
+    LosesConnectionOnRead.lose = staticmethod(server.kill)
     lease = two.pool.checkout("s")
     reader = get_store(two)._reader
-    if comes_back:
+    if reconnects:
         two.until(lambda: bool(reader._waiting))
         server.start()
         two.ready(lease)
@@ -358,15 +358,15 @@ def test_load_waits_for_a_restarted_server(
 def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
     address = postgres.database()
     opened(tmp_path, address).pool.close()
-    theirs = adapter.Connection(parse_server_address(address))
-    columns = theirs.execute(
+    other = adapter.Connection(parse_server_address(address))
+    columns = other.execute(
         "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
     ).fetchall()
     ours: sqlite3.Connection = open_writer(str(tmp_path / "new.db"), "NORMAL")
     tables = [name for (name,) in ours.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     assert set(columns) == {(table, row[1]) for table in tables for row in ours.execute(f"PRAGMA table_info({table})")}
-    theirs.execute("INSERT INTO schema_migrations VALUES (99, 'later', 0)")
-    theirs.close()
+    other.execute("INSERT INTO schema_migrations VALUES (99, 'later', 0)")
+    other.close()
     with pytest.raises(DatabaseUnusable, match="has schema 99"):
         opened(tmp_path, address)
 
@@ -378,14 +378,14 @@ def test_messages_hide_the_password(
     address = postgres.database()
     assert "secret" in address
     one = opened(tmp_path, address)
-    told = repr(one.pool.stats())
+    raised = repr(one.pool.stats())
     one.pool.close()
     with pytest.raises(DatabaseUnusable) as refused:
         opened(tmp_path, "postgresql://rwkv:secret@/nowhere?host=/nowhere")
     monkeypatch.setattr(adapter, "psycopg", None)
     with pytest.raises(DatabaseUnusable, match="requirements-cluster") as missing_package:
         opened(tmp_path, address)
-    assert not re.search("secret", told + str(refused.value) + str(missing_package.value) + caplog.text)
+    assert not re.search("secret", raised + str(refused.value) + str(missing_package.value) + caplog.text)
 
 
 def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Server) -> None:

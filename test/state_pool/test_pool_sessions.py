@@ -21,11 +21,11 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_stat
 def driver(request: pytest.FixtureRequest, tmp_path: Path):
     """Pools of each durability, and one without a disk."""
     changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
-    made = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
-    yield made
-    made.settle()
-    assert made.pool.check_integrity() == []
-    made.pool.close()
+    driver = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
+    yield driver
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
 
 
 def test_new_session_starts_from_zero_and_resumes_without_a_copy(driver: Driver) -> None:

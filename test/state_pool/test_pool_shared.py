@@ -38,7 +38,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         membership, "HEARTBEAT_TIMEOUT_S", 8.0
     )  # threads of a busy machine may be silent for longer than usual
-    made: list[Driver] = []
+    drivers: list[Driver] = []
     store, durability, *objects = request.param.split("-")
     base = {"state_db": request.getfixturevalue("postgres").database()} if store == "postgres" else {}
     if objects:
@@ -47,11 +47,11 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
     def make(name: str, **changes: object) -> Driver:
         config = config_in(tmp_path, **base, durability=durability, engine=name, service="here", **changes)
-        made.append(Driver(FakeArena(delay=1), config))
-        return made[-1]
+        drivers.append(Driver(FakeArena(delay=1), config))
+        return drivers[-1]
 
     yield make
-    for driver in made:
+    for driver in drivers:
         if driver.pool._store is not None and not driver.pool._store.writer._stopping:
             driver.settle()
             assert driver.pool.check_integrity() == []
@@ -73,7 +73,7 @@ def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception
     return outcome.calls[0]
 
 
-def struck_off(driver: Driver) -> None:
+def declare_lost(driver: Driver) -> None:
     """Remove the engine as others would after a missed heartbeat."""
     writer = get_store(driver).writer
     assert writer.member is not None
@@ -110,15 +110,15 @@ def test_checkout_waits_for_another_engines_turn(engines: Engines) -> None:
     lease, slot = begin(one, "s", [1])
     with pytest.raises(SessionBusy, match="another engine"):
         two.ready(two.pool.checkout("s", wait=False))
-    waits = two.pool.checkout("s")
+    waiting = two.pool.checkout("s")
     deadline = time.monotonic() + 0.2
     two.until(lambda: time.monotonic() > deadline)
-    assert waits.poll() is LeaseState.WAITING
+    assert waiting.poll() is LeaseState.WAITING
     assert end(one, lease, slot, [1]) is None
-    two.ready(waits)
-    assert waits.num_tokens == 1
-    assert np.array_equal(fold(two.arena.memory[waits.read_slot], waits.replay), expected_state([1]))
-    two.pool.release(waits)
+    two.ready(waiting)
+    assert waiting.num_tokens == 1
+    assert np.array_equal(fold(two.arena.memory[waiting.read_slot], waiting.replay), expected_state([1]))
+    two.pool.release(waiting)
 
 
 def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_released_turn_lets_other_engines_start(engines: Engines) -> None:
     assert np.array_equal(one.state("s"), expected_state([2]))
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool) -> None:
+@pytest.mark.parametrize("runs_turn", [False, True])
+def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyPatch, *, runs_turn: bool) -> None:
     """If another turn runs by then, the retry waits for its end."""
     one, two = engines("one"), engines("two")
     failing, release = [True, True], directory.release
@@ -157,26 +157,26 @@ def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyP
     lease, slot = begin(one, "s", [1])
     one.pool.release(lease)
     one.pool.free(slot)
-    if goes_on:
+    if runs_turn:
         lease, slot = begin(one, "s", [1])
-        waits = two.pool.checkout("s")
+        waiting = two.pool.checkout("s")
         deadline = time.monotonic() + 0.8
         one.until(lambda: time.monotonic() > deadline)
         two.until(lambda: time.monotonic() > deadline)
-        assert waits.poll() is LeaseState.WAITING
-        two.pool.release(waits)
+        assert waiting.poll() is LeaseState.WAITING
+        two.pool.release(waiting)
         assert end(one, lease, slot, [1]) is None
         failing.clear()
     one.settle()
     two.turn("s", [2])
-    assert np.array_equal(one.state("s"), expected_state([1, 2] if goes_on else [2]))
+    assert np.array_equal(one.state("s"), expected_state([1, 2] if runs_turn else [2]))
 
 
 def test_fenced_engine_acknowledges_nothing(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1])
     lease, slot = begin(one, "s", [2])
-    struck_off(one)
+    declare_lost(one)
     two.turn("s", [3])
     assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
     assert [engine.pool.stats()["counters"]["stale_turns"] for engine in (one, two)] == [1, 0]
@@ -188,7 +188,7 @@ def test_fenced_engine_acknowledges_nothing(engines: Engines) -> None:
 def test_new_session_of_fenced_engine_exists_once(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [2])
-    struck_off(one)
+    declare_lost(one)
     two.turn("s", [3])
     assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
     assert one.list_sessions().total == two.list_sessions().total == 1
@@ -197,7 +197,7 @@ def test_new_session_of_fenced_engine_exists_once(engines: Engines) -> None:
 def test_lost_engine_keeps_sessions_that_nobody_took(engines: Engines) -> None:
     one, _ = engines("one"), engines("two")
     lease, slot = begin(one, "s", [2])
-    struck_off(one)
+    declare_lost(one)
     assert end(one, lease, slot, [2]) is None
     one.settle()
     one.turn("s", [3])
@@ -336,14 +336,14 @@ def test_stopped_observer_declares_no_engine_lost(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     writer = get_store(two).writer
     with idle_writer(one), idle_writer(two):  # neither sends a heartbeat by itself
-        looks = Membership(writer._connection, "three")
+        observer = Membership(writer._connection, "three")
         writer._connection.execute("BEGIN IMMEDIATE")
-        assert looks.heartbeat() == []
+        assert observer.heartbeat() == []
         writer._connection.execute("COMMIT")
-        looks._last_heartbeat -= 10
-        for seen in looks._seen.values():
+        observer._last_heartbeat -= 10
+        for seen in observer._seen.values():
             seen.at -= 10
         writer._connection.execute("BEGIN IMMEDIATE")
-        assert looks.heartbeat() == []
+        assert observer.heartbeat() == []
         writer._connection.execute("COMMIT")
-        looks.leave()
+        observer.leave()

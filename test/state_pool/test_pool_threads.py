@@ -133,12 +133,12 @@ def test_reconnect_timeout_fails_all_waiting_loads(tmp_path: Path, monkeypatch: 
 
 def test_close_fails_loads_that_wait_for_a_server(tmp_path: Path) -> None:
     driver = with_cuts(tmp_path, 1_000_000)
-    reader, told = get_store(driver)._reader, []
+    reader, results = get_store(driver)._reader, []
     reader._deliver = lambda outcome: outcome()
-    reader.load(1, told.append)
+    reader.load(1, results.append)
     driver.until(lambda: bool(reader._waiting))
     reader.close()
-    assert isinstance(told[0], SessionReadFailed) and "stopped" in str(told[0])
+    assert isinstance(results[0], SessionReadFailed) and "stopped" in str(results[0])
     driver.pool.close()
 
 

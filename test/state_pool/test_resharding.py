@@ -47,9 +47,9 @@ def test_resharded_state_equals_the_other_split(stored: Sequence[float], own: Se
     assert has_same_layers(before, after)
     found = reshard_state(state_of(stored), before, after)
     assert {name: len(part) for name, part in found.items()} == part_sizes(after)
-    for name, wanted in state_of(own).items():
+    for name, expected in state_of(own).items():
         got = bytes(found[name])
-        assert all(one in {a, 255} or a == 255 for one, a in zip(got, wanted, strict=True))
+        assert all(one in {a, 255} or a == 255 for one, a in zip(got, expected, strict=True))
         assert own == stored or 255 not in got, "a stage's own half is not the one that means nothing"
 
 
