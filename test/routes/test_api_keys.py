@@ -1,4 +1,4 @@
-"""API keys with limits of their own, request ids and the access log: by themselves, and in a real service."""
+"""API keys with limits, request ids and the access log: as units, and in a real service."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert free.limits == ClientLimits()
     assert hashed.limits == ClientLimits(tokens_per_minute=40)
     file, ring = KeysFile(str(tmp_path / "keys.toml")), KeyRing(is_configured=True)
-    assert not file.keys and ring.find(PLAIN) is None  # nothing is in force before it is read
+    assert not file.keys and ring.find(PLAIN) is None  # no keys are in force before `read`
     file.read()
     ring.replace(file.keys)
     assert [one and one.name for one in map(ring.find, (PLAIN, FREE, HASHED))] == ["few", "free", "hashed"]
@@ -74,7 +74,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 
 
 def test_the_documents_example_is_one(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "access.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     example = page.split("```toml\n")[1].split("```")[0]
     assert [key.name for key in load_keys(written(tmp_path, example))] == ["team-a", "team-b"]
 
@@ -141,14 +141,14 @@ def test_rows_are_counted_while_they_run() -> None:
 
 
 def test_a_mixture_takes_of_its_keys_limits_what_it_costs() -> None:
-    """A row and a reading of each token for each of its states."""
+    """One row and one reading of each token per state."""
     mixed = [make_request([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
     quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
     assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
     refusal = quotas.acquire(job("beside", limits, rows=2))
     assert refusal is not None and "6 rows under way" in refusal.message
     never = quotas.acquire(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
-    assert never is not None and never.given == 12 and "12 rows, each state of its mixture counted" in never.message
+    assert never is not None and never.given == 12 and "12 rows, one per state of its mixture" in never.message
     quotas.refund("mixed")
     assert quotas.acquire(job("all", limits, rows=7)) is None
 
@@ -231,7 +231,7 @@ def test_every_line_says_to_which_request_it_belongs(form: str, capfd: pytest.Ca
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two HTTP workers around an engine without a model; the file of keys is `keys.toml` beside the log."""
+    """Two HTTP workers and an engine without a model. The keys file `keys.toml` is next to the log."""
     folder = tmp_path_factory.mktemp("keyed")
     flags = ("--http-workers", "2", "--keys-file", written(folder, FILE), "--log-format", "json")
     running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
@@ -243,7 +243,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def log_lines(service: Service) -> list[dict[str, Any]]:
-    whole, _, _ = service.log.read_text().rpartition("\n")  # behind it one may be under way
+    whole, _, _ = service.log.read_text().rpartition("\n")  # another line may be in progress after it
     lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line for line in lines if line["logger"] == "access"]
 
@@ -290,7 +290,7 @@ def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> No
     begun = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(status, range(12)))
-    refilled = int((time.monotonic() - begun) / 10) + 1  # each tenth of a minute one
+    refilled = int((time.monotonic() - begun) / 10) + 1  # one per tenth of a minute
     assert {answer.status_code for answer in answers} == {200, 429}
     assert 6 <= sum(answer.status_code == 200 for answer in answers) <= 6 + refilled
     refused = next(answer for answer in answers if answer.status_code == 429)
@@ -312,7 +312,7 @@ def test_rows_at_once_are_given_back_when_the_client_leaves(keyed: Service) -> N
         assert connection.recv(12) == b"HTTP/1.1 200"
         refused = keyed.post(CHAT, short, headers=bearer(NARROW))
         assert refused.status_code == 429
-        assert "2 rows under way and may have 2 at once" in refused.json()["error"]
+        assert "2 rows in progress and may have 2 at once" in refused.json()["error"]
         assert keyed.post(CHAT, short).status_code == 200, "another key is not concerned"
     wait_for(lambda: keyed.post(CHAT, short, headers=bearer(NARROW)).status_code == 200, 20, "its rows are free")
     never = keyed.post(CHAT, {**short, "contents": ["a"] * 3}, headers=bearer(NARROW))
@@ -352,7 +352,7 @@ def test_keys_are_read_again_at_sighup(keyed: Service) -> None:
         return keyed.request("GET", "/status", headers=bearer(key)).status_code
 
     def all_answer(key: str, status: int) -> bool:
-        """Of each worker: which one is met is chance, and all of these would be the same one once in 10**9 times."""
+        """Wait until all workers answer so. Requests reach random workers; the error probability is below 10^-9."""
         return all(get(key) == status for _ in range(30))
 
     assert all_answer("brand-new-key", 401)

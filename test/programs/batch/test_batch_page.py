@@ -20,7 +20,7 @@ SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n"
 
 
 def test_commands_run_as_printed(fake: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    block = re.search(r"```bash\n(?=# Translate)(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     commands = [shlex.split(line) for line in block.group(1).splitlines() if line.startswith("python")]
     write_jsonl(tmp_path / "news.jsonl", [{"text": f"Something has happened in town {i}."} for i in range(6)])

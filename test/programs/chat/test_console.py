@@ -242,7 +242,7 @@ def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_page_names_commands_and_settings_that_are_there() -> None:
-    page = (ROOT / "docs" / "console.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
     console = Console()
     for name in re.findall(r"^\| `/(\w+)", page, re.MULTILINE):
         assert f"/{name}" in console.handle_command("/help")
@@ -257,7 +257,7 @@ def test_the_page_names_commands_and_settings_that_are_there() -> None:
 def test_the_pages_commands_run_as_printed(
     fake: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "console.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
     commands = [
         shlex.split(line, comments=True) for line in re.findall(r"^python app\.py (chat.*)$", page, re.MULTILINE)
     ]

@@ -1,4 +1,4 @@
-"""The programs of docs/library.md run as they are printed."""
+"""The programs of docs/clients.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EACH_IN_A_PROCESS = """
 import os, sys, rwkv_batch.engine, rwkv_batch.runner.model_runner  # what takes longest is imported once
 for program in sys.argv[1:]:
     if not (child := os.fork()):
-        exec(compile(program, "docs/library.md", "exec"), {"__name__": "__main__"})
+        exec(compile(program, "docs/clients.md", "exec"), {"__name__": "__main__"})
         sys.exit()
     if status := os.waitpid(child, 0)[1]:
         sys.exit(f"{program} ended with {status}")
@@ -23,7 +23,7 @@ for program in sys.argv[1:]:
 
 
 def test_programs_run_as_printed(tiny_model: Path, tmp_path: Path) -> None:
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(programs) == 4
     shutil.copy(tiny_model, tmp_path / "model.pth")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
