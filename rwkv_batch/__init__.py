@@ -1,7 +1,7 @@
-"""The batched RWKV-7 engine: requests in, token events out. Knows no HTTP.
+"""The batched RWKV-7 engine: requests in, token events out. No HTTP.
 
-For programs, `from rwkv_batch import LLM` is `from library import LLM`: the one door upwards. It is opened when such a
-name is first asked for, so whoever imports a module of the engine loads nothing of what stands above it.
+`from rwkv_batch import LLM` imports `programs.library` on first access. This is the only upward import. So importing a
+module of the engine does not load the programs above it.
 """
 
 from __future__ import annotations

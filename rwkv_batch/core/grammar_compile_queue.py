@@ -180,7 +180,7 @@ class GrammarCompileQueue:
                 self._threads.submit(self._add_mask_threads, grammars, rows)
 
     def _add_mask_threads(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
-        """Use as many threads for the masks of these rows as speed them up."""
+        """Add threads for the masks of these rows where they help."""
         compiler = self._get_compiler()
         for constraint, grammar in grammars.items():
             compiler.add_lexers(constraint, grammar, rows[constraint])

@@ -263,7 +263,7 @@ class JobTable:
     def _send_finish(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         job = sequence.job
         if sequence not in job.live:
-            return  # the job was cancelled meanwhile
+            return  # the job was cancelled
         job.live.pop(sequence)
         sequence.output.flush_held_text()
         for row in range(sequence.row, sequence.row + sequence.fork_count):

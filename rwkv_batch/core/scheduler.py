@@ -1,16 +1,17 @@
 """Decides which rows are in which step. No torch.
 
-Running slots are given out by `Admission`. Decoding rows are in every step. While rows decode, a step reads fewer
-prompt tokens, because each row's next token waits until the step ends. While interactive requests arrive, batch rows
-take turns (`BatchThrottle`). Prompt tokens are split like running slots: between classes, clients and jobs.
+- `Admission` gives out running slots. Rows with a running slot are in the steps.
+- Decoding rows are in every step. While interactive requests arrive, batch rows take turns (`BatchThrottle`).
+- While rows decode, a step reads fewer prompt tokens, because each row's next token waits until the step ends.
+- Prompt tokens are split like running slots: between classes, clients and jobs.
 
 Micro-batches: with several devices, decoding rows are split into groups with steps of their own. One group runs on the
 second device while the next runs on the first. A row stays in its group while it decodes. New rows join the smallest
 group, and a group that is much larger than its share gives rows away.
 
 The first non-empty group carries the prefill. With three or more stages and little prefill queued, only every fifth of
-its steps does. If more prefill is queued than a step takes, every step carries some. The same holds if few rows decode:
-they share a graph with prefill, and the other groups would wait for a group that reads all prompts.
+its steps does. If more prefill is queued than a step takes, every step carries some. So does every step with few
+decoding rows, which shares a graph with prefill. Otherwise the other groups would wait for one that reads all prompts.
 """
 
 from __future__ import annotations

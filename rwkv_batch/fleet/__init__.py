@@ -1,1 +1,1 @@
-"""Several engines behind one face: who gets a job, and how it goes on when its engine is lost. No torch, no HTTP."""
+"""Several engines behind one interface: routing, and moving jobs when an engine is lost. No torch, no HTTP."""

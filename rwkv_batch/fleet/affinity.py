@@ -1,4 +1,4 @@
-"""Which engine has had a session, or a prompt's beginning, before."""
+"""Remembers which engine served a session or a prompt prefix."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections import OrderedDict
 from rwkv_batch.request import Job
 
 PREFIX_TOKENS = 64
-"""A prompt's beginning, by which the engine is remembered that has read it."""
+"""Length of the prompt prefix that identifies an engine with a cached state."""
 MAX_REMEMBERED = 16_384
-"""Sessions and prompts' beginnings, each."""
+"""Maximum sessions, and maximum prompt prefixes."""
 
 
 class EngineLru(OrderedDict[str, str]):
-    """The engines of so many sessions or prompts, those named last."""
+    """Maps the latest sessions or prefixes to engine names."""
 
     def put(self, key: str, engine: str) -> None:
-        """Note it; the oldest one goes."""
+        """Store an entry and drop the oldest one if there are too many."""
         self[key] = engine
         self.move_to_end(key)
         if len(self) > MAX_REMEMBERED:
@@ -25,12 +25,12 @@ class EngineLru(OrderedDict[str, str]):
 
 
 def rendezvous_weight(session: str, engine: str) -> bytes:
-    """The engine with the largest one has a session of which nothing is remembered: the same in every process."""
+    """Return a hash. The engine with the largest one serves an unknown session: the same in every process."""
     return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()
 
 
 def prefix_key(job: Job) -> str:
-    """Names the beginning of a job's first prompt, if it is long enough to matter; else empty."""
+    """Return a hash of the job's first prompt prefix; "" for a short prompt."""
     row = job.rows[0]
     if len(row.prompt) < PREFIX_TOKENS:
         return ""

@@ -1,4 +1,4 @@
-"""How an engine is reached: by a Unix socket within a machine, as an actor in a cluster."""
+"""Connects to an engine: by Unix socket on this machine, as a Ray actor in a cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rwkv_batch.ipc.client import Connect, unix_connector
 
 
 def dial(address: str) -> Connect:
-    """Links to the engine at a `ServedModel`'s address."""
+    """Return a connector to a `ServedModel`'s address."""
     if not address.startswith(PREFIX):
         return unix_connector(address)
     from rwkv_batch.fleet.actors.link import actor_connector

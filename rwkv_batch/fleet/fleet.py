@@ -1,9 +1,9 @@
-"""Several engines of one model behind the face of one: who gets a job, and how it goes on when its engine is lost.
+"""Several engines of one model behind one interface.
 
-A job is handed to one engine and followed; if that engine is lost, or leaves, the job goes on with another one, or
-waits a while for one to come. One engine is a fleet of one.
+Each job runs on one engine. If that engine is lost or drains, the job continues on another one, or waits a while for
+one. One engine is a fleet of one.
 
-Threads: any may call. Each engine's client has a thread, on which its events are passed on; one looks after all.
+Any thread may call. Each engine's client has a thread that delivers its events. One more thread polls all engines.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ logger = logging.getLogger(__name__)
 
 
 class FleetLimits(NamedTuple):
-    """How long a job is held on to."""
+    """How long jobs survive lost engines."""
 
     resubmit: int = 2
-    """Engines that it may lose and go on; 0: none, then it ends with its engine."""
+    """lost engines after which a job still continues; 0: it ends with its engine"""
     wait_s: float = 10.0
-    """It waits so long for an engine each time."""
+    """seconds that a job waits for an engine, each time"""
     shares_sessions: bool = False
-    """Whether any engine can go on with any session; else each session has its engine for good."""
+    """whether any engine can continue any session; else a session always stays with its engine"""
     num_routers: int = 1
-    """Processes that choose engines as this one does, itself among them."""
+    """processes that route jobs to these engines, including this one"""
 
 
 class Attempt(NamedTuple):
-    """A job with one engine."""
+    """A job's run on one engine."""
 
     number: int
     job_id: str
-    """Under which the engine knows it."""
+    """the job's id on that engine"""
     member: Member
     connection: int
-    """The engine's, when the job was handed to it."""
+    """the engine's connection number when the job was sent"""
 
 
 class Fleet:
-    """`EngineProtocol` over the engines that `update` names; see above."""
+    """`EngineProtocol` over the engines given to `update`."""
 
     def __init__(self, limits: FleetLimits, on_change: Callable[[bool], None] = lambda is_connected: None) -> None:
-        """`on_change` is told when some engine takes work, and when none does any more; it must not ask the fleet."""
+        """on_change: called with whether any engine accepts work, when that changes; must not call the fleet"""
         self._limits = limits
         self._on_change = on_change
         self._name = ""
@@ -72,27 +72,27 @@ class Fleet:
         """by address"""
         self._in_flight_jobs: dict[str, InFlightJob] = {}
         self._waiting: dict[str, InFlightJob] = {}
-        """those among them that no engine has"""
+        """jobs among them without an engine"""
         self._sessions, self._prompts = EngineLru(), EngineLru()
         self._was_connected = False
         self._lost_at = -math.inf
-        """time.monotonic when it was told that none takes work"""
+        """time.monotonic() when the last engine was lost"""
         self._notify_lock = threading.Lock()
-        """held to tell `on_change`, which waits for nothing"""
+        """held during `on_change`"""
         self._rng = random.Random()
         self._stopped = threading.Event()
 
-    # Life ----------------------------------------------------------------------------------------------------
+    # Start and stop ------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Begin to connect, as the process of that name."""
+        """Start connecting as the process `name`."""
         self._name = name
         for member in self.members:
             member.client.start(name)
         threading.Thread(target=self._poll_loop, name="fleet", daemon=True).start()
 
     def update(self, engines: Sequence[ServedModel]) -> None:
-        """The engines there are now. Those that are here no longer are let go of; their jobs go on elsewhere."""
+        """Set the current engines. Jobs of removed engines continue elsewhere."""
         info = {engine.address: engine for engine in engines}
         with self._lock:
             gone = [self._members.pop(address) for address in set(self._members) - set(info)]
@@ -109,7 +109,7 @@ class Fleet:
         self._notify_change()
 
     def stop(self) -> None:
-        """Let go of all engines for good."""
+        """Disconnect from all engines."""
         self._stopped.set()
         self._is_shutting_down = True
         for member in self.members:
@@ -118,7 +118,7 @@ class Fleet:
 
     @property
     def is_shutting_down(self) -> bool:
-        """The service is being shut down: an engine that is lost now is not waited for; another that stays goes on."""
+        """Whether the service is shutting down. Then jobs do not wait for a lost engine; remaining engines continue."""
         return self._is_shutting_down
 
     @is_shutting_down.setter
@@ -129,23 +129,23 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """The engines, whether or not they are there."""
+        """All engines, connected or not."""
         with self._lock:
             return list(self._members.values())
 
     @property
     def is_connected(self) -> bool:
-        """Whether some engine takes work."""
+        """Whether any engine accepts work."""
         return any(member.is_available for member in self.members)
 
     @property
     def lost(self) -> list[str]:
-        """Names of the engines that take no work now."""
+        """Names of the engines that accept no work now."""
         return [member.name for member in self.members if not member.is_available]
 
     @property
     def num_jobs(self) -> int:
-        """Jobs under way."""
+        """Jobs in flight."""
         return len(self._in_flight_jobs)
 
     # EngineProtocol ------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Fleet:
             self._acquire_quota(in_flight_job, usage)
 
     def _acquire_quota(self, in_flight_job: InFlightJob, usage: Usage) -> None:
-        """Have one engine, the same for all processes, hold the client's limits; whoever runs the job does not."""
+        """Count the job against its client's limits. One engine, the same for all processes, holds the limits."""
         quota_engine = min(
             (one for one in self.members if one.client.is_connected), key=lambda one: one.name, default=None
         )
@@ -174,7 +174,7 @@ class Fleet:
         def on_quota(answer: bool | ServiceError) -> None:
             if isinstance(answer, ServiceError) and answer.info.kind not in ENGINE_GONE:
                 self._forget(in_flight_job)
-                in_flight_job.answer(answer)
+                in_flight_job.report_admission(answer)
                 return
             in_flight_job.quota_engine = quota_engine
             self._dispatch(in_flight_job, LOADING)
@@ -192,9 +192,7 @@ class Fleet:
             waits = self._waiting.pop(job_id, None) is not None
             if in_flight_job is None:
                 return
-            in_flight_job.is_cancelled = (
-                True  # under the lock: who hands it on meanwhile sees it, or has told its place
-            )
+            in_flight_job.is_cancelled = True  # under the lock: a concurrent `_dispatch` sees it or has set `member`
             member = in_flight_job.member
         if waits:
             self._fail(in_flight_job, CANCELLED)
@@ -210,28 +208,28 @@ class Fleet:
         gather(call, reply, members, self.members, self._session_member, self._limits.shares_sessions)
 
     def observe(self, observation: Observe) -> None:
-        """Report an ended HTTP request to one engine; forgotten when there is none."""
+        """Report an ended HTTP request to one engine. Dropped if there is none."""
         for member in self.members:
             if member.client.is_connected:
                 member.client.observe(observation)
                 return
 
-    # The way of a job ----------------------------------------------------------------------------------------
+    # Jobs ----------------------------------------------------------------------------------------------------
 
     def _dispatch(self, in_flight_job: InFlightJob, error: ErrorInfo) -> None:
-        """Hand it to an engine, or let it wait for one; `error` is what it is told if none comes."""
+        """Send the job to an engine, or let it wait for one. If none comes, it ends with `error`."""
         member = self._choose_member(in_flight_job)
         if member is None:
             self._enqueue(in_flight_job, error)
             return
         job = in_flight_job.next_attempt()
-        if job is None:  # its rows had ended, and only that was not told
+        if job is None:  # all its rows ended, only the job's end was not reported
             self._forget(in_flight_job)
             in_flight_job.forward(JobEvents(job_id=in_flight_job.job.job_id, deltas=[], done=True))
             return
         attempt = Attempt(in_flight_job.attempt, in_flight_job.attempt_id, member, member.connection)
         self._assign(in_flight_job, member)
-        member.sent(job)
+        member.on_sent(job)
         member.client.submit(
             job,
             lambda events: self._on_events(in_flight_job, attempt, events),
@@ -243,31 +241,31 @@ class Fleet:
     def _enqueue(self, in_flight_job: InFlightJob, error: ErrorInfo) -> None:
         with self._lock:
             self._assign(in_flight_job, None)
-            over = CANCELLED if in_flight_job.is_cancelled else error if self._stopped.is_set() else None
-            if over is None:
+            end = CANCELLED if in_flight_job.is_cancelled else error if self._stopped.is_set() else None
+            if end is None:
                 in_flight_job.error = error
                 in_flight_job.deadline = time.monotonic() + self._limits.wait_s
                 self._waiting[in_flight_job.job.job_id] = in_flight_job
-        if over is not None:  # nobody would look after it
-            self._fail(in_flight_job, over)
+        if end is not None:  # the polling thread has ended or will not see the job
+            self._fail(in_flight_job, end)
 
     def _on_admitted(self, in_flight_job: InFlightJob, attempt: Attempt, refusal: ServiceError | None) -> None:
-        """An engine has admitted a job, or not."""
+        """Handle an engine's admission or refusal of a job."""
         if refusal is not None:
-            attempt.member.refused(attempt.job_id)
+            attempt.member.on_refused(attempt.job_id)
         if attempt.number != in_flight_job.attempt:
             return
         if refusal is None:
-            in_flight_job.answer(None)
+            in_flight_job.report_admission(None)
         elif refusal.info.kind in ENGINE_GONE:
-            leaves = refusal.info.kind is ErrorKind.DRAINING and not self._is_shutting_down
-            self._on_lost(in_flight_job, attempt, attempt.member.leaves if leaves else refusal.info)
+            is_draining = refusal.info.kind is ErrorKind.DRAINING and not self._is_shutting_down
+            self._on_lost(in_flight_job, attempt, attempt.member.draining_error if is_draining else refusal.info)
         else:
             self._forget(in_flight_job)
-            in_flight_job.answer(refusal)
+            in_flight_job.report_admission(refusal)
 
     def _on_events(self, in_flight_job: InFlightJob, attempt: Attempt, events: JobEvents) -> None:
-        """An engine says something of a job. What is said of an earlier attempt comes too late."""
+        """Handle an engine's events of a job. Events of an earlier attempt are dropped."""
         if attempt.number != in_flight_job.attempt:
             return
         if events.done and events.error is not None and events.error.kind in ENGINE_GONE:
@@ -282,8 +280,8 @@ class Fleet:
         in_flight_job.forward(events)
 
     def _on_lost(self, in_flight_job: InFlightJob, attempt: Attempt, error: ErrorInfo) -> None:
-        """Its engine does not go on with a job: another one does, unless that has happened too often."""
-        attempt.member.fails(attempt.connection)
+        """Continue a job on another engine after its engine was lost, unless that happened too often."""
+        attempt.member.mark_failed(attempt.connection)
         if in_flight_job.is_cancelled:
             self._fail(in_flight_job, CANCELLED)
             return
@@ -322,7 +320,7 @@ class Fleet:
             if member is not None:
                 member.assigned_rows += in_flight_job.job.num_rows
 
-    # Who gets it ---------------------------------------------------------------------------------------------
+    # Routing -------------------------------------------------------------------------------------------------
 
     def _choose_member(self, in_flight_job: InFlightJob) -> Member | None:
         available = [member for member in self.members if member.is_available]
@@ -356,13 +354,13 @@ class Fleet:
         return chosen
 
     def _session_member(self, session: str) -> Member | None:
-        """The engine that a session is with as far as is known here, else the one that every process would name."""
+        """Return the engine that served the session last, else the one that every process would choose."""
         members = self.members
         known = self._sessions.get(session) if self._limits.shares_sessions else None
         named = next((member for member in members if member.name == known), None)
         return named or max(members, key=lambda member: rendezvous_weight(session, member.name), default=None)
 
-    # Looking after -------------------------------------------------------------------------------------------
+    # Polling -------------------------------------------------------------------------------------------------
 
     def _changed(self, member: Member, is_connected: bool) -> None:
         if not is_connected and not (self._is_shutting_down or member.info.is_draining):
@@ -372,7 +370,7 @@ class Fleet:
             self._dispatch_waiting()
 
     def _notify_change(self) -> None:
-        with self._notify_lock:  # until it is told: a thread that has looked before must not tell after
+        with self._notify_lock:  # also during the callback, so that notifications keep their order
             is_connected = self.is_connected
             was_connected, self._was_connected = self._was_connected, is_connected
             if is_connected != was_connected:
@@ -390,7 +388,7 @@ class Fleet:
             member.poll(is_last=not any(one.is_available for one in self.members if one is not member))
 
     def _dispatch_waiting(self) -> None:
-        """Hand jobs that wait to engines that are there, and end those that have waited too long."""
+        """Send waiting jobs to available engines, and end those that waited too long."""
         now = time.monotonic()
         with self._lock:
             waiting = list(self._waiting.values())
@@ -400,7 +398,7 @@ class Fleet:
                 continue
             with self._lock:
                 if self._waiting.pop(in_flight_job.job.job_id, None) is None:
-                    continue  # cancelled, or taken by another thread
+                    continue  # cancelled, or dispatched by another thread
             error = in_flight_job.error or LOADING
             if has_waited:
                 self._fail(in_flight_job, error)
@@ -408,7 +406,7 @@ class Fleet:
                 self._dispatch(in_flight_job, error)
 
     def _may_come_back(self) -> bool:
-        """Whether a job that finds no engine waits: it may have been on its way here when the last one was lost."""
+        """Return whether a job without an engine waits: the last engine may have been lost a moment ago."""
         wait_s = 0.0 if self._is_shutting_down else self._limits.wait_s
         return wait_s > 0 and (self._was_connected or time.monotonic() < self._lost_at + wait_s)
 

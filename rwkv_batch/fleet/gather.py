@@ -1,4 +1,4 @@
-"""Questions to a fleet: asked of the engines that can answer, and their answers made into one."""
+"""Sends a call to the engines that can answer it, and merges their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rwkv_batch.fleet.stats import merged_metrics, merged_status
 from state_pool.session_page import SessionEntry, SessionPage
 
 MAX_LISTED_SESSIONS = 100_000
-"""Sessions that each of several engines lists for one page, where each has its own."""
+"""Maximum sessions that each engine lists for one page, if engines have separate sessions."""
 Combine = Callable[[list[tuple[Member, Any]]], Any]
 
 
@@ -28,9 +28,11 @@ def gather(
     session_member: Callable[[str], Member | None],
     shares_sessions: bool,
 ) -> None:
-    """Answer a call from `members`, which are there, at least one; `all_members`: those too that are not.
+    """Answer a call from `members`, the connected engines (at least one).
 
-    `session_member`: the engine that has a session; `shares_sessions`: every engine lists all of them.
+    all_members: includes disconnected engines
+    session_member: returns the engine that has a session
+    shares_sessions: whether every engine lists all sessions
     """
     match call:
         case calls.GetStatus():
@@ -62,9 +64,9 @@ def _call_members(
     combine: Combine,
     require_all: bool = False,
 ) -> None:
-    """Ask all of `members`, and reply when the last has answered.
+    """Send a call to all `members` and reply after the last answer.
 
-    An engine that is lost or leaves is left out, unless all are or `require_all` answer; any other failure is the reply.
+    A lost or draining engine is left out, unless all are or `require_all` is set. Any other error becomes the reply.
     """
     lock = threading.Lock()
     answers: dict[int, Any] = {}
@@ -93,14 +95,17 @@ def _first(answers: list[tuple[Member, Any]]) -> Any:
 
 def _offset_error(limit: int, offset: int) -> ServiceError:
     message = (
-        f"offset: limit and offset are {limit + offset} together, the limit is {MAX_LISTED_SESSIONS} where several engines "
-        "have sessions of their own; list fewer, or have the engines share a database"
+        f"offset: limit + offset is {limit + offset}, the maximum is {MAX_LISTED_SESSIONS} because each engine has its "
+        "own sessions; list fewer, or let the engines share a database"
     )
     return ServiceError(ErrorKind.INVALID_FIELD, message, field="offset", given=offset)
 
 
 def _page(limit: int, offset: int, shared: bool) -> Combine:
-    """A page of all engines' lists; a session that several of them list is one. `shared`: they are the same list."""
+    """Return a function that merges the engines' lists into one page. Duplicate sessions are listed once.
+
+    shared: whether all engines return the same list
+    """
 
     def combine(answers: list[tuple[Member, Any]]) -> SessionPage:
         pages: list[SessionPage] = [value for _, value in answers]

@@ -1,4 +1,4 @@
-"""A job on its way through a fleet: with one engine after the other, until it has ended once."""
+"""A job in a fleet. It runs on one engine after another until it has ended once."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
     from rwkv_batch.fleet.member import Member
 
 ENGINE_GONE = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
-"""What an engine says that is lost or leaves: others may go on."""
+"""Errors of a lost or draining engine. Another engine may continue the job."""
 CANCELLED = ErrorInfo(kind=ErrorKind.CANCELLED, message="the request was cancelled while it waited for an engine")
 
 
 class InFlightJob:
-    """See above. One engine at a time has it; what any other says is not heard. One thread at a time."""
+    """A job and its current engine. Events of other engines are dropped. One thread at a time."""
 
     def __init__(self, job: Job, sink: Sink, on_admitted: OnAdmitted, can_resume: bool = True) -> None:
         self.job = job
         self.can_resume = can_resume
-        """Whether it is followed so closely that another engine can go on with it once it has begun."""
+        """whether its progress is recorded, so that another engine can continue it"""
         self.is_cancelled = False
         self.losses = 0
-        """engines that it was lost with"""
+        """engines that were lost while they ran it"""
         self.deadline = 0.0
-        """time.monotonic until which it waits for an engine"""
+        """time.monotonic() until which it waits for an engine"""
         self.error: ErrorInfo | None = None
-        """why its last engine does not go on"""
+        """why its last engine does not continue it"""
         self.member: Member | None = None
-        """the engine that has it"""
+        """the current engine"""
         self.attempt = -1
         self.quota_engine: Member | None = None
-        """the engine that holds the client's limits, where it has any"""
+        """the engine that counts it against its client's limits, if any"""
         self._sink, self._admitted = sink, on_admitted
         self.is_admitted = False
         self._progress = Progress(job)
         self._started_at = time.monotonic()
 
     def too_many_losses_error(self, last: ErrorInfo) -> ErrorInfo:
-        """What it is told when it may lose no more engines. `last`: what the last one ended with."""
+        """Return the error of a job that may not lose another engine. `last`: the last engine's error."""
         message = (
             f"the request ran on {self.losses} engines that were lost, --resubmit allows {self.losses - 1}; it may be "
-            f"what ends them and is not tried again; the last of them: {last.message}"
+            f"the cause and is not sent to another engine. Last error: {last.message}"
         )
         is_turn = any(row.session is not None for row in self.job.rows)
         if is_turn and MAY_BE_KEPT not in message:
@@ -57,11 +57,11 @@ class InFlightJob:
 
     @property
     def attempt_id(self) -> str:
-        """Under which its engine knows it."""
+        """The job's id on its current engine."""
         return f"{self.job.job_id}/{self.attempt}" if self.attempt else self.job.job_id
 
     def next_attempt(self) -> Job | None:
-        """What the next engine gets; None: nothing is left to be done."""
+        """Return the job for the next engine; None: all rows have ended."""
         self.attempt += 1
         remaining_job = self._progress.remaining_job() if self.attempt else self.job
         if remaining_job is None:
@@ -77,8 +77,8 @@ class InFlightJob:
             return_token_ids=self.can_resume,
         )
 
-    def answer(self, refusal: ServiceError | None) -> None:
-        """It is admitted, or refused for good. An engine that goes on with it is not told of."""
+    def report_admission(self, refusal: ServiceError | None) -> None:
+        """Report the job's admission or final refusal. The admission by a further engine is not reported."""
         if self.is_admitted:
             if refusal is not None:
                 self._sink(JobEvents(job_id=self.job.job_id, deltas=[], done=True, error=refusal.info))
@@ -87,17 +87,17 @@ class InFlightJob:
         self._admitted(refusal)
 
     def forward(self, events: JobEvents) -> None:
-        """Pass on what its engine says."""
+        """Record events and pass them on."""
         if self.can_resume:
             events = self._progress.record(events)
         if events.deltas or events.done:
             self._sink(events)
 
     def forward_last(self, events: JobEvents) -> None:
-        """Its engine does not go on: pass on what it says beside that."""
+        """Pass on the last deltas of a lost engine, without its error."""
         if events.deltas:
             self.forward(JobEvents(job_id=self.job.job_id, deltas=events.deltas))
 
     def fail(self, error: ErrorInfo) -> None:
-        """End it: no engine goes on."""
-        self.answer(ServiceError.from_info(error))
+        """End the job with an error."""
+        self.report_admission(ServiceError.from_info(error))

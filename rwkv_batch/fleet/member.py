@@ -1,4 +1,4 @@
-"""One engine as a fleet sees it: its link, what it has to do, whether it takes work."""
+"""One engine of a fleet: its link, its load, its availability."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from rwkv_batch.request import Job, Load
 
 POLL_INTERVAL_S = 0.25
 MAX_SILENT_POLLS = 8
-"""An engine of which nothing was heard in so many looks is lost: after two seconds, unless this process stood still
-too, which counts looks and not time."""
+"""Polls without a message after which an engine is lost: two seconds.
+
+Counting polls instead of time ignores pauses of this process.
+"""
 MAX_SILENT_POLLS_LAST_ENGINE = 40
-"""The same where no other engine takes work: its loss helps nobody, and a busy machine may hold up its process."""
+"""The same for the only available engine. Giving it up helps no job, and a busy machine may delay its messages."""
 
 
 class Member:
-    """See above. Any thread."""
+    """One engine of a fleet. Any thread."""
 
     def __init__(self, info: ServedModel, on_change: Callable[[Member, bool], None]) -> None:
         self.info = info
         self.client = EngineClient(dial(info.address), self._changed, self._reported)
         self.has_refused = False
-        """It has refused work because it dies or drains; over when it is connected anew."""
+        """whether it refused work because it ends or drains; reset on reconnection"""
         self.connection = 0
-        """Which one it is: every time that it comes or is lost begins another."""
+        """number of the connection, increased when the engine connects or is lost"""
         self.assigned_rows = 0
-        """of jobs under way that this process has handed to it; the fleet counts them"""
+        """rows of jobs in flight that this process sent to it; the fleet counts them"""
         self._on_change = on_change
         self._lock = threading.Lock()
         self._load = NO_LOAD
         self._sent: dict[str, float] = {}
-        """what jobs weigh that are on their way to it: its reports do not count them"""
+        """load of each job that is on its way to the engine and not in its reports yet"""
         self._num_received = 0
         self._silent_polls = 0
 
     @property
     def name(self) -> str:
-        """The engine's."""
         return self.info.engine
 
     @property
     def is_available(self) -> bool:
-        """Whether jobs may be handed to it."""
+        """Whether it accepts jobs."""
         return self.client.is_connected and not self.has_refused and not self.info.is_draining
 
     @property
     def load(self) -> float:
-        """Its last report and what is on its way to it, as `choose` counts."""
+        """Its last report and the jobs on their way, in the unit of `choose`."""
         with self._lock:
             return load_of(self._load.rows, self._load.prompt_tokens) + sum(self._sent.values())
 
     @property
     def num_unanswered(self) -> int:
-        """Jobs on their way to it: its last report is older than they are."""
+        """Jobs on their way to it, which its last report does not include."""
         return len(self._sent)
 
     @property
@@ -68,28 +69,34 @@ class Member:
         return self._load
 
     @property
-    def leaves(self) -> ErrorInfo:
-        """What a request is told that it does not take any more, if no other one comes: the service goes on."""
-        message = f"{self.name} is removed or started anew, and no other engine takes work; try again in a moment"
+    def draining_error(self) -> ErrorInfo:
+        """The error of a job that it refuses while it drains, if no other engine comes.
+
+        The service itself continues.
+        """
+        message = f"{self.name} is being removed or restarted, and no other engine accepts work; retry in 2 s"
         return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)
 
-    def sent(self, job: Job) -> None:
-        """A job is being handed to it."""
+    def on_sent(self, job: Job) -> None:
+        """Count a job that is being sent to it."""
         with self._lock:
             self._sent[job.job_id] = load_of(job.num_rows, sum(row.num_prompt_tokens for row in job.rows))
 
-    def refused(self, job_id: str) -> None:
-        """It does not take the job."""
+    def on_refused(self, job_id: str) -> None:
+        """Stop counting a job that it refused."""
         with self._lock:
             self._sent.pop(job_id, None)
 
-    def fails(self, connection: int) -> None:
-        """It has refused work on that connection: it gets none before the next one."""
+    def mark_failed(self, connection: int) -> None:
+        """Send it no more work on this connection, because it refused some."""
         with self._lock:
             self.has_refused = self.has_refused or connection == self.connection
 
     def poll(self, is_last: bool = False) -> None:
-        """Called every `POLL_INTERVAL_S`: an engine that says nothing is given up, later if no other one takes work."""
+        """Drop the connection if the engine is silent. Called every `POLL_INTERVAL_S`.
+
+        is_last: no other engine accepts work, so wait longer
+        """
         num_received, self._num_received = self._num_received, self.client.num_received
         self._silent_polls = (
             0 if num_received != self._num_received or not self.client.is_connected else self._silent_polls + 1

@@ -1,4 +1,4 @@
-"""What a job's engine has told of it, kept so that another engine can go on from there with the same text."""
+"""Records a job's output so that another engine can continue it with the same text."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLog
 
 @dataclass(slots=True)
 class RowProgress:
-    """One row of the job as its caller numbers it."""
+    """One row of the job, by the caller's numbering."""
 
     token_ids: array[int] = field(default_factory=lambda: array("I"))
-    """four bytes each: an HTTP worker holds those of all its streams until they end"""
+    """four bytes each: an HTTP worker holds those of all its streams"""
     shown: int = 0
     """bytes of text"""
     logprobs: int = 0
-    """tokens whose log-probabilities were told"""
+    """tokens with reported log-probabilities"""
     prompt_logprobs: int = 0
-    """the same of its prompt's"""
+    """the same for its prompt"""
     session_tokens: int | None = None
-    """of its session before the turn; None: the turn has not begun"""
+    """length of its session before the turn; None: the turn has not begun"""
     has_ended: bool = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was told of it."""
+        """Whether anything was reported for it."""
         has_output = self.token_ids or self.prompt_logprobs or self.has_ended
         return bool(has_output or self.session_tokens is not None)
 
     def record(self, delta: Delta) -> None:
-        """Note what is told."""
+        """Record a delta."""
         self.token_ids.fromlist(delta.token_ids)
         self.shown += len(delta.text)
         self.logprobs += len(delta.logprobs or ())
@@ -45,16 +45,16 @@ class RowProgress:
 
 
 class Progress:
-    """A job's rows, over all engines that it has been given to. One thread at a time."""
+    """A job's rows, over all engines that ran it. One thread at a time."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rows = [RowProgress() for _ in range(job.num_rows)]
         self._numbers: list[int] | None = None
-        """of the rows of the job as it was handed over last; None: as they are"""
+        """original numbers of the rows last sent to an engine; None: unchanged"""
 
     def record(self, events: JobEvents) -> JobEvents:
-        """Note what the engine tells; returns what its caller is told, with the rows numbered as in the job."""
+        """Record an engine's events. Returns them for the caller, with the original row numbers."""
         if self._numbers is not None:
             deltas = [msgspec.structs.replace(delta, row=self._numbers[delta.row]) for delta in events.deltas]
             events = msgspec.structs.replace(events, deltas=deltas)
@@ -66,7 +66,7 @@ class Progress:
         return events
 
     def remaining_job(self) -> Job | None:
-        """What is left to be done, to be handed to another engine next; None: every row has ended."""
+        """Return the unfinished part as a job for another engine; None: every row has ended."""
         rows: list[GenerateRequest] = []
         numbers: list[int] = []
         first = 0
@@ -79,7 +79,7 @@ class Progress:
         return msgspec.structs.replace(self._job, rows=rows) if rows else None
 
     def _remaining_requests(self, request: GenerateRequest, first: int) -> Iterator[tuple[GenerateRequest, int]]:
-        """What is left of a request whose first row has that number, with the number of each part's first row."""
+        """Yield the unfinished parts of a request, each with the number of its first row."""
         progress = self._rows[first : first + request.num_rows]
         if not any(row.has_begun for row in progress):
             yield request, first
@@ -90,10 +90,10 @@ class Progress:
 
 
 def _resumed(request: GenerateRequest, i: int, progress: RowProgress) -> GenerateRequest:
-    """Row i of a request as a request of its own that goes on behind what was told."""
+    """Return row i of a request as a request that continues after the reported output."""
     prompt = request.prompt + request.candidates[i] if request.candidates else request.prompt
     seed = (request.sampling.seed + i) % (1 << 64)
-    # Tokens whose log-probabilities were held back with their text are drawn again.
+    # Tokens whose log-probabilities were not sent yet are sampled again.
     has_logprobs = request.sampling.top_logprobs is not None
     token_ids = progress.token_ids[: progress.logprobs] if has_logprobs else progress.token_ids
     return msgspec.structs.replace(
@@ -109,17 +109,17 @@ def _resumed(request: GenerateRequest, i: int, progress: RowProgress) -> Generat
 
 
 def _session_of(turn: SessionTurn | None, progress: RowProgress) -> SessionTurn | None:
-    """The turn, to be taken only if it was not kept before its engine was lost."""
+    """Return the turn, which then fails if it was kept before its engine was lost."""
     return turn if turn is None else msgspec.structs.replace(turn, expected_tokens=progress.session_tokens)
 
 
 def _remaining_prompt_logprobs(
     request: GenerateRequest, i: int, progress: RowProgress, prompt_end: int
 ) -> PromptLogprobs | None:
-    wanted = request.prompt_logprobs
-    if wanted is None:
+    scoring = request.prompt_logprobs
+    if scoring is None:
         return None
-    # The first of several rows tells what is scored of the prompt that they share.
+    # The first of several rows reports the scores of a shared prompt.
     is_shared = i > 0 and len(request.prompt) > 1
-    start = (max(wanted.start, len(request.prompt)) if is_shared else wanted.start) + progress.prompt_logprobs
-    return msgspec.structs.replace(wanted, start=start) if start < prompt_end else None
+    start = (max(scoring.start, len(request.prompt)) if is_shared else scoring.start) + progress.prompt_logprobs
+    return msgspec.structs.replace(scoring, start=start) if start < prompt_end else None

@@ -1,12 +1,14 @@
-"""Which engine gets a request: bounded-load affinity. Pure; `bench/fleet.py` says what comes of it.
+"""Chooses the engine of a request: bounded-load affinity. Pure functions; `bench/fleet.py` measures them.
 
-Load is counted in rows; 256 prompt tokens that wait to be read count as one. Who holds the request's session gets it
-unless it is clearly busier than two engines picked at random, else the less busy of these two gets it. To look at two
-rather than at all keeps many who choose at once, on reports that are some milliseconds old, from choosing the same.
-While an engine has not answered what it was given its report is older than that: the others who ask are then taken to
-have as much on its way as whoever asks now has. Of two that are nearly as busy, as far as that can be known, whoever
-asks takes the one that it has given less itself, which it knows exactly. So a thousand requests that come at once to
-many who ask are halved, where by reports alone all would go to the engine that is slow to tell of them.
+Load is counted in rows; 256 queued prompt tokens count as one row.
+
+- Two engines are picked at random, and the less busy one is the candidate. Processes that compared all engines would
+  all choose the same one, because load reports are some milliseconds old.
+- The engine that holds the request's session gets it, unless it is clearly busier than the two.
+- A report does not include requests still on their way. Each other routing process is assumed to have the same number
+  on their way as this one.
+- On a near-tie, the engine that this process has sent less work is chosen. That count is exact, so a burst of requests
+  is split evenly.
 """
 
 from __future__ import annotations
@@ -18,35 +20,36 @@ from typing import NamedTuple
 PROMPT_TOKENS_PER_ROW = 256
 BUSY_FACTOR = 1.25
 SLACK_ROWS = 8
-"""A holder may be busier than the two by this factor and so many rows: a move costs more than a short wait."""
+"""A holder may be busier than the two by BUSY_FACTOR and this many rows: a move costs more than a short wait."""
 NEAR_TIE_FRACTION = 1 / 16
-"""Loads that differ by this part of the smaller one, and by `SLACK_ROWS` at most, are nearly equal."""
+"""Loads that differ by at most this part of the smaller one, and by at most `SLACK_ROWS`, are a near-tie."""
 TIE_ROWS = 1.0
-"""Loads that differ by less are equal: then whoever has read the prompt's beginning before gets the request."""
+"""Loads that differ by less are equal. Then the engine that has read the prompt's prefix is chosen."""
 
 
 class RoutingHints(NamedTuple):
-    """What of a request matters to the choice."""
+    """Properties of a request that matter for the choice."""
 
     preferred: int | None = None
-    """Number of an engine that has read the beginning of its prompt lately."""
+    """index of the engine that read the prompt's prefix lately"""
     assigned_rows: Sequence[int] = ()
-    """Rows of jobs under way that whoever asks has given each engine; empty where it does not count them."""
+    """per engine, rows of jobs in flight that this process sent; empty: not counted"""
     unanswered: Sequence[int] = ()
-    """Requests that it has given each engine and that have not arrived there, as far as it knows; or empty."""
+    """per engine, requests sent by this process that have not arrived there; or empty"""
     num_routers: int = 1
-    """Processes that ask for engines, itself among them."""
+    """processes that route requests, including this one"""
 
 
 def load_of(rows: float, prompt_tokens: float) -> float:
-    """Rows and unread prompt tokens as one figure."""
+    """Return rows and unread prompt tokens as one number."""
     return rows + prompt_tokens / PROMPT_TOKENS_PER_ROW
 
 
 def choose(request: RoutingHints, loads: Sequence[float], holder: int | None, rng: random.Random) -> int:
-    """The number of the engine that gets the request.
+    """Return the index of the engine that gets the request.
 
-    `loads`: of the engines that take work, at least one, as `load_of`. `holder`: which of them has the session.
+    loads: `load_of` each available engine, at least one
+    holder: index of the engine that has the session
     """
     if len(loads) == 1:
         return 0
@@ -64,7 +67,7 @@ def choose(request: RoutingHints, loads: Sequence[float], holder: int | None, rn
 
 
 def _estimate_loads(request: RoutingHints, loads: Sequence[float]) -> tuple[Sequence[float], float]:
-    """Loads with what others have on its way, if that is as much as the asker has; by how much that may be wrong."""
+    """Add the requests that other processes probably have on their way. Returns the loads and their uncertainty."""
     if not any(request.unanswered):
         return loads, 0.0
     others = request.num_routers - 1

@@ -1,4 +1,4 @@
-"""Figures of several engines as one document: /status with each engine, /metrics with its name as a label."""
+"""Merges statistics of several engines: one /status with an entry per engine, /metrics with an engine label."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SUMMED = (
 )
 _LARGEST = ("prompt_backlog_s",)
 _OF_THE_SERVICE = ("rwkv_http_", "rwkv_client_")
-"""Counted in whichever engine is told: no engine's own."""
+"""Prefixes of metrics that belong to the service. Any engine may count them."""
 
 
 def merged_status(answers: list[tuple[Member, dict[str, Any]]], all_members: list[Member]) -> dict[str, Any]:
-    """The first engine's figures, with the sums of those that add up, and what is to be known of each engine."""
+    """Return the first engine's status with summed counters, and an entry per engine."""
     merged = dict(answers[0][1])
     info = {member.name: stats for member, stats in answers}
     if len(answers) > 1:
@@ -48,7 +48,7 @@ def merged_status(answers: list[tuple[Member, dict[str, Any]]], all_members: lis
 
 
 def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, Any]:
-    """One engine; `stats`: its own status, None while it does not answer."""
+    """Return one engine's entry. `stats`: its own status, None if it does not answer."""
     report = member.report
     status: dict[str, Any] = {
         "engine": member.name,
@@ -69,7 +69,7 @@ def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, An
 
 
 def merged_metrics(answers: list[tuple[Member, str]]) -> str:
-    """Prometheus' text form of all engines: a family's samples stand together, each with its engine's name."""
+    """Merge Prometheus texts. Samples of a family stay together, each with its engine's name."""
     families: dict[str, tuple[list[str], dict[str, float]]] = {}
     for member, text in answers:
         for headers, samples in _families(text):
@@ -84,12 +84,12 @@ def merged_metrics(answers: list[tuple[Member, str]]) -> str:
 
 
 def _families(text: str) -> Iterator[tuple[list[str], list[tuple[str, float]]]]:
-    """Families of figures: their lines of comment, then samples as (name and labels, value)."""
+    """Yield metric families: their comment lines, then samples as (name and labels, value)."""
     headers: list[str] = []
     samples: list[tuple[str, float]] = []
     for line in text.splitlines():
         if line.startswith("#"):
-            if line.startswith("# HELP") and headers:  # the family before it may have no samples yet
+            if line.startswith("# HELP") and headers:  # the previous family may have no samples
                 yield headers, samples
                 headers, samples = [], []
             headers.append(line)

@@ -1,1 +1,1 @@
-"""Between processes: the engine's socket, its messages, both ends of it."""
+"""Inter-process communication: the engine's socket, its messages, and both ends."""

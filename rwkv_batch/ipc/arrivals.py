@@ -1,4 +1,4 @@
-"""What an engine has to do, with the jobs that its thread has not seen: it takes them between two steps."""
+"""Adds jobs that the engine's thread has not admitted yet to the engine's load."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from rwkv_batch.request import Job, Load
 
 
 class HasLoad(Protocol):
-    """An engine."""
-
     @property
     def load(self) -> Load:
-        """What it knows that it has to do. Any thread."""
+        """The engine's own load. Any thread."""
 
 
 class Arrivals:
-    """Jobs on their way to an engine's thread. Any thread."""
+    """Jobs submitted to an engine but not admitted yet. Any thread."""
 
     def __init__(self, engine: HasLoad) -> None:
         self._engine = engine
@@ -25,11 +23,11 @@ class Arrivals:
         self._rows = self._prompt_tokens = 0
 
     def add(self, job: Job) -> None:
-        """A job is handed to the engine."""
+        """Count a job that is being submitted."""
         self._count(job, 1)
 
     def remove(self, job: Job) -> None:
-        """The engine has taken it, or refused it."""
+        """Stop counting a job that was admitted or refused."""
         self._count(job, -1)
 
     def _count(self, job: Job, times: int) -> None:
@@ -40,7 +38,7 @@ class Arrivals:
 
     @property
     def load(self) -> Load:
-        """The engine's and theirs. A job that the engine takes meanwhile is counted twice, and never not at all."""
+        """The total load. A job may be counted twice for a moment, but is always counted."""
         with self._lock:
             rows, prompt_tokens = self._rows, self._prompt_tokens
         known = self._engine.load

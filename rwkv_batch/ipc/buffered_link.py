@@ -1,6 +1,6 @@
-"""A link whose bytes something else carries: what is sent waits to be taken, what has come is put in.
+"""A link whose bytes another transport carries, for example calls of a Ray actor.
 
-Frames travel in pieces, so that a long one is no silence. What has left and was not read at the other end is bounded.
+Frames travel in pieces, so that a long frame does not look like silence. The bytes in flight are bounded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 256 << 20
-"""So much may have left that the other end has not said to have read."""
+"""Maximum bytes sent that the other end has not acknowledged."""
 _MORE, _LAST = b"\1", b"\0"
-"""First byte of a piece: whether the frame goes on in the next one."""
+"""First byte of a piece: whether the frame continues in the next one."""
 
 
 class BufferedLink(Generic[Incoming, Outgoing]):
-    """A `Link`; its carrier calls `take`, `put` and `acknowledge`, from any thread."""
+    """A `Link`. Its carrier calls `take`, `put` and `acknowledge` on any thread."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
         self._decoder = decoder
@@ -42,11 +42,11 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         self._closed = False
         self._last_put_at = time.monotonic()
         self.num_pieces = 0
-        """What `receive` has read."""
+        """pieces that `receive` has read"""
         self.read_bytes = 0
-        """The same in bytes, for the other end to be told."""
+        """the same in bytes, for `acknowledge` of the other end"""
 
-    # As its owner sees it --------------------------------------------------------------------------------------
+    # For the owner ---------------------------------------------------------------------------------------------
 
     @property
     def is_sending(self) -> bool:
@@ -68,7 +68,7 @@ class BufferedLink(Generic[Incoming, Outgoing]):
             self._outbox_bytes += len(body) + len(pieces)
             self._can_send.notify()
             if len(self._outbox) > wire.MAX_WAITING_FRAMES or self._outbox_bytes > wire.MAX_WAITING_BYTES:
-                logger.error("a peer left %d frames unread; closing its connection", len(self._outbox))
+                logger.error("a peer has %d unread frames; closing its connection", len(self._outbox))
                 self._close()
 
     def receive(self) -> Iterator[Incoming]:
@@ -105,16 +105,16 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         self._has_input.notify_all()
 
     def next_piece(self) -> bytes | None:
-        """What `receive` reads next, once it is there; None: the link is closed. Who has to fetch it does so here."""
+        """Wait for the next piece of `receive`; None: the link is closed. Subclasses may fetch input here."""
         with self._has_input:
             while not self._inbox and not self._closed:
                 self._has_input.wait()
             return None if self._closed else self._inbox.popleft()
 
-    # As its carrier sees it --------------------------------------------------------------------------------------
+    # For the carrier -------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float) -> list[bytes] | None:
-        """Pieces to be carried away, `PIECE_BYTES` at most; none after `timeout_s` seconds; None: it is closed."""
+        """Return pieces to send, at most `PIECE_BYTES`. Empty after `timeout_s` seconds; None: the link is closed."""
         until = time.monotonic() + timeout_s
         with self._can_send:
             while not self._closed and not self._may_send():
@@ -137,7 +137,7 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         return bool(self._outbox) and self._sent_bytes - self._acknowledged_bytes < WINDOW_BYTES
 
     def put(self, pieces: list[bytes]) -> None:
-        """Pieces have been carried here; none is a sign of life."""
+        """Add received pieces. An empty list is a heartbeat."""
         with self._has_input:
             self._last_put_at = time.monotonic()
             if not self._closed:
@@ -147,8 +147,10 @@ class BufferedLink(Generic[Incoming, Outgoing]):
                 self._has_input.notify()
 
     def put_stale(self, pieces: list[bytes]) -> None:
-        """As `put`, of what may have been on its way for long: its sender, who may have given this end up, is heard
-        once more before it is read."""
+        """As `put`, for pieces that may be long under way: they wait for the next `put`.
+
+        The sender may have given up this link, so it must be heard once more first.
+        """
         with self._has_input:
             if not self._late_pieces and not self._closed:
                 self._last_put_at = time.monotonic()
@@ -157,17 +159,17 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         self.put(pieces)
 
     def acknowledge(self, read_bytes: int) -> None:
-        """The other end has read so many bytes since the beginning."""
+        """Record how many bytes the other end has read in total."""
         with self._can_send:
             self._acknowledged_bytes = max(self._acknowledged_bytes, read_bytes)
             self._can_send.notify()
 
     @property
     def has_input(self) -> bool:
-        """Whether something was put in and not read yet."""
+        """Whether a received piece is not read yet."""
         return bool(self._inbox)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since `put` was called last."""
+        """Seconds since the last `put`."""
         return time.monotonic() - self._last_put_at

@@ -1,6 +1,6 @@
-"""The engine as an HTTP worker sees it: forwards over a link, and tells everyone when the engine dies.
+"""The engine as seen by an HTTP worker: sends calls over a link and reports when the engine is lost.
 
-Threads: any may call; one of its own connects, receives and runs the callbacks.
+Any thread may call. The client's own thread connects, receives and runs the callbacks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 LOADING = ErrorInfo(
     kind=ErrorKind.ENGINE_LOST,
-    message="the engine is not running yet (it is loading the model); try again in a moment",
+    message="the engine is still loading the model; retry in 2 s",
     retry_after_s=2.0,
 )
 _LOST = ErrorInfo(
@@ -70,11 +70,11 @@ _SHUTDOWN_ERROR_TURN = ErrorInfo(
 
 WorkerLink = Link[ToWorker, ToEngine]
 Connect = Callable[[], WorkerLink | None]
-"""Gives a new link to the engine, or None while there is none; may wait a moment."""
+"""Returns a new link to the engine, or None if there is none. May block briefly."""
 
 
 def unix_connector(address: str) -> Connect:
-    """Links to an engine of this machine, which listens on a Unix socket."""
+    """Return a connector to an engine of this machine by its Unix socket."""
 
     def connect() -> WorkerLink | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -89,11 +89,11 @@ def unix_connector(address: str) -> Connect:
 
 
 class _Listener(NamedTuple):
-    """Who hears of a job."""
+    """The receiver of a job's events."""
 
     sink: Sink
     is_turn: bool
-    """Of a session, which may have been kept when the engine is lost."""
+    """whether it is a session's turn, which may have been kept if the engine is lost"""
 
 
 class _PendingCall(NamedTuple):
@@ -104,7 +104,7 @@ class _PendingCall(NamedTuple):
 
 
 class _Pending:
-    """Who waits for what on one connection."""
+    """Callbacks that wait on one connection."""
 
     def __init__(self) -> None:
         self.admissions: dict[str, OnAdmitted] = {}
@@ -113,10 +113,12 @@ class _Pending:
 
 
 class EngineClient:
-    """EngineProtocol over the links that `connect` gives. Reconnects for as long as the process lives.
+    """EngineProtocol over links from `connect`. Reconnects while the process lives.
 
-    `on_change` is called with True when the engine is there and with False when it is lost, `on_load` with what it has
-    to do and the job that it counts from now on, if it has just come; both on the client's thread.
+    on_change: called with True when the engine is connected, with False when it is lost
+    on_load: called with the engine's load, and the id of the job that just arrived there, if any
+
+    Both run on the client's thread.
     """
 
     def __init__(
@@ -130,11 +132,11 @@ class EngineClient:
         self._on_change = on_change
         self._on_load = on_load
         self.is_shutting_down = False
-        """The service is being shut down: an engine that is lost now is not started again."""
+        """whether the service is shutting down, so that a lost engine is not restarted"""
         self._lock = threading.Lock()
         self._link: WorkerLink | None = None
         self._newest: WorkerLink | None = None
-        """the connection that may have brought nothing yet"""
+        """the latest connection, which may not have received anything yet"""
         self._waiting = _Pending()
         self._reason = LOADING
         self._call_ids = itertools.count()
@@ -142,42 +144,42 @@ class EngineClient:
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
     def start(self, name: str) -> None:
-        """Begin to connect, as the HTTP worker of that name; returns at once."""
+        """Start connecting as the HTTP worker `name`. Returns at once."""
         self._name = name
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the connection for good; everyone who waits is told."""
+        """Close the connection for good. All waiting callbacks get an error."""
         self._stopped.set()
         with self._lock:
             if self._newest is not None:
                 self._newest.close()
 
     def drop(self) -> None:
-        """Give the connection up, because nothing comes: the engine is lost, until it is heard again."""
+        """Close the connection because the engine is silent. The client then reconnects."""
         with self._lock:
             if self._link is not None:
                 self._link.close()
 
     @property
     def reason(self) -> ErrorInfo:
-        """Why there is no engine, where there is none."""
+        """Why no engine is connected, if none is."""
         return self._reason
 
     @property
     def is_connected(self) -> bool:
-        """Whether an engine that has loaded its model is at the other end."""
+        """Whether an engine with a loaded model is connected."""
         return self._link is not None
 
     @property
     def num_received(self) -> int:
-        """What has come on this connection, in pieces of which a long message has many."""
+        """Pieces received on this connection. A long message has many."""
         newest = self._newest
         return 0 if newest is None else newest.num_pieces
 
     @property
     def num_jobs(self) -> int:
-        """Jobs under way."""
+        """Jobs in flight."""
         return len(self._waiting.listeners)
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
@@ -216,11 +218,11 @@ class EngineClient:
         reply(refusal)
 
     def observe(self, observation: Observe) -> None:
-        """Report an ended HTTP request; forgotten when there is no engine."""
+        """Report an ended HTTP request. Dropped if there is no engine."""
         self._send(observation)
 
     def report_usage(self, spent: UsageReport) -> None:
-        """Report what a job that another engine runs has used; forgotten when there is no engine."""
+        """Report the usage of a job that another engine runs. Dropped if there is no engine."""
         self._send(spent)
 
     def _send(self, message: ToEngine) -> None:
@@ -239,8 +241,8 @@ class EngineClient:
     def _try_connect(self) -> WorkerLink | None:
         try:
             return self._connect()
-        except Exception:  # whatever carries the link: without this thread the engine is never reached again
-            logger.exception("no connection to the engine can be made; it is tried again")
+        except Exception:  # any transport's error: without this thread the client never reconnects
+            logger.exception("cannot connect to the engine; retrying")
             return None
 
     def _serve(self, link: WorkerLink) -> None:
@@ -251,12 +253,15 @@ class EngineClient:
             link.close()
         try:
             self._receive(link)
-        except Exception:  # a foreign frame, or a waiter's fault: all others have been told, and it connects anew
+        except Exception:  # an invalid frame, or a callback's fault: all other callbacks have run
             logger.exception("the connection to the engine failed; reconnecting")
 
     def _receive(self, link: WorkerLink) -> None:
-        """Hand out what comes until the link is lost, then tell everyone who waits. Raises what a waiter did, last."""
-        is_connected = False  # a process that stands still may be at the other end
+        """Handle messages until the link is lost, then fail everything that waits.
+
+        Raises a callback's exception last.
+        """
+        is_connected = False  # until the first message: the other process may hang
         try:
             for message in link.receive():
                 if not is_connected:
@@ -266,7 +271,7 @@ class EngineClient:
         finally:
             link.close()
             with self._lock:
-                self._newest = None  # its descriptor goes with it, and not when this client does
+                self._newest = None  # closes its descriptor now
             if is_connected:
                 self._report_engine_lost()
 
@@ -314,19 +319,21 @@ class EngineClient:
         notifications.extend(
             partial(pending_call.reply, ServiceError.from_info(lost)) for pending_call in waiting.calls.values()
         )
-        with contextlib.ExitStack() as callbacks:  # also behind one that raises; the last to come in is called first
+        with contextlib.ExitStack() as callbacks:  # runs all callbacks even if one raises, in reverse order
             for callback in reversed(notifications):
                 callbacks.callback(callback)
 
 
 def _too_long(error: FrameTooLong) -> ServiceError:
-    return ServiceError(ErrorKind.BODY_TOO_LARGE, f"the request cannot be sent to the engine: {error}")
+    return ServiceError(
+        ErrorKind.BODY_TOO_LARGE, f"the request cannot be sent to the engine: {error}; send less at once"
+    )
 
 
 def _decoded(value: bytes, answer_type: type[Any]) -> Any:
-    """The answer; a ServiceError if it is not of the type that was asked for, so that nobody waits for ever."""
+    """Decode an answer. Returns a ServiceError if it has another type than expected."""
     try:
         return msgspec.msgpack.decode(value, type=answer_type)
     except msgspec.DecodeError as error:
-        logger.exception("the engine's answer to a call cannot be read")
-        return ServiceError(ErrorKind.INTERNAL, f"the engine's answer cannot be read: {error}")
+        logger.exception("the engine's answer to a call cannot be decoded")
+        return ServiceError(ErrorKind.INTERNAL, f"the engine's answer to a call cannot be decoded: {error}")

@@ -1,7 +1,7 @@
-"""Memory and power of the devices that the engine uses, where they are known.
+"""Memory and power of the engine's devices, where available.
 
-GPUs by NVIDIA's management library, which comes with the driver: asking it does not touch CUDA, so no stream waits
-and no graph capture is disturbed. The CPU by /proc: the engine process's memory.
+GPUs: through NVML, which comes with the driver and does not touch CUDA. So no stream waits and no graph capture fails.
+CPU: the engine process's memory from /proc.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FRESH_S = 1.0
-"""Figures so young are not asked for again."""
+"""Seconds for which statistics are cached."""
 
 
 class DeviceStats(NamedTuple):
-    """Bytes and watts; None where it is not known."""
+    """Bytes and watts. None: unknown."""
 
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -32,7 +32,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Nvml:
-    """The few calls that are needed. Raises OSError where the library is missing or does not start."""
+    """The NVML functions in use. Raises OSError if the library is missing or does not start."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -40,7 +40,7 @@ class _Nvml:
             raise OSError("NVML does not start")
 
     def stats(self, number: str) -> DeviceStats:
-        """Of the GPU with this number or UUID, as CUDA_VISIBLE_DEVICES names it."""
+        """Return statistics of the GPU with this index or UUID, as in CUDA_VISIBLE_DEVICES."""
         handle = ctypes.c_void_p()
         if number.isdecimal():
             found = self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(number)), ctypes.byref(handle))
@@ -59,7 +59,7 @@ class _Nvml:
 
 
 def _cpu_stats() -> DeviceStats:
-    """Resident memory of this process, and the machine's."""
+    """Resident memory of this process, and the machine's total."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -68,7 +68,7 @@ def _cpu_stats() -> DeviceStats:
 
 
 class DeviceMonitor:
-    """Figures of devices by name ("cuda:0", "cpu"), at most a second old. Any thread may ask."""
+    """Statistics of devices by name ("cuda:0", "cpu"), at most a second old. Any thread."""
 
     def __init__(self) -> None:
         self._nvml: _Nvml | None = None
@@ -77,7 +77,7 @@ class DeviceMonitor:
         self._known: dict[str, tuple[float, DeviceStats]] = {}
 
     def stats(self, device: str) -> DeviceStats:
-        """What is known of a device; all None for one that nobody knows."""
+        """Return a device's statistics. All None for an unknown device."""
         now = time.monotonic()
         updated_at, stats = self._known.get(device, (-_FRESH_S, DeviceStats()))
         if now - updated_at >= _FRESH_S:

@@ -1,4 +1,4 @@
-"""The main function of an engine's process, in a module of its own: what is forked for one imports nothing more."""
+"""Main function of an engine's process. A separate module, so that a forked process imports nothing else."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rwkv_batch.ipc.process import set_compute_environment
 
 
 def engine_process(*arguments: Any) -> None:
-    """See `rwkv_batch.ipc.server.run_engine`, whose arguments these are."""
+    """Run an engine. The arguments are those of `rwkv_batch.ipc.server.run_engine`."""
     set_compute_environment()
     from tqdm import tqdm
 
     from rwkv_batch.ipc.server import run_engine
 
-    # tqdm's own lock holds a semaphore of the system, which an engine that is killed leaves behind, with a warning.
+    # tqdm's default lock is a system semaphore, which a killed engine leaks with a warning.
     tqdm.set_lock(threading.RLock())
     run_engine(*arguments)

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, kept in the engine process for all HTTP workers, so that every worker answers the same."""
+"""Prometheus metrics of all HTTP workers. The engine's process keeps them, so every worker returns the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class Metrics:
-    """Counters and histograms. Methods may be called from several threads (prometheus_client locks)."""
+    """Counters and histograms. Any thread may call: prometheus_client locks."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -77,37 +77,37 @@ class Metrics:
         self._rendering = threading.Lock()
 
     def observe_arrival(self, job_id: str) -> None:
-        """A job was submitted to the engine."""
+        """Record a submitted job."""
         self._times.arrived(job_id, time.monotonic())
 
     def observe_refusal(self, job_id: str, kind: ErrorKind) -> None:
-        """The engine did not take the job."""
+        """Count a job that the engine refused."""
         self.forget(job_id)
         self._refused.labels(kind.value).inc()
 
     def forget(self, job_id: str) -> None:
-        """Nothing more will be seen of the job."""
+        """Drop the job's latency record."""
         self._times.forget(job_id)
 
     def observe_request(self, seen: Observe) -> None:
-        """Count one HTTP request that has ended."""
+        """Count an ended HTTP request."""
         self._requests.labels(seen.route, str(seen.status)).inc()
         self._seconds.labels(seen.route).observe(seen.seconds)
         if seen.first_byte_s > 0:
             self._first_byte.labels(seen.route).observe(seen.first_byte_s)
 
     def observe_client_request(self, client: str, prompt_tokens: int, is_refused: bool) -> None:
-        """Count a request of a client that is known by name."""
+        """Count a request of an API key."""
         self._client_requests.labels(client, "refused" if is_refused else "taken").inc()
         if not is_refused:
             self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
 
     def observe_client_tokens(self, client: str, completion_tokens: int) -> None:
-        """Count what came of it."""
+        """Count a client's sampled tokens."""
         self._client_tokens.labels(client, "completion").inc(completion_tokens)
 
     def observe_events(self, events: Sequence[JobEvents]) -> None:
-        """Count what one step brought."""
+        """Count the events of one step."""
         self._times.observe(events, time.monotonic())
         tokens = 0
         for event in events:
@@ -120,7 +120,7 @@ class Metrics:
         self._completion_tokens.inc(tokens)
 
     def render(self, status: dict[str, Any]) -> str:
-        """Prometheus text; each number in the engine's `status` becomes a gauge, those of its pool by their path."""
+        """Return Prometheus text. Each number in `status` becomes a gauge, nested ones by their path."""
         with self._rendering:
             self._set(status)
             return generate_latest(self._registry).decode()
@@ -144,7 +144,7 @@ class Metrics:
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in nested figures: {"pool": {"l1": {"sessions": 3}}} -> ("pool_l1_sessions", 3)."""
+    """Yield every nested number: {"pool": {"l1": {"sessions": 3}}} -> ("pool_l1_sessions", 3)."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}_")

@@ -1,6 +1,6 @@
-"""What engines have in common, made once in the process that those of models loaded while serving are forked from.
+"""Imports for the process that engines of further models are forked from.
 
-That process imports this module, stands behind all others on the cores meanwhile, and keeps no thread.
+That process imports this module at low priority and keeps no thread.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rwkv_batch.ipc import server  # noqa: F401
 from rwkv_batch.ipc.process import gc_paused, set_compute_environment
 from rwkv_batch.tokenizer import make_byte_tables
 
-# A manager that signals the whole group means the supervisor, which ends the others in order.
+# A signal to the whole group is for the supervisor, which ends the other processes in order.
 for _signal in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_signal, signal.SIG_IGN)
 set_compute_environment()
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not live in what is forked
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not survive a fork
 
 
 def _make() -> None:

@@ -1,4 +1,4 @@
-"""What every process of the service does first: a process group of its own, and log lines that say who speaks."""
+"""Common setup of the service's processes: process group, signals, logging, garbage collection."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from native.heap import limit_malloc_arenas
 logger = logging.getLogger(__name__)
 
 SLOW_GC_S = 0.001
-"""Collections of garbage that take longer are told in the log, at level debug."""
+"""Garbage collections that take longer are logged at level debug."""
 _NOISY_LOGGERS = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
-"""Libraries that tell every step of their start."""
+"""Libraries that log every step of their start."""
 
 
 SWITCH_INTERVAL_S = 0.001
-"""How long a thread that wants Python's lock lets another have it: events of other rows must not wait out launches."""
+"""Seconds after which a thread releases Python's lock, so that events of other rows do not wait for launches."""
 
 
 _GARBAGE_OBJECTS = 100_000
-"""New objects after which the youngest are searched for cycles; Python's 700 are made several times a step."""
+"""Threshold of the youngest generation. Steps reach Python's default of 700 several times each."""
 
 
 class LogStyle(msgspec.Struct, frozen=True):
-    """How log lines look and which are written."""
+    """Format and level of log lines."""
 
     form: str = "text"
-    """"text" or "json"."""
+    """"text" or "json"; lines of the log"""
     level: str = "info"
 
 
@@ -49,13 +49,12 @@ class _Text(logging.Formatter):
         super().__init__(f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """See logging.Formatter."""
         fields: dict[str, object] = getattr(record, "fields", {})
         return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in fields.items())
 
 
 class _Json(logging.Formatter):
-    """One JSON object per line; the record's `fields` stand beside the message."""
+    """One JSON object per line, including the record's `fields`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ def set_up_logging(process: str, style: LogStyle) -> None:
 
 
 class _SlowGcLogger:
-    """Logs collections of garbage that stop this process's threads for a while."""
+    """Logs slow garbage collections, which stop all threads of the process."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -102,19 +101,20 @@ class _SlowGcLogger:
 
 
 def become_child(process: str, style: LogStyle) -> None:
-    """Start of a supervised process, before it has threads: signals of a group are the supervisor's business, and a
-    thread that dies ends it.
+    """Set up a supervised process before it starts threads.
 
-    It stays in the supervisor's session: Linux gives sessions like shares of the cores (sched_autogroup), whatever
-    their threads' priorities. In one of its own, a single thread that stands back would go before each of many others.
+    It ignores signals of the group, which are for the supervisor. An uncaught exception in a thread ends the process.
+
+    It stays in the supervisor's session: sched_autogroup shares the cores evenly between sessions, regardless of thread
+    priorities. Otherwise one low-priority thread could take the time of many normal ones.
     """
     limit_malloc_arenas()
     fix_futex_table()
     threading.excepthook = _exit_on_thread_error
-    faulthandler.enable()  # a crash in native code leaves the stacks in the log
+    faulthandler.enable()  # logs the stacks on a crash in native code
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    # The last one: log lines go to a terminal that would stop those in the background (stty tostop).
+    # SIGTTOU: a terminal with `stty tostop` would stop background processes that log.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -122,30 +122,30 @@ def become_child(process: str, style: LogStyle) -> None:
 
 
 def _exit_on_thread_error(args: threading.ExceptHookArgs) -> None:
-    """A thread has died of an exception: without it the process would go on and do half of its work, unseen.
+    """End the process when a thread dies of an exception. The supervisor restarts it.
 
-    The supervisor starts it anew.
+    Without this, the process would continue without that thread.
     """
     if args.exc_type is SystemExit or sys.is_finalizing():
         return
-    name = args.thread.name if args.thread is not None else "of no name"
+    name = args.thread.name if args.thread is not None else "(unnamed)"
     error = args.exc_value if args.exc_value is not None else args.exc_type()
-    logger.critical("the thread %s has died; its process ends, to be started anew", name, exc_info=error)
+    logger.critical("the thread %s has died; ending the process for a restart", name, exc_info=error)
     logging.shutdown()
     os._exit(1)
 
 
 def set_compute_environment() -> None:
-    """For a process that will import torch, before it does."""
-    # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
+    """Set OpenMP's environment. Call before torch is imported."""
+    # Spinning compute threads would take the cores from the HTTP workers. OpenMP reads this when it loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """For imports: what they make stays, and each collection would walk it.
+    """Disable garbage collection during imports, whose objects stay.
 
-    So does what they leave as garbage, 1.6 MB: to find it would take 0.1 to 0.2 s of each start.
+    Collections would walk all of them. The remaining garbage is 1.6 MB; finding it would take 0.1 to 0.2 s per start.
     """
     gc.disable()
     try:
@@ -156,10 +156,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def freeze_garbage_collector() -> None:
-    """Called when everything is loaded, which stays: a full collection that walks all of it stops every row for 100 ms.
+    """Exclude all current objects from garbage collection. Call when everything is loaded.
 
-    What steps make is freed by reference counts; the few cycles of requests that ended can wait for a hundred thousand
-    objects more.
+    Otherwise a full collection stops every row for 100 ms. Reference counts free the objects of steps. The few cycles
+    of ended requests can wait for 100,000 new objects.
     """
     gc.collect()
     gc.freeze()

@@ -1,9 +1,8 @@
-"""What clients that are known by name use, held to their limits: exact over all HTTP workers, whose jobs all pass here.
+"""Enforces the limits of API keys. Exact over all HTTP workers, because all jobs pass here.
 
-Rows are counted as they run and wait. What a minute allows is a bucket that holds a minute's worth and is refilled
-all the time: a request is let in while there is something in it, is then charged for what it really uses, and is never
-cut for that; who has overdrawn waits until the bucket has filled above nothing again. A new engine process has full
-buckets.
+Rows count while they run or wait. Limits per minute are token buckets that hold one minute's worth. A request is
+admitted if its bucket is not empty. Then the bucket pays for its real usage and may become negative; a running request
+is never cut. A new engine process starts with full buckets.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ _ROWS_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class TokenBucket:
-    """So many units a minute."""
+    """A bucket refilled with a number of units per minute."""
 
     level: float
     at: float
 
     def refill(self, per_minute: int, now: float) -> None:
-        """Add what the time since the last call is worth."""
+        """Add the units for the time since the last call."""
         self.level = min(float(per_minute), self.level + (now - self.at) * per_minute / _MINUTE_S)
         self.at = now
 
-    def wait_s(self, wanted: float, per_minute: int) -> float:
-        """Seconds until there is so much in it."""
-        return max(0.0, (wanted - self.level) * _MINUTE_S / per_minute)
+    def wait_s(self, level: float, per_minute: int) -> float:
+        """Seconds until the bucket reaches `level`."""
+        return max(0.0, (level - self.level) * _MINUTE_S / per_minute)
 
 
 @dataclass(slots=True)
@@ -47,45 +46,45 @@ class _Client:
 
 @dataclass(slots=True)
 class Quotas:
-    """Any thread may call."""
+    """Current usage of all API keys. Any thread may call."""
 
     metrics: Metrics
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clients: dict[str, _Client] = field(default_factory=dict)
-    """One for each name in the file of keys, at most."""
+    """at most one entry per configured key"""
     _jobs: dict[str, Usage] = field(default_factory=dict)
 
     def acquire(self, job: Job) -> ErrorInfo | None:
-        """Count a job that comes in; why not, if its client has reached a limit. Jobs without limits pass.
+        """Count a job against its client's limits. Returns the error if a limit is reached.
 
-        So do those that go on after the loss of their engine, which had let them in.
+        Jobs without limits pass. So do jobs resumed from a lost engine, which were counted there.
         """
         usage = job.usage
         return None if usage is None or job.attempt else self.count(usage)
 
     def count(self, usage: Usage) -> ErrorInfo | None:
-        """The same of a job that runs anywhere."""
+        """Count usage, also for a job that another engine runs. Returns the error if a limit is reached."""
         with self._lock:
             client = self._clients.setdefault(usage.client, _Client())
-            refusal = self._refusal(client, usage, usage.limits)
-            if refusal is None:
+            error = self._limit_error(client, usage, usage.limits)
+            if error is None:
                 client.rows += usage.rows
                 self._jobs[usage.job_id] = usage
                 if client.requests is not None:
                     client.requests.level -= 1
                 if client.tokens is not None:
                     client.tokens.level -= usage.prompt_tokens
-        self.metrics.observe_client_request(usage.client, usage.prompt_tokens, refusal is not None)
-        return refusal
+        self.metrics.observe_client_request(usage.client, usage.prompt_tokens, error is not None)
+        return error
 
     def observe(self, events: JobEvents) -> None:
-        """Charge what a step has brought, and forget a job that has ended."""
+        """Charge the tokens of a step, and remove an ended job."""
         if events.job_id in self._jobs:
             self.charge(events.job_id, sum(delta.num_tokens for delta in events.deltas), events.done)
 
     def charge(self, job_id: str, tokens: int, done: bool) -> None:
-        """Charge tokens that a job has drawn, and forget it if it has ended."""
+        """Charge sampled tokens, and remove the job if it is done."""
         job = self._jobs.get(job_id)
         if job is None:
             return
@@ -98,7 +97,7 @@ class Quotas:
         self.metrics.observe_client_tokens(job.client, tokens)
 
     def refund(self, job_id: str) -> None:
-        """The engine has refused a job: it has cost nothing but its request."""
+        """Undo the charge of a refused job, except for its request."""
         with self._lock:
             job = self._jobs.get(job_id)
             if job is not None:
@@ -111,16 +110,18 @@ class Quotas:
         if self._jobs.pop(job.job_id, None) is not None:
             client.rows -= job.rows
 
-    def _refusal(self, client: _Client, job: Usage, limits: ClientLimits) -> ErrorInfo | None:
+    def _limit_error(self, client: _Client, job: Usage, limits: ClientLimits) -> ErrorInfo | None:
         now = self.clock()
         client.requests = _refilled(client.requests, limits.requests_per_minute, now)
         client.tokens = _refilled(client.tokens, limits.tokens_per_minute, now)
         if limits.rows is not None and job.rows > limits.rows:
-            counted = f"{job.rows} rows" + (", each state of its mixture counted" if job.states > 1 else "")
-            message = f"the request has {counted}; the key {job.client} may have {limits.rows} at once"
+            counted = f"{job.rows} rows" + (", one per state of its mixture" if job.states > 1 else "")
+            message = f"the request has {counted}; the key {job.client} may have {limits.rows} at once; send fewer"
             return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.rows)
         if limits.rows is not None and client.rows + job.rows > limits.rows:
-            reason = f"has {client.rows} rows under way and may have {limits.rows} at once, this request has {job.rows}"
+            reason = (
+                f"has {client.rows} rows in progress and may have {limits.rows} at once, this request has {job.rows}"
+            )
             return _refused(job, reason, _ROWS_RETRY_S)
         if client.requests is not None and limits.requests_per_minute and client.requests.level < 1:
             wait_s = client.requests.wait_s(1, limits.requests_per_minute)
@@ -141,5 +142,5 @@ def _refilled(bucket: TokenBucket | None, per_minute: int | None, now: float) ->
 
 
 def _refused(job: Usage, reason: str, wait_s: float) -> ErrorInfo:
-    message = f"the key {job.client} {reason}; try again in {wait_s:.1f} s"
+    message = f"the key {job.client} {reason}; retry in {wait_s:.1f} s"
     return ErrorInfo(kind=ErrorKind.OVERLOADED, message=message, retry_after_s=wait_s)

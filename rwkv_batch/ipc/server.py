@@ -1,7 +1,10 @@
-"""The engine process: one engine, a link to each HTTP worker, a pipe to the supervisor.
+"""The engine's process: one engine, a link to each HTTP worker, a pipe to the supervisor.
 
-Threads: the engine's own, which also sends what each step brings; one that accepts; one per HTTP worker, which
-receives; the main thread, which waits for the supervisor.
+Threads:
+- the engine's own, which also sends the events of each step
+- one that accepts connections, and one per HTTP worker that receives
+- one that sends heartbeats
+- the main thread, which waits for the supervisor
 """
 
 from __future__ import annotations
@@ -58,46 +61,46 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
 BATCHES = "batches"
-"""A client of the engine that is no HTTP worker."""
+"""Name of the batch process, a client that is not an HTTP worker."""
 MONITOR_INTERVAL_S = 0.05
-"""How soon the process follows its engine's thread: until then /readyz still says that it takes work."""
+"""Seconds between checks of the engine's thread. Until the next check, /readyz reports a dead engine as ready."""
 FLUSH_TIMEOUT_S = 2.0
-"""How long a process that ends waits for workers to take what they were told last."""
+"""Seconds that an ending process waits for workers to read their last events."""
 ENCODED_NONE = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
 HandleCall = Callable[[EngineCall[Any], Callable[[Any], None]], None]
 
 
 class ManagedEngine(EngineProtocol, Protocol):
-    """An engine with a life of its own, as this process runs it."""
+    """An engine with its own thread, as this process runs it."""
 
     def on_delivered(self, callback: Callable[[], None]) -> None:
-        """From now on call `callback` behind the sinks of each step, on their thread."""
+        """Call `callback` after the sinks of each step, on their thread."""
 
     def start(self) -> None:
-        """Load the model; returns when it can serve. Raises StartupError for what a user can mend."""
+        """Load the model and return when it can serve. Raises StartupError for errors that the user can fix."""
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new jobs, and wait at most `timeout_s` seconds for the running ones."""
+        """Refuse new jobs and wait up to `timeout_s` seconds for running ones."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still works; if not, the process ends and is started again."""
+        """Whether the engine's thread runs. If not, the process ends and is restarted."""
 
     @property
     def loop_count(self) -> int | None:
-        """How often its loop has come round, idle or not; None while it makes ready or ends, which takes its time."""
+        """Iterations of its loop, idle or not; None while it loads, compiles or ends."""
 
     @property
     def load(self) -> Load:
-        """What it has to do. Any thread."""
+        """Its queued work. Any thread."""
 
     def stop(self) -> None:
-        """End what still runs and store what has to be kept."""
+        """End running rows and store the sessions' states."""
 
 
 class Peer:
-    """One HTTP worker's connection: its jobs are cancelled when it goes away."""
+    """One HTTP worker's connection. Its jobs are cancelled when it closes."""
 
     def __init__(
         self, link: PeerLink, engine: EngineProtocol, arrivals: Arrivals, metrics: Metrics, quotas: Quotas
@@ -107,7 +110,7 @@ class Peer:
         self.since = time.time()
         self.jobs: set[str] = set()
         self._remote_jobs: set[str] = set()
-        """jobs that other engines run and whose clients' limits are held here"""
+        """jobs of other engines whose clients' limits are counted here"""
         self._engine = engine
         self._arrivals = arrivals
         self._metrics = metrics
@@ -115,14 +118,14 @@ class Peer:
         self._events: list[JobEvents] = []
         self._link = link
         self._send_lock = threading.Lock()
-        """held from when a load is taken until it is sent: a later message has no earlier one"""
+        """held from reading a load until it is sent, so that loads arrive in order"""
 
     def serve(self, handle_call: HandleCall) -> None:
-        """Handle the worker's messages until it is gone; `handle_call` answers calls."""
+        """Handle the worker's messages until it is gone. `handle_call` answers its calls."""
         try:
             for message in self._link.receive():
                 self._handle(message, handle_call)
-        except Exception:  # a foreign frame, a message's fault: that worker's jobs end, not the engine
+        except Exception:  # an invalid frame or message ends this worker's jobs, not the engine
             logger.exception("the connection of HTTP worker %s failed; closing it", self.name)
         finally:
             self._link.close()
@@ -180,16 +183,16 @@ class Peer:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether all that the worker is told has left this process."""
+        """Whether all events for the worker have left this process."""
         return not self._link.is_sending
 
     def send_heartbeat(self) -> None:
-        """Tell the worker that this process is there."""
+        """Send a heartbeat with the current load."""
         with self._send_lock:
             self._link.send(Heartbeat(self._arrivals.load))
 
     def flush_events(self) -> None:
-        """Send what a step has brought for this worker."""
+        """Send the events of a step to this worker."""
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
@@ -201,7 +204,7 @@ class Peer:
                     self._fail_jobs({event.job_id for event in frame}, error)
 
     def _fail_jobs(self, job_ids: set[str], error: FrameTooLong) -> None:
-        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the answer cannot be sent: {error}; ask for less at once")
+        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the answer cannot be sent: {error}; request less at once")
         for job_id in job_ids:
             self._engine.cancel(job_id)
             self._link.send(EventBatch([JobEvents(job_id=job_id, deltas=[], done=True, error=info)]))
@@ -226,7 +229,7 @@ class Peer:
 
 
 class EngineServer:
-    """Connects HTTP workers to `engine`: over the links that `serve` is given, or those that `listen` accepts."""
+    """Connects HTTP workers to `engine`, over links given to `serve` or accepted by `listen`."""
 
     def __init__(self, engine: ManagedEngine) -> None:
         self._engine = engine
@@ -239,7 +242,7 @@ class EngineServer:
         threading.Thread(target=self._heartbeat_loop, name="heartbeat", daemon=True).start()
 
     def listen(self, address: str) -> None:
-        """Accept HTTP workers of this machine on a Unix socket at `address`; returns at once."""
+        """Accept HTTP workers of this machine on the Unix socket `address`. Returns at once."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(address)
         listener.listen(MAX_WORKERS)
@@ -256,7 +259,7 @@ class EngineServer:
             self._peers.discard(peer)
 
     def finish(self, timeout_s: float) -> None:
-        """Return when all that the workers are told has left this process, at the latest after so many seconds."""
+        """Wait up to `timeout_s` seconds until all events have left this process."""
         deadline = time.monotonic() + timeout_s
         while not all(peer.is_flushed for peer in self._peers.copy()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -278,7 +281,7 @@ class EngineServer:
             peer.flush_events()
 
     def _handle_call(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
-        """Answer a call: the metrics and the processes in the status here, the rest by the engine."""
+        """Answer metrics here, add processes to the status, and pass other calls to the engine."""
         match call:
             case GetMetrics():
                 self._engine.call(GetStatus(), lambda value: reply(_unless_failed(value, self._metrics.render)))
@@ -309,7 +312,7 @@ def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
 
 
 def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
-    """An engine that can serve. Raises StartupError, one line, whatever it is that fails."""
+    """Create and start an engine. Raises StartupError, with one line, for any failure."""
     try:
         module, _, class_name = factory.partition(":")
         load = partial(importlib.import_module, module)
@@ -319,7 +322,7 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
         engine.start()
     except (StartupError, OSError, MemoryError) as error:
         raise StartupError(str(error) or type(error).__name__) from error
-    except Exception as error:  # loading touches files, compilers, drivers: who waits gets one line
+    except Exception as error:  # files, compilers and drivers raise any exception; the supervisor needs one line
         logger.exception("the engine did not start")
         raise StartupError(f"the engine did not start: {type(error).__name__}: {error}") from error
     freeze_garbage_collector()
@@ -329,10 +332,11 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
 def run_engine(
     config: EngineConfig, address: str, factory: str, style: LogStyle, name: str, supervisor: Connection
 ) -> None:
-    """Main function of the engine process.
+    """Main function of the engine's process.
 
-    `factory` names the engine's class as "module:Class". The supervisor is sent ("ready", None) or
-    ("failed", one line), then may send "drain", and is sent ("drained", None) when the states are stored.
+    factory: the engine's class as "module:Class"
+    supervisor: gets ("ready", None) or ("failed", one line). It may send "drain", and gets ("drained", None) when the
+    states are stored.
     """
     become_child(name, style)
     try:
@@ -348,21 +352,21 @@ def run_engine(
     except (EOFError, OSError):
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
-    workers.finish(FLUSH_TIMEOUT_S)  # the end of a long answer may be more than a socket holds
+    workers.finish(FLUSH_TIMEOUT_S)  # the end of a long answer may exceed the socket's buffer
     if config.loads_at_low_priority:
-        lower_process_priority(config.only_idle_cores)  # to give a model's memory back takes a while, too
+        lower_process_priority(config.only_idle_cores)  # freeing a model's memory takes a while, too
 
 
 def _report_failure(supervisor: Connection, reason: str) -> None:
-    """The supervisor logs why the engine did not start; where it is gone, this process does."""
+    """Send the supervisor the reason, or log it if the supervisor is gone."""
     try:
         supervisor.send(("failed", reason))
     except OSError:
-        logger.error("the supervisor is gone, and the engine could not have started: %s", reason)
+        logger.error("the supervisor is gone, and the engine did not start: %s", reason)
 
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:
-    """Follow the supervisor until it says "end". Raises EOFError or OSError when it is gone."""
+    """Wait for the supervisor's commands until the engine is drained. Raises EOFError or OSError if it is gone."""
     monitor = EngineMonitor(engine, config)
     while True:
         while not supervisor.poll(MONITOR_INTERVAL_S):
@@ -377,7 +381,7 @@ def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: 
 
 
 class EngineMonitor:
-    """Called every `MONITOR_INTERVAL_S`: ends the process once its engine has died or hangs."""
+    """Ends the process when its engine has died or hangs. Called every `MONITOR_INTERVAL_S`."""
 
     def __init__(self, engine: ManagedEngine, config: EngineConfig) -> None:
         self._engine = engine
@@ -385,16 +389,16 @@ class EngineMonitor:
         self._watchdog = Watchdog(config.step_timeout_s, time.monotonic, MONITOR_INTERVAL_S)
 
     def __call__(self) -> None:
-        """One look."""
+        """Check the engine once."""
         if not self._engine.is_alive:
-            _die("the engine's thread has died; so does the process")
+            _die("the engine's thread has died; ending the process")
         if self._watchdog.hangs(self._engine.loop_count):
             faulthandler.dump_traceback()
-            _die("the engine's loop has stood still for %g s (--step-timeout-s); the process ends", self._timeout_s)
+            _die("the engine's loop has hung for %g s (step_timeout_s); ending the process", self._timeout_s)
 
 
 def _die(reason: str, *arguments: object) -> NoReturn:
-    """End the process at once, to be started again. The HTTP workers see the socket close and say 503."""
+    """Exit the process at once; the supervisor restarts it. HTTP workers see the socket close and answer 503."""
     logger.critical(reason, *arguments)
     logging.shutdown()
-    os._exit(1)  # an orderly end would free tensors on a device that may be lost, and abort
+    os._exit(1)  # a normal exit would free tensors on a device that may be lost, and abort

@@ -1,4 +1,4 @@
-"""How long rows wait for their first tokens and between tokens: two histograms, cheap enough for every delta."""
+"""Two histograms: time to first token and time between tokens. Cheap enough for every delta."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06,
 
 
 class Buckets:
-    """Counts of values by upper bound. One thread writes; a reader may see the last value half entered."""
+    """Counts of values by upper bound. One thread writes; a reader may see a value half added."""
 
     def __init__(self, name: str, meaning: str, bounds: Sequence[float]) -> None:
         self._name, self._meaning, self._bounds = name, meaning, bounds
@@ -25,12 +25,12 @@ class Buckets:
         self._sum = 0.0
 
     def count(self, value: float, times: int = 1) -> None:
-        """Enter `value` (seconds) so many times."""
+        """Add `value` (seconds) `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def family(self) -> HistogramMetricFamily:
-        """As Prometheus wants it: each bucket holds those before it too."""
+        """Return Prometheus' cumulative buckets."""
         so_far, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts.copy(), strict=True):
             so_far += count
@@ -39,7 +39,7 @@ class Buckets:
 
 
 class TokenLatency(Collector):
-    """Follows jobs from their arrival. `arrived` and `forget` on any thread, `observe` on the engine's."""
+    """Measures jobs from their arrival. `arrived` and `forget` on any thread, `observe` on the engine's."""
 
     def __init__(self) -> None:
         self._first_token = Buckets(
@@ -53,20 +53,20 @@ class TokenLatency(Collector):
             INTER_TOKEN_BOUNDS,
         )
         self._last: dict[str, tuple[float, dict[int, float]]] = {}
-        """Of each job its arrival, and by row the time of its last delta."""
+        """per job its arrival, and per row the time of its last delta"""
 
     def arrived(self, job_id: str, now: float) -> None:
-        """A job was submitted. now: seconds of time.monotonic."""
+        """Record a submitted job. `now` is time.monotonic()."""
         self._last[job_id] = (now, {})
 
     def forget(self, job_id: str) -> None:
-        """The job was refused, or nobody is left to hear of it."""
+        """Drop a job that was refused or whose client has gone."""
         self._last.pop(job_id, None)
 
     def observe(self, events: Sequence[JobEvents], now: float) -> None:
-        """What one step brought; `now` as in `arrived`."""
+        """Record the events of one step. `now` is time.monotonic()."""
         delta_counts: dict[tuple[float, int], int] = {}
-        """deltas by the time of the one before and their tokens: most of a step's rows were in the same step before"""
+        """deltas by time of the row's previous delta and number of tokens: few keys, because rows share their steps"""
         for event in events:
             known = self._last.get(event.job_id)
             if known is None:
@@ -79,7 +79,7 @@ class TokenLatency(Collector):
                 before = rows.get(delta.row)
                 if before is not None:
                     delta_counts[before, tokens] = delta_counts.get((before, tokens), 0) + 1
-                elif delta.finish is None or tokens == 1:  # else the whole row came at once
+                elif delta.finish is None or tokens == 1:  # a whole row in one delta shows no first token
                     self._first_token.count(now - arrival)
                 rows[delta.row] = now
             if event.done:

@@ -1,4 +1,4 @@
-"""Notices an engine whose loop has stopped coming round: a step that hangs in the device's driver raises nothing."""
+"""Detects a hanging engine loop. A step that hangs in the device's driver raises nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable
 
 
 class Watchdog:
-    """Looks at the engine's count of rounds. The engine process's main thread."""
+    """Compares loop counts. Runs on the main thread of the engine's process."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float], interval_s: float) -> None:
-        """Seconds without a round that are too many (0: never), and between two looks; `clock` as time.monotonic."""
+        """
+        timeout_s: seconds without an iteration that count as hanging; 0: never
+        clock: as time.monotonic
+        interval_s: seconds between two checks
+        """
         self._timeout_s = timeout_s
         self._clock = clock
         self._interval_s = interval_s
@@ -18,10 +22,11 @@ class Watchdog:
         self._silent_s = 0.0
 
     def hangs(self, loop_count: int | None) -> bool:
-        """Whether the loop has not come round for too long. Call it at every look.
+        """Return whether the loop has hung for too long. Call it at every check.
 
-        `loop_count`: see `ManagedEngine.loop_count`. Time in which nobody could look (the machine slept, the process was
-        stopped) does not count: then the engine could not work either.
+        Time in which no check could run does not count: if the machine slept, the engine did not run either.
+
+        loop_count: see `ManagedEngine.loop_count`
         """
         now = self._clock()
         elapsed, self._last_check = min(now - self._last_check, 2 * self._interval_s), now

@@ -1,8 +1,8 @@
-"""What crosses the link between HTTP workers and an engine, and the link within a machine: a Unix stream socket.
+"""Messages between HTTP workers and an engine, and the link over a Unix stream socket.
 
-A frame is a msgpack array of messages; on the socket its length in four bytes stands before it. Whoever sends writes
-it, so that events need no other thread to be woken and given Python's lock. The socket tells both ends at once when
-the other has died; that it stands still is told by heartbeats that do not come.
+A frame is a msgpack array of messages. On the socket, its length comes first in four bytes. The sending thread writes
+directly, so that events need not wake another thread. The socket reports a dead peer at once. Missing heartbeats reveal
+a peer that hangs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_FRAMES = 50_000
 MAX_WAITING_BYTES = 1 << 30
-"""A peer that leaves so much unread is taken for dead."""
+"""A peer with more unread bytes counts as dead."""
 MAX_FRAME_BYTES = 1 << 30
-"""Longest frame, sent or received: a whole session file fits (`--max-state-mb` is at most 1000)."""
+"""Maximum frame size, sent or received. A whole session file fits (`--max-state-mb` is at most 1000)."""
 FRAME_BYTES = 1 << 22
-"""About how many bytes of events go in one frame: a step may bring more, if many long rows end in it."""
+"""Approximate size of a frame of events. A step with many long rows is split into several."""
 _DELTA_BYTES = 64
-"""What a delta takes beside its text, about; the same for a log-probability beside its token."""
+"""Approximate bytes of a delta without its text, and of a log-probability without its token."""
 _LENGTH_BYTES = 4
 HEARTBEAT_S = 0.5
 _READ_BYTES = 1 << 18
@@ -61,14 +61,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """`EngineProtocol.call`; `call_id` returns in the Answer."""
+    """`EngineProtocol.call`. The Answer repeats `call_id`."""
 
     call_id: int
     call: AnyCall
 
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """One HTTP request that has ended, for the figures that the engine process keeps for all workers."""
+    """An ended HTTP request, for the metrics in the engine's process."""
 
     route: str
     status: int
@@ -77,7 +77,7 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
 
 
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """What a job that runs in another engine has used of its client's limits, which are held here (`AcquireQuota`)."""
+    """Usage of a job that runs in another engine, counted against limits here (`AcquireQuota`)."""
 
     job_id: str
     tokens: int
@@ -88,34 +88,34 @@ ToEngine = Hello | Submit | Cancel | Call | Observe | UsageReport
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """The job was taken, or refused with `error` (then no EventBatch follows)."""
+    """The job was admitted, or refused with `error` (then no EventBatch follows)."""
 
     job_id: str
     error: ErrorInfo | None
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="j"):
-    """The job has come, and is in this load and all that follow; whether it is admitted is said between two steps."""
+    """The job has arrived. This load and all later ones include it; admission follows between two steps."""
 
     job_id: str
     load: Load
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, tag="n"):
-    """What one engine step brought for the jobs of a worker."""
+    """Events of one engine step for a worker's jobs."""
 
     events: list[JobEvents]
     load: Load = NO_LOAD
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """The engine's process is there: the first message of a connection, and one every `HEARTBEAT_S`."""
+    """First message of a connection, and then one every `HEARTBEAT_S`."""
 
     load: Load
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """The reply to a Call: the answer, encoded (its type is the call's), or `error`."""
+    """The reply to a Call: the encoded answer (its type is the call's), or `error`."""
 
     call_id: int
     value: msgspec.Raw
@@ -126,14 +126,14 @@ ToWorker = Arrived | Admitted | EventBatch | Answer | Heartbeat
 
 
 class FrameTooLong(Exception):  # noqa: N818 - names what it is about
-    """A message of more than `MAX_FRAME_BYTES`: not sent, or not read."""
+    """A message is larger than `MAX_FRAME_BYTES`. It is not sent, or not read."""
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"a message between the processes has {num_bytes} bytes, at most {MAX_FRAME_BYTES} are sent")
+        super().__init__(f"a message between processes has {num_bytes} bytes, the limit is {MAX_FRAME_BYTES}")
 
 
 def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
-    """News cut into pieces of at most `frame_bytes` or one delta. Each job's end comes with its last piece."""
+    """Split events into frames of at most `frame_bytes` or one delta. A job's end comes in its last frame."""
     frame: list[JobEvents] = []
     size = 0
     for event in events:
@@ -156,7 +156,7 @@ def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Ite
 
 
 def _size_of_logprobs(delta: Delta) -> int:
-    """Bytes of a delta's log-probabilities on the wire, about."""
+    """Approximate encoded bytes of a delta's log-probabilities."""
     size = 0
     for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())):
         size += _DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top)
@@ -175,37 +175,40 @@ Sent_contra = TypeVar("Sent_contra", contravariant=True)
 
 
 class Link(Protocol[Received_co, Sent_contra]):
-    """One end of a connection, whatever carries it: `send` from any thread without waiting, `receive` on one thread."""
+    """One end of a connection over any transport.
+
+    `send` may be called on any thread and does not block. `receive` runs on one thread.
+    """
 
     @property
     def num_pieces(self) -> int:
-        """What `receive` has read: of a long frame each piece is counted as it comes."""
+        """Pieces that `receive` has read. A long frame has several."""
 
     @property
     def is_sending(self) -> bool:
-        """Whether something that was sent has not left this process yet."""
+        """Whether sent data has not left this process yet."""
 
     def send(self, *messages: Sent_contra) -> None:
-        """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone.
+        """Send messages as one frame. A closed link drops it: the receiving side reports the loss.
 
-        Raises FrameTooLong; nothing is sent then, and the link goes on.
+        Raises FrameTooLong; then nothing is sent and the link stays open.
         """
 
     def receive(self) -> Iterator[Received_co]:
-        """Messages until the peer is gone or the link is closed.
+        """Yield messages until the peer is gone or the link is closed.
 
-        Raises msgspec.DecodeError for a foreign frame, FrameTooLong for one that may not be read.
+        Raises msgspec.DecodeError for an invalid frame, FrameTooLong for one that is too long.
         """
 
     def close(self) -> None:
-        """Give the connection up, from any thread; `receive` then ends at both ends."""
+        """Close the connection, on any thread. `receive` then ends at both ends."""
 
 
 class SocketLink(Generic[Incoming, Outgoing]):
     """A `Link` over a stream socket.
 
-    What the socket does not take at once waits for a thread of its own, which ends with it. `close` may come from any
-    thread; the receiving thread then sees the end of the stream.
+    If the socket's buffer is full, a temporary thread sends the rest. `close` may be called on any thread; the
+    receiving thread then sees the end of the stream.
     """
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[list[Incoming]], name: str) -> None:
@@ -218,7 +221,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
         self._closed = False
         self._name = name
         self.num_pieces = 0
-        """What `receive` has read: a frame's pieces of `_READ_BYTES` are counted as they come."""
+        """chunks of `_READ_BYTES` that `receive` has read"""
 
     @property
     def is_sending(self) -> bool:
@@ -240,9 +243,9 @@ class SocketLink(Generic[Incoming, Outgoing]):
                 self._enqueue(frame)
 
     def receive(self) -> Iterator[Incoming]:
-        """Messages until the peer is gone or the link is closed.
+        """Yield messages until the peer is gone or the link is closed.
 
-        Raises msgspec.DecodeError for a foreign frame, and FrameTooLong before a byte of one that says so is read.
+        Raises msgspec.DecodeError for an invalid frame. Raises FrameTooLong before it reads a frame that is too long.
         """
         raw = self._connection.makefile("rb", 0)
         with contextlib.suppress(OSError), BufferedReader(raw, _READ_BYTES) as stream:
@@ -255,7 +258,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
                 yield from self._decoder.decode(body)
 
     def _read(self, stream: BufferedReader[Any], length: int) -> bytearray | None:
-        """A frame's body; None: the stream has ended within."""
+        """Read a frame's body; None: the stream ended inside it."""
         body = bytearray(length)
         view = memoryview(body)
         while view:
@@ -267,7 +270,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
         return body
 
     def close(self) -> None:
-        """Shut the connection down. The descriptor goes with the last thread's reference, never under a reader."""
+        """Shut the connection down. The descriptor closes with its last user, never under a reader."""
         with self._lock:
             self._close()
 
@@ -278,7 +281,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _send_now(self, frame: bytes) -> int:
-        """How many bytes of it the socket takes at once."""
+        """Send the part of the frame that fits without blocking. Returns its number of bytes."""
         try:
             return self._connection.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -291,19 +294,20 @@ class SocketLink(Generic[Incoming, Outgoing]):
         self._waiting.append(frame)
         self._waiting_bytes += len(frame)
         if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:
-            logger.error("a peer left %d frames unread; closing its connection", len(self._waiting))
+            logger.error("a peer has %d unread frames; closing its connection", len(self._waiting))
             self._close()
         elif len(self._waiting) == 1:
             try:
                 threading.Thread(target=self._send_waiting, name=f"{self._name}-send", daemon=True).start()
-            except RuntimeError as error:  # no more threads to be had: the peer is lost, not the sender
-                logger.error("a peer that lags cannot be waited for (%s); closing its connection", error)
+            except RuntimeError as error:  # out of threads: give up the peer, not the sender
+                logger.error("no thread to send to a slow peer (%s); closing its connection", error)
                 self._close()
 
     def _send_waiting(self) -> None:
-        """Send what waits; a frame stays in front until it has gone, so that nothing overtakes it.
+        """Send the queued frames. A frame stays first in the queue until it is sent, so that none overtakes it.
 
-        The last one goes and the thread ends under one hold of the lock: who sends next finds the queue as it is.
+        The last frame is removed and the loop ends under one hold of the lock. So a concurrent `send` sees either the
+        queue or no thread.
         """
         with self._lock:
             frame = self._waiting[0] if self._waiting else None

@@ -131,5 +131,5 @@ def test_news_that_are_too_long_end_their_job(client: EngineClient, monkeypatch:
     client.submit(Job(job_id="j", rows=[]), events.put, lambda refusal: None)
     told = events.get(timeout=WAIT_S)
     assert (told.done, told.error.kind) == (True, ErrorKind.INTERNAL)
-    assert "at most 20000 are sent" in told.error.message
+    assert "the limit is 20000" in told.error.message
     assert ask(client, calls.CountJobs("big_batch")) == 4, "the link goes on"

@@ -80,9 +80,9 @@ def test_a_frame_is_bounded_at_both_ends(ends: Ends, monkeypatch: pytest.MonkeyP
     sender.send((0, bytes(2000)))
     carry(sender, receiver)
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
-    with pytest.raises(wire.FrameTooLong, match="at most 1000"):
+    with pytest.raises(wire.FrameTooLong, match="the limit is 1000"):
         sender.send((1, bytes(2000)))
-    with pytest.raises(wire.FrameTooLong, match="at most 1000"):
+    with pytest.raises(wire.FrameTooLong, match="the limit is 1000"):
         list(receiver.receive())
 
 

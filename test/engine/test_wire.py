@@ -188,7 +188,7 @@ def test_few_news_go_in_one_frame() -> None:
 def test_a_frame_that_is_too_long_is_not_sent(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
     sender, receiver = links
-    with pytest.raises(wire.FrameTooLong, match="at most 1000"):
+    with pytest.raises(wire.FrameTooLong, match="the limit is 1000"):
         sender.send((0, LARGE))
     sender.send((1, b"short"))
     assert next(receiver.receive()) == (1, b"short")

@@ -203,7 +203,7 @@ def test_where_the_only_engine_leaves_nobody_is_told_that_the_service_ends(
     fleet._dispatch_waiting()
     told_it = running.refusal
     assert told_it is not None and told_it.info.kind is ErrorKind.DRAINING
-    assert told_it.info == LEAVES if is_shutting_down else "engine-0 is removed or started anew" in told_it.info.message
+    assert told_it.info == LEAVES if is_shutting_down else "engine-0 is being removed or restarted" in told_it.info.message
 
 
 def test_a_draining_engine_gets_nothing_new_and_one_that_has_gone_gives_its_jobs_away(two: Made) -> None:

@@ -66,7 +66,7 @@ def two_workers(engine: InAStep, tmp_path: Path) -> Iterator[list[Member]]:
 def give(member: Member, *job_ids: str) -> None:
     for job_id in job_ids:
         job = Job(job_id=job_id, rows=[make_request("")])
-        member.sent(job)
+        member.on_sent(job)
         member.client.submit(job, lambda events: None, lambda refusal: None)
 
 

@@ -48,7 +48,7 @@ class Made:
 
     @property
     def engine_directory(self) -> engine_directory.EngineDirectory:
-        return self.roster._names
+        return self.roster._directory
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_service_of_another_model_places_nothing_and_is_no_watcher(made: Calla
     engine = ray.engine("engine-0", OTHER)
     with pytest.raises(StartupError, match="engine-0 of the cluster serves"):
         made(replicas=4)
-    assert list(ray.actors) == ["engine-0"] and engine.asked == [("about",)]
+    assert list(ray.actors) == ["engine-0"] and engine.asked == [("info",)]
 
 
 def test_an_engine_of_another_model_is_left_alone_by_a_service_that_runs(
@@ -210,7 +210,7 @@ def test_that_an_engine_takes_cpus_for_want_of_a_gpu_is_told(ray: FakeRay, caplo
     for gpus, device, lines in ((0, "auto", 1), (1, "auto", 1), (0, "cpu", 1)):
         ray.gpus = gpus
         place(f"engine-{device}{gpus}", EngineConfig(model_path="", devices=(device,)), "", STYLE, "")
-        assert len([one for one in caplog.messages if "has no GPU now" in one]) == lines
+        assert len([one for one in caplog.messages if "has no GPU:" in one]) == lines
 
 
 # Who leaves --------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Supervisor:
 @pytest.fixture
 def supervisor(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     poll = Roster.poll
-    monkeypatch.setattr(Roster, "poll", lambda self: (self._names.poll(), poll(self))[1])
+    monkeypatch.setattr(Roster, "poll", lambda self: (self._directory.poll(), poll(self))[1])
     monkeypatch.setattr(process, "become_child", lambda name, style: None)
     monkeypatch.setattr(process, "POLL_INTERVAL_S", 0.0)
     return Supervisor()

@@ -1,4 +1,4 @@
-"""Faults that a healthy engine does not show: a reader that stalls, jobs and engine threads that break mid-stream."""
+"""Faults that a healthy engine does not have: stalled readers, and jobs and threads that fail mid-stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True, "chunk_size"
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service around an engine without a model; one HTTP worker, which writes at most 5 answers at a time."""
+    """A service with an engine without a model. Its one HTTP worker writes at most 5 answers at a time."""
     flags = ("--max-streams", "5", "--max-streams-per-client", "3", "--max-body-mb", "0.01", "--resubmit", "0")
     with one_worker(tmp_path_factory.mktemp("fake"), *flags) as running:
         yield running
@@ -29,7 +29,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One more, which waits a second for clients that read nothing."""
+    """The same with a stall timeout of one second."""
     with one_worker(tmp_path_factory.mktemp("impatient"), "--stall-timeout-s", "1", "--max-streams", "5") as running:
         yield running
 
@@ -55,7 +55,7 @@ def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(impatie
         for number, connection in enumerate(connections):
             connection.sendall(raw_request(CHAT, body, extra=f"X-Forwarded-For: 10.0.1.{number}\r\n"))
         assert [connection.recv(12) for connection in connections] == [b"HTTP/1.1 200"] * 5
-        # The clients do not close: it is their silence that ends it.
+        # The clients keep their connections open: only the missing reads end them.
         wait_for(lambda: running_rows(impatient) == 0, 30, "the rows are cancelled")
         asked = {"contents": ["a"], "max_tokens": 1}
         wait_for(lambda: impatient.post(CHAT, asked).status_code == 200, 30, "a place is free")
@@ -71,7 +71,7 @@ def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(impatient: Service) 
         while piece := connection.recv(400):
             received += piece
             time.sleep(0.02)
-    assert received.count(b"xyz") == 300  # letters that no identifier or length in hexadecimal has
+    assert received.count(b"xyz") == 300  # letters that occur in no identifier and no hexadecimal length
     assert b"[DONE]" in received
 
 
@@ -88,7 +88,7 @@ def test_a_job_that_breaks_is_500_when_nothing_was_written(fake: Service) -> Non
 
 @contextmanager
 def streams(service: Service, clients: list[str]) -> Iterator[None]:
-    """One endless stream for each client that a trusted proxy names."""
+    """One endless stream per client, identified by a trusted proxy's header."""
     body = json.dumps({**ENDLESS, "contents": ["abc"]}).encode()
     connections = [service.connect() for _ in clients]
     try:
@@ -146,7 +146,7 @@ def test_an_engine_thread_that_dies_is_replaced(fake: Service) -> None:
 
 
 def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its thread lives and its loop stands still: nothing but the watchdog can tell."""
+    """Its thread lives but its loop hangs: only the watchdog can detect it."""
     flags = ("--http-workers", "1", "--step-timeout-s", "1.5", "--resubmit", "0")
     hanging = Service(tmp_path_factory.mktemp("hang"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -154,7 +154,7 @@ def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFacto
         lost = hanging.post(CHAT, {**ENDLESS, "contents": ["hang now"]}, timeout=30)
         assert "the engine process was lost" in lost.text
         wait_for(lambda: hanging.pids()["engine"] != before, 30, "a new engine")
-        assert "stood still for 1.5 s (--step-timeout-s)" in hanging.log.read_text()
+        assert "has hung for 1.5 s (step_timeout_s)" in hanging.log.read_text()
         assert hanging.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).status_code == 200
     finally:
         hanging.close()
@@ -184,7 +184,7 @@ def test_what_fails_later_is_told_in_the_answer(fake: Service, stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_is_lost_before_the_first_token_is_told(fake: Service, stream: bool) -> None:
-    """Also to those that did not end it; under status 200 if they have waited so long that the answer has begun."""
+    """Other clients get the error too: under status 200 if their answer has begun."""
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready")
     answers: list[Any] = []
     session = {"session_id": "is lost"} if stream else {}

@@ -1,1 +1,1 @@
-"""Engines on the nodes of a Ray cluster: an actor each, which HTTP workers of any node reach as Ray drivers."""
+"""Engines on the nodes of a Ray cluster, one actor per engine. HTTP workers reach them as Ray drivers."""

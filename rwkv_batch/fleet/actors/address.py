@@ -1,4 +1,4 @@
-"""Where an engine of a cluster is, as one line of text: what processes tell each other of it."""
+"""Addresses of a cluster's engines, as one line of text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _SEPARATOR = "|"
 
 
 class ClusterAddress(NamedTuple):
-    """A Ray cluster as one machine sees it."""
+    """A Ray cluster as seen from one machine."""
 
     head: str
-    """`HOST:PORT` of its head, or "auto": the cluster that this machine belongs to."""
+    """`HOST:PORT` of its head, or "auto": the cluster that this machine belongs to"""
     node: str
-    """IP address of this machine's Ray node, where it has several; else ""."""
+    """IP address of this machine's Ray node, if it has several addresses; else """ ""
     namespace: str
-    """Of the service's actors."""
+    """of the service's actors"""
 
 
 class EngineAddress(NamedTuple):
@@ -30,6 +30,6 @@ class EngineAddress(NamedTuple):
 
 
 def parse_address(text: str) -> EngineAddress:
-    """The address that `str` wrote."""
+    """Parse the text that `str(EngineAddress)` returns."""
     head, node, namespace, engine = text.removeprefix(PREFIX).split(_SEPARATOR)
     return EngineAddress(ClusterAddress(head, node, namespace), engine)

@@ -1,4 +1,4 @@
-"""This process as a driver of a Ray cluster."""
+"""Joins a Ray cluster as a driver."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _RAY_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call of a process that has left starts a cluster of its own
-    # What a broken link costs at most; heartbeats of our own notice it sooner (`rwkv_batch.fleet.member`).
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after leaving would start a new cluster
+    # Upper bounds for a broken link; the fleet's heartbeats notice it sooner (`rwkv_batch.fleet.member`).
     "RAY_grpc_client_keepalive_time_ms": "2000",
     "RAY_grpc_client_keepalive_timeout_ms": "2000",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a process ends if the head is away for so long; Ray's is 60
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a process ends after this time without the head; default 60
 }
 
 
 def load_ray() -> Any:
-    """The package. Raises StartupError where it is not installed."""
+    """Import and return the `ray` package. Raises StartupError if it is not installed."""
     for name, value in _RAY_ENV.items():
         os.environ.setdefault(name, value)
     try:
@@ -37,11 +37,11 @@ def load_ray() -> Any:
 
 
 def join(cluster: ClusterAddress) -> Any:
-    """Join the cluster, once in a process; returns the package. Raises StartupError with what is in the way."""
+    """Join the cluster, once per process. Returns the `ray` package. Raises StartupError with the cause."""
     ray = load_ray()
     with _LOCK:
         if not ray.is_initialized():
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of the signals that are ours
+            logging.getLogger("ray").setLevel(logging.ERROR)  # below, it logs this service's own signals
             on_sigterm = signal.getsignal(signal.SIGTERM)
             node = {"_node_ip_address": cluster.node} if cluster.node else {}
             try:
@@ -56,17 +56,18 @@ def join(cluster: ClusterAddress) -> Any:
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise StartupError(_join_error(cluster, error)) from None
             finally:
-                if threading.current_thread() is threading.main_thread():  # there Ray has set a handler of its own
+                if threading.current_thread() is threading.main_thread():  # Ray has replaced the handler there
                     signal.signal(signal.SIGTERM, on_sigterm)
     return ray
 
 
 def _end_listener(ray: Any) -> None:
-    """Have Ray's thread end that prints errors of the cluster, with the next answer that it gets from the head.
+    """Stop Ray's thread that prints the cluster's errors, after its next answer from the head.
 
-    While the head is away it asks without a pause, for as much of a core as it gets, and this process's other threads
-    wait for the interpreter meanwhile. What it would print nobody reads. Ray has no setting for it."""
-    with contextlib.suppress(AttributeError):  # another version's
+    While the head is unreachable, it retries without a pause and takes the interpreter from the other threads. Ray has
+    no setting for it.
+    """
+    with contextlib.suppress(AttributeError):  # in other versions of Ray
         ray._private.worker.global_worker.threads_stopped.set()
 
 

@@ -1,10 +1,13 @@
-"""An engine as an actor: the engine and its server as in an engine process, links instead of a socket.
+"""An engine as a Ray actor: an engine and its server, with links over actor calls instead of a socket.
 
-The supervisors of all machines that take part watch it. When the last one leaves, or none was heard for a while, it
-ends its work, stores its states and leaves the cluster. What kills its process Ray starts anew.
+The supervisors of all participating machines watch it. After the last one leaves or falls silent, it drains, stores its
+states and leaves the cluster. If its process is killed, Ray restarts it.
 
-Threads: a pool's for calls, of which the streams of events hold one for each HTTP worker; one for each HTTP worker, on
-which its messages are handled; the engine's own; one that loads the engine and looks after it.
+Threads:
+- a pool for actor calls; each HTTP worker's stream of events occupies one
+- one per HTTP worker, which handles its messages
+- the engine's own
+- one that loads the engine and monitors it
 """
 
 from __future__ import annotations
@@ -32,36 +35,38 @@ from rwkv_batch.ipc.wire import HEARTBEAT_S, ToEngine, ToWorker, to_engine_decod
 logger = logging.getLogger(__name__)
 
 SILENT_S = 10.0
-"""An HTTP worker that says nothing for so long is gone: its jobs are cancelled."""
+"""Seconds of silence after which an HTTP worker counts as gone. Its jobs are cancelled."""
 STALL_S = 1.25
-"""One speaks every half second: after so long it or this process stood still. What comes then may be work that it has
-given to another engine meanwhile, since it takes this one for lost after two seconds."""
+"""Seconds of silence after which a worker or this process must have paused. Workers speak every half second.
+
+A worker gives up a silent engine after two seconds. So later messages may contain jobs that run elsewhere now.
+"""
 UNWATCHED_S = 60.0
-"""An engine of which no supervisor has asked for so long leaves."""
+"""Seconds without a supervisor's request after which an engine leaves."""
 SHUTDOWN_GRACE_S = 5.0
-"""What an engine that ends gets beyond --drain-timeout-s before its process is killed, as the supervisor gives it."""
+"""Seconds beyond --drain-timeout-s before a draining engine's process is killed."""
 _RELOAD_S = 5.0
-"""Between two attempts to load what has served before."""
+"""Seconds between two attempts to load an engine that has served before."""
 CONCURRENCY_GROUPS = {"events": MAX_WORKERS, "push": 4, "life": 4}
-"""Threads of the actor for its calls of each kind; streams must not hold up the others."""
+"""Threads of the actor per kind of call. Streams must not block other calls."""
 
 
 class EngineInfo(NamedTuple):
-    """What an engine says of itself."""
+    """An engine's report about itself."""
 
     status: ModelStatus
     error: str
     pid: int
     node: str
-    """Its node's IP address."""
+    """its node's IP address"""
     since: int
     has_served: bool
     serves: str
-    """Model and database, which all that take part must mean."""
+    """model and database, which must be the same for all participants"""
 
 
 class EngineActor:
-    """See above. `placement.place` makes it an actor."""
+    """The actor class. `placement.place` creates the actor."""
 
     def __init__(self, name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -83,18 +88,18 @@ class EngineActor:
         self._server: EngineServer | None = None
         self._links: dict[str, BufferedLink[ToEngine, ToWorker]] = {}
         self._watchers: dict[str, float] = {}
-        """when each was heard last, by time.monotonic"""
+        """time.monotonic() of each watcher's last request"""
         self._last_watched_at = time.monotonic()
         self._to_drain: queue.Queue[bool] = queue.Queue()
         self._will_restart = True
-        """Ray is to start the process anew when it ends."""
+        """whether Ray restarts the process after it ends"""
         threading.Thread(target=self._run, name="engine-life", daemon=True).start()
 
     # HTTP workers --------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="events")
     def events(self, peer: str) -> Iterator[list[bytes]]:
-        """All that is sent to an HTTP worker, in pieces as `BufferedLink` makes them, until it is gone."""
+        """Yield everything sent to an HTTP worker, in pieces of a `BufferedLink`, until it is gone."""
         server = self._server
         if server is None:
             return
@@ -106,7 +111,7 @@ class EngineActor:
                 if pieces:
                     yield pieces
                 if link.silent_s > SILENT_S:
-                    logger.warning("an HTTP worker has said nothing for %.0f s; its jobs are cancelled", link.silent_s)
+                    logger.warning("an HTTP worker was silent for %.0f s; cancelling its jobs", link.silent_s)
                     return
         finally:
             del self._links[peer]
@@ -114,7 +119,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="push")
     def push(self, peer: str, pieces: list[bytes], read_bytes: int) -> bool:
-        """What an HTTP worker sends, and how much of its events it has read; False: its link is gone."""
+        """Receive an HTTP worker's pieces and its count of read bytes. Returns False if its link is gone."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -127,7 +132,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="push")
     def close_link(self, peer: str) -> None:
-        """An HTTP worker closes its link."""
+        """Close an HTTP worker's link."""
         link = self._links.get(peer)
         if link is not None:
             link.close()
@@ -136,40 +141,40 @@ class EngineActor:
 
     @ray.method(concurrency_group="life")
     def info(self, watcher: str = "") -> EngineInfo:
-        """What it is. Who asks by a name counts as a watcher from now on."""
+        """Return the engine's info. A caller with a name counts as a watcher."""
         if watcher:
             self._watchers[watcher] = self._last_watched_at = time.monotonic()
         return self._info
 
     @ray.method(concurrency_group="life")
     def leave(self, watcher: str) -> bool:
-        """A watcher leaves; returns whether it was the last one, so that the engine leaves too."""
+        """Remove a watcher. Returns whether it was the last one, so that the engine leaves too."""
         self._watchers.pop(watcher, None)
-        heard = list(self._watchers.values())  # at once: another one may just be asking
-        is_last = not any(time.monotonic() - at < SILENT_S for at in heard)
+        times = list(self._watchers.values())  # a copy: another thread may add a watcher
+        is_last = not any(time.monotonic() - at < SILENT_S for at in times)
         if is_last:
             self._to_drain.put(False)
         return is_last
 
     @ray.method(concurrency_group="life")
     def drain(self, will_restart: bool) -> EngineInfo:
-        """End running work within --drain-timeout-s and store the states; then leave, or be started anew."""
+        """End running work within --drain-timeout-s and store the states. Then leave, or restart."""
         self._set_status(ModelStatus.UNLOADING)
         self._to_drain.put(will_restart)
         return self._info
 
-    # Life ----------------------------------------------------------------------------------------------------
+    # Start and stop ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:  # an engine's fault: nobody else would notice that this thread has ended
+        except Exception:  # nothing else would notice that this thread has ended
             logger.exception("the engine failed")
         finally:
             self._end()
 
     def _serve(self) -> None:
-        """Be an engine until it is to end."""
+        """Run the engine until it should end."""
         try:
             engine = started_engine(self._config, self._factory)
         except StartupError as error:
@@ -187,7 +192,7 @@ class EngineActor:
         engine.stop()
 
     def _wait(self, check: Callable[[], None], max_s: float | None) -> bool:
-        """Until it is to end, looking meanwhile; returns whether it is to come back."""
+        """Wait until the engine should end, calling `check` regularly. Returns whether it should restart."""
         begun = time.monotonic()
         while True:
             try:
@@ -199,7 +204,7 @@ class EngineActor:
             if max_s is not None and now - begun > max_s:
                 return True
             if now - self._last_watched_at > UNWATCHED_S:
-                logger.error("no supervisor has asked for %.0f s; storing the states and ending", UNWATCHED_S)
+                logger.error("no supervisor has called for %.0f s; storing the states and ending", UNWATCHED_S)
                 return False
 
     def _set_status(self, status: ModelStatus, error: str = "") -> None:
@@ -209,16 +214,16 @@ class EngineActor:
         """End the process if a step or a disk hangs while it drains."""
         allowed_s = self._config.drain_timeout_s + SHUTDOWN_GRACE_S
         time.sleep(allowed_s)
-        logger.error("the engine has not ended within %.0f s; its process is ended", allowed_s)
+        logger.error("the engine has not ended within %.0f s; ending its process", allowed_s)
         self._end()
 
     def _end(self) -> None:
-        """End the process, which Ray starts anew unless the actor has left the cluster."""
+        """End the process. Ray restarts it unless the actor has left the cluster."""
         try:
-            logger.info("the engine has ended%s", ", to be started anew" if self._will_restart else "")
+            logger.info("the engine has ended%s", "; Ray restarts it" if self._will_restart else "")
             if not self._will_restart:
                 remove_engine_actor(self._name)
-        except Exception:  # the head is away: started anew, and asked by nobody, it tries once more
+        except Exception:  # the head is unreachable; Ray restarts the actor, which then leaves unwatched
             logger.exception("the engine cannot leave the cluster")
         finally:
             logging.shutdown()

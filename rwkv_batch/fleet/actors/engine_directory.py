@@ -1,4 +1,4 @@
-"""Which engines the cluster's head lists. A thread of its own asks it, so that nobody else waits while it is away."""
+"""Lists the cluster's engines. Its own thread polls the head, so that no other thread blocks on it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 ENGINE = "engine-"
 _POLL_INTERVAL_S = 1.0
 _CURRENT_S = 3.0
-"""A head that has said nothing for so long is away: whatever asked it would wait, for a minute by Ray's defaults."""
+"""Seconds without an answer after which the head counts as unreachable. Calls would block for a minute."""
 
 
 class EngineDirectory:
-    """See above. What it has is the head's last word."""
+    """The engines in the head's last answer."""
 
     def __init__(self, ray: Any) -> None:
-        """Asks once before it returns. Raises RayError."""
+        """Polls once before it returns. Raises RayError."""
         self._ray = ray
         self.actors: dict[str, Any] = {}
-        """of all that are listed; None: to be looked up again"""
+        """by name; None: to be looked up again"""
         self.loading: frozenset[str] = frozenset()
-        """those whose place is looked at; the roster says which"""
+        """engines whose placement is checked; set by the roster"""
         self.unplaceable: frozenset[str] = frozenset()
-        """those among them for which no node has room"""
+        """engines among them for which no node has room"""
         self._answered = 0.0
         self.poll()
         threading.Thread(target=self._poll_loop, name="names", daemon=True).start()
@@ -39,17 +39,17 @@ class EngineDirectory:
             try:
                 self.poll()
             except (OSError, self._ray.exceptions.RayError) as error:
-                logger.warning("the cluster's head does not answer (%r); engines that are known go on", error)
-            except Exception:  # whatever else Ray raises: without this thread no engine is seen to come or leave
-                logger.exception("the cluster's engines cannot be listed; those that are known go on")
+                logger.warning("the cluster's head does not answer (%r); known engines continue", error)
+            except Exception:  # any other error of Ray: without this thread the list is never updated
+                logger.exception("the cluster's engines cannot be listed; known engines continue")
 
     @property
     def is_current(self) -> bool:
-        """Whether the head has answered of late."""
+        """Whether the head has answered lately."""
         return time.monotonic() - self._answered < _CURRENT_S
 
     def poll(self) -> None:
-        """Ask the head. Raises RayError."""
+        """Update the list from the head. Raises RayError."""
         names = [name for name in self._ray.util.list_named_actors() if name.startswith(ENGINE)]
         known = self.actors
         self.actors = {name: known.get(name) or self._look_up(name) for name in names}
@@ -57,12 +57,12 @@ class EngineDirectory:
         self._answered = time.monotonic()
 
     def actor(self, name: str) -> Any:
-        """The engine's actor, None if there is none; asks the head if it is not known. Raises RayError."""
+        """Return the engine's actor, or None. Looks it up if unknown. Raises RayError."""
         return self.actors.get(name) or self._look_up(name)
 
     def forget(self, name: str) -> None:
-        """Its actor has died: another one may have that name by now."""
-        actors = self.actors  # the head's next word may take its place meanwhile
+        """Look the name up again: its actor has died, and another one may have the name."""
+        actors = self.actors  # one reference: `poll` may replace the dict
         if name in actors:
             actors[name] = None
 

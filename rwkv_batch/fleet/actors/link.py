@@ -1,8 +1,8 @@
-"""The link to an engine that is an actor: its events come by one streaming call, what is sent goes by calls of a tick.
+"""The link to an engine that is a Ray actor. Events arrive by one streaming call, messages leave by short calls.
 
-One call with messages is under way at a time; what is sent meanwhile goes together with the next. Where nothing is
-sent an empty one says that this process is there. That the engine is lost is noticed by its silence (`rwkv_batch.fleet.member`)
-long before Ray says so.
+One call with messages is in flight at a time. Messages sent meanwhile go into the next call. If there are none, an
+empty call is the heartbeat. The fleet notices a lost engine by its silence (`rwkv_batch.fleet.member`), long before Ray
+does.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 _POLL_INTERVAL_S = 0.25
-"""How soon the end of a link is noticed on which nothing comes."""
+"""Seconds until the end of a silent link is noticed."""
 
 
 class ActorLink(BufferedLink[ToWorker, ToEngine]):
-    """A `Link` to an engine's actor. Its own thread sends; `receive` fetches what comes."""
+    """A `Link` to an engine's actor. Its own thread sends; `receive` fetches events."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__(to_worker_decoder)
@@ -39,7 +39,7 @@ class ActorLink(BufferedLink[ToWorker, ToEngine]):
         self._sends = threading.Thread(target=self._push, name="engine-client-send", daemon=True)
 
     def next_piece(self) -> bytes | None:
-        """See CarriedLink."""
+        """See BufferedLink."""
         while not self.has_input and not self.is_closed:
             try:
                 if not self._ray.wait([self._events], timeout=_POLL_INTERVAL_S)[0]:
@@ -52,7 +52,7 @@ class ActorLink(BufferedLink[ToWorker, ToEngine]):
                 self.close()
             else:
                 self.put(pieces)
-                if not self._sends.ident:  # not before the actor knows of this link
+                if not self._sends.ident:  # the actor must know this link first
                     self._sends.start()
         return super().next_piece()
 
@@ -66,20 +66,20 @@ class ActorLink(BufferedLink[ToWorker, ToEngine]):
                 self.acknowledge(sent)
             self._actor.close_link.remote(self._peer)
         except self._ray.exceptions.RayError as error:
-            logger.debug("an engine's actor takes no messages: %r", error)
-        except Exception:  # whatever else Ray raises: the link is made anew
-            logger.exception("an engine's actor cannot be told")
+            logger.debug("an engine's actor accepts no messages: %r", error)
+        except Exception:  # any other error of Ray: the client reconnects
+            logger.exception("cannot send messages to an engine's actor")
         finally:
             self.close()
 
 
 def actor_connector(address: EngineAddress) -> Connect:
-    """Links to the engine of that name."""
+    """Return a connector to an engine."""
     last = 0.0
 
     def connect() -> WorkerLink | None:
         nonlocal last
-        time.sleep(max(0.0, last + RETRY_S - time.monotonic()))  # the cluster's head is asked each time
+        time.sleep(max(0.0, last + RETRY_S - time.monotonic()))  # each attempt calls the cluster's head
         last = time.monotonic()
         try:
             ray = join(address.cluster)

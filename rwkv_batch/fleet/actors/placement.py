@@ -1,4 +1,4 @@
-"""Engines' places in the cluster: a placement group for each, whose devices are one node's, and a named actor in it."""
+"""Places engines in the cluster: a placement group on one node, and a named actor in it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def bundle_of(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
-    """What an engine takes of its node: GPUs for those of its pipeline, else the threads it computes with."""
+    """Return the resources of an engine: its pipeline's GPUs, else its CPU threads."""
     names = config.devices
     gpus = sum(name.startswith("cuda") for name in names) + (names.count("auto") if has_gpus else 0)
     return {"GPU": float(gpus)} if gpus else {"CPU": float(config.threads or 1)}
 
 
 def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfig:
-    """The same engine where it sees nothing but its bundle: its GPUs are numbered from 0, it shares with nobody."""
+    """Return the config inside the bundle: GPUs numbered from 0, one replica."""
     numbers = iter(range(len(config.devices)))
     devices = tuple(
         f"cuda:{next(numbers)}" if name.startswith("cuda") or (name == "auto" and "GPU" in bundle) else "cpu"
@@ -34,7 +34,7 @@ def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfi
 
 
 def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> bool:
-    """Create the engine of that name; it waits for a node with room. False: there is one already. Raises RayError."""
+    """Create the engine `name`. It waits for a node with room. Returns False if it exists. Raises RayError."""
     ray = load_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,8 +42,8 @@ def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves
 
     bundle = bundle_of(config, ray.cluster_resources().get("GPU", 0) >= 1)
     if "auto" in config.devices and "GPU" not in bundle:
-        says = "the cluster has no GPU now: %s is placed on %.0f CPUs for good; --pp-devices cuda:0 waits for a GPU"
-        logger.warning(says, name, bundle["CPU"])
+        message = "the cluster has no GPU: %s is placed on %.0f CPUs; to wait for a GPU, use --pp-devices cuda:0"
+        logger.warning(message, name, bundle["CPU"])
     strategy = PlacementGroupSchedulingStrategy(_group(name, bundle), placement_group_bundle_index=0)
     actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor).options(
         name=name,
@@ -67,12 +67,12 @@ def _group(name: str, bundle: dict[str, float]) -> Any:
         return get_placement_group(name)
     try:
         return placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
-    except load_ray().exceptions.RaySystemError:  # another machine has just made it
+    except load_ray().exceptions.RaySystemError:  # another machine has just created it
         return get_placement_group(name)
 
 
 def has_room(name: str) -> bool:
-    """Whether some node has what the engine takes; asks the cluster's head."""
+    """Return whether the engine's placement group has a node. Calls the cluster's head."""
     from ray.util import get_placement_group, placement_group_table
 
     with contextlib.suppress(ValueError):

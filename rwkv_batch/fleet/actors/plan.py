@@ -1,4 +1,4 @@
-"""What a service wants of a cluster: which one, how many engines, of what."""
+"""A service's plan for a cluster: address, number of engines and their config."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.fleet.actors.address import ClusterAddress
 
 ALL = "all"
-"""In place of an engine's name: each, one after the other."""
+"""Used in place of an engine's name: all, one after the other."""
 
 
 class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """See above."""
-
     cluster: ClusterAddress
     replicas: int
-    """Engines that there are to be at least; 0: those that are there, else one."""
+    """minimum number of engines; 0: the existing ones, else one"""
     replica_devices: tuple[tuple[str, ...], ...] = ()
-    """The devices of each where they are named; their numbers do not matter, only how many there are."""
+    """devices of each replica, if configured; only their count matters"""
     config: EngineConfig
     factory: str
-    """The engine's class as "module:Class"."""
+    """the engine's class ("module:Class")"""
 
     def with_absolute_paths(self) -> ClusterPlan:
-        """The same for engines that do not run in this process's folder."""
+        """Return the plan with absolute paths, for engines that run in another folder."""
         config = self.config
         named = {
             field: tuple(f"{name}={Path(file).absolute()}" for name, _, file in (one.partition("=") for one in entries))
@@ -42,15 +40,15 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serves(self) -> str:
-        """What all machines of the service must mean: the model, and where sessions are kept."""
+        """The model and the session database. They must be the same on all machines of the service."""
         return f"{self.config.model_path} (sessions in {self.config.pool.database_display_name or 'memory'})"
 
     def devices_of(self, number: int) -> tuple[str, ...]:
-        """Of the engine of that number."""
+        """Return the devices of replica `number`."""
         named = self.replica_devices
         return named[number % len(named)] if named else self.config.devices
 
     def config_of(self, name: str, devices: tuple[str, ...]) -> EngineConfig:
-        """Of the engine of that name."""
+        """Return the config of the engine `name`."""
         pool = msgspec.structs.replace(self.config.pool, engine=name) if self.config.pool.service else self.config.pool
         return msgspec.structs.replace(self.config, devices=devices, pool=pool)

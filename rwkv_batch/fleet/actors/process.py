@@ -1,4 +1,7 @@
-"""The process that holds a service's place in a cluster: it keeps the roster, and the supervisor knows no Ray."""
+"""The process that manages a service's engines in a cluster.
+
+Only it uses the roster, so the supervisor needs no Ray.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,17 @@ logger = logging.getLogger(__name__)
 def run_cluster(plan: ClusterPlan, style: LogStyle, name: str, supervisor: Connection) -> None:
     """Main function of the process.
 
-    The supervisor is sent ("engines", the table) when it changes and ("failed", one line). It first sends ("begin",
-    whether the service has had its engines), then ("add", devices), ("remove", name), ("restart", name), and
-    ("leave", seconds): engines that nobody else wants then have so long.
+    It sends the supervisor ("engines", the table) on changes, and ("failed", one line). The supervisor first sends
+    ("begin", whether the service had its engines before). Then it sends ("add", devices), ("remove", name), ("restart",
+    name), and ("leave", seconds for engines without another service to end).
     """
     become_child(name, style)
     try:
         _follow_supervisor(Roster(plan, style), supervisor)
     except StartupError as error:
         _send(supervisor, ("failed", str(error)))
-    except (
-        OSError,
-        load_ray().exceptions.RayError,
-    ) as error:  # not the supervisor's: `_receive_command` and `_send` see to that
-        logger.error("the cluster's head does not answer (%r); this process ends, to be started again", error)
+    except (OSError, load_ray().exceptions.RayError) as error:  # `_receive_command` and `_send` raise no OSError
+        logger.error("the cluster's head does not answer (%r); ending this process for a restart", error)
 
 
 def _follow_supervisor(roster: Roster, supervisor: Connection) -> None:
@@ -53,7 +53,7 @@ def _follow_supervisor(roster: Roster, supervisor: Connection) -> None:
 
 
 def _receive_command(supervisor: Connection, timeout_s: float | None) -> tuple[str, Any]:
-    """The supervisor's next command, ("nothing", None) if none comes in that time, ("gone", 0.0) if none can come."""
+    """Return the supervisor's next command, ("nothing", None) after the timeout, ("gone", 0.0) if it has died."""
     try:
         return supervisor.recv() if supervisor.poll(timeout_s) else ("nothing", None)
     except (EOFError, OSError):
@@ -61,7 +61,7 @@ def _receive_command(supervisor: Connection, timeout_s: float | None) -> tuple[s
 
 
 def _send(supervisor: Connection, message: tuple[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # `_receive_command` notices that it is gone
+    with contextlib.suppress(OSError):  # `_receive_command` notices a dead supervisor
         supervisor.send(message)
 
 
@@ -78,7 +78,7 @@ def _handle_command(roster: Roster, command: tuple[str, Any]) -> None:
 
 
 def _poll(roster: Roster) -> tuple[ServedModel, ...]:
-    """The table. Raises StartupError; then nothing stays that this service has placed."""
+    """Return the table. On StartupError, remove the engines that this service created. Raises StartupError."""
     try:
         return roster.poll()
     except StartupError:
@@ -87,7 +87,7 @@ def _poll(roster: Roster) -> tuple[ServedModel, ...]:
 
 
 def _leave(roster: Roster, timeout_s: float) -> None:
-    """Leave the cluster; if the engines do so too, wait until they have."""
+    """Leave the cluster. If the engines end too, wait for them."""
     deadline = time.monotonic() + timeout_s
     if roster.leave():
         while roster.names and time.monotonic() < deadline:

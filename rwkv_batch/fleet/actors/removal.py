@@ -1,4 +1,4 @@
-"""How an engine leaves the cluster for good."""
+"""Removes an engine from the cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rwkv_batch.fleet.actors.driver import load_ray
 
 
 def remove_engine_actor(name: str) -> None:
-    """End the engine of that name for good, if it is there, and give its place back."""
+    """End an engine for good, if it exists, and free its placement group."""
     ray = load_ray()
     from ray.util import get_placement_group, remove_placement_group
 
