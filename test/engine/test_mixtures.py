@@ -284,7 +284,7 @@ def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
             ServiceError, match="not known to have begun with a mixture of poet, empty: it began with the "
         ):
             run(engine, turn("plain", "x", mixture=mix, **GREEDY))
-        with pytest.raises(ServiceError, match="kept by its tokens alone"):
+        with pytest.raises(ServiceError, match="which has no state to export"):
             call(engine, "session_export", session_id="one")
         engine.state_manager.parked.clear()
 
