@@ -9,7 +9,7 @@ import pytest
 
 from rwkv_batch.fleet.fleet import FleetLimits
 from test.fleet.fake_ray import FakeRay
-from test.fleet.played import Made, Played, made, play
+from test.fleet.fake_clients import Made, Played, made, play
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rwkv_batch.fleet.member import MAX_SILENT_POLLS, MAX_SILENT_POLLS_LAST_ENGI
 from rwkv_batch.ipc.served_model import ModelStatus
 from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, SocketLink, to_worker_decoder
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Load
-from test.fleet.played import (
+from test.fleet.fake_clients import (
     LOST,
     Made,
     Played,

@@ -11,7 +11,7 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.request import Delta, JobEvents
 from state_pool.session_page import SessionEntry, SessionPage, Tier
-from test.fleet.played import (
+from test.fleet.fake_clients import (
     Made,
     Played,
     having,

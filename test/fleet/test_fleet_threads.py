@@ -9,7 +9,7 @@ import pytest
 
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.fleet.fleet import FleetLimits
-from test.fleet.played import Played, having, made, play, submit
+from test.fleet.fake_clients import Played, having, made, play, submit
 
 
 def test_what_is_told_last_of_the_fleet_is_true(monkeypatch: pytest.MonkeyPatch) -> None:

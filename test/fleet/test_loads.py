@@ -15,7 +15,7 @@ from rwkv_batch.ipc.arrivals import Arrivals
 from rwkv_batch.ipc.server import EngineServer, Peer
 from rwkv_batch.ipc.wire import Arrived, EventBatch, Submit
 from rwkv_batch.request import Job, JobEvents, Load
-from test.fleet.played import told
+from test.fleet.fake_clients import told
 from test.harness import make_request
 from test.serving import wait_for
 
