@@ -1,4 +1,4 @@
-"""The engine in a program of one's own: `from library import LLM`."""
+"""The engine as a Python library: `from rwkv_batch import LLM`."""
 
 from programs.library.async_llm import AsyncLLM
 from programs.library.errors import LLMError

@@ -113,6 +113,8 @@ async def requests_from_conversations(
         )
         (row,) = await conversation_rows(context, body, "messages")
         found.append(
-            PromptRequest(row, context.tokenizer.decode_bytes(row.prompt).decode("utf-8", "replace"), body.form)
+            PromptRequest(
+                row, context.tokenizer.decode_bytes(row.prompt).decode("utf-8", "replace"), body.answer_format
+            )
         )
     return found

@@ -1,1 +1,1 @@
-"""What starts, watches, restarts and ends the processes of the service. Knows neither torch nor Robyn."""
+"""Starts, monitors and restarts the processes of the service. Imports neither torch nor Robyn."""

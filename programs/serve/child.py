@@ -1,4 +1,4 @@
-"""One supervised process: its pipe, its end, the time of its next start."""
+"""One supervised process with its pipe and its restart time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from programs.serve.fork_context import ForkedContext
 
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STABLE_S = 30.0
-"""A process that has lived so long starts its back-off anew."""
+"""After this lifetime a process restarts without back-off."""
 _JOIN_TIMEOUT_S = 5.0
-"""A killed process that has not ended by then is waited for no more: the system holds it."""
+"""The supervisor waits this long for a killed process, which the system may hold."""
 
 
 def export_python_path() -> None:
-    """Have processes that others are forked from find our modules wherever the command was started.
+    """Puts our modules on the PYTHONPATH of fork servers.
 
-    Python 3.11 tells them nothing of `sys.path`, and what they cannot import each fork would import for itself.
+    Python 3.11 does not pass `sys.path` to them. Without it each forked process would import everything again.
     """
     root = str(Path(__file__).resolve().parents[__name__.count(".")])
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -36,29 +36,29 @@ def export_python_path() -> None:
 
 
 def backoff_s(failures: int) -> float:
-    """Seconds to wait after so many failed starts in a row."""
+    """Seconds to wait after a number of failed starts in a row."""
     return _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
 
 
 @dataclass(eq=False)
 class Child:
-    """A process, through all its restarts."""
+    """A process and its restarts."""
 
     name: str
     context: SpawnContext | ForkedContext
     target: Callable[..., None]
     arguments: tuple[Any, ...]
-    """What `target` gets before the process's name and its end of the pipe."""
+    """First arguments of `target`. The process's name and its end of the pipe follow."""
     process: BaseProcess | None = None
     pipe: Connection | None = None
     started: float = 0.0
     failures: int = 0
     restart_at: float = field(default=0.0)
     group: int | None = None
-    """Of processes that it has started and that end with it, whatever ends it."""
+    """Process group of its own children. They end with it."""
 
     def start(self) -> None:
-        """Start the process with a fresh pipe. Raises EOFError, OSError if it cannot be forked."""
+        """Starts the process with a new pipe. Raises EOFError or OSError if the fork fails."""
         self.pipe, theirs = self.context.Pipe()
         process = self.context.Process(target=self.target, args=(*self.arguments, self.name, theirs), name=self.name)
         process.start()
@@ -68,39 +68,38 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self.process is not None and self.process.is_alive()
 
     @property
     def was_forked(self) -> bool:
-        """Whether there is a process, or was: one that forks others may be lost before."""
+        """Whether the process exists or has existed. A lost fork server may never create it."""
         return self.process is not None and self.process.pid is not None
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes readable when the process speaks or ends."""
+        """Returns objects that become readable when the process sends a message or ends."""
         if self.process is None or self.pipe is None:
             return []
         return [self.process.sentinel] if self.pipe.closed else [self.process.sentinel, self.pipe]
 
     def send_command(self, command: object) -> None:
-        """Send a command; a process that is gone does not hear it."""
+        """Sends a command. Does nothing if the process is gone."""
         if self.pipe is not None:
             with contextlib.suppress(OSError):
                 self.pipe.send(command)
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What the process has said: (subject, value)."""
+        """Yields the received messages as (subject, value)."""
         if self.pipe is None or self.pipe.closed:
             return
         try:
             while self.pipe.poll():
                 yield self.pipe.recv()
         except (EOFError, OSError):
-            self.pipe.close()  # its end of the pipe is gone, so will be the process
+            self.pipe.close()  # the process closed its end, so it ends soon
 
     def reap(self) -> str:
-        """Why the process has ended. It must have."""
+        """Returns why the process ended. Call it after the end only."""
         assert self.process is not None
         self.process.join(_JOIN_TIMEOUT_S)
         code = self.process.exitcode
@@ -109,7 +108,7 @@ class Child:
         return _exit_cause(code)
 
     def schedule_restart(self) -> float:
-        """Set the time of the next start; returns the wait in seconds."""
+        """Sets the time of the next start and returns the wait in seconds."""
         if time.monotonic() - self.started > _STABLE_S:
             self.failures = 0
         delay = backoff_s(self.failures)
@@ -118,19 +117,19 @@ class Child:
         return delay
 
     def end(self) -> None:
-        """End the process, which is to be reaped."""
+        """Terminates the process. Call `reap` later."""
         if self.is_alive and self.process is not None:
             self.process.kill()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kills the process."""
         if self.is_alive and self.process is not None:
             self.end()
             self.process.join(_JOIN_TIMEOUT_S)
         self.close()
 
     def close(self) -> None:
-        """Close the pipe; a process that still lives ends of it."""
+        """Closes the pipe. A process that still runs ends by that."""
         if self.pipe is not None:
             self.pipe.close()
         if self.group is not None:

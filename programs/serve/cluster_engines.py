@@ -1,4 +1,4 @@
-"""The engines of a service in a cluster: actors that a process follows; and this machine's other models."""
+"""Engines of a service in a Ray cluster, and this machine's loaded models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("supervisor")
 
 
 class ClusterEngines:
-    """`Engines` whose replicas are in the cluster. `child` runs `rwkv_batch.fleet.actors.process`."""
+    """`Engines` whose replicas are Ray actors. `child` runs `rwkv_batch.fleet.actors.process`."""
 
     def __init__(self, models: Engines, child: Child, drain_s: float) -> None:
         self._models = models
@@ -24,14 +24,14 @@ class ClusterEngines:
         self._drain_s = drain_s
         self._replicas: tuple[ServedModel, ...] = ()
         self._leaving: set[str] = set()
-        """those among them that were told to, and may go on for as long as the cluster's head is away"""
+        """Engines that are being removed. They may run on while the cluster's head is unreachable."""
         self._is_leaving = False
         self.is_up = False
-        """An engine of the own model has been ready."""
+        """Whether an engine of the service's own model has been ready."""
 
     @property
     def registered(self) -> tuple[ServedModel, ...]:
-        """All engines, as the cluster's were told last."""
+        """All engines, with the cluster's last reported states."""
         return self._replicas + self._models.registered
 
     def handle_command(self, command: ModelCommand) -> str | None:
@@ -40,7 +40,8 @@ class ClusterEngines:
             return self._models.handle_command(command)
         if command.add_engine is not None:
             if len(self._replicas) >= MAX_REPLICAS:
-                return f"devices: {len(self._replicas)} engines serve the model already, the limit is {MAX_REPLICAS}"
+                return f"devices: {len(self._replicas)} engines serve the model, the limit is {MAX_REPLICAS}; "
+                "remove one first"
             self._child.send_command(("add", command.add_engine))
             return None
         name = command.remove_engine or command.restart_engine
@@ -78,22 +79,20 @@ class ClusterEngines:
             self._listen()
             cause = child.reap()
             if not self._is_leaving:
-                logger.error(
-                    "process cluster ended (%s); it is started again in %.1f s", cause, child.schedule_restart()
-                )
+                logger.error("process cluster ended (%s); restart in %.1f s", cause, child.schedule_restart())
         if child.process is None and not self._is_leaving and time.monotonic() >= child.restart_at:
             self._start()
 
     def _start(self) -> None:
-        """Start the process that follows the cluster; where the system has none to give, again in a moment."""
+        """Starts the cluster process. If the fork fails, a retry follows."""
         child = self._child
         try:
             child.start()
         except (EOFError, OSError) as error:
             child.process = None
-            logger.error("process cluster cannot be started (%r); again in %.1f s", error, child.schedule_restart())
+            logger.error("process cluster cannot be started (%r); retry in %.1f s", error, child.schedule_restart())
         else:
-            self._leaving.clear()  # a process that has just begun knows nothing of it
+            self._leaving.clear()  # the new process does not know of removals
             child.send_command(("begin", self.is_up))
 
     def _listen(self) -> None:
@@ -122,16 +121,16 @@ class ClusterEngines:
 
     @property
     def any_alive(self) -> bool:
-        """Whether anything runs here, or leaves the cluster."""
+        """Whether a process runs here or an engine is being removed."""
         return self._models.any_alive or self._child.is_alive
 
     def drain(self) -> None:
-        """The service ends on this machine; engines that no other machine's service uses end too."""
+        """Ends the service on this machine, and engines that no other machine uses."""
         self._is_leaving = True
         self._models.drain()
         self._child.send_command(("leave", self._drain_s))
 
     def kill(self) -> None:
-        """End at once what runs here. The cluster's engines notice that nobody asks for them."""
+        """Kills the local processes. The cluster's engines notice that they have no client."""
         self._models.kill()
         self._child.kill()

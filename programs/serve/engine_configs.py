@@ -1,4 +1,4 @@
-"""The settings of each engine: the service's own, and what another model's has from them and from its wish."""
+"""Settings of each engine, derived from the service's own and from a model's spec."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from rwkv_batch.ipc.served_model import ModelSpec
 from rwkv_batch.models_folder import relative_to_folder
 
 SPARE_CORES = 4
-"""That compute threads have to leave: on fewer, whatever else runs may want all of them for a long time."""
+"""Cores that compute threads must leave free. With fewer, other work may occupy all of them for long."""
 
 
 def replica_config(config: EngineConfig, name: str) -> EngineConfig:
-    """The settings of one of several engines that share a database, under its name."""
+    """Returns the settings of one named engine that shares a database."""
     if not config.pool.service:
         return config
     return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, engine=name))
 
 
 def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> EngineConfig:
-    """The settings of a model's engine, which may have other layers and devices than the service's own; its sessions
-    are in a database of its own beside the service's. `own_engines`: how many serve the service's own model."""
+    """Returns the settings of a loaded model's engine.
+
+    It may have other layers and devices than the service's own. Its sessions have a database of their own.
+    `own_engines`: number of engines of the service's own model.
+    """
     database = base.pool.state_db
     if database != base.pool.files_stem:
-        database = f"{database}#{spec.name}"  # on a server: a schema of its own
+        database = f"{database}#{spec.name}"  # on a server each model has its own schema
     elif database:
         path = Path(database)
         database = str(path.with_name(f"{path.stem}-{spec.name}{path.suffix}"))
@@ -47,9 +50,9 @@ def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> E
         loads_at_low_priority=True,
         only_idle_cores=_leaves_cores(base, own_engines),
         strategy="",
-        layers=(),  # those of --pp-layers are the service's own model's
+        layers=(),  # --pp-layers holds for the service's own model only
         resident=() if spec.devices else base.resident,
-        batch_step_layers=min(0, base.batch_step_layers),  # a number is for the service's own model and devices
+        batch_step_layers=min(0, base.batch_step_layers),  # a number holds for the service's own model only
         devices=spec.devices or base.devices,
         gpu_memory_utilization=spec.gpu_memory_utilization or base.gpu_memory_utilization,
         max_running=base.max_running if spec.max_running is None else spec.max_running,
@@ -58,10 +61,10 @@ def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> E
 
 
 def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
-    """Why an engine that a request asked for cannot start, in words of the request: its fields where the reason speaks
-    of their flags, files by their paths within --models-dir.
+    """Rewrites a start failure in the terms of the request that asked for the engine.
 
-    `is_own`: it was to serve the service's own model, of which a request says the devices alone.
+    Flags become the request's fields. Paths become relative to --models-dir. `is_own`: the engine serves the
+    service's own model, for which a request names the devices only.
     """
     fields = {flag.option: "file" if flag.field == "model_path" else flag.field for flag in FLAGS[EngineConfig]}
     said = {"devices"} if is_own else set(ModelSpec.__struct_fields__)
@@ -74,9 +77,9 @@ def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
 
 
 def _leaves_cores(config: EngineConfig, engines: int) -> bool:
-    """Whether so many engines that compute leave some cores to more than HTTP workers and what else a machine does.
+    """Whether a number of computing engines leaves cores for other processes.
 
-    What takes idle cores alone comes to no end where there are none. Where nothing is said engines take all.
+    Work that runs on idle cores alone never ends if there are none. Without --threads an engine uses all cores.
     """
     is_on_gpus = all(device.startswith("cuda") for device in config.devices)
     taken = (1 if is_on_gpus else config.threads) * engines

@@ -1,4 +1,4 @@
-"""One engine's process: how it stands, and what the HTTP workers are told of it."""
+"""One engine's process and the status that HTTP workers see."""
 
 from __future__ import annotations
 
@@ -18,33 +18,31 @@ logger = logging.getLogger("supervisor")
 
 @dataclass(eq=False)
 class EngineProcess:
-    """Its process through all restarts."""
+    """An engine's process and its restarts."""
 
     info: ServedModel
     child: Child
     last_used: float
     deadline: float = 0.0
-    """When an engine that drains is killed."""
+    """Time at which a draining engine is killed."""
     restarts: bool = False
-    """It drains to be started again."""
+    """The engine drains in order to restart."""
 
     @property
     def status(self) -> ModelStatus:
-        """Where it stands."""
         return self.info.status
 
     @property
     def needs_start(self) -> bool:
-        """Whether its process should run, and does not."""
+        """Whether the process should run but does not."""
         return self.child.process is None and self.status is ModelStatus.LOADING
 
     @property
     def is_active(self) -> bool:
-        """Whether it serves, or is about to."""
+        """Whether the engine serves or is starting."""
         return self.status in (ModelStatus.LOADING, ModelStatus.READY)
 
-    def send_command(self, status: ModelStatus, error: str = "", has_served: bool = False) -> None:
-        """From now on it stands so."""
+    def set_status(self, status: ModelStatus, error: str = "", has_served: bool = False) -> None:
         self.info = msgspec.structs.replace(
             self.info,
             status=status,
@@ -54,7 +52,7 @@ class EngineProcess:
         )
 
     def start(self) -> None:
-        """Start its process. Where the system has none to give, one that has served is tried again."""
+        """Starts the process. If the fork fails, an engine that has served is retried."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.info.address)
         try:
@@ -64,38 +62,38 @@ class EngineProcess:
             delay = self.child.schedule_restart()
             logger.error("process %s cannot be started (%r)", self.child.name, error)
             if self.info.has_served:
-                logger.error("%s is tried again in %.1f s", self.child.name, delay)
+                logger.error("%s: retry in %.1f s", self.child.name, delay)
             else:
-                self.send_command(ModelStatus.FAILED, error=f"its process cannot be started: {error}; load it again")
+                self.set_status(ModelStatus.FAILED, error=f"its process cannot be started: {error}; load it again")
             return
         self.update_pid()
 
     def update_pid(self) -> None:
-        """Tell its number, which one that is forked has a while after it was started."""
+        """Reports the process id, which a forked process has only some time after its start."""
         process = self.child.process
         number = (process.is_alive() and process.pid) or 0 if process is not None else 0
         if number != self.info.pid:
             self.info = msgspec.structs.replace(self.info, pid=number)
 
     def restart(self, timeout_s: float) -> None:
-        """Drain it if it serves, for so long, then start it once more."""
+        """Drains the engine for at most `timeout_s` if it serves, then starts it again."""
         if self.status is ModelStatus.READY:
             self.drain(timeout_s, restarts=True)
             return
         if self.child.process is not None:
-            self.child.kill()  # it has said that it failed, and may not have ended yet
+            self.child.kill()  # it reported a failure and may still run
             self.child.reap()
-        self.send_command(ModelStatus.LOADING)
+        self.set_status(ModelStatus.LOADING)
 
     def drain(self, timeout_s: float, restarts: bool = False) -> None:
-        """Let its running answers end, for so long, then end it."""
+        """Lets running answers end for at most `timeout_s`, then ends the engine."""
         self.restarts = restarts
-        self.send_command(ModelStatus.UNLOADING)
+        self.set_status(ModelStatus.UNLOADING)
         self.deadline = time.monotonic() + timeout_s
         self.child.send_command("drain")
 
     def schedule_restart(self, cause: str) -> None:
-        """Its process has ended and is wanted."""
+        """Plans the restart of a process that ended."""
         delay = self.child.schedule_restart()
-        logger.error("process %s ended (%s); it is started again in %.1f s", self.child.name, cause, delay)
-        self.send_command(ModelStatus.LOADING)
+        logger.error("process %s ended (%s); restart in %.1f s", self.child.name, cause, delay)
+        self.set_status(ModelStatus.LOADING)

@@ -1,8 +1,7 @@
-"""The engines: a process each for the replicas of the service's own model and for models loaded while serving.
+"""The engine processes: replicas of the service's own model, and models loaded while serving.
 
-An engine that is lost is started again. One that cannot start ends the service if it was there from the beginning;
-one that came later is told as failed and touches nothing else. To drain one, its running answers end or go on with
-another engine, and its sessions are stored.
+A lost engine is restarted. If an initial engine cannot start, the service ends. If a later one cannot start, it is
+reported as failed. A draining engine finishes its answers or moves them to another engine, and stores its sessions.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME, ModelCommand, ModelS
 logger = logging.getLogger("supervisor")
 
 MIN_IDLE_S = 10.0
-"""A model that nobody has used for so long may leave for another's sake, where idle ones leave at all."""
+"""With --model-idle-s, a model that is unused for this long may be unloaded to make room for another."""
 MAX_FAILED = 16
-"""Engines that failed to start and are remembered; the oldest go first."""
+"""Failed engines that are remembered. The oldest are dropped first."""
 MAX_REPLICAS = 64
 RESTARTABLE = (ModelStatus.READY, ModelStatus.FAILED)
 PRELOAD_MODULE = "rwkv_batch.ipc.preload"
-"""What engines that are forked need."""
+"""Module that the fork server imports for engines."""
 ALL = "all"
-"""In place of an engine's name: each of the service's own, one after the other."""
+"""Engine name that means every engine of the own model, one after the other."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """How many models, and for how long."""
+    """Limits of the loaded models."""
 
     count: int
     idle_s: float
-    """0: unused ones stay."""
+    """0: never unload."""
     kill_grace_s: float
-    """What an engine gets beyond --drain-timeout-s before it is killed."""
+    """Seconds after --drain-timeout-s until an engine is killed."""
 
 
 class Engines:
-    """Starts, watches and ends them; the supervisor's loop calls `poll`."""
+    """Starts, monitors and ends the engines. The supervisor's loop calls `poll`."""
 
     def __init__(
         self,
@@ -68,10 +67,10 @@ class Engines:
         replicas: Sequence[tuple[str, ...]] = (),
         forks: ForkedContext | None = None,
     ) -> None:
-        """`config` is that of the service's own model, whose settings the others have but for their wishes.
-
-        `replicas`: the devices num_replicas each engine that serves the own model from the beginning. `forks`: what engines of
-        other models are forked from; None: they are spawned, too.
+        """
+        config: settings of the service's own model. Loaded models inherit them.
+        replicas: devices of each initial engine.
+        forks: context that forks the engines of loaded models. None: they are spawned.
         """
         self._config = config
         self._folder = folder
@@ -86,20 +85,20 @@ class Engines:
         self._engines: dict[str, EngineProcess] = {}
         """by name"""
         self._device_indices: dict[str, int] = {}
-        """which of the machine's GPUs each replica takes where none is named"""
+        """GPU index of each replica that names no device."""
         self._to_restart: deque[str] = deque()
         self.is_up = False
-        """An engine of the own model has been ready."""
+        """Whether an engine of the own model has been ready."""
         for devices in replicas:
             self._add(devices, len(replicas))
 
     @property
     def registered(self) -> tuple[ServedModel, ...]:
-        """All that were asked for and have not left, in that order."""
+        """All engines that were requested and not removed, in that order."""
         return tuple(engine.info for engine in self._engines.values())
 
     def handle_command(self, command: ModelCommand) -> str | None:
-        """Do what an HTTP worker asks; returns why it cannot be done, in one line."""
+        """Executes an HTTP worker's command. Returns one line that says why it failed, or None."""
         if command.spec is not None:
             return self._load(command.spec)
         if command.unload:
@@ -109,16 +108,16 @@ class Engines:
         return self._remove(command.remove_engine) if command.remove_engine else self._restart(command.restart_engine)
 
     def mark_used(self, names: tuple[str, ...]) -> None:
-        """Requests of these models run or have just come."""
+        """Records that these models have requests."""
         now = time.monotonic()
         for engine in self._engines.values():
             if engine.info.spec.name in names:
                 engine.last_used = now
 
     def poll(self) -> None:
-        """Listen to the engines, start again what was lost, end what drains, let idle ones leave.
+        """Reads messages, restarts lost engines, ends drained ones, unloads idle ones.
 
-        Raises StartupError when an engine that was there from the beginning cannot start.
+        Raises StartupError if an initial engine cannot start.
         """
         now = time.monotonic()
         for name, engine in list(self._engines.items()):
@@ -129,14 +128,14 @@ class Engines:
             elif engine.status is ModelStatus.UNLOADING and now > engine.deadline:
                 engine.child.kill()
             elif engine.status is ModelStatus.READY and self._is_idle(engine, now):
-                logger.info("model %s has not been used for %.0f s and leaves", name, self._limits.idle_s)
+                logger.info("model %s was not used for %.0f s and is unloaded", name, self._limits.idle_s)
                 engine.drain(self._drain_s)
             if self._may_start(engine) and now >= engine.child.restart_at:
                 engine.start()
         self._restart_next()
 
     def wait_s(self) -> float | None:
-        """Seconds until something is due here; None: nothing is."""
+        """Seconds until the next timer, or None."""
         now = time.monotonic()
         due = [engine.deadline for engine in self._engines.values() if engine.status is ModelStatus.UNLOADING]
         due += [engine.child.restart_at for engine in self._engines.values() if self._may_start(engine)]
@@ -150,22 +149,21 @@ class Engines:
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes readable when an engine speaks or ends."""
+        """Returns objects that become readable when an engine sends a message or ends."""
         return [one for engine in self._engines.values() for one in engine.child.waitables]
 
     @property
     def any_alive(self) -> bool:
-        """Whether any runs."""
         return any(engine.child.is_alive for engine in self._engines.values())
 
     def drain(self) -> None:
-        """Let all end: the service does."""
+        """Drains all engines at shutdown."""
         self._to_restart.clear()
         for engine in list(self._engines.values()):
             self._drain_or_end(engine)
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kills all engines."""
         for engine in self._engines.values():
             engine.child.kill()
 
@@ -180,19 +178,19 @@ class Engines:
         is_own = spec.name in (self._config.model_name, DEFAULT_MODEL_NAME)
         if is_own or (known is not None and known.status is not ModelStatus.FAILED):
             if known is not None and known.status is ModelStatus.UNLOADING:
-                return f"name: a model {spec.name!r} is leaving; wait until it has, or give another name"
+                return f"name: model {spec.name!r} is being unloaded; wait for its end or use another name"
             state = "" if known is None else f", {known.status}"
-            return f"name: a model {spec.name!r} is here already{state}; unload it first, or give another name"
+            return f"name: model {spec.name!r} is loaded{state}; unload it first or use another name"
         others = [engine for engine in self._engines.values() if not engine.info.is_own]
         leaving = (ModelStatus.FAILED, ModelStatus.UNLOADING)
         active_models = [engine for engine in others if engine.status not in leaving]
         if len(active_models) >= self._limits.count and not self._unload_idle(active_models):
             return (
-                f"name: {len(active_models)} models are loaded already, the limit is {self._limits.count} (--max-models); "
+                f"name: {len(active_models)} models are loaded, the limit is {self._limits.count} (--max-models); "
                 "unload one first"
             )
         if known is not None:
-            known.child.kill()  # it has said that it failed, and may not have ended yet
+            known.child.kill()  # it reported a failure and may still run
             del self._engines[known.info.engine]
         self._drop_old_failures()
         config = model_config(self._config, spec, len(self._replicas))
@@ -201,19 +199,19 @@ class Engines:
         return None
 
     def _unload_idle(self, models: list[EngineProcess]) -> bool:
-        """Have the model leave that nobody has used for longest; False: none may."""
+        """Unloads the least recently used model. Returns False if none may be unloaded."""
         since = time.monotonic() - min(self._limits.idle_s, MIN_IDLE_S)
         ready = [engine for engine in models if engine.status is ModelStatus.READY]
         idle = [engine for engine in ready if self._limits.idle_s and engine.last_used < since]
         if not idle:
             return False
         engine = min(idle, key=lambda one: one.last_used)
-        logger.info("model %s makes room for another", engine.info.spec.name)
+        logger.info("model %s is unloaded to make room for another", engine.info.spec.name)
         self._drain_or_end(engine)
         return True
 
     def _may_start(self, engine: EngineProcess) -> bool:
-        """Whether it is to be started, and those that make room for it have gone."""
+        """Whether the engine should start and the models that make room for it have ended."""
         if not engine.needs_start or engine.info.is_own:
             return engine.needs_start
         others = [one for one in self._engines.values() if not one.info.is_own and one.child.process is not None]
@@ -222,7 +220,7 @@ class Engines:
     def _unload(self, name: str) -> str | None:
         engine = self._model(name)
         if engine is None:
-            return f"name: no model {name!r} was loaded while serving; GET /v1/models lists those that were"
+            return f"name: no model {name!r} was loaded while serving; GET /v1/models lists the loaded ones"
         self._drain_or_end(engine)
         return None
 
@@ -231,13 +229,13 @@ class Engines:
         return next((engine for engine in others if engine.info.spec.name == name), None)
 
     def _drain_or_end(self, engine: EngineProcess) -> None:
-        """Drain it, or end it at once if it has nothing to drain."""
+        """Drains the engine, or kills it if there is nothing to drain."""
         if engine.status is ModelStatus.UNLOADING:
             engine.restarts = False
         elif engine.child.process is None:
             del self._engines[engine.info.engine]
         elif engine.status is ModelStatus.LOADING:
-            engine.child.kill()  # it has no sessions yet, or their turns are in the log
+            engine.child.kill()  # it has no sessions yet, or their turns are in the log already
             engine.child.reap()
             del self._engines[engine.info.engine]
         else:
@@ -250,7 +248,7 @@ class Engines:
         return {name: engine for name, engine in self._engines.items() if engine.info.is_own}
 
     def _add(self, devices: tuple[str, ...], num_replicas: int) -> None:
-        """Begin one more engine of the own model, one of so many."""
+        """Starts one more engine of the own model. `num_replicas`: engines in total."""
         number = next(self._replica_numbers)
         name = f"engine-{number}"
         spec = ModelSpec(name=self._config.model_name, file=self._config.model_path, devices=devices)
@@ -264,9 +262,9 @@ class Engines:
     def _add_replica(self, devices: tuple[str, ...]) -> str | None:
         active = [engine for engine in self._replicas.values() if engine.status is not ModelStatus.FAILED]
         if len(active) >= MAX_REPLICAS:
-            return f"devices: {len(active)} engines serve the model already, the limit is {MAX_REPLICAS}"
+            return f"devices: {len(active)} engines serve the model, the limit is {MAX_REPLICAS}; remove one first"
         if self._config.pool.state_db and not self._config.pool.service:
-            return "devices: the engine has its database for itself; start the service with --replicas 1 or more"
+            return "devices: this engine does not share its database; start the service with --replicas 1 or more"
         self._drop_old_failures()
         self._add(devices, len(active) + 1)
         return None
@@ -297,13 +295,13 @@ class Engines:
         return None
 
     def _restart_next(self) -> None:
-        """Drain the next engine that is to be started anew, once all others are there."""
+        """Drains the next engine to restart, once all others are ready."""
         busy = (ModelStatus.UNLOADING, ModelStatus.LOADING)
         if not self._to_restart or any(engine.status in busy for engine in self._replicas.values()):
             return
         engine = self._engines.get(self._to_restart.popleft())
         if engine is not None and engine.status in RESTARTABLE:
-            logger.info("%s, which is %s, is started anew", engine.info.engine, engine.status)
+            logger.info("%s (%s) restarts", engine.info.engine, engine.status)
             engine.restart(self._drain_s)
 
     def _unknown(self, name: str) -> str:
@@ -332,12 +330,12 @@ class Engines:
                 case "ready":
                     logger.info("%s serves model %s", engine.info.engine, engine.info.spec.name)
                     engine.last_used = time.monotonic()
-                    engine.send_command(ModelStatus.READY, has_served=True)
+                    engine.set_status(ModelStatus.READY, has_served=True)
                     self.is_up = self.is_up or engine.info.is_own
                 case "failed" if not engine.info.has_served:
                     if self._is_initial(engine):
                         raise StartupError(value)
-                    engine.send_command(
+                    engine.set_status(
                         ModelStatus.FAILED, error=reason_for_request(value, self._config.models_dir, engine.info.is_own)
                     )
                 case "failed":
@@ -346,7 +344,7 @@ class Engines:
                     engine.child.send_command("end")
 
     def _is_initial(self, engine: EngineProcess) -> bool:
-        """Whether it is one of those that the service was started with."""
+        """Whether the service was started with this engine."""
         return engine.info.is_own and not self.is_up
 
     def _reap(self, name: str, engine: EngineProcess) -> None:
@@ -355,7 +353,7 @@ class Engines:
         match engine.status:
             case ModelStatus.UNLOADING if engine.restarts:
                 engine.restarts = False
-                engine.send_command(ModelStatus.LOADING)
+                engine.set_status(ModelStatus.LOADING)
             case ModelStatus.UNLOADING:
                 logger.info("%s has left", name if engine.info.is_own else f"model {engine.info.spec.name}")
                 del self._engines[name]
@@ -364,7 +362,7 @@ class Engines:
             case ModelStatus.LOADING if not engine.info.has_served:
                 if self._is_initial(engine):
                     raise StartupError(f"the engine process ended while starting ({cause})")
-                engine.send_command(ModelStatus.FAILED, error=f"its process ended while it loaded ({cause})")
+                engine.set_status(ModelStatus.FAILED, error=f"its process ended while it loaded ({cause})")
                 logger.error("%s cannot be loaded: %s", name, engine.info.error)
             case _:
                 engine.schedule_restart(cause)

@@ -48,7 +48,7 @@ def find_nginx(settings: Settings) -> str | None:
 
 
 class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What nginx has to know."""
+    """Values of nginx's configuration."""
 
     program: str
     host: str
@@ -58,19 +58,19 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     trusted_proxies: tuple[str, ...]
     cors_origin: str
     body_mb: float
-    """The largest body of any route."""
+    """Largest body of any route in MiB."""
     connections_per_client: int
     stall_timeout_s: float
     drain_timeout_s: float
 
     @classmethod
     def build(cls, settings: Settings, workers: list[socket.socket]) -> NginxConfig:
-        """What the settings imply for workers that listen on these sockets. Raises StartupError without nginx."""
+        """Builds the values from the settings and the workers' sockets. Raises StartupError without nginx."""
         http = settings.http
         per_worker = http.max_streams_per_client or http.max_streams
         program = find_nginx(settings)
         if program is None:
-            raise StartupError("nginx is not installed any more")
+            raise StartupError("nginx is not installed; install it or start with --front none")
         return cls(
             program=program,
             host=http.host,
@@ -86,7 +86,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def render(self, folder: str) -> str:
-        """nginx.conf, with everything that nginx writes in `folder`."""
+        """Returns the text of nginx.conf. nginx writes into `folder` only."""
         connections = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _RESERVED_FILES)
         return _MAIN.format(
             processes=max(1, min(4, (os.cpu_count() or 1) // 2)),
@@ -107,13 +107,18 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _nginx_errors(self) -> list[tuple[int, str, str, int]]:
-        """What nginx answers by itself: status, OpenAI's type, message, seconds to wait before another try."""
+        """Returns nginx's own error answers: status, OpenAI error type, message, Retry-After in seconds."""
         limit = f"{self.connections_per_client} (--max-streams-per-client)"
         return [
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
             (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),
-            (502, "server_error", "the HTTP worker process was lost and is being replaced; send the request again", 1),
-            (504, "server_error", "the HTTP worker process does not answer; see the server's log", 1),
+            (502, "server_error", "the HTTP worker process was lost and is being replaced; retry the request", 1),
+            (
+                504,
+                "server_error",
+                "the HTTP worker process does not answer; retry the request, and see the server's log",
+                1,
+            ),
         ]
 
     def _error(self, status: int, kind: str, message: str, retry_s: int) -> str:
@@ -129,7 +134,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _quoted(text: str) -> str:
-    """As a string of nginx's configuration."""
+    """Quotes a string for nginx's configuration."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -181,7 +186,7 @@ http {{
             proxy_set_header Connection "";
             proxy_set_header Host $http_host;
             proxy_set_header X-Forwarded-For $remote_addr;
-            # Bodies are JSON or session files, whatever they call themselves; Robyn would answer forms with a 500.
+# Bodies are JSON or session files with any Content-Type. Robyn would answer forms with a 500.
             proxy_set_header Content-Type "";
             proxy_set_header {key_header} {key};
             proxy_request_buffering on;

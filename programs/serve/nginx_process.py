@@ -1,7 +1,6 @@
-"""The process that runs nginx: it starts it on a socket that listens already, and ends with it.
+"""The process that runs nginx on a listening socket, and ends together with it.
 
-It is a process of its own so that nginx is looked after like the others, and so that nothing of it is left when the
-supervisor is killed.
+A separate process lets the supervisor monitor nginx like the others. If the supervisor is killed, nginx ends too.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def nginx_process(
     """Main function of the process. "quit" lets nginx finish its answers; the supervisor's end ends it at once."""
     become_child(name, style)
     folder = TemporaryFolder("nginx")
-    Path(folder.path).chmod(0o711)  # nginx that root starts works as another user, who must reach its own folders
+    Path(folder.path).chmod(0o711)  # nginx started by root runs as another user, who needs access to these folders
     try:
         code = _run(config, listener, folder.path, supervisor)
     finally:
@@ -55,7 +54,7 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if sys.platform == "linux":
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        supervisor.send(("started", os.getpid()))  # before it is nginx: whatever is killed then, none of it is left
+        supervisor.send(("started", os.getpid()))  # reported before exec, so that a kill at any time leaves no process
 
     nginx = subprocess.Popen(
         command,
@@ -72,7 +71,7 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
 
 
 def _config_error(command: list[str]) -> str | None:
-    """What nginx dislikes of its configuration, in its last line but the verdict; None if it is good."""
+    """Returns nginx's message about a faulty configuration, or None."""
     tested = subprocess.run([*command, "-t", "-q"], capture_output=True, text=True, check=False, timeout=30)
     return None if tested.returncode == 0 else (tested.stderr.strip() or "no reason given").replace("\n", "; ")
 

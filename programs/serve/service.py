@@ -1,7 +1,6 @@
-"""The supervisor: engine processes and HTTP worker processes, perhaps nginx in front, all looked after here.
+"""The supervisor of engines, HTTP workers, the batch process and nginx.
 
-A process that dies is started again; a signal drains the service; children notice the supervisor's end by their pipe
-and end too.
+It restarts processes that die. A signal drains the service. Children end when their pipe to the supervisor closes.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ from rwkv_batch.ipc.served_model import ServedModel
 logger = logging.getLogger("supervisor")
 
 _KILL_GRACE_S = 5.0
-"""What processes get beyond --drain-timeout-s before they are killed."""
+"""Seconds after --drain-timeout-s until processes are killed."""
 _FORCE_STOP_S = 5.0
-"""What HTTP workers get after a second signal to tell their clients that the answer ends here; they end before that
-unless a client does not read, or the machine is busy."""
+"""Seconds after a second signal in which HTTP workers may end their streams with an error event."""
 ENGINE_FACTORY = "rwkv_batch.engine:Engine"
 
 
@@ -58,14 +56,14 @@ def batches_process(*arguments: Any) -> None:
 
 
 def cluster_process(*arguments: Any) -> None:
-    """Main function of the process that follows a cluster's engines."""
+    """Main function of the process that monitors a cluster's engines."""
     from rwkv_batch.fleet.actors.process import run_cluster
 
     run_cluster(*arguments)
 
 
 _RELOAD = b"r"
-"""Written into the pipe that wakes the supervisor."""
+"""Byte in the wake-up pipe that means "reload"."""
 
 
 class Supervisor:
@@ -78,14 +76,14 @@ class Supervisor:
         http_target: Callable[..., None] = http_process,
         listeners: Listeners | None = None,
     ) -> None:
-        """Raises StartupError if the address cannot be listened on."""
+        """Raises StartupError if the address is not available."""
         self._listeners = listeners or listen(settings)
         if self._listeners.front is not None:
             settings = _with_proxy_key(settings)
         settings = _with_shared_sessions(_with_files_dir(settings))
         self._settings = settings
         self._folder = TemporaryFolder()
-        # Else multiprocessing makes one of its own, which stays if this process is killed.
+        # multiprocessing would create a folder that stays if this process is killed.
         multiprocessing.current_process()._config["tempdir"] = self._folder.path  # type: ignore[attr-defined]
         export_python_path()
         style = LogStyle(settings.service.log_format, settings.service.log_level)
@@ -107,12 +105,12 @@ class Supervisor:
         self._has_logged_serving = False
         self._wake_read, self._wake_write = os.pipe()
         self._sent_to_batches: tuple[object, tuple[ServedModel, ...]] = (None, ())
-        """the process of batches, and what it was told of engines"""
+        """The batch process and the last list of engines that it received."""
         self._started: set[Child] = set()
         self._signals = 0
 
     def _make_engines(self, factory: str, style: LogStyle, spawn: SpawnContext) -> Engines | ClusterEngines:
-        """This machine's engines, or those of the cluster that it takes part in."""
+        """Creates this machine's engines, or those of its cluster."""
         service, engine = self._settings.service, self._settings.engine
         limits = ModelLimits(service.max_models, service.model_idle_s, _KILL_GRACE_S)
         replicas = service.replica_devices or (engine.devices,) * max(1, service.replicas)
@@ -133,11 +131,11 @@ class Supervisor:
         return ClusterEngines(engines, child, engine.drain_timeout_s + _KILL_GRACE_S)
 
     def run(self) -> int:
-        """Serve; returns the exit code. Raises StartupError if it cannot."""
+        """Serves until a signal and returns the exit code. Raises StartupError if it cannot start."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGHUP, self._on_hangup)  # always: what is sent to reload must never end the service
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # in the background of a terminal a line of the log would stop it
+        signal.signal(signal.SIGHUP, self._on_hangup)  # always, so that SIGHUP never ends the service
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background job would stop at its first log line
         try:
             while not self._signals:
                 self._poll()
@@ -147,7 +145,7 @@ class Supervisor:
             self._end_all()
 
     def _single_processes(self) -> list[Child]:
-        """Processes of which there is one each."""
+        """nginx and the batch process, if they run."""
         return [child for child in (self._nginx, self._batches) if child is not None]
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -174,7 +172,7 @@ class Supervisor:
             self._workers.reload()
 
     def _send_models_to_batches(self) -> None:
-        """Tell the process of batches which engines there are, when it has begun and when that changes."""
+        """Sends the list of engines to the batch process when either changes."""
         if self._batches is None or not self._batches.is_alive:
             return
         message = (self._batches.process, self._engines.registered)
@@ -183,12 +181,12 @@ class Supervisor:
             self._batches.send_command(("models", self._engines.registered))
 
     def _start(self, child: Child) -> None:
-        """Start a process; where that fails, as when the one that forks has just been lost, again in a moment."""
+        """Starts a process. If that fails, for example without a fork server, a retry follows."""
         try:
             child.start()
         except (EOFError, OSError) as error:
             delay = child.schedule_restart()
-            logger.error("process %s cannot be started (%r); it is tried again in %.1f s", child.name, error, delay)
+            logger.error("process %s cannot be started (%r); retry in %.1f s", child.name, error, delay)
 
     def _next_start_s(self) -> float | None:
         now = time.monotonic()
@@ -215,7 +213,7 @@ class Supervisor:
         if child not in self._started and was_forked:
             raise StartupError(f"the {child.name} process ended while starting ({cause})")
         delay = child.schedule_restart()
-        logger.error("process %s ended (%s); it is started again in %.1f s", child.name, cause, delay)
+        logger.error("process %s ended (%s); restart in %.1f s", child.name, cause, delay)
 
     def _log_serving(self) -> None:
         if self._engines.is_up and not self._has_logged_serving:
@@ -224,28 +222,28 @@ class Supervisor:
             logger.info("serving %s on http://%s:%d", http.model_name, _url_host(http.host), http.port)
 
     def _drain(self) -> None:
-        """Refuse new work, let the running work end, store the states, end the processes."""
+        """Refuses new work, lets running work end, stores the states, ends the processes."""
         timeout_s = self._settings.engine.drain_timeout_s
         logger.info("shutting down: running requests get %.0f s; a second signal ends them at once", timeout_s)
         deadline = time.monotonic() + timeout_s + _KILL_GRACE_S
         self._workers.drain()
         if self._batches is not None:
-            self._batches.send_command("drain")  # what has ended is kept, the rest goes on at the next start
+            self._batches.send_command("drain")  # finished lines are kept, the others run at the next start
         self._engines.drain()
         self._wait_until(self._engines_have_ended, deadline)
         if self._nginx is not None:
-            self._nginx.send_command("quit")  # it listens no more, and ends when the workers' last answers are out
+            self._nginx.send_command("quit")  # it stops listening and ends after the workers' last answers
         self._workers.finish()
-        deadline = max(deadline, time.monotonic() + _KILL_GRACE_S)  # engines may have taken all of it
+        deadline = max(deadline, time.monotonic() + _KILL_GRACE_S)  # engines may have used all of the time
         self._wait_until(lambda: not self._workers.any_alive, deadline)
-        self._listeners.close()  # what nginx still reads is told that nobody answers, and does not wait for it
+        self._listeners.close()  # clients that nginx still reads get an error at once
         self._wait_until(lambda: self._nginx is None or not self._nginx.is_alive, deadline)
         if self._signals > 1:
             self._force_stop()
         logger.info("stopped")
 
     def _force_stop(self) -> None:
-        """End at once, but let the HTTP workers tell their clients so."""
+        """Ends at once, but lets HTTP workers send an error to their clients."""
         self._engines.kill()
         self._workers.finish()
         deadline = time.monotonic() + _FORCE_STOP_S
@@ -273,7 +271,7 @@ class Supervisor:
 
 
 def listen(settings: Settings) -> Listeners:
-    """The service's sockets. Raises StartupError if nginx is asked for and missing, or the address cannot be had."""
+    """Opens the service's sockets. Raises StartupError without nginx or without the address."""
     http = settings.http
     front = find_nginx(settings)
     return open_listeners(
@@ -282,7 +280,7 @@ def listen(settings: Settings) -> Listeners:
 
 
 def _with_files_dir(settings: Settings) -> Settings:
-    """Where files and batches are kept: beside the sessions, if those are kept and nothing else is said."""
+    """Sets the folder of files and batches. Default: next to the session database, if there is one."""
     folder, state_db = settings.http.files_dir, settings.engine.pool.files_stem
     if folder == "auto":
         folder = f"{state_db}.files" if state_db else NONE
@@ -292,7 +290,7 @@ def _with_files_dir(settings: Settings) -> Settings:
 
 
 def _with_shared_sessions(settings: Settings) -> Settings:
-    """With --replicas or --cluster the engines share the database: they are told what they have in common."""
+    """Marks the engines as sharing one database with --replicas or --cluster."""
     pool = settings.engine.pool
     if not ((settings.service.replicas or settings.service.cluster) and pool.state_db):
         return settings

@@ -170,19 +170,19 @@ def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path, monkeypatch: 
 
 BROKEN = """
 import os
-from test.harness import ask, started_engine, submit
+from test.harness import make_request, started_engine, submit
 from demo.files import ensure_model
 
 def breaking(engine):
-    engine.machine._tokens.drawn.fill_(10**9)  # no such token: reading its embedding breaks the device, inside a graph
+    engine.model_runner._tokens.sampled_tokens.fill_(10**9)  # no such token: reading its embedding breaks the device, inside a graph
 
 with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_tokens_per_step=256) as engine:
-    job = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True, chunk_size=1))
+    job = submit(engine, make_request("x", max_tokens=10**6, ignore_eos=True, chunk_size=1))
     assert job.started.wait(60)
     engine._inbox.put(lambda: breaking(engine))
     print("ended", job.wait().events[-1].error.kind, flush=True)
     engine._thread.join(60)
-    late = submit(engine, ask("x"))
+    late = submit(engine, make_request("x"))
     print("alive", engine.is_alive, late.refusal.info.kind, flush=True)
     os._exit(7)
 """

@@ -13,13 +13,13 @@ AS_GLIBC_IS = {name: value for name, value in os.environ.items() if not name.sta
 """Whoever runs the tests may have said how many heaps there are."""
 HOLDS = """
 import ctypes
-from native.heap import LARGE_BYTES, keep_large_blocks_apart
+from native.heap import LARGE_BYTES, mmap_large_blocks
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", *"abcdef")]
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
 if {kept}:
-    keep_large_blocks_apart()
+    mmap_large_blocks()
 del (freed := [bytearray(16 * LARGE_BYTES)])[:]
 before = libc.mallinfo2().hblks
 body = bytearray(2 * LARGE_BYTES)

@@ -247,7 +247,7 @@ import torch
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.kernels.cpu.ops import CpuOps
-from rwkv_batch.model.state_format import StateForm
+from rwkv_batch.model.state_format import StateFormat
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) << 10

@@ -100,11 +100,11 @@ def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path:
     a, b = models._model("a"), models._model("b")
     assert a is not None and b is not None
     for engine in (a, b):
-        engine.send_command(ModelStatus.READY, has_served=True)
+        engine.set_status(ModelStatus.READY, has_served=True)
     assert "the limit is 2" in str(ask("c")), "both were used just now"
     a.last_used -= MIN_IDLE_S + 1
     assert ask("c") is None and [a.status, b.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
-    assert "wait until it has" in str(ask("a")) and "unload it first" in str(ask("b"))
+    assert "wait for its end" in str(ask("a")) and "unload it first" in str(ask("b"))
     models.poll()
     c = models._model("c")
     assert c is not None and c.child.process is None and models.wait_s() != 0
@@ -120,16 +120,16 @@ def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
     engines = table_of(tmp_path, Processes(), count=0, replicas=[(), ()])
     engines.poll()
     ready, other = engines._engines.values()
-    ready.send_command(ModelStatus.READY, has_served=True)
+    ready.set_status(ModelStatus.READY, has_served=True)
     for status in (ModelStatus.LOADING, ModelStatus.UNLOADING):
-        other.send_command(status)
+        other.set_status(status)
         refusal = engines.handle_command(ModelCommand(1, restart_engine="engine-1"))
         assert refusal is not None and "'engine-1'" in refusal and status in refusal
-    other.send_command(ModelStatus.LOADING)
+    other.set_status(ModelStatus.LOADING)
     assert engines.handle_command(ModelCommand(1, restart_engine="all")) is None
     engines.poll()
     assert ready.status is ModelStatus.READY, "it alone serves while the other one loads"
-    other.send_command(ModelStatus.FAILED, error="no memory")
+    other.set_status(ModelStatus.FAILED, error="no memory")
     engines.poll()
     assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.FAILED
     process: Any = ready.child.process
@@ -137,7 +137,7 @@ def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
     engines.poll()
     engines.poll()
     assert ready.status is ModelStatus.LOADING and other.status is ModelStatus.FAILED, "one after the other"
-    ready.send_command(ModelStatus.READY, has_served=True)
+    ready.set_status(ModelStatus.READY, has_served=True)
     failed: Any = other.child.process
     engines.poll()
     assert ready.status is ModelStatus.READY and other.status is ModelStatus.LOADING and other.info.error == ""
@@ -149,10 +149,10 @@ def test_the_only_engine_that_is_ready_stays_until_another_one_is(tmp_path: Path
     engines = table_of(tmp_path, Processes(), count=0, replicas=[(), (), ()])
     engines.poll()
     ready, other, third = engines._engines.values()
-    ready.send_command(ModelStatus.READY, has_served=True)
+    ready.set_status(ModelStatus.READY, has_served=True)
     assert "last one" in str(engines.handle_command(ModelCommand(1, remove_engine="engine-0"))), "the others load"
     assert engines.handle_command(ModelCommand(2, remove_engine="engine-2")) is None, "nobody waits for one that loads"
-    other.send_command(ModelStatus.READY, has_served=True)
+    other.set_status(ModelStatus.READY, has_served=True)
     assert engines.handle_command(ModelCommand(3, remove_engine="engine-0")) is None
     assert [ready.status, other.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
     assert third not in engines._engines.values()
@@ -172,7 +172,7 @@ def test_no_two_models_keep_their_files_under_one_name(tmp_path: Path, database:
 @pytest.mark.parametrize("name", ["ours", "rwkv7"])
 def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name: str) -> None:
     models = table_of(tmp_path, NoProcesses())
-    assert "here already" in str(models.handle_command(ModelCommand(1, ModelSpec(name=name, file="x.pth"))))
+    assert "is loaded" in str(models.handle_command(ModelCommand(1, ModelSpec(name=name, file="x.pth"))))
     assert models.registered == ()
 
 

@@ -23,10 +23,10 @@ WAIT_S = 60
 ELSEWHERE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from programs.serve.child import let_forks_import
-from programs.serve.http_workers import PRELOADED, fork_context
-let_forks_import()
-process = fork_context().Process(target=exec, args=(f"import sys; sys.exit({PRELOADED!r} in sys.modules)",))
+from programs.serve.child import export_python_path
+from programs.serve.http_workers import PRELOAD_MODULE, fork_context
+export_python_path()
+process = fork_context().Process(target=exec, args=(f"import sys; sys.exit({PRELOAD_MODULE!r} in sys.modules)",))
 process.start()
 process.join()
 print(process.exitcode)

@@ -166,7 +166,7 @@ def test_a_name_is_taken_once_also_by_two_at_a_time(fake: Service) -> None:
         asker.join(60)
     assert sorted(answer.status_code for answer in answers) == [200, 409]
     answer = fake.post("/v1/models/load", {"file": "good.pth", "name": "rwkv7"}, headers=ADMIN)
-    assert answer.status_code == 409 and "here already" in answer.json()["error"]
+    assert answer.status_code == 409 and "is loaded" in answer.json()["error"]
     unload(fake, "two")
 
 
