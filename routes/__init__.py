@@ -1,1 +1,1 @@
-"""The HTTP dialects: body -> Job, events -> body. No torch, no model, no state of a generation."""
+"""The HTTP API: turns bodies into jobs, and events into bodies. No torch, no model, no generation state."""

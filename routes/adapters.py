@@ -1,4 +1,4 @@
-"""`/v1/adapters`: adapters that rows run under. Any route takes the name of one as `adapter`."""
+"""`/v1/adapters`: the adapters that requests may name in `adapter`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class AdapterBody(Body):
     """An adapter to load."""
 
     name: str = Field(
-        min_length=1, max_length=64, description="Letters, digits, '.', '_' and '-': what requests will call it."
+        min_length=1, max_length=64, description="The adapter's name in requests: letters, digits, '.', '_' and '-'."
     )
     file: str = Field(
         min_length=1,
         max_length=4096,
-        description="Path within --models-dir: a LoRA, PiSSA or two-dimensional MiSS, or a folder of PEFT's.",
+        description="Path within --models-dir: a LoRA, PiSSA or two-dimensional MiSS file, or a PEFT folder.",
     )
     scale: float | None = Field(
-        None, ge=-1000, le=1000, description="What the pairs are multiplied by; without it the file has to say it."
+        None, ge=-1000, le=1000, description="Factor of the matrix pairs. Required if the file has none."
     )
 
 
@@ -45,18 +45,18 @@ def _to_json(context: Context, info: AdapterInfo) -> dict[str, Any]:
 
 
 async def list_adapters(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """The adapters, in the order in which they were loaded."""
+    """List the adapters, oldest first."""
     infos = await call_engine(context, ListAdapters())
     return json_response({"object": "list", "data": [_to_json(context, info) for info in infos]})
 
 
 async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
-    """Load an adapter beside the weights; requests may name it once this is answered."""
+    """Load an adapter. Requests may name it after this answer."""
     return json_response(_to_json(context, await call_engine(context, AddAdapter(body.name, body.file, body.scale))))
 
 
 async def remove_adapter(context: Context, upload: Upload) -> HandlerResponse:
-    """Forget an adapter. Rows that were admitted before keep it to their end; sessions wait until it is back."""
+    """Remove an adapter. Admitted rows keep it until they end. Its sessions cannot continue without it."""
     return json_response(_to_json(context, await call_engine(context, RemoveAdapter(upload.query.name))))
 
 

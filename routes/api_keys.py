@@ -1,14 +1,14 @@
-"""The keys of `--keys-file`: who may ask under which name, and how much.
+"""API keys with their names and limits, read from `--keys-file`.
 
-The file is TOML, one table for each key:
+The file is TOML, one table per key:
 
     [[key]]
-    name = "team-a"                 # in logs, figures and limits; letters, digits and . _ @ -
-    key = "sk-8f0c…"                # or its SHA-256, so that the file holds no secret:
+    name = "team-a"                 # for logs, metrics and limits; letters, digits and . _ @ -
+    key = "sk-8f0c…"                # or its SHA-256, to keep the secret out of the file:
     # sha256 = "9f86d081…"          # printf %s "$KEY" | sha256sum
-    rows = 64                       # at once; this and what follows may be left out: no limit
-    tokens_per_minute = 100000      # of prompts and answers together
-    requests_per_minute = 600       # of those that generate
+    rows = 64                       # running at the same time; limits are optional
+    tokens_per_minute = 100000      # prompts and answers
+    requests_per_minute = 600       # generation requests
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key."""
+    """An API key and its limits."""
 
     name: _Name
     key: _Key | None = None
-    """Printable ASCII without spaces: what a Bearer token can be."""
+    """Printable ASCII without spaces, as a Bearer token requires."""
     sha256: _Digest | None = None
     rows: _Limit | None = None
     tokens_per_minute: _Limit | None = None
@@ -46,7 +46,6 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def limits(self) -> ClientLimits:
-        """What its holder may use."""
         return ClientLimits(
             rows=self.rows, tokens_per_minute=self.tokens_per_minute, requests_per_minute=self.requests_per_minute
         )
@@ -62,42 +61,42 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeysError(Exception):
-    """The keys' file cannot be used; the message is one line that does not repeat a key."""
+    """The keys file cannot be used. The message is one line and contains no key."""
 
 
 def load_keys(path: str) -> tuple[ApiKey, ...]:
-    """The keys of a file. Raises KeysError."""
+    """Read the keys of a file. Raises KeysError."""
     try:
         keys = msgspec.toml.decode(Path(path).read_bytes(), type=_File).key
     except OSError as error:
-        raise KeysError(f"{path} cannot be read: {error.strerror}; docs/access.md shows one") from None
+        raise KeysError(f"{path} cannot be read: {error.strerror}; docs/access.md shows an example") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise KeysError(f"{path} is not a file of keys: {str(error).splitlines()[0]}") from None
+        raise KeysError(f"{path} is not a keys file: {str(error).splitlines()[0]}") from None
     for number, api_key in enumerate(keys, 1):
         if (api_key.key is None) == (api_key.sha256 is None):
             raise KeysError(f"{path}: key {number} ({api_key.name}) must have either key or sha256")
     duplicates = [name for name, count in Counter(api_key.name for api_key in keys).items() if count > 1]
     duplicates += [api_key.name for api_key in keys if [other.digest for other in keys].count(api_key.digest) > 1]
     if duplicates:
-        raise KeysError(f"{path}: {duplicates[0]} stands there twice; every key needs a name of its own")
+        raise KeysError(f"{path}: {duplicates[0]} is there twice; every key needs its own name and its own value")
     return tuple(keys)
 
 
 class KeysFile:
-    """The file of keys and what it held when it could last be used. The supervisor's: all HTTP workers get the same."""
+    """The keys file and its last valid content. The supervisor owns it and sends the keys to all HTTP workers."""
 
     def __init__(self, path: str = "") -> None:
-        """`path`: --keys-file; "" = no keys are used. None are in force until `read`."""
+        """`path`: --keys-file, "" for none. There are no keys until `read`."""
         self._path = path
         self.keys: tuple[ApiKey, ...] = ()
 
     @property
     def is_configured(self) -> bool:
-        """Whether there is a file."""
+        """Whether there is a keys file."""
         return bool(self._path)
 
     def read(self) -> None:
-        """Read the file again, if there is one; keys stay as they are if it cannot be used."""
+        """Reload the file. The current keys stay if it is invalid."""
         if not self._path:
             return
         try:
@@ -109,19 +108,18 @@ class KeysFile:
 
 
 class KeyRing:
-    """The keys in force in an HTTP worker. Any thread may ask and replace."""
+    """The keys in force in an HTTP worker. Thread-safe."""
 
     def __init__(self, is_configured: bool = False) -> None:
-        """`is_configured`: whether there is a file of keys."""
+        """`is_configured`: whether there is a keys file."""
         self.is_configured = is_configured
         self._keys: list[tuple[str, ApiKey]] = []
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """From now on these are in force."""
         self._keys = [(key.digest, key) for key in keys]
 
     def find(self, given: str) -> ApiKey | None:
-        """The key that was given; takes as long for any that is not one."""
+        """Return the key with this value, or None. Takes the same time for every wrong value."""
         digest, found = _digest(given), None
         for known, key in self._keys:
             if hmac.compare_digest(digest, known):

@@ -1,4 +1,4 @@
-"""`/big_batch`: the fastest way through many prompts. Only temperature and noise act on the draw."""
+"""`/big_batch`: continues many prompts with minimal work per token. Supports temperature and noise only."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from sampling.params import Method, SamplingParams
 
 PATH = "/big_batch/completions"
 LABEL = "big_batch"
-"""Of the route's jobs; the engine counts them under this name."""
+"""Label of the route's jobs in the engine's counters."""
 
 
 class BigBatchBody(BatchBody):
-    """Prompts that are drawn as simply as can be; top_k, top_p and penalties have no effect here."""
+    """Prompts with the simplest sampling. top_k, top_p and penalties have no effect."""
 
-    stream: bool = Field(True, description="False: one JSON answer.")
+    stream: bool = Field(True, description="false: one JSON answer instead of a stream.")
     noise: float | None = Field(
         None,
         ge=0,
         le=1e6,
-        description="n: draw argmax(logits / temperature + U(0, n)). Not given: exact sampling at that temperature.",
+        description="Sample argmax(logits / temperature + U(0, noise)). Default: exact sampling at the temperature.",
     )
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Gumbel-max, or the family's simple sampler; temperature 0 is greedy with either."""
+        """Return the row's sampling parameters: Gumbel-max, or uniform noise. Temperature 0 is greedy in both."""
         if self.noise is None or self.temperature == 0:
             return super().sampling(seed)
         return SamplingParams(temperature=self.temperature, seed=seed, method=Method.NOISE, noise=self.noise)
 
 
 async def completions(context: Context, body: BigBatchBody) -> HandlerResponse:
-    """Continue every prompt with the least work per token; server-sent events unless `stream` is false."""
+    """Continue every prompt with minimal work per token. The answer is a stream unless `stream` is false."""
     job = await native_job(context, body, LABEL)
     return await run(context, job, BatchFormatter(body), make_decoder(body, job), body.stream)
 
 
 async def completions_status(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Whether requests of this route run, and how many."""
+    """Return how many requests of this route run or wait."""
     status = await call_engine(context, GetStatus())
     jobs = status["jobs"].get(LABEL, 0)
     rows = {name: status[name] for name in ("running_rows", "waiting_rows")}
@@ -56,8 +56,10 @@ async def completions_status(context: Context, query: dict[str, str]) -> Handler
 
 
 async def clean(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Cancel every request of this route that runs or waits, with an API key those of that key; their rows end with
-    "cancelled"."""
+    """Cancel all running and waiting requests of this route. Their rows end with "cancelled".
+
+    With an API key, only the requests of that key are cancelled.
+    """
     count = await call_engine(context, CancelJobs(LABEL, current_request().owner))
     return json_response({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
 
@@ -68,7 +70,7 @@ ROUTES = (
         PATH,
         completions,
         BigBatchBody,
-        "Continue many prompts as fast as possible; only temperature and noise act.",
+        "Continue many prompts as fast as possible. Only temperature and noise have an effect.",
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
@@ -88,7 +90,7 @@ ROUTES = (
         "/big_batch/clean",
         clean,
         None,
-        "Cancel the big_batch requests that run.",
+        "Cancel the big_batch requests.",
         answer=Cleaned,
         errors=(ErrorKind.ENGINE_LOST,),
     ),

@@ -1,4 +1,4 @@
-"""What every handler may use, and the gate that counts and refuses answers under way."""
+"""The context of the handlers, and the limits on concurrent answers."""
 
 from __future__ import annotations
 
@@ -23,62 +23,61 @@ from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
 MAX_SESSION_TRANSFERS, MAX_FILE_DOWNLOADS = 2, 32
-"""Answers of each kind that an HTTP worker has under way."""
+"""Concurrent answers of each kind per HTTP worker."""
 MAX_SESSION_TRANSFERS_PER_CLIENT, MAX_FILE_DOWNLOADS_PER_CLIENT = 1, 8
-"""Those of one client: it may read them as slowly as it likes."""
+"""Limits per client, because a client may read slowly."""
 
 
 class ServingEngine(EngineProtocol, Protocol):
-    """An engine that can be away, and that keeps the figures of all workers."""
+    """An engine that may disconnect, and that collects the metrics of all workers."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether a loaded engine is there."""
+        """Whether a loaded engine is connected."""
 
     @property
     def lost(self) -> list[str]:
-        """Names of those of its engines that take no work."""
+        """Names of the engines that take no work."""
 
     def observe(self, observation: Observe) -> None:
-        """Report an ended HTTP request."""
+        """Report a finished HTTP request."""
 
 
 class Models(Protocol):
-    """The models loaded while serving; see routes/model_registry.py."""
+    """The models loaded at run time; see routes/model_registry.py."""
 
     @property
     def registered(self) -> Sequence[ServedModel]:
-        """All that were asked for and have not left."""
+        """All models that were requested and not unloaded."""
 
     def find(self, name: str) -> ServedModel | None:
-        """What is known of a model that was asked for."""
+        """Return the model with this name, or None."""
 
     def ready_context(self, model: ServedModel) -> Context | None:
-        """To look at a model, which is no use of it; None: it is being loaded, has failed, or leaves."""
+        """Return a model's context without marking it as used. None unless the model is ready."""
 
     def select_model(self, context: Context, requested: str) -> Context:
-        """The context of the model that a request names. Raises ServiceError."""
+        """Return the context of the model that a request names. Raises ServiceError."""
 
     async def wait_until_known(self, context: Context, requested: str, timeout_s: float) -> None:
-        """Return when it is known here whether there is the model that a request names, and whether it is being loaded;
-        at the latest after so long."""
+        """Wait until this worker knows the model's status, at most `timeout_s` seconds."""
 
     async def load(self, spec: ModelSpec, timeout_s: float | None) -> ServedModel:
-        """Have a model loaded, and wait so long for it. Raises ServiceError if that cannot be begun."""
+        """Load a model and wait at most `timeout_s` seconds. Raises ServiceError if loading cannot start."""
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
-        """Have a model unloaded, and wait so long for it. Raises ServiceError if there is none."""
+        """Unload a model and wait at most `timeout_s` seconds. Raises ServiceError if it does not exist."""
 
     @property
     def engines(self) -> Sequence[ServedModel]:
-        """Those of the service's own model."""
+        """The engines of the service's own model."""
 
     async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
-        """Add, remove or restart engines, and wait so long until all stand still. Raises ServiceError."""
+        """Add, remove or restart engines and wait at most `timeout_s` seconds. Raises ServiceError."""
 
 
 class RequestLimiter:
-    """Counts the answers under way, in all and of each client, up to limits; lets no new work in while draining."""
+    """Limits the running answers, in total and per client. Refuses new work while draining."""
 
     def __init__(self, limit: int, limit_per_client: int = 0) -> None:
         self._limit = limit
@@ -90,11 +89,10 @@ class RequestLimiter:
 
     @property
     def num_active(self) -> int:
-        """Answers under way."""
         return self._num_active
 
     def acquire(self, is_generation: bool, client: str) -> None:
-        """Count an answer. Raises ServiceError (draining, overloaded) for work that cannot be taken."""
+        """Count an answer. Raises ServiceError (draining, overloaded) if it must be refused."""
         with self._lock:
             if is_generation:
                 self._check(client)
@@ -102,7 +100,7 @@ class RequestLimiter:
             self._active_by_client[client] += 1
 
     def release(self, client: str) -> None:
-        """The answer's last byte was handed over, or its client is gone."""
+        """Uncount an answer: its last byte was sent, or the client has left."""
         with self._lock:
             self._num_active -= 1
             self._active_by_client[client] -= 1
@@ -110,10 +108,12 @@ class RequestLimiter:
                 del self._active_by_client[client]
 
     def check_draining(self) -> None:
-        """Raises ServiceError (draining) when no new work is taken."""
+        """Raises ServiceError (draining) while the service shuts down."""
         if self.draining:
             raise ServiceError(
-                ErrorKind.DRAINING, "the service is shutting down and takes no new requests", retry_after_s=5.0
+                ErrorKind.DRAINING,
+                "the service is shutting down and accepts no new requests; retry later",
+                retry_after_s=5.0,
             )
 
     def _check(self, client: str) -> None:
@@ -121,22 +121,22 @@ class RequestLimiter:
         if self._num_active >= self._limit:
             raise ServiceError(
                 ErrorKind.OVERLOADED,
-                f"this HTTP worker writes {self._num_active} answers already, its limit is {self._limit} "
-                "(--max-streams); try again, or put more rows into one request",
+                f"this HTTP worker writes {self._num_active} answers, its limit is {self._limit} "
+                "(--max-streams); retry in 1 s, or send more rows per request",
                 retry_after_s=1.0,
             )
         if self._active_by_client[client] >= self._limit_per_client:
             raise ServiceError(
                 ErrorKind.OVERLOADED,
-                f"this HTTP worker writes {self._active_by_client[client]} answers to {client} already, its limit for one "
-                f"client is {self._limit_per_client} (--max-streams-per-client); read the answers under way, "
-                "or put more rows into one request",
+                f"this HTTP worker writes {self._active_by_client[client]} answers to {client}, its limit per "
+                f"client is {self._limit_per_client} (--max-streams-per-client); read the running answers "
+                "first, or send more rows per request",
                 retry_after_s=1.0,
             )
 
 
 class TransferLimiter:
-    """So many of a kind that an HTTP worker has under way, in all and of each client. Any thread may leave one."""
+    """Limits the transfers of one kind, in total and per client. Thread-safe."""
 
     def __init__(self, limit: int, limit_per_client: int, what: str) -> None:
         self._limit = limit
@@ -146,28 +146,28 @@ class TransferLimiter:
         self._active_by_client: Counter[str] = Counter()
 
     def acquire(self, client: str) -> Callable[[], None]:
-        """Take a place; what is returned gives it back. Raises ServiceError (overloaded) if all are taken."""
+        """Start a transfer; the returned function ends it. Raises ServiceError (overloaded) at a limit."""
         with self._lock:
             if self._active_by_client[client] >= self._limit_per_client:
-                self._refuse(f"{self._limit_per_client} {self._what} of {client} under way, the most of one client")
+                self._refuse(f"{self._limit_per_client} {self._what} of {client} in progress, the maximum per client")
             if self._active_by_client.total() >= self._limit:
-                self._refuse(f"{self._limit} {self._what} under way")
+                self._refuse(f"{self._limit} {self._what} in progress, the maximum")
             self._active_by_client[client] += 1
         return partial(self._release, client)
 
     def _refuse(self, reason: str) -> NoReturn:
-        message = f"this HTTP worker has {reason}; try again in a moment"
+        message = f"this HTTP worker has {reason}; retry in 1 s"
         raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=1.0)
 
     def _release(self, client: str) -> None:
         with self._lock:
             self._active_by_client[client] -= 1
-            self._active_by_client += Counter()  # forgets who has none
+            self._active_by_client += Counter()  # removes clients without a transfer
 
 
 @dataclass(slots=True)
 class Context:
-    """One per HTTP worker."""
+    """The context of the handlers, one per HTTP worker."""
 
     engine: ServingEngine
     config: HttpConfig
@@ -178,29 +178,32 @@ class Context:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))
     status_wait_s: float | None = 2.0
-    """What fails, or is whole, within this time has a true status. An answer that takes longer has begun by then, with
-    status 200: only what is written shows whether its client is still there. None: it is waited for."""
+    """How long to wait before a status is sent; None: until the end.
+
+    An answer that fails or ends within this time has its true status. A longer one starts with status 200, because only
+    a write shows whether the client is still connected.
+    """
     files: Store | None = None
-    """Files and batches; None: the service keeps none."""
+    """Files and batches. None: not configured."""
     session_files: TransferLimiter = field(
         default_factory=lambda: TransferLimiter(
-            MAX_SESSION_TRANSFERS, MAX_SESSION_TRANSFERS_PER_CLIENT, "sessions' files"
+            MAX_SESSION_TRANSFERS, MAX_SESSION_TRANSFERS_PER_CLIENT, "session file transfers"
         )
     )
-    """Exports and imports: each is in memory here, on its way and in the engine."""
+    """Exports and imports of sessions. Each is in memory here, in the connection and in the engine."""
     stored_files: TransferLimiter = field(
-        default_factory=lambda: TransferLimiter(MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, "contents of files")
+        default_factory=lambda: TransferLimiter(MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, "file downloads")
     )
-    """Contents that clients fetch: each has one of Robyn's threads, however slowly it is read."""
+    """Downloads of files. Each blocks one of Robyn's threads."""
     shared: dict[str, Any] = field(default_factory=dict)
-    """Documents made once at start, by name."""
+    """Documents built once at start, by name."""
     defaults: DecodeDefaults = field(default_factory=DecodeDefaults)
-    """What the model brings for requests that leave it out."""
+    """The model's decode parameters for requests that give none."""
     models: Models | None = None
-    """None: there is one model, which any name means."""
+    """None: there is one model, and any name selects it."""
 
     def for_model(self, requested: object) -> Context:
-        """The context of the model that a request names, if it names one. Raises ServiceError."""
+        """Return the context of the model that a request names. Raises ServiceError."""
         return (
             self.models.select_model(self, requested)
             if self.models is not None and isinstance(requested, str)
@@ -208,7 +211,7 @@ class Context:
         )
 
     async def wait_for_model(self, requested: object) -> Context:
-        """The same, with what other workers may have been told before this one."""
+        """Like `for_model`, after waiting for news that other workers may already have."""
         if self.models is not None and isinstance(requested, str):
             await self.models.wait_until_known(self, requested, self.config.engine_wait_s)
         return self.for_model(requested)

@@ -1,4 +1,4 @@
-"""A route's handler and what its failures become: one place for requests over HTTP and for those that come in files."""
+"""Runs a route's handler and turns its errors into answers, for HTTP requests and for batch files."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 logger = logging.getLogger(__name__)
 
-_INTERNAL_ERROR = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log says more")
+_INTERNAL_ERROR = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log has details")
 _STREAM_NOT_ALLOWED = ErrorInfo(
     kind=ErrorKind.INVALID_FIELD,
-    message="stream: must be false where the answer goes into a file",
+    message="stream: must be false for an answer that is written to a file",
     field="stream",
     given=True,
 )
 
 
-async def response_or_error(route: Route, reply: Awaitable[HandlerResponse]) -> HandlerResponse:
-    """What the handler replies; a failure is an answer in the route's form."""
+async def response_or_error(route: Route, response: Awaitable[HandlerResponse]) -> HandlerResponse:
+    """Await the handler's answer. An error becomes an answer in the route's error format."""
     try:
-        return await reply
+        return await response
     except ServiceError as error:
-        current_request().failure = error.info.kind
+        current_request().error_kind = error.info.kind
         return error_response(error.info, route.error_format)
-    except Exception:  # a fault of ours is a 500 in the route's form, and the worker goes on
+    except Exception:  # a bug becomes a 500 answer and does not end the worker
         logger.exception("%s %s failed", route.method, route.path)
-        current_request().failure = _INTERNAL_ERROR.kind
+        current_request().error_kind = _INTERNAL_ERROR.kind
         return error_response(_INTERNAL_ERROR, route.error_format)
 
 
 async def model_context(context: Context, route: Route, data: object) -> Context:
-    """The context of the model that a request names. Raises ServiceError, also while it is being loaded."""
+    """Return the context of the model that a request names. Raises ServiceError, also while the model loads."""
     if not isinstance(data, dict) or route.is_about_models:
         return context
     return await context.wait_for_model(data.get("model"))
 
 
 async def with_defaults_applied(context: Context, parsed: object) -> object:
-    """What the handler gets: with the decode parameters of its tuned state and model where it leaves them out.
+    """Return the body with the missing decode parameters filled in from its tuned state and model.
 
     Raises ServiceError.
     """
@@ -65,15 +65,15 @@ async def with_defaults_applied(context: Context, parsed: object) -> object:
 
 
 async def full_response(context: Context, route: Route, data: object, characters: int = 0) -> HttpResponse:
-    """The route's answer to a body of about so many characters that came without HTTP; never a stream.
+    """Return the route's answer to a body that did not come by HTTP. Never a stream.
 
-    `context.status_wait_s` must be None. The task's request_context says who asks (`request_context.set_current_request`).
+    `context.status_wait_s` must be None. `set_current_request` must have set the task's request context.
     """
-    reply = await response_or_error(route, _run_handler(context, route, data, characters))
-    if isinstance(reply, StreamedResponse):
-        reply.chunks.close()
+    response = await response_or_error(route, _run_handler(context, route, data, characters))
+    if isinstance(response, StreamedResponse):
+        response.chunks.close()
         return error_response(_STREAM_NOT_ALLOWED, route.error_format)
-    return reply
+    return response
 
 
 async def _run_handler(context: Context, route: Route, data: object, characters: int) -> HandlerResponse:

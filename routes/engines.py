@@ -1,4 +1,4 @@
-"""`/v1/engines`: the engines that serve the model; adding, removing and restarting them while others serve."""
+"""`/v1/engines`: lists, adds, removes and restarts the engines that serve the model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
 
 _CONNECT_TIMEOUT_S = 30.0
-"""Within which a process has connected to an engine that has become ready."""
+"""Longest time from an engine's ready state to this process's connection."""
 _POLL_S = 0.05
 
 
 class AddBody(Body):
-    """One more engine."""
+    """An engine to add."""
 
     devices: list[Device] = Field(
-        [], max_length=64, description="As --pp-devices of one engine, which holds without it."
+        [], max_length=64, description="Devices of the new engine, in the format of --pp-devices, which is the default."
     )
-    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it is ready or failed.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds to wait until the engine is ready or failed.")
 
 
 class EngineBody(Body):
-    """One of the engines."""
+    """The engine to change."""
 
-    engine: str = Field(min_length=1, max_length=64, description="Its name, as the list of engines has it.")
-    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until that is done.")
+    engine: str = Field(min_length=1, max_length=64, description="Name of the engine, as listed by /v1/engines.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds to wait until the change is done.")
 
 
 def _engine_entry(engine: ServedModel, lost: list[str]) -> dict[str, object]:
@@ -55,12 +55,12 @@ def _engine_list(context: Context) -> HandlerResponse:
 
 
 async def engines(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """The engines of the service's own model."""
+    """List the engines of the service's own model."""
     return _engine_list(context)
 
 
 async def _change(context: Context, change: ModelCommand, wait_s: float) -> HandlerResponse:
-    """Have it done, and list what there is then."""
+    """Send the command and return the engines after it."""
     await loaded_models(context).change_engines(change, wait_s or None)
     for _ in range(int(_CONNECT_TIMEOUT_S / _POLL_S) if wait_s else 0):
         if not _just_ready(context):
@@ -70,7 +70,7 @@ async def _change(context: Context, change: ModelCommand, wait_s: float) -> Hand
 
 
 def _just_ready(context: Context) -> bool:
-    """Whether an engine is ready that this process has not heard of yet."""
+    """Return whether an engine has become ready but this process is not connected yet."""
     now, lost = time.time(), context.engine.lost
     newly_ready = [
         one for one in loaded_models(context).engines if one.status == "ready" and now - one.since < _CONNECT_TIMEOUT_S
@@ -79,18 +79,18 @@ def _just_ready(context: Context) -> bool:
 
 
 async def add(context: Context, body: AddBody) -> HandlerResponse:
-    """Start one more engine of the model."""
+    """Start another engine of the model."""
     devices = tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices)
     return await _change(context, ModelCommand(0, add_engine=devices), body.wait_s)
 
 
 async def remove(context: Context, body: EngineBody) -> HandlerResponse:
-    """Drain an engine and end it: its running answers end or go on with another one."""
+    """Drain and stop an engine. Its running answers end, or continue on another engine."""
     return await _change(context, ModelCommand(0, remove_engine=body.engine), body.wait_s)
 
 
 async def restart(context: Context, body: EngineBody) -> HandlerResponse:
-    """Drain an engine and start it anew, or "all", one after the other, while the others serve."""
+    """Drain and restart an engine while the others serve. "all" restarts one after the other."""
     return await _change(context, ModelCommand(0, restart_engine=body.engine), body.wait_s)
 
 
@@ -102,11 +102,11 @@ ROUTES = (
         is_admin=True,
     ),
     Route(
-        "POST", "/v1/engines/remove", remove, EngineBody, "Drain and end an engine.", answer=EngineList,
+        "POST", "/v1/engines/remove", remove, EngineBody, "Drain and stop an engine.", answer=EngineList,
         errors=REFUSED, example={"engine": "engine-1"}, is_admin=True,
     ),
     Route(
-        "POST", "/v1/engines/restart", restart, EngineBody, "Drain an engine and start it anew.", answer=EngineList,
+        "POST", "/v1/engines/restart", restart, EngineBody, "Drain and restart an engine.", answer=EngineList,
         errors=REFUSED, example={"engine": "all", "wait_s": 60}, is_admin=True,
     ),
 )  # fmt: skip

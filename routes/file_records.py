@@ -1,4 +1,4 @@
-"""What is known of a file and of a batch. Times are seconds since 1970."""
+"""Records of files and batches. Times are Unix times in seconds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 
 
 class Purpose(enum.StrEnum):
-    """What a file is for."""
+    """Purpose of a file."""
 
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file whose content is in the store."""
+    """A file whose content is stored."""
 
     id: str
     owner: str
-    """The API key's name; "" = nobody by name."""
+    """Name of the API key. "": no owner."""
     bytes: int
     created_at: int
     filename: str
@@ -29,14 +29,14 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(enum.StrEnum):
-    """What a batch's answered and unanswered lines become."""
+    """Kind of a batch's result file."""
 
     OUTPUT = "output"
     ERROR = "error"
 
 
 class Status(enum.StrEnum):
-    """Where a batch stands."""
+    """Status of a batch."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -49,11 +49,11 @@ class Status(enum.StrEnum):
 
 
 ACTIVE_STATUSES = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
-"""In which the runner has something to do for a batch."""
+"""The runner has work to do for batches in these statuses."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines of a batch."""
+    """Number of lines of a batch."""
 
     total: int = 0
     completed: int = 0
@@ -61,14 +61,14 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines of a file that are answered in their own time."""
+    """A batch: a file of requests that are answered in the background."""
 
     id: str
     owner: str
     client: str
-    """In whose name its rows run."""
+    """The client in whose name the rows run."""
     limits: dict[str, int | None] | None = None
-    """Of that client's key, as they were when it was made."""
+    """Limits of the client's key, from when the batch was created."""
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -76,21 +76,21 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     times: dict[str, int] = {}
-    """When it came to a status, by name: in_progress, finalizing, ..."""
+    """Time of each status, by name: in_progress, finalizing, ..."""
     counts: Counts = Counts()
     ends_as: Status = Status.COMPLETED
-    """What it becomes once it is finalised."""
+    """Status after finalizing."""
     output_file_id: str | None = None
     error_file_id: str | None = None
     metadata: dict[str, str] | None = None
     errors: list[dict[str, Any]] = []
-    """Why it has failed as a whole."""
+    """Why the whole batch failed."""
 
     def result_id(self, result: Result) -> str:
-        """The id that the file of its results has, or will have."""
+        """Return the id of a result file, which may not exist yet."""
         return f"file-{self.id.removeprefix('batch_')}{result[0]}"
 
     def with_status(self, status: Status, now: int, **changes: Any) -> Batch:
-        """The batch at its next status."""
+        """Return the batch with a new status."""
         times = {**self.times, status.value: now}
         return msgspec.structs.replace(self, status=status, times=times, **changes)

@@ -1,7 +1,7 @@
-"""The store: a folder with contents, and a database of its own beside the sessions'. Any thread, any process.
+"""Files and batches in a folder and a SQLite database. Safe for threads and processes.
 
-A content is synced before its row is there, and its row is gone before its content is; what has no row is swept away.
-Every call opens the database anew: calls are few, and processes that are forked share no connection.
+A file is synced before its row is inserted, and deleted after its row. `sweep` removes files without a row. Each call
+opens its own connection: calls are rare, and forked processes cannot share one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from routes.file_records import ACTIVE_STATUSES, Batch, Result, StoredFile
 
 _BUSY_TIMEOUT_S = 10.0
 _ORPHAN_AGE_S = 24 * 3600.0
-"""Age at which a content without a row is nobody's any more."""
+"""Age after which a file without a row is deleted."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, expires INTEGER, purpose TEXT NOT NULL,
@@ -32,14 +32,14 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 
 
 class StoreFullError(Exception):
-    """There is no room for one more; the message names the limit."""
+    """A limit is reached. The message names it."""
 
 
 class Store:
     """Files and batches in one folder."""
 
     def __init__(self, folder: Path, max_bytes: int, max_entries: int) -> None:
-        """`max_bytes`: of all contents; `max_entries`: files, and batches, of one owner."""
+        """`max_bytes`: of all files together; `max_entries`: files, and running batches, per owner."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_entries = max_entries
@@ -47,17 +47,17 @@ class Store:
 
     @property
     def runs(self) -> Path:
-        """Where the runner writes what is under way."""
+        """Folder of the runner's unfinished results."""
         return self._folder / "runs"
 
     def content(self, file_id: str) -> Path:
-        """Where a file's content lies. The id must be a stored one."""
+        """Return the path of a stored file's content."""
         return self._folder / "content" / file_id
 
     # Files ---------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile, content: bytes) -> None:
-        """Keep a file. Raises StoreFullError, OSError."""
+        """Store a file. Raises StoreFullError, OSError."""
         self._check_room(file)
         path = self.content(file.id)
         temporary_path = path.with_suffix(".half")
@@ -69,7 +69,7 @@ class Store:
         self.add_existing_file(file)
 
     def add_existing_file(self, file: StoredFile) -> None:
-        """Keep a file whose content is in its place already."""
+        """Add the row of a file whose content is already in its place."""
         _sync(self.content(file.id).parent)
         row = (file.id, file.owner, file.created_at, file.expires_at, file.purpose, file.bytes, _to_json(file))
         with self._open() as database:
@@ -82,20 +82,20 @@ class Store:
         if used + file.bytes > self._max_bytes:
             raise StoreFullError(
                 f"the files have {used} bytes and this one {file.bytes}, the limit is {self._max_bytes} "
-                "(--files-max-gb); delete files that are done with"
+                "(--files-max-gb); delete files that are no longer needed"
             )
         if count >= self._max_entries:
             raise StoreFullError(f"there are {count} files, the limit is {self._max_entries}; delete some")
 
     def file(self, owner: str, file_id: str) -> StoredFile | None:
-        """A file that the owner may see; of "" every one."""
+        """Return a file if the owner may see it. Owner "" sees all files."""
         with self._open() as database:
             query = "SELECT record FROM files WHERE id = ? AND (? = '' OR owner = ?)"
             row = database.execute(query, (file_id, owner, owner)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=StoredFile)
 
     def files(self, owner: str, purpose: str, after: str, limit: int, newest_first: bool) -> list[StoredFile]:
-        """A page of the files that the owner may see."""
+        """Return a page of the files that the owner may see."""
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         query = (
             "SELECT record FROM files WHERE (? = '' OR owner = ?) AND (? = '' OR purpose = ?) AND (? = '' OR "
@@ -107,7 +107,7 @@ class Store:
         return [msgspec.json.decode(row[0], type=StoredFile) for row in rows]
 
     def delete_file(self, owner: str, file_id: str) -> bool:
-        """Forget a file; whether there was one."""
+        """Delete a file. Return whether it existed."""
         if self.file(owner, file_id) is None:
             return False
         with self._open() as database:
@@ -116,9 +116,9 @@ class Store:
         return True
 
     def sweep(self, now: float) -> int:
-        """Delete files that have expired, and contents without a row; how many.
+        """Delete expired files and old files without a row. Return how many.
 
-        Results of a batch under way may be as old as its last line of that kind, and have no row yet.
+        A running batch's results have no row yet and are kept, however old.
         """
         if not self._folder.exists():
             return 0
@@ -128,35 +128,35 @@ class Store:
             known = expected_ids | {row[0] for row in database.execute("SELECT id FROM files")}
         for (file_id,) in expired:
             self.delete_file("", file_id)
-        lost = 0
+        num_orphans = 0
         for path in self.content("x").parent.iterdir():
-            with suppress(FileNotFoundError):  # an upload has its name by now
+            with suppress(FileNotFoundError):  # an upload was renamed just now
                 if path.name not in known and now - path.stat().st_mtime > _ORPHAN_AGE_S:
                     path.unlink()
-                    lost += 1
-        return len(expired) + lost
+                    num_orphans += 1
+        return len(expired) + num_orphans
 
     # Batches -------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: Batch) -> None:
-        """Keep a batch; it is under way from now on. Raises StoreFullError."""
+        """Add a batch to be processed. Raises StoreFullError."""
         with self._open() as database:
             query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status IN ({_PLACEHOLDERS})"
             (count,) = database.execute(query, (batch.owner, *ACTIVE_STATUSES)).fetchone()
             if count >= self._max_entries:
-                raise StoreFullError(f"{count} batches are under way, the limit is {self._max_entries}; cancel some")
+                raise StoreFullError(f"{count} batches are running, the limit is {self._max_entries}; cancel some")
             row = (batch.id, batch.owner, batch.created_at, batch.status, _to_json(batch))
             database.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
-        """A batch that the owner may see; of "" every one."""
+        """Return a batch if the owner may see it. Owner "" sees all batches."""
         with self._open() as database:
             query = "SELECT record FROM batches WHERE id = ? AND (? = '' OR owner = ?)"
             row = database.execute(query, (batch_id, owner, owner)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=Batch)
 
     def batches(self, owner: str, after: str, limit: int) -> list[Batch]:
-        """A page of the batches that the owner may see, the newest first."""
+        """Return a page of the batches that the owner may see, newest first."""
         query = (
             "SELECT record FROM batches WHERE (? = '' OR owner = ?) AND (? = '' OR "
             "(created, id) < (SELECT created, id FROM batches WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"
@@ -166,7 +166,7 @@ class Store:
         return [msgspec.json.decode(row[0], type=Batch) for row in rows]
 
     def active_batches(self) -> list[Batch]:
-        """Batches that the runner has something to do for, the oldest first."""
+        """Return the batches that the runner has to process, oldest first."""
         if not self._folder.exists():
             return []
         query = f"SELECT record FROM batches WHERE status IN ({_PLACEHOLDERS}) ORDER BY created, id"
@@ -175,7 +175,7 @@ class Store:
         return [msgspec.json.decode(row[0], type=Batch) for row in rows]
 
     def update(self, batch_id: str, update: Callable[[Batch], Batch]) -> Batch:
-        """Change a batch as it is now; nobody changes it meanwhile. Raises KeyError if there is none."""
+        """Change a batch in one transaction. Raises KeyError if it does not exist."""
         with self._open() as database:
             row = database.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if row is None:
@@ -187,7 +187,7 @@ class Store:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """One transaction on the database, which is made if need be. Raises OSError."""
+        """Open a transaction and create the database if needed. Raises OSError."""
         try:
             with self._transaction() as database:
                 yield database
@@ -219,7 +219,7 @@ def _to_json(record: StoredFile | Batch) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
+    """Sync the folder's entries to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,4 +1,4 @@
-"""`POST /FIM/v1/batch-FIM`: fill in the middle, many pairs at once."""
+"""`POST /FIM/v1/batch-FIM`: fills in the middle for many pairs of texts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PATH = "/FIM/v1/batch-FIM"
 class FimBody(SamplingBody):
     """Texts with a gap."""
 
-    prefix: Texts = Field(min_length=1, description="The texts before the gaps.")
-    suffix: Texts = Field(min_length=1, description="The texts after them, as many.")
+    prefix: Texts = Field(min_length=1, description="Texts before the gaps.")
+    suffix: Texts = Field(min_length=1, description="Texts after the gaps, one per prefix.")
 
     @model_validator(mode="after")
     def _equal_lengths(self) -> Self:

@@ -1,4 +1,4 @@
-"""A model that was loaded while the service runs, as handlers see it: a context with an engine of its own."""
+"""Connects to a model that was loaded at run time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rwkv_batch.ipc.served_model import ServedModel
 
 
 def connect_model(context: Context, model: ServedModel, name: str) -> tuple[Context, Fleet]:
-    """The context of a model that is ready: its engine, which work waits for, its name, and translations of its own.
+    """Connect to a ready model and return its context and its engines.
 
-    `name`: of this process, as the engine's status lists it.
+    name: this process's name in the engine's status
     """
     readiness = Readiness(context.config.engine_wait_s)
     fleet = Fleet(FleetLimits(context.config.resubmit, context.config.engine_wait_s), readiness.engine_changed)

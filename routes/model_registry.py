@@ -1,7 +1,7 @@
-"""The models that are loaded while the service runs, as an HTTP worker sees them: a context for each, chosen by name.
+"""The models loaded at run time, as an HTTP worker knows them.
 
-The supervisor tells what there is; a request whose `model` names one of them is handled with that model's context, so
-that no route knows of more than one.
+The supervisor sends the list of models. A request whose `model` names one of them runs with that model's context, so
+routes only know one model.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME, ModelCommand, ModelS
 _RETRY_S = 2.0
 _FINAL_STATUSES = (ModelStatus.READY, ModelStatus.FAILED)
 _POLL_S = 2.0
-"""Within which what the supervisor has done is in the table; so often it is looked at anyway."""
+"""Interval of checks. The supervisor's list is up to date after at most this time."""
 
 
 class ModelClient(Protocol):
-    """The way to a model's engine."""
+    """The connection to a model's engines."""
 
     @property
     def num_jobs(self) -> int:
-        """Jobs under way."""
+        """Number of running jobs."""
 
     def update(self, engines: Sequence[ServedModel]) -> None:
-        """What is told of it."""
+        """Apply the supervisor's news of the model's engines."""
 
     def stop(self) -> None:
-        """Close it for good."""
+        """Close the connection."""
 
 
 Connect = Callable[[ServedModel], tuple[Context, ModelClient]]
 
 
 class ModelRegistry:
-    """See above. `send_command` sends a command to the supervisor, `connect` makes a model's context.
+    """Selects models by name; see the module.
 
-    Threads: the one that listens to the supervisor calls `update` and `command_answered`, any `pop_used`; the loop all else.
+    Threads: the supervisor's listener calls `update` and `command_answered`. `pop_used` may be called by any thread.
+    The event loop calls everything else.
     """
 
     def __init__(
@@ -55,29 +56,34 @@ class ModelRegistry:
         connect: Connect,
         own_changed: Callable[[Sequence[ServedModel]], None] = lambda engines: None,
     ) -> None:
-        """`own_changed` is told the engines of the service's own model."""
+        """Create the registry.
+
+        send_command: sends a command to the supervisor
+        connect: creates the context of a model
+        own_changed: called with the engines of the service's own model
+        """
         self._send_command = send_command
         self._connect = connect
         self._own_changed = own_changed
         self.engines: tuple[ServedModel, ...] = ()
-        """of the service's own model"""
+        """The engines of the service's own model."""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Callable[[str | None, int], object]] = {}
         self._listeners: set[Callable[[], object]] = set()
         self._connected: dict[str, tuple[Context, ModelClient]] = {}
-        """by their address"""
+        """By address."""
         self._used_names: set[str] = set()
         self._num_updates = 0
-        """tables that the supervisor has sent"""
+        """Number of lists received from the supervisor."""
         self._sync_lock = asyncio.Lock()
-        """held by who puts a question to the supervisor"""
+        """Held while a barrier command is sent."""
         self._sync_started = self._sync_finished = 0
-        """questions: how many, and which was answered last"""
+        """Number of barrier commands sent, and the last one answered."""
         self.registered: tuple[ServedModel, ...] = ()
 
     def update(self, registered: Sequence[ServedModel]) -> None:
-        """What the supervisor says there is now."""
+        """Apply the supervisor's list of models."""
         self.engines = tuple(engine for engine in registered if engine.is_own)
         self._own_changed(self.engines)
         registered = [engine for engine in registered if not engine.is_own]
@@ -91,29 +97,31 @@ class ModelRegistry:
             self.registered = tuple(registered)
             self._num_updates += 1
             wakes, self._listeners = self._listeners, set()
-        for address in set(self._connected) - addresses:  # now: a model that the table has as ready is here
+        for address in (
+            set(self._connected) - addresses
+        ):  # after the new list is visible: models that it lists as ready have a connection
             self._connected.pop(address)[1].stop()
         for wake in wakes:
             wake()
 
     def command_answered(self, number: int, refusal: str | None) -> None:
-        """The supervisor's answer to a command."""
+        """Pass on the supervisor's answer to a command."""
         with self._lock:
             settle = self._pending.pop(number, None)
         if settle is not None:
             settle(refusal, self._num_updates)
 
     def find(self, name: str) -> ServedModel | None:
-        """What is known of a model that was asked for."""
+        """Return the model with this name, or None."""
         return next((model for model in self.registered if model.spec.name == name), None)
 
     def ready_context(self, model: ServedModel) -> Context | None:
-        """To look at a model, which is no use of it; None: it is being loaded, has failed, or leaves."""
+        """Return a model's context without marking it as used. None unless the model is ready."""
         connected = self._connected.get(model.address)
         return connected[0] if connected is not None and model.status is ModelStatus.READY else None
 
     def select_model(self, context: Context, requested: str) -> Context:
-        """The context of the model that a request names. Raises ServiceError if it is not to be had."""
+        """Return the context of the model that a request names. Raises ServiceError if it is not available."""
         model = self._find_by_request(requested)
         if model is None:
             return self._own_context(context, requested)
@@ -128,14 +136,14 @@ class ModelRegistry:
             case ModelStatus.UNLOADING:
                 raise _not_found(f"model: {name!r} is being unloaded", requested)
             case _:
-                message = f"model: {name!r} is being loaded; GET /v1/models/{name} says when it is ready"
+                message = f"model: {name!r} is being loaded; GET /v1/models/{name} shows when it is ready"
                 raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model", retry_after_s=_RETRY_S)
 
     async def wait_until_known(self, context: Context, requested: str, timeout_s: float) -> None:
-        """Return when this worker knows all that others had been told of the model that a request names: another may
-        have been told just now that there is one, or that it is ready. At the latest after so long.
+        """Wait until this worker knows what other workers already know, at most `timeout_s` seconds.
 
-        No model is waited for: who waits has a place, and it may load for minutes while others serve.
+        Another worker may have learned earlier that the model exists or is ready. Does not wait for loading, which can
+        take minutes: a waiting request occupies a stream.
         """
 
         def is_known() -> bool:
@@ -153,27 +161,27 @@ class ModelRegistry:
                 one.cancel()
 
     def pop_used(self) -> tuple[str, ...]:
-        """The models that have been asked for since the last call, or answer right now."""
+        """Return the models used since the last call, and those with running jobs."""
         busy = {model.spec.name for model in self.registered if self._is_busy(model)}
         with self._lock:
             used, self._used_names = self._used_names | busy, set()
         return tuple(used)
 
     async def load(self, spec: ModelSpec, timeout_s: float | None) -> ServedModel:
-        """Have a model loaded, and wait so long until it is ready or has failed; None: do not wait."""
-        failed = self.find(spec.name)  # earlier under that name, and in the table until the supervisor tells more
+        """Load a model and wait until it is ready or failed, at most `timeout_s` seconds. None: do not wait."""
+        failed = self.find(spec.name)  # an earlier model of that name stays in the list until the supervisor's next one
         num_updates = await self._command(spec=spec)
         return await self._wait_for_status(
             spec.name, timeout_s, num_updates, failed.address if failed is not None else ""
         )
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
-        """Have a model unloaded, and wait so long until it is gone; None: do not wait."""
+        """Unload a model and wait at most `timeout_s` seconds. None: do not wait."""
         await self._command(unload=name)
         await self._wait_until(lambda: self.find(name) is None, timeout_s)
 
     async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
-        """Add, remove or restart engines of the own model, and wait so long until all stand still; None: do not."""
+        """Add, remove or restart engines of the own model and wait at most `timeout_s` seconds. None: do not wait."""
         previous = self.engines
         if change.add_engine is not None:
             await self._send(change, ErrorKind.INVALID_FIELD, "devices", list(change.add_engine))
@@ -182,18 +190,18 @@ class ModelRegistry:
         await self._wait_until(lambda: self.engines != previous and _is_settled(self.engines, change), timeout_s)
 
     def _find_by_request(self, requested: str) -> ServedModel | None:
-        """The model that a name means, also with a state or an adapter in it; of several the longest name."""
+        """Return the model that a name selects, also with a state or adapter. Prefers the longest model name."""
         matching = [model for model in self.registered if base_name(requested, model.spec.name) is not None]
         return max(matching, key=lambda one: (requested.startswith(one.spec.name), len(one.spec.name)), default=None)
 
     def _own_context(self, context: Context, requested: str) -> Context:
-        """The service's own model. Raises ServiceError if that is not meant."""
+        """Return the service's own context. Raises ServiceError if the name selects another model."""
         if _is_own(context, requested):
             return context
         own = context.config.model_name
         others = [model.spec.name for model in self.registered if model.status is ModelStatus.READY]
         listed = ", ".join(map(repr, [own, *others]))
-        raise _not_found(f"model: no model {error_value(requested)!r} is served here, only {listed}", requested)
+        raise _not_found(f"model: no model {error_value(requested)!r} is served; available: {listed}", requested)
 
     def _is_busy(self, model: ServedModel) -> bool:
         connected = self._connected.get(model.address)
@@ -204,16 +212,16 @@ class ModelRegistry:
         return await self._send(ModelCommand(0, spec, unload), kind, "name", spec.name if spec is not None else unload)
 
     async def _send(self, command: ModelCommand, kind: ErrorKind, field: str, given: object) -> int:
-        """Have the supervisor obey; returns how many tables it had sent before its answer: the next one knows of it.
+        """Send a command. Return the number of lists received before its answer; the next list includes the change.
 
-        Raises ServiceError of that kind with its reason if it does not.
+        Raises ServiceError of `kind` with the supervisor's reason if it refuses.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[str | None, int]] = loop.create_future()
         number = next(self._numbers)
 
         def settle(refusal: str | None, num_updates: int) -> None:
-            if not answer.done():  # else nobody waits any more
+            if not answer.done():  # else the caller was cancelled
                 answer.set_result((refusal, num_updates))
 
         with self._lock:
@@ -225,7 +233,7 @@ class ModelRegistry:
         return num_updates
 
     async def _sync(self) -> None:
-        """Return when all has come that any worker was told before; who ask at the same time share a question."""
+        """Wait until this worker has received everything that was sent before. Concurrent calls share a barrier."""
         started = self._sync_started
         async with self._sync_lock:
             if self._sync_finished > started:
@@ -237,9 +245,10 @@ class ModelRegistry:
     async def _wait_for_status(
         self, name: str, timeout_s: float | None, num_updates: int, previous: str
     ) -> ServedModel:
-        """What is told of a model, at the latest after the time. Raises ServiceError if it leaves meanwhile.
+        """Return the model's last known status, at the latest after the timeout. Raises ServiceError if it is unloaded.
 
-        `num_updates`: tables that may not know of it; `previous`: the address of another one that had the name.
+        num_updates: number of lists that may not contain the model
+        previous: address of an earlier model of that name
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
@@ -253,7 +262,7 @@ class ModelRegistry:
             await self._wait_for_update(seen_updates, min(max(deadline - loop.time(), 0.05), _POLL_S))
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
-        """Until that holds of what the supervisor has told; at the latest after so long, None: at once."""
+        """Wait until the condition holds for the received lists, at most `timeout_s` seconds. None: return at once."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
         while True:
@@ -263,7 +272,7 @@ class ModelRegistry:
             await self._wait_for_update(seen_updates, min(deadline - loop.time(), _POLL_S))
 
     async def _wait_for_update(self, num_updates: int, timeout_s: float) -> None:
-        """Until the supervisor has sent more tables than so many, or the time is over."""
+        """Wait until more than `num_updates` lists were received, or for the timeout."""
         loop, updated = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -283,7 +292,7 @@ class ModelRegistry:
 
 
 def _is_own(context: Context, requested: str) -> bool:
-    """Whether the service's own model is meant; any name is its own where no other can be loaded."""
+    """Return whether the name selects the service's own model. Any name does if no other can be loaded."""
     config = context.config
     return (
         not config.models_dir or requested == DEFAULT_MODEL_NAME or base_name(requested, config.model_name) is not None
@@ -291,7 +300,7 @@ def _is_own(context: Context, requested: str) -> bool:
 
 
 def _is_settled(engines: Sequence[ServedModel], change: ModelCommand) -> bool:
-    """Whether what was asked for has been done, as far as it can be."""
+    """Return whether the change is done, or has failed."""
     if change.remove_engine:
         return all(engine.engine != change.remove_engine for engine in engines)
     return all(engine.status in _FINAL_STATUSES for engine in engines)

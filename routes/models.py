@@ -1,4 +1,4 @@
-"""`/v1/models`: what is served, and loading and unloading more beside it."""
+"""`/v1/models`: lists the served models, loads and unloads models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 async def _model_entries(context: Context) -> list[dict[str, object]]:
-    """A model, and it with each tuned state or adapter that can be used; without these while the engine is away."""
+    """Return the entries of a model with each usable tuned state and adapter. Without these if the engine is away."""
     name = context.config.model_name
     created = {name: context.started}
     try:
@@ -51,7 +51,7 @@ async def _model_entries(context: Context) -> list[dict[str, object]]:
 
 
 async def _entries_by_name(context: Context) -> dict[str, dict[str, object]]:
-    """Everything that a request's `model` may be, by name, then what was to be loaded and is not ready."""
+    """Return all valid values of `model` by name, and the models that are not ready."""
     entries = await _model_entries(context)
     for name in [model.spec.name for model in context.models.registered] if context.models is not None else ():
         entries += await _loaded_entries(context, name)
@@ -59,7 +59,7 @@ async def _entries_by_name(context: Context) -> dict[str, dict[str, object]]:
 
 
 async def _loaded_entries(context: Context, name: str) -> list[dict[str, object]]:
-    """The same of a model that was loaded while serving, as it is by now: others were asked for theirs meanwhile."""
+    """Return the entries of a model loaded at run time. Looks it up anew, because the caller has awaited."""
     model = context.models.find(name) if context.models is not None else None
     if context.models is None or model is None:
         return []
@@ -71,7 +71,7 @@ async def _loaded_entries(context: Context, name: str) -> list[dict[str, object]
 
 
 def model_entry(model: ServedModel) -> dict[str, object]:
-    """A model that was loaded while serving, as it is listed."""
+    """Return the list entry of a model loaded at run time."""
     return {
         "id": model.spec.name, "object": "model", "created": model.since, "owned_by": "rwkv",
         "status": model.status.value, "error": model.error, "file": Path(model.spec.file).name,
@@ -80,25 +80,25 @@ def model_entry(model: ServedModel) -> dict[str, object]:
 
 
 async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """The models that are served, alone and with each tuned state or adapter, and those that are being loaded."""
+    """List the served models, each with its tuned states and adapters, and the models that are loading."""
     return json_response({"object": "list", "data": list((await _entries_by_name(context)).values())})
 
 
 class ModelQuery(Fields):
-    """Which model is asked for."""
+    """The model to return."""
 
-    model: str = Field(min_length=1, description="The model's id, as the list of models has it.")
+    model: str = Field(min_length=1, description="The model's id, as in the list of models.")
 
 
 async def model(context: Context, upload: Upload) -> HandlerResponse:
-    """The model of that id, if it is one that is served, or is to be."""
+    """Return the model with that id."""
     requested, served = upload.query.model, await _entries_by_name(context)
     if requested not in served and context.models is not None:
         await context.models.wait_until_known(context, requested, context.config.engine_wait_s)
         served = await _entries_by_name(context)
     if requested not in served:
         given = error_value(requested)
-        message = f"model: no model {given!r} is served here, only {', '.join(map(repr, served))}"
+        message = f"model: no model {given!r} is served; available: {', '.join(map(repr, served))}"
         raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
     return json_response(served[requested])
 
@@ -107,48 +107,50 @@ class LoadBody(Body):
     """A model to load."""
 
     file: str = Field(min_length=1, max_length=4096, description="Path of the weights within --models-dir.")
-    name: str = Field("", max_length=64, description="What requests will call it; without one the file's name.")
+    name: str = Field("", max_length=64, description="The model's name in requests. Default: the file's name.")
     adapters: list[Annotated[str, Field(max_length=4096)]] = Field(
         [],
         max_length=16,
-        description="Adapters to merge into the weights, each a path within --models-dir or path:scale.",
+        description="Adapters to merge into the weights: path within --models-dir, or path:scale.",
     )
-    dtype: Annotated[str, OneOf(DTYPES)] = Field("", description="As --dtype, which holds without it.")
+    dtype: Annotated[str, OneOf(DTYPES)] = Field("", description="Like --dtype, which is the default.")
     wkv_state: Annotated[str, OneOf(WKV_STATES)] = Field(
-        "", description="As --wkv-state, which holds without it for RWKV-7; older versions have fp32 alone."
+        "", description="Like --wkv-state, which is the default for RWKV-7. Older versions support fp32 only."
     )
     kernels: Annotated[str, OneOf(KERNELS)] = Field(
-        "", description="As --kernels, which holds without it where these serve the model and its devices; else auto."
+        "", description="Like --kernels, which is the default if it supports the model and its devices. Else auto."
     )
-    devices: list[Device] = Field([], max_length=64, description="As --pp-devices, which holds without it.")
+    devices: list[Device] = Field([], max_length=64, description="Like --pp-devices, which is the default.")
     gpu_memory_utilization: float | None = Field(
-        None, ge=0.05, le=1, description="Part of a GPU's memory that this model may fill, as the flag says it."
+        None, ge=0.05, le=1, description="Fraction of a GPU's memory for this model, like --gpu-memory-utilization."
     )
-    max_running: int | None = Field(None, ge=0, le=1_000_000, description="As --max-running.")
+    max_running: int | None = Field(None, ge=0, le=1_000_000, description="Like --max-running.")
     defaults: DefaultsFields | None = Field(
-        None, description="Decode parameters of requests that name the model and do not give them."
+        None, description="Decode parameters for requests that name the model and give none."
     )
-    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it is ready or failed.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds to wait until the model is ready or failed.")
 
 
 class UnloadBody(Body):
     """A model to unload."""
 
     name: str = Field(min_length=1, max_length=64, description="The model's name.")
-    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it has gone.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds to wait until the model is unloaded.")
 
 
 async def load(context: Context, body: LoadBody) -> HandlerResponse:
-    """Begin to load a model beside what is served, which goes on. GET /v1/models/{name} says how it stands."""
+    """Start to load a model. Others continue to serve. GET /v1/models/{name} shows its status."""
     return json_response(model_entry(await loaded_models(context).load(model_spec(context, body), body.wait_s or None)))
 
 
 def model_spec(context: Context, body: LoadBody) -> ModelSpec:
-    """What is to be loaded. Raises ServiceError for a name or a file that there cannot be."""
+    """Return the spec of the model to load. Raises ServiceError for an invalid name or file."""
     path = resolve_model_path(context, body.file, "file")
     name = body.name or re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-")[:64]
     if not MODEL_NAME.fullmatch(name):
-        raise invalid("name", "must be 1..64 letters, digits, '.', '_' and '-', beginning with one of the first", name)
+        raise invalid(
+            "name", "must be 1 to 64 letters, digits, '.', '_' and '-', and begin with a letter or digit", name
+        )
     return ModelSpec(
         name=name,
         file=str(path),
@@ -164,25 +166,23 @@ def model_spec(context: Context, body: LoadBody) -> ModelSpec:
 
 
 async def unload(context: Context, body: UnloadBody) -> HandlerResponse:
-    """Let a model's running answers end, store its sessions, and give its memory back."""
+    """Unload a model after its running answers have ended. Its sessions are stored and its memory is freed."""
     registry = loaded_models(context)
     await registry.unload(body.name, body.wait_s or None)
-    is_here = any(
-        one.spec.name == body.name for one in registry.registered
-    )  # and the table may not yet say that it leaves
+    is_here = any(one.spec.name == body.name for one in registry.registered)  # the list may not show yet that it leaves
     status = ModelStatus.UNLOADING.value if is_here else "unloaded"
     return json_response({"id": body.name, "object": "model", "status": status})
 
 
 def loaded_models(context: Context) -> Models:
-    """The models beside the service's own. Raises ServiceError where there can be none."""
+    """Return the registry of loaded models. Raises ServiceError in a process that serves only one."""
     if context.models is None:
-        raise invalid("name", "means no model that could be loaded or unloaded: this process serves one", "")
+        raise invalid("name", "means no model that can be loaded or unloaded: this process serves only one", "")
     return context.models
 
 
 def _adapter(context: Context, entry: str) -> str:
-    """An adapter as --adapter has it: the path, and the scale if one is given."""
+    """Return an adapter in the format of --adapter: the path, and the scale if given."""
     file, colon, scale = entry.rpartition(":")
     if not colon or not _SCALE.fullmatch(scale):
         file, colon, scale = entry, "", ""
@@ -192,9 +192,9 @@ def _adapter(context: Context, entry: str) -> str:
 
 
 def resolve_model_path(context: Context, file: str, field: str) -> Path:
-    """The path of a file that a request's field names. Raises ServiceError unless it is within --models-dir."""
+    """Return the path of a model file. Raises ServiceError unless it is within --models-dir."""
     if not context.config.models_dir:
-        raise invalid(field, "cannot be read: no folder is open to requests; start with --models-dir", file)
+        raise invalid(field, "cannot be read: no folder is open to requests; start the service with --models-dir", file)
     path = within(context.config.models_dir, file)
     if path is None or path.suffix not in MODEL_SUFFIXES or not os.path.isfile(path):  # noqa: PTH113 - False for a name that is too long, too
         raise invalid(field, f"must be the path of a {' or '.join(MODEL_SUFFIXES)} file within --models-dir", file)
@@ -202,7 +202,7 @@ def resolve_model_path(context: Context, file: str, field: str) -> Path:
 
 
 def model_route(path: str) -> Route:
-    """Where OpenAI's SDKs ask for one model."""
+    """Return the route of one model, for OpenAI's SDKs."""
     return Route(
         "GET",
         path,
@@ -219,14 +219,14 @@ def model_route(path: str) -> Route:
 
 
 ROUTES = (
-    Route("GET", "/v1/models", models, None, "The models served.", answer=ModelList),
+    Route("GET", "/v1/models", models, None, "The served models.", answer=ModelList),
     model_route("/v1/models/{model}"),
     Route(
         "POST",
         "/v1/models/load",
         load,
         LoadBody,
-        "Load a model beside the others.",
+        "Load a model.",
         answer=LoadedModel,
         errors=(ErrorKind.NAME_TAKEN, ErrorKind.MODEL_NOT_FOUND),
         example={"file": "rwkv7-g1-0.4b.safetensors", "name": "small"},
@@ -238,7 +238,7 @@ ROUTES = (
         "/v1/models/unload",
         unload,
         UnloadBody,
-        "Unload such a model.",
+        "Unload a model.",
         answer=LoadedModel,
         errors=(ErrorKind.MODEL_NOT_FOUND,),
         example={"name": "small"},

@@ -1,4 +1,4 @@
-"""`POST /multi_state/chat/completions`: conversations that branch. A dialogue that was made is never changed."""
+"""`POST /multi_state/chat/completions`: conversations that branch. An existing dialogue never changes."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ PATH = "/multi_state/chat/completions"
 
 
 class BranchBody(state.TurnBody):
-    """One turn that makes a new dialogue of a session."""
+    """A turn that creates a new dialogue of a session."""
 
-    dialogue_idx: int = Field(0, ge=0, lt=2**31, description="The dialogue to go on from; 0 is the empty root.")
+    dialogue_idx: int = Field(0, ge=0, lt=2**31, description="The dialogue to continue. 0 is the empty root.")
 
 
 class DialogueFormatter(BatchFormatter):
-    """The batch form, and the number of the new dialogue."""
+    """The batch format with the number of the new dialogue."""
 
     def __init__(self, body: BranchBody) -> None:
         super().__init__(body)
         self._session_id = body.session_id
-        self._made: int | None = None
+        self._new_dialogue: int | None = None
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         for row in updates:
-            self._note(row.finish)
+            self._record_dialogue(row.finish)
         return super().chunk(updates)
 
     def stream_end(self) -> bytes:
-        """See Dialect."""
-        told = super().stream_end()
-        if self._made is None:
-            return told
-        name = f"{self._session_id}:{self._made}"
-        return told + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._made})
+        """See ResponseFormatter."""
+        end = super().stream_end()
+        if self._new_dialogue is None:
+            return end
+        name = f"{self._session_id}:{self._new_dialogue}"
+        return end + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._new_dialogue})
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See Dialect."""
+        """See ResponseFormatter."""
         for row in rows:
-            self._note(row.finish)
-        return {**super().full_body(rows), "session_id": self._session_id, "dialogue_idx": self._made}
+            self._record_dialogue(row.finish)
+        return {**super().full_body(rows), "session_id": self._session_id, "dialogue_idx": self._new_dialogue}
 
-    def _note(self, finish: Finish | None) -> None:
+    def _record_dialogue(self, finish: Finish | None) -> None:
         if finish is not None and finish.error is None:
-            self._made = finish.dialogue_idx
+            self._new_dialogue = finish.dialogue_idx
 
 
 async def chat_completions(context: Context, body: BranchBody) -> HandlerResponse:
-    """Go on from a dialogue of a session; prompt and answer become a new dialogue, whose number is returned."""
+    """Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is returned."""
     job = await state.turn_job(context, body, PATH, branch_from=body.dialogue_idx)
     return await run(context, job, DialogueFormatter(body), OutputDecoder(1), body.stream)
 

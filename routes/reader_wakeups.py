@@ -1,7 +1,8 @@
-"""Items for the threads that write streams: a few threads at a time are woken, first those that had none yet.
+"""Passes items to the threads that write streams, and wakes only a few of them at a time.
 
-Python's lock goes to threads in the order in which they ask for it. Were all woken at once for which a step brings
-items, whatever comes next (a new request, another's first token) would wait until the last of them has written.
+Python's interpreter lock serves threads in the order of their requests. If a step woke all writers at once, everything
+else (a new request, another stream's first token) would wait until the last one has written. Streams without any item
+so far come first.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ _MAX_WOKEN = 2
 
 
 class _ReaderState(enum.Enum):
-    """What the thread does that reads a box."""
+    """State of a mailbox's reader."""
 
     IDLE = enum.auto()
     WAITING = enum.auto()
     QUEUED = enum.auto()
-    """waits, and its items are there"""
+    """Waits, and has items."""
     WOKEN = enum.auto()
-    """is woken to take them"""
+    """Woken, and about to take its items."""
 
 
 class Mailbox(Generic[Item]):
-    """Items for one reader. Its fields belong to `ReaderWakeups`."""
+    """Items for one reader. Only `ReaderWakeups` uses its fields."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -40,12 +41,12 @@ class Mailbox(Generic[Item]):
 
     @property
     def has_waiting_reader(self) -> bool:
-        """Whether its reader waits for items or for its turn to take them. Any thread."""
+        """Whether the reader waits for items or for its wake-up. Thread-safe."""
         return self.reader is not _ReaderState.IDLE
 
 
 class ReaderWakeups:
-    """Puts items into boxes and calls their readers by turns. Any thread."""
+    """Puts items into mailboxes and wakes their readers in order. Thread-safe."""
 
     def __init__(self, max_woken: int = _MAX_WOKEN) -> None:
         self._lock = threading.Lock()
@@ -53,7 +54,7 @@ class ReaderWakeups:
         self._queue: deque[Mailbox] = deque()
 
     def put(self, mailbox: Mailbox[Item], item: Item) -> None:
-        """Returns at once."""
+        """Add an item without blocking."""
         with self._lock:
             mailbox.items.append(item)
             if mailbox.reader is not _ReaderState.WAITING:
@@ -69,7 +70,7 @@ class ReaderWakeups:
                 self._queue.appendleft(mailbox)
 
     def take(self, mailbox: Mailbox[Item], timeout_s: float) -> list[Item]:
-        """Everything that waits; waits for at most `timeout_s` seconds, then []. Only the box's reader."""
+        """Take all items; wait at most `timeout_s` seconds, then return []. Only for the mailbox's reader."""
         with self._lock:
             if mailbox.items:
                 return self._take_items(mailbox)
@@ -78,7 +79,7 @@ class ReaderWakeups:
         with self._lock:
             if mailbox.reader is _ReaderState.WOKEN:
                 if not woken:
-                    mailbox.wake_lock.acquire()  # it rang a moment after
+                    mailbox.wake_lock.acquire()  # it was released just after the timeout
                 self._wake_next()
             mailbox.reader = _ReaderState.IDLE
             return self._take_items(mailbox)
@@ -97,7 +98,7 @@ class ReaderWakeups:
     def _wake_next(self) -> None:
         while self._queue:
             mailbox = self._queue.popleft()
-            if mailbox.reader is _ReaderState.QUEUED:  # else its reader has tired of waiting and has taken them
+            if mailbox.reader is _ReaderState.QUEUED:  # else its reader timed out and has taken the items
                 self._wake(mailbox)
                 return
         self._free += 1

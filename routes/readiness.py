@@ -1,4 +1,4 @@
-"""Whether this worker and all others take work, and the wait of work for an engine that is not there yet."""
+"""Whether this worker can take work, and waiting for an engine that is not connected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Readiness:
-    """What an HTTP worker knows of the engine and of the other workers. Any thread may tell, loops may wait."""
+    """An HTTP worker's knowledge of its engine and the other workers. Thread-safe."""
 
     def __init__(self, wait_s: float, all_workers_ready: bool = False) -> None:
         self._wait_s = wait_s
@@ -16,10 +16,10 @@ class Readiness:
         self._waiters: set[Callable[[], object]] = set()
         self._has_engine = False
         self.all_workers_ready = all_workers_ready
-        """Every HTTP worker takes work, says the supervisor."""
+        """Whether all HTTP workers take work, from the supervisor."""
 
     def engine_changed(self, is_connected: bool) -> None:
-        """The engine is there, or is lost."""
+        """Record that the engine has connected or disconnected."""
         with self._lock:
             self._has_engine = is_connected
             waiting, self._waiters = (self._waiters, set()) if is_connected else (set(), self._waiters)
@@ -27,7 +27,7 @@ class Readiness:
             wake()
 
     def release_all(self) -> None:
-        """Let nobody wait any longer: the service ends."""
+        """Wake all waiters for the shutdown, and let nobody wait."""
         with self._lock:
             waiting, self._waiters = self._waiters, set()
             self._wait_s = 0.0
@@ -35,7 +35,7 @@ class Readiness:
             wake()
 
     async def wait_for_engine(self) -> None:
-        """Return when the engine is there, or after --engine-wait-s without it."""
+        """Wait until the engine is connected, at most --engine-wait-s."""
         loop, connected = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

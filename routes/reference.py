@@ -1,4 +1,4 @@
-"""`python -m routes.reference`: writes docs/api.md from the routes themselves."""
+"""`python -m routes.reference` writes docs/api.md from the routes."""
 
 from __future__ import annotations
 

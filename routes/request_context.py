@@ -1,7 +1,7 @@
-"""One request under way: what log lines and errors call it, who asks, and what it has cost so far.
+"""The context of one HTTP request: id, client, limits and usage.
 
-It is found by `current_request()` wherever the request is worked on: in its handler, on threads that the handler starts, and
-on the thread that writes its answer.
+`current_request()` returns it in the handler, on threads that the handler starts, and on the thread that writes the
+answer.
 """
 
 from __future__ import annotations
@@ -25,64 +25,64 @@ class RequestContext:
     request_id: str = ""
     method: str = ""
     route: str = ""
-    """Its path as the table of routes has it."""
+    """Path of the route, with its parameters' names."""
     client: str = ""
-    """The API key's name, else the address."""
+    """Name of the API key, else the address."""
     limits: ClientLimits | None = None
-    """Of the API key."""
+    """Limits of the API key."""
     owner: str = ""
-    """The API key's name, whose files and batches the request may see; "": it has none, and sees all."""
+    """Name of the API key. The request sees only this owner's files and batches; "" sees all."""
     priority: Priority | None = None
-    """Of all its jobs; None: they say."""
+    """Priority of all its jobs. None: each job has its own."""
     is_stream: bool = False
     started: float = field(default_factory=time.monotonic)
     rows: int = 0
     prompt_tokens: int = 0
-    """Handed to the engine; rows that share a prompt read it once."""
+    """Tokens sent to the engine. Rows with a shared prompt count it once."""
     completion_tokens: int = 0
     queue_s: float | None = None
-    """The longest wait of an ended row for a seat."""
+    """Longest time that a finished row waited for its request slot."""
     first_byte_s: float = 0.0
-    """From the request's arrival to the first byte of the answer's text; 0 before it."""
-    failure: str = ""
-    """Kind of error of the job, which a stream tells under status 200."""
+    """Time from the request's arrival to the answer's first byte. 0 before it."""
+    error_kind: str = ""
+    """Kind of the job's error. A stream may fail under status 200."""
 
     def submit(self, job: Job) -> None:
-        """Count what is asked of the engine."""
+        """Count a job's rows and prompt tokens."""
         self.rows += job.num_rows
         self.prompt_tokens += sum(row.num_prompt_tokens for row in job.rows)
 
     def observe(self, events: JobEvents) -> None:
-        """Count what a step has brought."""
+        """Count a step's output."""
         if events.error is not None:
-            self.failure = events.error.kind
+            self.error_kind = events.error.kind
         for delta in events.deltas:
             self.completion_tokens += delta.num_tokens
             if delta.finish is not None:
                 self.queue_s = max(self.queue_s or 0.0, delta.finish.queue_s)
                 if delta.finish.error is not None:
-                    self.failure = delta.finish.error.kind
+                    self.error_kind = delta.finish.error.kind
 
     def mark_first_byte(self) -> None:
-        """The first byte of the answer's text is there."""
+        """Record the time of the answer's first byte."""
         if not self.first_byte_s:
             self.first_byte_s = time.monotonic() - self.started
 
 
 _NONE = RequestContext()
-_current: ContextVar[RequestContext] = ContextVar("exchange", default=_NONE)
+_current: ContextVar[RequestContext] = ContextVar("request_context", default=_NONE)
 
 
 def current_request() -> RequestContext:
-    """The exchange that this task or thread works on; one without a name where there is none."""
+    """Return the request of this task or thread, or an empty one."""
     return _current.get()
 
 
 def set_current_request(request_context: RequestContext) -> None:
-    """From now on this task or thread works on `request_context`."""
+    """Set the request of this task or thread."""
     _current.set(request_context)
 
 
 def request_id(given: str | None) -> str:
-    """The client's own id of a request if it is a plain word of at most 128 characters, else a new one."""
+    """Return the client's request id if it is valid, else a new one."""
     return given if given is not None and _VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

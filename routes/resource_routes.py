@@ -1,4 +1,4 @@
-"""What users load beside a model and requests name: the routes that list it, load it and forget it."""
+"""Routes that list, load and remove one type of resource (tuned states, adapters)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ENGINE_ERRORS = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
 
 
 class NameQuery(Fields):
-    """Which one is meant."""
+    """The resource to remove."""
 
-    name: str = Field(min_length=1, description="Its name.")
+    name: str = Field(min_length=1, description="Name of the resource.")
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceType:
-    """What is loaded, and who answers for it."""
+    """A type of resource, with the models of its bodies and answers."""
 
     path: str
     title: str
-    """In the summaries: "tuned state"."""
+    """For summaries: "tuned state"."""
     body: type[Body]
     entry: type[BaseModel]
     listing: type[BaseModel]
@@ -38,14 +38,14 @@ class ResourceType:
 def make_routes(
     resource: ResourceType, list_handler: Handler, add_handler: Handler, remove_handler: Handler
 ) -> tuple[Route, ...]:
-    """GET and POST on its path, DELETE on `path/{name}`; the last two are administrators'."""
+    """Return the routes: GET and POST on its path, DELETE on `path/{name}`. POST and DELETE need an administrator."""
     return (
         Route(
             "GET",
             resource.path,
             list_handler,
             None,
-            f"Every {resource.title} that requests may name.",
+            f"List every {resource.title}.",
             answer=resource.listing,
             errors=_ENGINE_ERRORS,
             waits_for_engine=True,
@@ -55,7 +55,7 @@ def make_routes(
             resource.path,
             add_handler,
             resource.body,
-            f"Load one more {resource.title}.",
+            f"Load a {resource.title}.",
             answer=resource.entry,
             errors=(ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED, *_ENGINE_ERRORS),
             example=resource.example,
@@ -68,7 +68,7 @@ def make_routes(
             f"{resource.path}/{{name}}",
             remove_handler,
             None,
-            f"Forget that {resource.title}.",
+            f"Remove a {resource.title}.",
             query=NameQuery,
             answer=resource.entry,
             errors=(resource.not_found, *_ENGINE_ERRORS),

@@ -1,4 +1,4 @@
-"""A route as data: what registration, metrics and the OpenAPI page are made from."""
+"""A route as data, for registration, metrics and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A validated query, and a file's bytes where the route takes one."""
+    """A validated query, and the file's bytes if the route takes a file."""
 
     query: Any
     content: bytes = b""
@@ -27,41 +27,43 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method on one path. The handler gets the validated body, or the query's fields where `body` is None."""
+    """One method on one path. The handler gets the validated body, or the query if `body` is None."""
 
     method: str
     path: str
-    """It may end with a parameter, `{name}`, whose value may have slashes; the query's fields say what it is."""
+    """May end with a parameter, `{name}`, which `query` declares. Its value may contain slashes."""
     handle: Handler
     body: type[Body] | None
     summary: str
     query: type[Fields] | None = None
-    """What query and path must say; the handler then gets an `Upload` with these fields."""
+    """Model of the query and the path's parameter. The handler gets an `Upload` with it."""
     uploads: str = ""
-    """Content type of a body that is a file's bytes."""
+    """Content type of a body that is a file."""
     takes_form: bool = False
-    """The body may be a form (multipart/form-data) with a file, which is the body's field `content` then. It stands in
-    the field's text and not in the OpenAPI document: what is no form after all is a 500 of Robyn's own."""
+    """Whether the body may be a form (multipart/form-data). Its file becomes the body's field `content`.
+
+    The OpenAPI document does not list the form: Robyn answers 500 to a malformed one.
+    """
     form: dict[str, str] | None = None
-    """A form that works, for the documentation; `@` stands before a file's name."""
+    """An example form for the documentation. `@` marks a file."""
     is_admin: bool = False
-    """Wants --admin-password where there is one, else the password; API keys do not do."""
+    """Requires --admin-password, or the password if there is none. API keys are refused."""
     is_about_models: bool = False
-    """A `model` in the request is what is asked about, and not whom."""
+    """`model` in the request is the subject of the request. It does not select a context."""
     is_generation: bool = False
-    """Refused while draining and above the limit of answers under way."""
+    """Refused while draining and above the limit of running answers."""
     waits_for_engine: bool = False
-    """Waits for an engine that is loading or being restarted (--engine-wait-s) although it is no work."""
+    """Waits for an engine that is loading or restarting (--engine-wait-s), although it does not generate."""
     answer: type[BaseModel] | None = None
-    """A good answer, where it is JSON."""
+    """Model of a successful JSON answer."""
     events: tuple[type[BaseModel], ...] = ()
-    """What the events of a stream hold beside failures, where the body may ask for one."""
+    """Models of the stream's events, except errors. Empty if the route does not stream."""
     is_public: bool = False
-    """Wants no password."""
+    """Requires no password."""
     error_format: ErrorFormat = NATIVE_ERRORS
     errors: tuple[ErrorKind, ...] = ()
-    """What this route may answer beyond what its other fields imply."""
+    """Errors of this route, in addition to those that its other fields imply."""
     content_type: str = JSON
-    """Of a good answer that is no stream."""
+    """Content type of a successful answer that is not streamed."""
     example: dict[str, Any] | None = None
-    """A body or a query that works, for the documentation."""
+    """A valid body or query, for the documentation."""

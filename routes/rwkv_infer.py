@@ -1,8 +1,8 @@
-"""RWKV-Infer's verbs, as its users script against them: other words for what /v1/models and /v1/states do.
+"""RWKV-Infer's routes, for its users' scripts. They do the same as /v1/models and /v1/states.
 
-States go to the model that was loaded last, the service's own where none was. Names may have any characters there; the
-name here has '-' for those that it cannot have, and requests may write either. A model takes the place of the one that
-was loaded under its name, once its files are known to be good.
+States go to the model that was loaded last, or to the service's own. RWKV-Infer allows any character in names. Here '-'
+replaces characters that are not allowed, and requests may use either name. A new model replaces the loaded model of the
+same name after its files have been checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STRATEGIES = {
 }  # fmt: skip
 """`model_strategy` -> --dtype."""
 ADAPTER_MODES = {"lora": True, "bone": False, "disha": False}
-"""`adapter_mode` -> whether `adapter_scaling` is for it."""
+"""`adapter_mode` -> whether `adapter_scaling` applies."""
 _LOAD_TIMEOUT_S = 3600.0
 _ENGINE_ERRORS = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
 _ERRORS = (
@@ -53,26 +53,28 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "\\": "\\"}
 
 
 class DefaultFields(Body):
-    """What a model or a state brings for requests that leave it out."""
+    """Default decode parameters of a model or a state."""
 
     model_config = ConfigDict(protected_namespaces=())
 
     default_temperature: Number | None = Field(None, ge=0, le=100, description="Temperature of requests without one.")
-    default_top_p: Number | None = Field(None, ge=0, le=1, description="The same of top_p.")
+    default_top_p: Number | None = Field(None, ge=0, le=1, description="top_p of requests without one.")
 
 
 class LoadModelBody(DefaultFields):
-    """A model to load beside those that are served."""
+    """A model to load."""
 
     model_filename: str = Field(min_length=1, max_length=4096, description="Path of the weights within --models-dir.")
-    model_viewname: str = Field("default model", min_length=1, max_length=64, description="What requests call it.")
+    model_viewname: str = Field(
+        "default model", min_length=1, max_length=64, description="The model's name in requests."
+    )
     model_strategy: str = Field("", max_length=64, description=f"One of {', '.join(filter(None, STRATEGIES))}.")
     adapter_filename: str = Field("", max_length=4096, description="Path of an adapter within --models-dir.")
-    adapter_mode: str = Field("", max_length=64, description=f"Its kind: {', '.join(ADAPTER_MODES)}.")
-    adapter_scaling: Number = Field(2.0, ge=0, le=1000, description="The scale of a LoRA.")
+    adapter_mode: str = Field("", max_length=64, description=f"Type of the adapter: {', '.join(ADAPTER_MODES)}.")
+    adapter_scaling: Number = Field(2.0, ge=0, le=1000, description="Scale of a LoRA.")
     template: str = Field("world", max_length=64, description="Only world.")
     endtoken: str | None = Field(
-        None, min_length=1, max_length=256, description="Text that ends an answer; \\n: a line."
+        None, min_length=1, max_length=256, description="Text that ends an answer. \\n is a newline."
     )
 
 
@@ -80,34 +82,40 @@ class LoadStateBody(DefaultFields):
     """A tuned state to load."""
 
     state_filename: str = Field(min_length=1, max_length=4096, description="Path of the file within --models-dir.")
-    state_viewname: str = Field(min_length=1, max_length=64, description="Requests name it as `<model> <this>`.")
+    state_viewname: str = Field(
+        min_length=1, max_length=64, description="The state's name. Requests use `<model> <name>`."
+    )
 
 
 class GatingBody(DefaultFields):
     """Weights of a mixture of states."""
 
-    state_viewname: str = Field(min_length=1, max_length=128, description="The mixture, alone or as `<model> <this>`.")
-    state_gatingweight: Weights = Field([], description="One for each state; none: all the same.")
+    state_viewname: str = Field(
+        min_length=1, max_length=128, description="The mixture's name, alone or as `<model> <name>`."
+    )
+    state_gatingweight: Weights = Field([], description="One weight per state. Empty: equal weights.")
 
 
 class LoadMixtureBody(GatingBody):
     """Tuned states to load and mix."""
 
-    state_viewname: str = Field(min_length=1, max_length=62, description="Requests name it as `<model> <this>`.")
+    state_viewname: str = Field(
+        min_length=1, max_length=62, description="The mixture's name. Requests use `<model> <name>`."
+    )
     state_filenames: list[str] = Field(min_length=1, max_length=16, description="Paths within --models-dir.")
     contain_originalstate: bool | Literal["True", "False"] = Field(
-        False, description="Whether the empty state is mixed too, as the last."
+        False, description="Whether to add the empty state as the last member."
     )
 
 
 @contextmanager
-def _rename_fields(**theirs: str) -> Iterator[None]:
-    """Refusals of our fields name those that the request has."""
+def _rename_fields(**request_names: str) -> Iterator[None]:
+    """Rename the fields in errors to those of the request."""
     try:
         yield
     except ServiceError as error:
         field = error.info.field or ""
-        name = theirs.get(re.split(r"[.\[]", field)[0])
+        name = request_names.get(re.split(r"[.\[]", field)[0])
         if name is None:
             raise
         message = f"{name}: {error.info.message.removeprefix(f'{field}: ')}"
@@ -115,7 +123,7 @@ def _rename_fields(**theirs: str) -> Iterator[None]:
 
 
 def _last_loaded_model(context: Context) -> str | None:
-    """The name of the model that was loaded last beside the service's own."""
+    """Return the name of the model that was loaded last, or None."""
     here = (ModelStatus.READY, ModelStatus.LOADING)
     registered = [
         one for one in (context.models.registered if context.models is not None else ()) if one.status in here
@@ -124,7 +132,7 @@ def _last_loaded_model(context: Context) -> str | None:
 
 
 async def _target_context(context: Context) -> Context:
-    """The model that states are for; one that is being loaded is waited for. Raises ServiceError."""
+    """Return the context of the model that states belong to. Raises ServiceError."""
     return await context.wait_for_model(_last_loaded_model(context))
 
 
@@ -138,7 +146,7 @@ def _success() -> HandlerResponse:
 
 
 async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """The model that was loaded last, or the service's own, alone and with each of its states."""
+    """List the model that was loaded last, or the service's own, with each of its states."""
     context = await _target_context(context)
     name = context.config.model_name
     states = [info.name for info in await call_engine(context, ListStates()) if not info.error]
@@ -148,12 +156,12 @@ async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def healthcheck(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """This HTTP worker is alive."""
+    """Return ok: this HTTP worker is alive."""
     return json_response({"message": "ok", "status_code": 200})
 
 
 async def load(context: Context, body: LoadModelBody) -> HandlerResponse:
-    """Load a model beside what is served, and answer once it is ready."""
+    """Load a model and answer when it is ready."""
     given = validate(
         LoadBody,
         {
@@ -171,21 +179,24 @@ async def load(context: Context, body: LoadModelBody) -> HandlerResponse:
     if model.status is ModelStatus.FAILED:
         raise invalid("model_filename", f"could not be loaded: {model.error}", body.model_filename)
     if model.status is not ModelStatus.READY:
-        message = f"model_filename: {model.spec.name!r} is {model.status.value}; GET /v1/models/{model.spec.name} tells"
+        message = (
+            f"model_filename: {model.spec.name!r} is {model.status.value}; GET /v1/models/{model.spec.name} shows "
+            "its status"
+        )
         raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model_filename")
     return _success()
 
 
 async def _replace_same_name(context: Context, spec: ModelSpec) -> None:
-    """Check the files, then unload the model that was loaded under the name, if there is one. Raises ServiceError.
+    """Check the files, then unload the loaded model of the same name. Raises ServiceError.
 
-    What nobody could check takes no model's place: loading it is refused if its name is taken.
+    If no engine can check the files, no model is unloaded, and loading fails for a taken name.
     """
-    reader = _checking_context(context, spec.name)
-    if reader is None:
+    checking_context = _checking_context(context, spec.name)
+    if checking_context is None:
         return
     try:
-        await call_engine(reader, CheckModel(spec.file, spec.adapters))
+        await call_engine(checking_context, CheckModel(spec.file, spec.adapters))
     except ServiceError as error:
         raise _error_with_request_fields(context.config.models_dir, spec, error.info) from None
     others = loaded_models(context)
@@ -193,12 +204,12 @@ async def _replace_same_name(context: Context, spec: ModelSpec) -> None:
         try:
             await others.unload(spec.name, _LOAD_TIMEOUT_S)
         except ServiceError as error:
-            if error.info.kind is not ErrorKind.MODEL_NOT_FOUND:  # it has left by itself; the table is not told yet
+            if error.info.kind is not ErrorKind.MODEL_NOT_FOUND:  # it was unloaded, and the list is not updated yet
                 raise
 
 
 def _error_with_request_fields(folder: str, spec: ModelSpec, info: ErrorInfo) -> ServiceError:
-    """What is wrong with a model's files, by the names that the request has for them."""
+    """Return an error about a model's files with the request's field names."""
     requested = {"file": spec.file, "adapters": ", ".join(spec.adapters)}.get(info.field or "")
     if requested is None:
         return ServiceError.from_info(info)
@@ -207,9 +218,9 @@ def _error_with_request_fields(folder: str, spec: ModelSpec, info: ErrorInfo) ->
 
 
 def _checking_context(context: Context, name: str) -> Context | None:
-    """A context whose engine reads the files of this machine, as that of a model loaded here will; None: none does.
+    """Return a context whose engine reads this machine's files. None if there is none.
 
-    Engines of the service's own model are on any machines in a cluster; others that were loaded are on this one.
+    In a cluster, engines of the service's own model may run anywhere. Models loaded at run time are on this machine.
     """
     others = loaded_models(context)
     if not any(engine.node for engine in others.engines):
@@ -219,30 +230,30 @@ def _checking_context(context: Context, name: str) -> Context | None:
 
 
 def _dtype(body: LoadModelBody) -> str:
-    """Raises ServiceError for numbers that are not served, or another template than the family's."""
+    """Return the dtype. Raises ServiceError for an unsupported strategy or template."""
     if body.template != "world":
-        raise invalid("template", "must be world: the models served here have no other", body.template)
+        raise invalid("template", "must be world, the only template of the models served here", body.template)
     if body.model_strategy not in STRATEGIES:
         names = ", ".join(filter(None, STRATEGIES))
-        raise invalid("model_strategy", f"must be one of {names}, or empty; no other is served", body.model_strategy)
+        raise invalid("model_strategy", f"must be one of {names}, or empty", body.model_strategy)
     return STRATEGIES[body.model_strategy]
 
 
 def _adapters(body: LoadModelBody) -> list[str]:
-    """Raises ServiceError for a kind that is not merged here."""
+    """Return the adapters to merge. Raises ServiceError for an unsupported type."""
     if not body.adapter_filename:
         return []
     if body.adapter_mode not in ADAPTER_MODES:
         names = ", ".join(ADAPTER_MODES)
-        raise invalid("adapter_mode", f"must be one of {names}; others are not merged here", body.adapter_mode)
+        raise invalid("adapter_mode", f"must be one of {names}", body.adapter_mode)
     is_scaled = ADAPTER_MODES[body.adapter_mode]
     return [f"{body.adapter_filename}:{body.adapter_scaling}" if is_scaled else body.adapter_filename]
 
 
 def end_text(body: LoadModelBody) -> str | None:
-    """The text that ends an answer; scripts write its line breaks, and characters by their numbers, escaped.
+    """Return the text that ends an answer, with its escapes replaced.
 
-    Raises ServiceError for a lone surrogate, which has no UTF-8 form; two that belong together are one character.
+    Raises ServiceError for a lone surrogate. A surrogate pair is one character.
     """
     if body.endtoken is None:
         return None
@@ -260,10 +271,10 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 async def remove(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Unload the model that was loaded last; the service's own stays."""
+    """Unload the model that was loaded last. The service's own model stays."""
     name = _last_loaded_model(context)
     if name is None:
-        message = f"no model was loaded that could be removed; {context.config.model_name!r} is the service's own"
+        message = f"no loaded model can be removed; {context.config.model_name!r} is the service's own"
         raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message)
     await loaded_models(context).unload(name, _LOAD_TIMEOUT_S)
     return _success()
@@ -278,7 +289,7 @@ async def load_state(context: Context, body: LoadStateBody) -> HandlerResponse:
 
 
 async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerResponse:
-    """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`; all of it, or nothing."""
+    """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`. On an error, nothing is loaded."""
     context, name = await _target_context(context), sanitize_name(body.state_viewname)
     names = [f"{name}.{at}" for at in range(len(body.state_filenames))]
     members = [*names, ""] if body.contain_originalstate in (True, "True") else names
@@ -298,13 +309,13 @@ async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerRespon
 
 
 async def set_gating(context: Context, body: GatingBody) -> HandlerResponse:
-    """Give the members of a mixture other weights, and other defaults where they are given."""
+    """Set the weights of a mixture, and its default decode parameters if given."""
     context = await _target_context(context)
     given, model = body.state_viewname, context.config.model_name
     name = sanitize_name(given[len(model) + 1 :] if base_name(given, model) is not None else given)
     info = next((one for one in await call_engine(context, ListStates()) if one.name == name and one.mixture), None)
     if info is None:
-        message = f"state_viewname: there is no mixture of states {name!r}; GET /v1/states lists what there is"
+        message = f"state_viewname: there is no mixture of states {name!r}; GET /v1/states lists the states"
         raise ServiceError(ErrorKind.STATE_NOT_FOUND, message, field="state_viewname", given=given)
     with _rename_fields(states="state_gatingweight"):
         await call_engine(context, _change_weights(info, body))
@@ -318,15 +329,15 @@ def _change_weights(info: StateInfo, body: GatingBody) -> AddState:
 
 
 def _pair_weights(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple[str, float], ...]:
-    """Raises ServiceError unless there is a weight for each."""
+    """Pair names and weights. Raises ServiceError unless there is one weight per name."""
     if weights and len(weights) != len(names):
-        message = f"must have one for each of {len(names)} states, got {len(weights)}"
+        message = f"must have one weight for each of {len(names)} states, got {len(weights)}"
         raise invalid("state_gatingweight", message, list(weights))
     return tuple(zip(names, weights or [1.0] * len(names), strict=True))
 
 
 async def remove_states(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Forget every tuned state and mixture of that model."""
+    """Remove all tuned states and mixtures of the model."""
     context = await _target_context(context)
     for info in await call_engine(context, ListStates()):
         await call_engine(context, RemoveState(info.name))
@@ -342,13 +353,13 @@ def _admin_route(
     *,
     needs_engine: bool = True,
 ) -> Route:
-    """A verb of administrators."""
+    """Return a route for administrators."""
     return Route(
         "POST",
         path,
         handle,
         body,
-        f"RWKV-Infer's verb: {summary}.",
+        f"RWKV-Infer: {summary}.",
         answer=RwkvInferDone,
         errors=_ERRORS,
         example=example,
@@ -360,12 +371,12 @@ def _admin_route(
 
 ROUTES = (
     Route(
-        "GET", "/healthcheck", healthcheck, None, "RWKV-Infer's sign of life.", answer=RwkvInferHealth, is_public=True
+        "GET", "/healthcheck", healthcheck, None, "RWKV-Infer: health check.", answer=RwkvInferHealth, is_public=True
     ),
     dataclasses.replace(
-        chat.ROUTES[0], path="/chat/completions", summary="`/openai/v1/chat/completions`, where RWKV-Infer has it."
+        chat.ROUTES[0], path="/chat/completions", summary="RWKV-Infer: same as `/openai/v1/chat/completions`."
     ),
-    Route("GET", "/models", models, None, "RWKV-Infer's list of models.", errors=_ENGINE_ERRORS, waits_for_engine=True),
+    Route("GET", "/models", models, None, "RWKV-Infer: list models.", errors=_ENGINE_ERRORS, waits_for_engine=True),
     _admin_route(
         "/loadmodel",
         load,
@@ -373,7 +384,7 @@ ROUTES = (
         "load a model",
         {"model_filename": "models/small.pth", "model_viewname": "RWKV x070 0.4B", "model_strategy": ""},
     ),
-    _admin_route("/removemodel", remove, None, "unload it", needs_engine=False),
+    _admin_route("/removemodel", remove, None, "unload the last model", needs_engine=False),
     _admin_route(
         "/loadstatemodel",
         load_state,
@@ -395,5 +406,5 @@ ROUTES = (
         "change a mixture's weights",
         {"state_viewname": "Duo", "state_gatingweight": ["0.7", "0.3"]},
     ),
-    _admin_route("/removestatemodel", remove_states, None, "forget all tuned states"),
+    _admin_route("/removestatemodel", remove_states, None, "remove all tuned states"),
 )

@@ -1,4 +1,4 @@
-"""`POST /v1/score`: how likely the model finds each of several texts after a prompt, which is read once for all."""
+"""`POST /v1/score`: log-probabilities of candidate texts after a prompt."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, To
 
 PATH = "/v1/score"
 MAX_SCORED_TOKENS = 1_000_000
-"""Of all candidates of a request: their log-probabilities are held until the answer is whole."""
+"""Limit of candidate tokens per request. Their log-probabilities stay in memory until the answer is complete."""
 MAX_ROW_TOKENS = 16_000_000
-"""Of all rows of a request, each with its content: they are held until the last of them has run."""
+"""Limit of the tokens of all rows, each with its prompt. They stay in memory until the last row has run."""
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have, as in OpenAI's answers."""
+"""Replaces minus infinity, which JSON does not have, as in OpenAI's answers."""
 
 
 class ScoreBody(FixedSamplingFields, PriorityFields, ModelFields):
-    """Prompts, and what may follow each of them."""
+    """Prompts with candidate texts."""
 
-    contents: Texts = Field(min_length=1, description="The prompts. Each is read once.")
+    contents: Texts = Field(min_length=1, description="The prompts. Each is computed once.")
     candidates: Texts | Annotated[list[Texts], Field(fail_fast=True)] = Field(
         min_length=1,
-        description="Texts that may follow: the same for every prompt, or a list for each. "
-        "Each is tokenised on its own, as what is generated follows a prompt.",
+        description="Candidate texts: one list for all prompts, or a list per prompt. A candidate is "
+        "tokenised on its own, like generated text.",
     )
     pad_zero: bool = Field(False, description="Put token 0 before each prompt, which may then be empty.")
-    logprobs: bool = Field(False, description="Tell the log-probability of each token too.")
-    use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
+    logprobs: bool = Field(False, description="Include the log-probability of each token.")
+    use_prefix_cache: bool = Field(
+        True, description="Start from the cached state of the longest known beginning of the prompt."
+    )
 
     @property
     def candidate_lists(self) -> list[list[str]]:
-        """The candidates of each prompt."""
+        """One list of candidates per prompt."""
         candidate_lists = [one for one in self.candidates if not isinstance(one, str)]
         return candidate_lists or [self.candidates] * len(self.contents)  # type: ignore[list-item]  # all are texts
 
@@ -57,18 +59,18 @@ class ScoreBody(FixedSamplingFields, PriorityFields, ModelFields):
         if len(self.candidate_lists) != len(self.contents):
             raise PydanticCustomError(
                 "candidates",
-                "candidates must be texts, or as many lists as contents: got {lists} for {contents}",
+                "candidates must be texts, or one list per prompt: got {lists} lists for {contents} prompts",
                 {"lists": len(self.candidate_lists), "contents": len(self.contents), "field": "candidates"},
             )
         if not all(self.candidate_lists):
             raise PydanticCustomError(
-                "candidates", "candidates must have a text for every prompt", {"field": "candidates"}
+                "candidates", "candidates must have at least one text for every prompt", {"field": "candidates"}
             )
         return self
 
 
 def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
-    """A request for each prompt, with a row for each of its candidates. Raises ServiceError."""
+    """Return one request per prompt, with one row per candidate. Raises ServiceError."""
     token_ids: dict[str, list[int]] = {}
     rows: list[GenerateRequest] = []
     origin = requested_state(body, context.config), requested_adapter(body, context.config)
@@ -89,7 +91,7 @@ def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
 def _row(
     prompt: list[int], candidates: list[list[int]], origin: tuple[str, str], use_prefix_cache: bool
 ) -> GenerateRequest:
-    """Reads the prompt once and every candidate behind it, draws nothing. `origin`: names of a state and an adapter."""
+    """Return a request that scores all candidates after one prompt. `origin`: names of a state and an adapter."""
     return msgspec.structs.replace(
         greedy_row(prompt, 0, (), *origin),
         candidates=candidates,
@@ -99,7 +101,7 @@ def _row(
 
 
 def _field(body: ScoreBody, content: int, number: int) -> str:
-    """A candidate as the client has written it."""
+    """Return the field of a candidate as the client writes it."""
     shared = isinstance(body.candidates[0], str)
     return f"candidates[{number}]" if shared else f"candidates[{content}][{number}]"
 
@@ -109,28 +111,28 @@ def _check_length(
 ) -> None:
     limit, length = context.config.max_prompt_tokens, len(prompt) + len(candidate)
     if length > limit:
-        message = f"has {length} tokens behind contents[{position[0]}], the limit is {limit} (--max-prompt-tokens)"
+        message = f"has {length} tokens with contents[{position[0]}], the limit is {limit} (--max-prompt-tokens)"
         raise invalid(_field(body, *position), message, length)
 
 
 def _check_sizes(scored: int, row_tokens: int) -> None:
     for tokens, limit, what in (
-        (scored, MAX_SCORED_TOKENS, "tokens in all"),
-        (row_tokens, MAX_ROW_TOKENS, "tokens in all, counted with the prompt of each"),
+        (scored, MAX_SCORED_TOKENS, "tokens in total"),
+        (row_tokens, MAX_ROW_TOKENS, "tokens in total, counting each candidate's prompt"),
     ):
         if tokens > limit:
-            raise invalid("candidates", f"have more than {limit} {what}; send fewer of them in a request", tokens)
+            raise invalid("candidates", f"have more than {limit} {what}; send fewer per request", tokens)
 
 
 class ScoreFormatter:
-    """The answer to one request."""
+    """Builds the answer of one request."""
 
     def __init__(self, body: ScoreBody, rows: list[GenerateRequest]) -> None:
         self._body = body
         self._rows = rows
 
     def full_body(self, results: list[RowResult]) -> dict[str, Any]:
-        """The body of the answer. Raises ServiceError if any row did not end."""
+        """Return the answer's body. Raises ServiceError if a row failed."""
         for result in results:
             _check_finished(result)
         remaining, scores = iter(results), []
@@ -153,7 +155,7 @@ class ScoreFormatter:
         }
 
     def _cached(self, results: list[RowResult]) -> int:
-        """Tokens of prompts that need not be read: each prompt's once."""
+        """Return the number of cached prompt tokens. Each prompt counts once."""
         count = first = 0
         for row in self._rows:
             finish = results[first].finish
@@ -167,30 +169,34 @@ class ScoreFormatter:
             "index": number,
             "logprob": sum(values),
             "tokens": len(values),
-            "is_greedy": all(map(_is_likeliest, result.prompt_logprobs)),
+            "is_greedy": all(map(_is_most_probable, result.prompt_logprobs)),
         }
         return entry | ({"token_logprobs": values} if self._body.logprobs else {})
 
 
-def _is_likeliest(token: TokenLogprob) -> bool:
-    """Whether no token is likelier."""
+def _is_most_probable(token: TokenLogprob) -> bool:
+    """Return whether no other token is more probable."""
     return token.logprob >= token.top[0][1]
 
 
 def _check_finished(result: RowResult) -> None:
-    """Raises ServiceError for a row that was not read to its end."""
+    """Raises ServiceError for a row that failed or timed out."""
     finish = result.finish
     if finish is not None and finish.error is not None:
         raise ServiceError.from_info(finish.error)
     if finish is None or finish.reason is not FinishReason.LENGTH:
-        raise ServiceError(ErrorKind.TIMEOUT, "not every candidate was read in time; send fewer at once")
+        raise ServiceError(
+            ErrorKind.TIMEOUT, "not every candidate was scored in time; send fewer per request, or raise timeout_s"
+        )
 
 
 async def score(context: Context, body: ScoreBody) -> HandlerResponse:
-    """The log-probability of each candidate behind its prompt."""
+    """Return the log-probability of each candidate after its prompt."""
     limit, count = context.config.max_contents, sum(map(len, body.candidate_lists))
     if count > limit:
-        raise invalid("candidates", f"make {count} rows, the limit is {limit} (--max-contents)", count)
+        raise invalid(
+            "candidates", f"make {count} rows, the limit is {limit} (--max-contents); send fewer per request", count
+        )
     characters = sum(map(len, body.contents)) + sum(len(text) for texts in body.candidate_lists for text in texts)
     rows = await offload_if_large(characters, _rows, context, body)
     job = make_job(rows, body, PATH)
@@ -206,7 +212,7 @@ ROUTES = (
         PATH,
         score,
         ScoreBody,
-        "How likely each candidate is behind each prompt, which is read once.",
+        "Score candidate texts after prompts.",
         is_generation=True,
         answer=Scores,
         errors=(ErrorKind.TIMEOUT,),

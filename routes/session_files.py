@@ -1,4 +1,4 @@
-"""`/state/export` and `/state/import`: a session as a file that can be carried away and brought back."""
+"""`/state/export` and `/state/import`: sessions as files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rwkv_batch.errors import ErrorKind
 
 
 class ExportQuery(Fields):
-    """Which session is wanted."""
+    """The session to export."""
 
     model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
 
@@ -28,13 +28,13 @@ class ExportQuery(Fields):
 
 
 class ImportQuery(Fields):
-    """What the session will be called."""
+    """Name of the imported session."""
 
-    session_id: SessionId = Field(description="A name that no session has yet.")
+    session_id: SessionId = Field(description="A name that no session has.")
 
 
 async def export_session(context: Context, upload: Upload) -> HandlerResponse:
-    """The session as it was after its last durable turn: a safetensors file. HEAD makes none."""
+    """Export a session as a safetensors file, with the turns that are stored durably. HEAD creates no file."""
     query: ExportQuery = upload.query
     include_file = current_request().method != "HEAD"
     release = context.session_files.acquire(current_request().client)
@@ -51,7 +51,7 @@ async def export_session(context: Context, upload: Upload) -> HandlerResponse:
 
 
 async def import_session(context: Context, upload: Upload) -> HandlerResponse:
-    """Make a session of a file that `/state/export` of a service with the same model has written."""
+    """Create a session from a file of `/state/export`. The exporting service must have the same model."""
     query: ImportQuery = upload.query
     release = context.session_files.acquire(current_request().client)
     try:
@@ -68,7 +68,7 @@ ROUTES = (
         "/state/export",
         export_session,
         None,
-        "Carry a session away as a file.",
+        "Export a session as a file.",
         query=ExportQuery,
         errors=_ERRORS,
         content_type=FILE,
@@ -80,7 +80,7 @@ ROUTES = (
         "/state/import",
         import_session,
         None,
-        "Bring a session back from a file.",
+        "Import a session from a file.",
         query=ImportQuery,
         uploads=FILE,
         answer=Imported,

@@ -1,4 +1,4 @@
-"""`/state`: conversations whose state is kept, what is kept, and how it is deleted."""
+"""`/state`: conversations with stored state, the list of sessions and their deletion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from state_pool.session_page import SessionEntry, Tier
 
 PATH = "/state/chat/completions"
 CACHE_LEVELS = {Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
-"""A tier's name in lists."""
+"""Names of the storage tiers in lists."""
 
 
 class TurnBody(SamplingBody):
@@ -36,31 +36,31 @@ class TurnBody(SamplingBody):
     contents: Texts = Field(
         min_length=1,
         max_length=1,
-        description="Exactly one prompt, read as it is; a blank line is put before it if the session exists and the "
-        "prompt does not begin with one.",
+        description="Exactly one prompt, used unchanged. For an existing session, a blank line is added "
+        "unless the prompt begins with one.",
     )
-    session_id: SessionId = Field(description="Opaque; an unknown one begins a session.")
-    wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
+    session_id: SessionId = Field(description="Any text. An unknown id starts a session.")
+    wait: bool = Field(True, description="Wait for a running turn of the session. false: answer 409 instead.")
 
 
 class StatusBody(Body):
-    """Which part of the list of sessions is wanted."""
+    """The part of the list to return."""
 
-    limit: int = Field(100, ge=0, le=10_000, description="Sessions shown.")
-    offset: int = Field(0, ge=0, lt=2**53, description="Sessions left out before, newest first.")
+    limit: int = Field(100, ge=0, le=10_000, description="Number of sessions to return.")
+    offset: int = Field(0, ge=0, lt=2**53, description="Number of sessions to skip, newest first.")
 
 
 class DeleteBody(Body):
-    """What to delete."""
+    """The session to delete."""
 
     session_id: Annotated[str, NO_NUL] = Field(
-        min_length=1, max_length=1024, description="The session, or one dialogue as it is listed."
+        min_length=1, max_length=1024, description="The session, or one dialogue with its listed name."
     )
     delete_prefix: bool = Field(False, description="Delete every session whose id begins with `session_id`.")
 
 
 async def turn_job(context: Context, body: TurnBody, label: str, branch_from: int | None = None) -> Job:
-    """The job of one turn. Raises ServiceError."""
+    """Build the job of one turn. Raises ServiceError."""
     prompt, stops = body.contents[0], row_stops(body, DEFAULT_STOPS)
     rows = await offload_if_large(
         len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents"
@@ -72,13 +72,13 @@ async def turn_job(context: Context, body: TurnBody, label: str, branch_from: in
 
 
 async def chat_completions(context: Context, body: TurnBody) -> HandlerResponse:
-    """Continue a session by one prompt. Prompt and answer become part of it, durably once the answer has ended."""
+    """Continue a session with one prompt. Prompt and answer are stored durably when the answer ends."""
     job = await turn_job(context, body, PATH)
     return await run(context, job, BatchFormatter(body), OutputDecoder(1), body.stream)
 
 
 async def status(context: Context, body: StatusBody) -> HandlerResponse:
-    """The sessions that are kept, newest first, and where their states lie."""
+    """List the stored sessions, newest first, with their storage tier."""
     page = await call_engine(context, ListSessions(body.limit, body.offset))
     counts = {
         "total_sessions": page.total,
@@ -100,7 +100,7 @@ def _session_entry(entry: SessionEntry) -> dict[str, object]:
 
 
 async def delete(context: Context, body: DeleteBody) -> HandlerResponse:
-    """Delete a session from every tier, also while it runs: its turn then ends with an error."""
+    """Delete a session from every tier. A running turn of it ends with an error."""
     name = body.session_id
     count = await call_engine(context, DeleteSessions(name, body.delete_prefix))
     if not count:
@@ -125,7 +125,7 @@ ROUTES = (
         PATH,
         chat_completions,
         TurnBody,
-        "Continue a session whose state is kept.",
+        "Continue a session with stored state.",
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),

@@ -1,4 +1,4 @@
-"""Routes about the service itself: alive, ready, status, figures, models, token counts, the OpenAPI page."""
+"""Routes about the service: health, status, metrics, token counts and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rwkv_batch.tokenizer import Tokenizer
 OPENAPI_KEY = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
 _SERVING_FIELDS = ("dtype", "wkv_state", "kernels", "devices")
-"""Of a model's status, what it is served with."""
+"""Fields of a model's status that describe how it is served."""
 _STATUS_TIMEOUT_S = 2.0
-"""How long another model's engine may take to say so: one that hangs is not waited for."""
+"""Time limit for the status of another model's engine, which may hang."""
 _LEGACY_METRIC = """\
 # HELP rwkv_big_batch_jobs The older name of rwkv_jobs{{label="big_batch"}}.
 # TYPE rwkv_big_batch_jobs gauge
@@ -40,20 +40,21 @@ rwkv_big_batch_jobs {}
 
 
 class CountBody(Body):
-    """What to count the tokens of."""
+    """Text to count."""
 
     text: str | None = Field(None, description="One text.")
     contents: Texts = Field([], description="Raw prompts.")
-    messages: Messages = Field([], description="A conversation, counted with its prompt form.")
-    enable_think: bool = Field(False, description="The prompt form that lets the model think.")
+    messages: Messages = Field([], description="A conversation, counted in its prompt format.")
+    enable_think: bool = Field(False, description="Use the prompt format with thinking.")
     tools: ChatTools = Field([], description="Functions that the prompt of `messages` lists.")
     tool_choice: ChatToolChoice | None = Field(
-        None, description="As in a chat: `none` lists nothing, and an answer that has to be a call begins as one."
+        None,
+        description="As in chat completions. `none` lists no functions. A forced call adds the beginning of a call.",
     )
 
     @property
     def prompt(self) -> str:
-        """What is read of a conversation."""
+        """The prompt of the conversation."""
         return prompt_of(
             self.messages,
             prompts.think_mode(self.enable_think),
@@ -64,22 +65,22 @@ class CountBody(Body):
     def _has_tools(self) -> Self:
         chat_tool_set(self.tools, self.tool_choice, parallel_calls=True)
         if self.tools and not self.messages:
-            raise PydanticCustomError("tools", "tools are listed for messages", {"field": "tools"})
+            raise PydanticCustomError("tools", "tools can only be given with messages", {"field": "tools"})
         return self
 
 
 async def healthz(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """This HTTP worker is alive."""
+    """Return ok: this HTTP worker is alive."""
     return json_response({"status": "ok"})
 
 
 async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """An engine and every HTTP worker take new work; 503 otherwise. Engines that do not are named."""
+    """Return 200 if an engine and every HTTP worker take new work, else 503. Names the engines that do not."""
     unavailable_reason = None
     if context.limiter.draining:
         unavailable_reason = "draining"
     elif not context.engine.is_connected:
-        unavailable_reason = "the engine is not running (loading the model, or being restarted)"
+        unavailable_reason = "the engine is not running (loading the model, or restarting)"
     elif not context.readiness.all_workers_ready:
         unavailable_reason = "not every HTTP worker takes work yet (starting, or being replaced)"
     if unavailable_reason is not None:
@@ -89,7 +90,7 @@ async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Model, devices, samplers, rows, pool and processes; the models loaded beside it."""
+    """Return model, devices, samplers, rows, pool and processes, and the models loaded at run time."""
     status_fields = await call_engine(context, GetStatus())
     jobs = status_fields["jobs"].get(big_batch.LABEL, 0)
     others = [] if context.models is None else context.models.registered
@@ -98,7 +99,7 @@ async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def _model_status(context: Context, model: ServedModel) -> dict[str, object]:
-    """A model that was loaded while serving, and how it is served, as far as its engine can be asked."""
+    """Return the status of a model loaded at run time, with its settings if its engine answers."""
     served = context.models.ready_context(model) if context.models is not None else None
     if served is None or not served.engine.is_connected:
         return model_entry(model)
@@ -106,7 +107,7 @@ async def _model_status(context: Context, model: ServedModel) -> dict[str, objec
         status_fields = await asyncio.wait_for(call_engine(served, GetStatus()), _STATUS_TIMEOUT_S)
     except TimeoutError:
         return model_entry(model)
-    except ServiceError as error:  # it has been lost meanwhile, or leaves
+    except ServiceError as error:  # it was lost or unloaded in the meantime
         if error.info.kind not in ENGINE_GONE:
             raise
         return model_entry(model)
@@ -114,7 +115,7 @@ async def _model_status(context: Context, model: ServedModel) -> dict[str, objec
 
 
 async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Figures of all processes in Prometheus' text form."""
+    """Return the metrics of all processes in Prometheus' text format."""
     text = await call_engine(context, GetMetrics())
     jobs = await call_engine(context, CountJobs(big_batch.LABEL))
     return HttpResponse(
@@ -123,7 +124,7 @@ async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
-    """Tokens of a text, of raw prompts, or of a conversation with its prompt form and its tools."""
+    """Count the tokens of a text, of raw prompts, or of a conversation in its prompt format."""
     if body.messages:
         texts = [body.prompt]
     elif body.contents:
@@ -143,20 +144,20 @@ def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
 
 
 async def openapi(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """This interface as an OpenAPI document."""
+    """Return the OpenAPI document of this API."""
     document: dict[str, Any] = context.shared[OPENAPI_KEY]
     return json_response(document)
 
 
 _ENGINE_ERRORS = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
-    Route("GET", "/healthz", healthz, None, "Alive.", answer=Health, is_public=True),
+    Route("GET", "/healthz", healthz, None, "Whether the worker is alive.", answer=Health, is_public=True),
     Route(
         "GET",
         "/readyz",
         readyz,
         None,
-        "Ready to take work; 503 otherwise.",
+        "Whether the service takes work. 503 otherwise.",
         answer=Health,
         is_public=True,
         errors=_ENGINE_ERRORS,
@@ -166,7 +167,7 @@ ROUTES = (
         "/health",
         readyz,
         None,
-        "The same as /readyz, under the name that vLLM, SGLang and llama.cpp give it.",
+        "Same as /readyz, under the name of vLLM, SGLang and llama.cpp.",
         answer=Health,
         is_public=True,
         errors=_ENGINE_ERRORS,
@@ -181,7 +182,7 @@ ROUTES = (
         errors=_ENGINE_ERRORS,
     ),
     Route(
-        "GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=_ENGINE_ERRORS
+        "GET", "/metrics", metrics, None, "Metrics for Prometheus.", content_type="text/plain", errors=_ENGINE_ERRORS
     ),
     Route(
         "POST",

@@ -1,4 +1,4 @@
-"""Every route of the service. A new dialect adds its ROUTES here."""
+"""All routes of the service. A new group of endpoints adds its ROUTES here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The tokenizer as vLLM serves it: `/tokenize`, `/detokenize`, `/tokenizer_info`.
+"""The tokenizer routes of vLLM: `/tokenize`, `/detokenize`, `/tokenizer_info`.
 
-Evaluation harnesses that score by token ids ask for them beside the completions' address.
+Evaluation harnesses that score token ids call them under the address of the completions.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from routes.route import Route
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE
 
 END_NAME = "<|rwkv_tokenizer_end_of_text|>"
-"""What the World tokenizers of the transformers package call token 0, which has no text."""
+"""Name of token 0, which has no text, in the transformers package's World tokenizers."""
 
 
 class TokenizeBody(Body):
-    """A text."""
+    """A text to tokenise."""
 
-    prompt: str = Field(description=f"The text. {END_NAME} alone is the end token, 0; inside a text it is text.")
-    add_special_tokens: bool = Field(True, description="Accepted; there are none to add.")
+    prompt: str = Field(
+        description=f"The text. {END_NAME} alone is token 0, the end token. Inside a text it is ordinary text."
+    )
+    add_special_tokens: bool = Field(True, description="Accepted. There are no special tokens to add.")
 
 
 class DetokenizeBody(Body):
-    """Token ids."""
+    """Token ids to decode."""
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)] = Field(
         description="The token ids."
@@ -38,7 +40,7 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     if body.prompt == END_NAME:
         ids = [END_OF_TEXT]
     else:
@@ -47,48 +49,48 @@ async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
 
 
 async def detokenize(context: Context, body: DetokenizeBody) -> HandlerResponse:
-    """The text of token ids; what is no UTF-8 is shown as U+FFFD."""
+    """Return the text of token ids. Invalid UTF-8 is shown as U+FFFD."""
     return json_response({"prompt": context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")})
 
 
 async def tokenizer_info(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """What a client has to know of the tokenizer."""
+    """Return the tokenizer's class, vocabulary size and special tokens."""
     info = {"tokenizer_class": "RWKVWorldTokenizer", "vocab_size": VOCAB_SIZE}
     return json_response({**info, "bos_token": END_NAME, "eos_token": END_NAME})
 
 
-def _routes(place: str) -> tuple[Route, ...]:
-    """The three under `place`, where clients look for them beside `{place}/v1/completions`."""
-    form = OPENAI_ERRORS if place else NATIVE_ERRORS
+def _routes(prefix: str) -> tuple[Route, ...]:
+    """Return the three routes under `prefix`, where clients of `{prefix}/v1/completions` expect them."""
+    error_format = OPENAI_ERRORS if prefix else NATIVE_ERRORS
     return (
         Route(
             "POST",
-            f"{place}/tokenize",
+            f"{prefix}/tokenize",
             tokenize,
             TokenizeBody,
             "Token ids of a text.",
             answer=Tokenized,
-            error_format=form,
+            error_format=error_format,
             example={"prompt": "Hello world!"},
         ),
         Route(
             "POST",
-            f"{place}/detokenize",
+            f"{prefix}/detokenize",
             detokenize,
             DetokenizeBody,
             "The text of token ids.",
             answer=Detokenized,
-            error_format=form,
+            error_format=error_format,
             example={"tokens": [33155, 40213, 34]},
         ),
         Route(
             "GET",
-            f"{place}/tokenizer_info",
+            f"{prefix}/tokenizer_info",
             tokenizer_info,
             None,
             "About the tokenizer.",
             answer=TokenizerInfo,
-            error_format=form,
+            error_format=error_format,
         ),
     )
 

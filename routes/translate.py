@@ -1,7 +1,7 @@
-"""`POST /translate/v1/batch-translate`: immersive-translate's custom API, many short texts at once.
+"""`POST /translate/v1/batch-translate`: immersive-translate's custom API, for many short texts.
 
-A text is translated paragraph by paragraph, since a blank line ends an answer; the white space around and
-between paragraphs is kept as it is.
+Each paragraph is translated on its own, because a blank line ends an answer. White space around and between paragraphs
+is kept.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rwkv_batch.request import FinishReason, GenerateRequest
 LABEL = "/translate/v1/batch-translate"
 CACHE_KEY = "translations"
 _BLANK_LINES = re.compile(r"\n\s*\n\s*")
-"""It begins at a newline and takes what white space is left, so no letter is looked at more than three times."""
+"""The match takes all white space after a newline, so each character is scanned at most three times."""
 _LABELS = ("User", "Assistant", "System", "Traditional Chinese", *languages.NAMES.values())
 _NEXT_LABEL = re.compile(rf"\n(?:{'|'.join(map(re.escape, _LABELS))}):")
-"""What a model goes on with behind a translation. Any word with a colon would cut lines like `Name: …` off a text."""
+"""Labels that a model may write after a translation. Any word with a colon would cut text lines like `Name: …`."""
 _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
 _MAX_CACHED_CHARACTERS = 4000
@@ -42,7 +42,7 @@ ParagraphKey = tuple[str, str, str]
 
 
 class TranslationCache:
-    """The most recently used translations. Any thread may ask."""
+    """The most recently used translations. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -50,7 +50,7 @@ class TranslationCache:
         self._texts: OrderedDict[ParagraphKey, str] = OrderedDict()
 
     def get(self, key: ParagraphKey) -> str | None:
-        """The translation, if it is remembered."""
+        """Return the cached translation, or None."""
         with self._lock:
             if key not in self._texts:
                 return None
@@ -58,7 +58,7 @@ class TranslationCache:
             return self._texts[key]
 
     def put(self, key: ParagraphKey, text: str) -> None:
-        """Remember a translation; long texts are not."""
+        """Cache a translation, unless it is too long."""
         if len(key[2]) + len(text) > _MAX_CACHED_CHARACTERS:
             return
         with self._lock:
@@ -69,18 +69,17 @@ class TranslationCache:
 
 @dataclass(slots=True)
 class TranslationPlan:
-    """A request taken apart: what has to be computed, and how the answers are put together."""
+    """A request split into paragraphs, with their translations."""
 
     sources: list[str] = field(default_factory=list)
     """Language code of each text."""
     pieces: list[list[ParagraphKey | str]] = field(default_factory=list)
-    """Of each text: paragraphs to translate (Key) between white space to keep (str)."""
+    """Per text: paragraphs to translate (Key) and white space to keep (str)."""
     known: dict[ParagraphKey, str] = field(default_factory=dict)
     missing: list[ParagraphKey] = field(default_factory=list)
-    """Paragraphs without a translation yet, each once."""
+    """Paragraphs without a translation, without duplicates."""
 
     def response_body(self) -> dict[str, object]:
-        """The answer's body."""
         texts = [
             "".join(piece if isinstance(piece, str) else self.known[piece] for piece in text) for text in self.pieces
         ]
@@ -92,23 +91,30 @@ class TranslationPlan:
 
 
 def make_plan(body: TranslateBody, cache: TranslationCache, limit: int) -> TranslationPlan:
-    """Take a request apart. Equal paragraphs are computed once. Raises ServiceError if there are too many."""
+    """Split a request into paragraphs. Raises ServiceError if there are too many.
+
+    Equal paragraphs are translated once.
+    """
     if (count := count_paragraphs(body.text_list)) > limit:
-        raise invalid("text_list", f"has {count} paragraphs in all, the limit is {limit} (--max-contents)", count)
-    request_plan = TranslationPlan()
+        raise invalid(
+            "text_list",
+            f"has {count} paragraphs in total, the limit is {limit} (--max-contents); send several requests",
+            count,
+        )
+    plan = TranslationPlan()
     is_auto = body.source_lang.lower() == AUTO
     sources = languages.detect(body.text_list) if is_auto else [body.source_lang] * len(body.text_list)
     for source, text in zip(sources, body.text_list, strict=True):
-        request_plan.sources.append(source or AUTO)
+        plan.sources.append(source or AUTO)
         is_copied = not source or languages.name_of(source) == languages.name_of(body.target_lang)
-        request_plan.pieces.append([text] if is_copied else _pieces(source, body.target_lang, text))
-        for piece in request_plan.pieces[-1]:
-            if isinstance(piece, str) or piece in request_plan.known:
+        plan.pieces.append([text] if is_copied else _pieces(source, body.target_lang, text))
+        for piece in plan.pieces[-1]:
+            if isinstance(piece, str) or piece in plan.known:
                 continue
-            request_plan.known[piece] = cache.get(piece) or ""
-            if not request_plan.known[piece]:
-                request_plan.missing.append(piece)
-    return request_plan
+            plan.known[piece] = cache.get(piece) or ""
+            if not plan.known[piece]:
+                plan.missing.append(piece)
+    return plan
 
 
 def _pieces(source: str, target: str, text: str) -> list[ParagraphKey | str]:
@@ -125,7 +131,7 @@ def _pieces(source: str, target: str, text: str) -> list[ParagraphKey | str]:
 
 
 def count_paragraphs(texts: Iterable[str]) -> int:
-    """How many paragraphs there are to translate; none is made."""
+    """Count the paragraphs to translate without creating them."""
     bodies = (text.strip() for text in texts)
     return sum(1 + sum(1 for _ in _BLANK_LINES.finditer(body)) for body in bodies if body)
 
@@ -144,39 +150,44 @@ def _rows(context: Context, keys: list[ParagraphKey], body: TranslateBody) -> li
 
 
 def clean_answer(text: str) -> str:
-    """The answer up to a new label, without the white space around it."""
+    """Return the answer up to the next label, without surrounding white space."""
     return _NEXT_LABEL.split(text, maxsplit=1)[0].strip()
 
 
 async def batch_translate(context: Context, body: TranslateBody) -> HandlerResponse:
-    """Translate every text; order and length are kept, texts of white space alone come back as they are."""
+    """Translate every text, in order. Texts of only white space are returned unchanged."""
     limit, given = context.config.max_contents, len(body.text_list)
     if given > limit:
-        raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
-    # What a tuned state or an adapter says is not remembered: another one may bear its name tomorrow.
+        raise invalid(
+            "text_list", f"has {given} texts, the limit is {limit} (--max-contents); send several requests", given
+        )
+    # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
     is_cacheable = not (body.state or body.adapter)
     cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)
     characters = sum(map(len, body.text_list))
-    if body.source_lang.lower() == AUTO:  # it takes its time for every text, however short, and most for the first
-        request_plan = await asyncio.to_thread(make_plan, body, cache, limit)
+    if body.source_lang.lower() == AUTO:  # detection is slow even for short texts, and slowest at its first use
+        plan = await asyncio.to_thread(make_plan, body, cache, limit)
     else:
-        request_plan = await offload_if_large(characters, make_plan, body, cache, limit)
-    if not request_plan.missing:
-        return json_response(request_plan.response_body())
-    rows = await offload_if_large(characters, _rows, context, request_plan.missing, body)
+        plan = await offload_if_large(characters, make_plan, body, cache, limit)
+    if not plan.missing:
+        return json_response(plan.response_body())
+    rows = await offload_if_large(characters, _rows, context, plan.missing, body)
     job = make_job(rows, body, LABEL)
 
     def full_body(results: list[RowResult]) -> object:
-        for key, row in zip(request_plan.missing, results, strict=True):
+        for key, row in zip(plan.missing, results, strict=True):
             if row.finish is None or row.finish.reason in (
                 FinishReason.TIMEOUT,
                 FinishReason.CANCELLED,
                 FinishReason.ERROR,
             ):
-                raise ServiceError(ErrorKind.TIMEOUT, "a translation did not end in time; send fewer texts at once")
-            request_plan.known[key] = clean_answer(row.text)
-            cache.put(key, request_plan.known[key])
-        return request_plan.response_body()
+                raise ServiceError(
+                    ErrorKind.TIMEOUT,
+                    "a translation did not end in time; send fewer texts per request, or raise timeout_s",
+                )
+            plan.known[key] = clean_answer(row.text)
+            cache.put(key, plan.known[key])
+        return plan.response_body()
 
     return await run_full(context, job, OutputDecoder(len(rows)), full_body, NATIVE_ERRORS)
 
@@ -188,7 +199,7 @@ ROUTES = (
         LABEL,
         batch_translate,
         TranslateBody,
-        "Translate many texts, greedily.",
+        "Translate many texts with greedy sampling.",
         is_generation=True,
         answer=Translations,
         errors=(ErrorKind.TIMEOUT,),

@@ -1,4 +1,4 @@
-"""`/v1/states`: tuned states, which prompts can be read from. Any route takes the name of one as `state`."""
+"""`/v1/states`: the tuned states that requests may name in `state`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class StateBody(Body):
     """A state to load."""
 
     name: str = Field(
-        min_length=1, max_length=64, description="Letters, digits, '.', '_' and '-': what requests will call it."
+        min_length=1, max_length=64, description="The state's name in requests: letters, digits, '.', '_' and '-'."
     )
     file: str = Field("", max_length=4096, description="Path of a .pth or .safetensors file within --models-dir.")
-    content: bytes = Field(b"", description="The file itself instead, where the body is a form (multipart/form-data).")
+    content: bytes = Field(b"", description="The file itself, in a form (multipart/form-data).")
     states: Annotated[list[MixedState], Field(max_length=16)] = Field(
-        [], description="Instead of a file: the states that this name mixes, with their weights."
+        [], description="Members and weights of a mixture, instead of a file."
     )
     orientation: Literal["auto", "value_key", "key_value"] = Field(
         "auto",
-        description="How the file has its matrices: as RWKV-PEFT trains them (value_key), or transposed, as converted "
-        "files have them (key_value). auto judges by the file; a wrong one answers worse and does not fail.",
+        description="Orientation of the file's matrices: value_key as in RWKV-PEFT, key_value (transposed) "
+        "as in converted files. auto detects it. A wrong value gives worse answers and no error.",
     )
     defaults: Defaults | None = Field(
-        None, description="Decode parameters of requests that name the state and do not give them."
+        None, description="Decode parameters for requests that name the state and give none."
     )
 
 
@@ -50,13 +50,13 @@ def _to_json(context: Context, info: StateInfo) -> dict[str, Any]:
 
 
 async def list_states(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """The tuned states, in the order in which they were loaded."""
+    """List the tuned states, oldest first."""
     infos = await call_engine(context, ListStates())
     return json_response({"object": "list", "data": [_to_json(context, info) for info in infos]})
 
 
 async def add_state(context: Context, body: StateBody) -> HandlerResponse:
-    """Load a tuned state; requests may name it once this is answered."""
+    """Load a tuned state. Requests may name it after this answer."""
     mixture = tuple((member.name, member.weight) for member in body.states)
     defaults = as_defaults(body.defaults, context.config)
     call = AddState(body.name, body.file, body.content, mixture, body.orientation, defaults)
@@ -64,7 +64,7 @@ async def add_state(context: Context, body: StateBody) -> HandlerResponse:
 
 
 async def remove_state(context: Context, upload: Upload) -> HandlerResponse:
-    """Forget a tuned state. Rows that were admitted before still begin from it, and its sessions go on."""
+    """Remove a tuned state. Admitted rows and existing sessions keep it."""
     return json_response(_to_json(context, await call_engine(context, RemoveState(upload.query.name))))
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: many prompts, or one conversation, continued in the running batch."""
+"""`POST /v1/chat/completions`: continues many prompts, or one conversation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PATH = "/v1/chat/completions"
 
 
 async def chat_completions(context: Context, body: PromptBody) -> HandlerResponse:
-    """Continue every prompt; answers come in the order of the prompts, or as they grow with `stream`.
+    """Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow.
 
-    OpenAI's clients may ask with `messages` here too; functions, `n` answers, log-probabilities and thoughts apart from
-    the text are on `/openai/v1/chat/completions`.
+    OpenAI's clients may send `messages` to this route too. Tools, several answers (`n`), log-probabilities and separate
+    reasoning text are on `/openai/v1/chat/completions`.
     """
     return await answer(context, body, await native_job(context, body, PATH))
 
@@ -34,7 +34,7 @@ ROUTES = (
         PATH,
         chat_completions,
         PromptBody,
-        "Continue many prompts, or one conversation; drawn by the first of --samplers that runs.",
+        "Continue many prompts, or one conversation, with the first available sampler of --samplers.",
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),

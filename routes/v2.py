@@ -1,4 +1,4 @@
-"""`POST /v2/chat/completions`: as /v1, drawn by FlashInfer if `--samplers` has it, with token 0 before the prompt."""
+"""`POST /v2/chat/completions`: like /v1, with FlashInfer's sampler and token 0 before the prompt."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PATH = "/v2/chat/completions"
 
 
 class PaddedBody(PromptBody):
-    """As on /v1, with another default of `pad_zero`."""
+    """Like /v1, with another default of `pad_zero`."""
 
     pad_zero: bool = Field(True, description="Put token 0 before the prompt.")
 
 
 async def chat_completions(context: Context, body: PaddedBody) -> HandlerResponse:
-    """As /v1/chat/completions; the same parameters and the same distribution."""
+    """Continue every prompt like /v1/chat/completions, with the same parameters and the same distribution."""
     return await answer(context, body, await native_job(context, body, PATH, sampler="flashinfer"))
 
 
@@ -33,7 +33,7 @@ ROUTES = (
         PATH,
         chat_completions,
         PaddedBody,
-        "Continue many prompts, or one conversation; drawn by FlashInfer if it runs and --samplers has it.",
+        "Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),

@@ -1,4 +1,4 @@
-"""`GET /` and `GET /web/…`: static files in routes/web/, read once at start. Public: they hold no data."""
+"""`GET /` and `GET /web/…`: the web page's static files, read once at start. They need no password."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLICY = "; ".join(
         "trusted-types dompurify xml",
     )
 )
-"""Content-Security-Policy: nothing from elsewhere, no inline script, no HTML that DOMPurify has not seen.
+"""Content-Security-Policy: no other hosts, no inline script, no HTML without DOMPurify.
 
 The policy "xml" is for XML that is parsed and never shown.
 """
@@ -48,7 +48,7 @@ The policy "xml" is for XML that is parsed and never shown.
 
 @dataclass(frozen=True, slots=True)
 class WebFile:
-    """A file of the page, as it is sent."""
+    """A file of the page, ready to send."""
 
     content: bytes
     content_type: str
@@ -56,7 +56,7 @@ class WebFile:
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
-    """Every file of the page by its path below `folder`."""
+    """Read all files of the page, by path relative to `folder`."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _CONTENT_TYPES:
@@ -68,7 +68,7 @@ def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
 
 def _answer(file: WebFile) -> HttpResponse:
     headers = {
-        "Cache-Control": "no-cache",  # ask again each time: an ETag that still holds is answered by 304 and no body
+        "Cache-Control": "no-cache",  # the client revalidates each time; 304 if the ETag still matches
         "ETag": file.etag,
         "Content-Security-Policy": POLICY,
         "X-Content-Type-Options": "nosniff",
@@ -79,18 +79,18 @@ def _answer(file: WebFile) -> HttpResponse:
 
 
 class FileQuery(Fields):
-    """Which file is wanted."""
+    """The file to return."""
 
     file: str = Field(min_length=1, description="A file of the page.")
 
 
 async def index(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """The web page: chat, batch, translation, dashboard. It asks for the password itself."""
+    """Return the web page: chat, batch, translation and dashboard. The page itself asks for the password."""
     return _answer(context.shared[FILES_KEY][INDEX])
 
 
 async def web_file(context: Context, upload: Upload) -> HandlerResponse:
-    """A script or a style of the web page."""
+    """Return a script or style sheet of the web page."""
     files: dict[str, WebFile] = context.shared[FILES_KEY]
     name = upload.query.file
     if name not in files:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the route table and the bodies' pydantic models."""
+"""Builds the OpenAPI document from the routes and their pydantic models."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 
 _ERRORS = {
-    ErrorKind.NOT_JSON: "The body is not JSON, or not whole.",
+    ErrorKind.NOT_JSON: "The body is not valid JSON, or incomplete.",
     ErrorKind.UNAUTHORIZED: "Wrong or missing password or API key.",
-    ErrorKind.NOT_FOUND: "No such path.",
-    ErrorKind.MODEL_NOT_FOUND: "No model of that name is served.",
-    ErrorKind.SESSION_NOT_FOUND: "No such session or dialogue, or it was deleted meanwhile.",
-    ErrorKind.SESSION_BUSY: "Another turn of the session runs and `wait` is false.",
-    ErrorKind.SESSION_UNUSABLE: "The session is of another model, or damaged.",
-    ErrorKind.STATE_NOT_FOUND: "No tuned state of that name is loaded.",
-    ErrorKind.ADAPTER_NOT_FOUND: "No adapter of that name is loaded.",
+    ErrorKind.NOT_FOUND: "The path does not exist.",
+    ErrorKind.MODEL_NOT_FOUND: "The model is not served.",
+    ErrorKind.SESSION_NOT_FOUND: "The session or dialogue does not exist, or was deleted.",
+    ErrorKind.SESSION_BUSY: "Another turn of the session is running, and `wait` is false.",
+    ErrorKind.SESSION_UNUSABLE: "The session belongs to another model, or is damaged.",
+    ErrorKind.STATE_NOT_FOUND: "The tuned state is not loaded.",
+    ErrorKind.ADAPTER_NOT_FOUND: "The adapter is not loaded.",
     ErrorKind.NAME_TAKEN: "The name is taken.",
     ErrorKind.BODY_TOO_LARGE: "The body is too large.",
-    ErrorKind.INVALID_FIELD: "A field is wrong.",
-    ErrorKind.OVERLOADED: "Overloaded, or the API key has reached a limit; see Retry-After.",
+    ErrorKind.INVALID_FIELD: "A field is invalid.",
+    ErrorKind.OVERLOADED: "Overloaded, or an API key's limit is reached. See Retry-After.",
     ErrorKind.DRAINING: "The service is shutting down.",
-    ErrorKind.ENGINE_LOST: "The engine is away; try again in a moment.",
-    ErrorKind.TIMEOUT: "Timed out.",
+    ErrorKind.ENGINE_LOST: "The engine is not available. Retry later.",
+    ErrorKind.TIMEOUT: "The time limit was reached.",
 }
 FORM = "x-form"
-"""Key of an operation's example of a form, which OpenAPI has no place for where the body is JSON as well."""
+"""Key of an operation's example of a form. OpenAPI has no such field if the body may also be JSON."""
 _FILE = {"type": "string", "format": "binary"}
 _SCHEMAS_WITHOUT_MODEL = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
-"""Good answers without a model, by content type; others are text."""
+"""Schemas of successful answers without a model, by content type. Others are text."""
 _BODY_ERRORS = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
 _GENERATION_ERRORS = (
     ErrorKind.STATE_NOT_FOUND,
@@ -50,7 +50,7 @@ _GENERATION_ERRORS = (
 
 
 class _Schemas(GenerateJsonSchema):
-    """pydantic's, but for defaults that are JSON already: for each it would make an adapter of the value's type."""
+    """Like pydantic's, but keeps JSON defaults as they are: pydantic would build a type adapter for each."""
 
     def encode_default(self, dft: Any) -> Any:
         """See GenerateJsonSchema."""
@@ -58,7 +58,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
-    """An OpenAPI 3.1 document."""
+    """Return an OpenAPI 3.1 document."""
     routes = tuple(routes)
     models: set[type[BaseModel]] = {Error, OpenAIError}
     for route in routes:
@@ -115,7 +115,7 @@ def _one_of(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def _success_content(route: Route, error_model: type[BaseModel]) -> dict[str, Any]:
-    """The content of a status 200; work that takes long has begun with it, and may yet fail."""
+    """Return the content of status 200. A generation may still fail after it has started."""
     if route.answer is None:
         return {route.content_type: {"schema": _SCHEMAS_WITHOUT_MODEL.get(route.content_type, {"type": "string"})}}
     good = {route.content_type: {"schema": _one_of(route.answer, *((error_model,) if route.is_generation else ()))}}
@@ -123,7 +123,7 @@ def _success_content(route: Route, error_model: type[BaseModel]) -> dict[str, An
         value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, error_model)}
         event = {
             "type": "object",
-            "description": "One event of a stream, the last of which is [DONE].",
+            "description": "One event of a stream. The last one is [DONE].",
             "required": ["data"],
             "properties": {"data": {"type": "string", "anyOf": [value, {"const": "[DONE]"}]}},
         }
@@ -132,7 +132,7 @@ def _success_content(route: Route, error_model: type[BaseModel]) -> dict[str, An
 
 
 def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list[dict[str, Any]]:
-    """A query's fields as OpenAPI parameters, and the path's."""
+    """Return the fields of a query and a path as OpenAPI parameters."""
     schema = query.model_json_schema()
     return [
         {
@@ -148,7 +148,7 @@ def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list
 
 
 def _errors(route: Route) -> dict[str, str]:
-    """Status -> what it means, in ascending order."""
+    """Return the route's error statuses with their meanings, in ascending order."""
     kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED,))]
     kinds += _BODY_ERRORS if route.body is not None else ()
     kinds += (ErrorKind.INVALID_FIELD,) if route.query is not None else ()

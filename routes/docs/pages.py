@@ -1,4 +1,4 @@
-"""`GET /docs`: the reference as one page that needs no network."""
+"""`GET /docs`: the API reference as one page, without network access."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HTML = "text/html; charset=utf-8"
 
 
 async def docs(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Every route with its fields, limits, errors and a curl line."""
+    """Return every route with its fields, limits, errors and a curl command."""
     return HttpResponse(page(context.shared[OPENAPI_KEY]).encode(), content_type=HTML)
 
 

@@ -1,4 +1,4 @@
-"""The interface as a reader sees it: sections made from the OpenAPI document, printed as Markdown or as a web page.
+"""The API reference: sections from the OpenAPI document, as Markdown or as a web page.
 
 `python -m routes.reference` writes docs/api.md.
 """
@@ -28,29 +28,28 @@ _LIMITS = {
     "maxItems": "≤ {} entries",
     "maxProperties": "≤ {} entries",
 }
-TITLE = "The HTTP interface"
+TITLE = "HTTP API"
 INTRODUCTION = (
-    "Where a password or a file of API keys is set, every route but the public ones wants one of them, as the "
-    "header `Authorization: Bearer …` or as the JSON field `password`. Unknown fields are ignored, null means "
-    "the default. A stream is server-sent events, ended by `data: [DONE]`; an error after it has begun is an "
-    'event `data: {"error": …}`. Every answer has the header `X-Request-Id`, the client\'s own if it sent one of'
-    " plain letters (at most 128), and every error repeats it as `request_id`. What fails before its answer has"
-    " begun has a true status. A stream begins when it is admitted, of a session's turn with its first token, "
-    "an answer that is not streamed when it is whole; but each after two seconds at the latest, with status 200"
-    " and heartbeats or blanks, so that a leaving client is noticed. A failure after that is an event of the "
-    'stream, or the JSON body `{"error": …}` under status 200, so look for `error` first; and as something is '
-    "written every quarter of a second, a client's own timeout for a read never fires: `timeout_s` is what "
-    'limits a request. A turn of a session that ends with "timeout" or is cancelled is not kept: the session '
-    "stays as it was before it. If the engine is lost under a turn, the error says that it may have been kept, "
-    "and how to see whether it was."
+    "**Authentication.** With a password or API keys, every route except the public ones requires one: in the header "
+    "`Authorization: Bearer …` or in the JSON field `password`.",
+    "**Bodies.** Unknown fields are ignored. null means the default.",
+    "**Request ids.** Every answer has the header `X-Request-Id`. A client may send its own id, of at most 128 "
+    "letters, digits and `. : / + = @ - _`. Errors repeat it as `request_id`.",
+    "**Streams.** A stream consists of server-sent events and ends with `data: [DONE]`. An error within a stream is "
+    'the event `data: {"error": …}`.',
+    "**Status.** An error before the answer begins has its HTTP status. A stream begins when the request is admitted; "
+    "a session's turn begins with its first token. Other answers begin when they are complete. After two seconds every "
+    "answer begins with status 200.",
+    '**Errors after status 200.** They are an event of the stream, or the JSON body `{"error": …}`. So check for '
+    "`error` first.",
+    "**Timeouts.** The server writes a heartbeat or white space every 0.25 s to detect disconnected clients. So a read "
+    "timeout of the client never expires. Use `timeout_s`.",
+    "**Sessions.** A turn that is cancelled or ends with `timeout` does not change its session. If the engine is lost "
+    "during a turn, the turn may have been stored. The error says how to check.",
 )
-
-
+"""Rules of all routes: a name in bold and the rule."""
 ANSWERS = "Answers"
-ABOUT_ANSWERS = (
-    "What answers are made of, by the names that stand with the routes. Fields may be added to them, so a client "
-    "should ignore what it does not know."
-)
+ABOUT_ANSWERS = "These are the parts of answers. New fields may be added, so clients should ignore unknown fields."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,14 @@ class Section:
     text: str
     fields: list[FieldLine]
     answers: list[str]
-    """Content types of a good answer, with their shapes."""
+    """Content types of a successful answer, with their schemas."""
     errors: list[tuple[str, str]]
     curl: str
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """What an answer or a part of it is made of."""
+    """The fields of an answer, or of a part of it."""
 
     name: str
     text: str
@@ -88,7 +87,7 @@ class AnswerSchema:
 
 
 def sections(document: dict[str, Any]) -> list[Section]:
-    """Every operation of an OpenAPI document, in its order."""
+    """Return a section for every operation of an OpenAPI document, in its order."""
     schemas = document["components"]["schemas"]
     return [
         _section(path, method.upper(), operation, schemas)
@@ -122,7 +121,7 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
 
 
 def answer_schemas(document: dict[str, Any]) -> list[AnswerSchema]:
-    """Everything that answers are made of, in the order of the routes, the parts after the whole."""
+    """Return all schemas of answers in the order of the routes. Parts follow the whole."""
     schemas = document["components"]["schemas"]
     found: dict[str, AnswerSchema] = {}
 
@@ -151,7 +150,7 @@ def _answer_schema(name: str, schema: dict[str, Any]) -> AnswerSchema:
 
 
 def _names(node: Any) -> Iterator[str]:
-    """The schemas that a part of the document refers to, in its order."""
+    """Yield the schemas that a part of the document refers to, in its order."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield str(node["$ref"]).removeprefix(_SCHEMAS)
@@ -161,7 +160,7 @@ def _names(node: Any) -> Iterator[str]:
 
 
 def curl(method: str, path: str, example: dict[str, Any] | None) -> str:
-    """A command that works against a service at SERVER."""
+    """Return a curl command for a service at SERVER."""
     if example is None:
         return f"curl {'' if method == 'GET' else f'-X {method} '}{SERVER}{path}"
     body = shlex.quote(json.dumps(example, ensure_ascii=False))
@@ -199,8 +198,9 @@ def _limits(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The reference as Markdown."""
-    parts = [f"# {TITLE}\n\n{INTRODUCTION}\n\nMade by `python -m routes.reference` from the routes themselves.\n"]
+    """Return the reference as Markdown."""
+    rules = "\n".join(f"- {rule}" for rule in INTRODUCTION)
+    parts = [f"# {TITLE}\n\n{rules}\n\nWritten by `python -m routes.reference`.\n"]
     for section in sections(document):
         parts.append(f"## {section.title}\n\n{section.text}\n\n```sh\n{section.curl}\n```\n")
         if section.fields:
@@ -232,11 +232,12 @@ summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
 
 
 def page(document: dict[str, Any]) -> str:
-    """The reference as a web page that needs nothing else, no network and no script."""
+    """Return the reference as a web page without scripts and network access."""
     body = "".join(map(_html_section, sections(document)))
     body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_answer_schema, answer_schemas(document)))}"
     head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{_STYLE}</style>'
-    introduction = f'<p>{html.escape(INTRODUCTION)}</p><p><a href="/openapi.json">openapi.json</a></p>'
+    rules = "".join(f"<li>{html.escape(rule.replace('**', ''))}</li>" for rule in INTRODUCTION)
+    introduction = f'<ul>{rules}</ul><p><a href="/openapi.json">openapi.json</a></p>'
     return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'
 
 

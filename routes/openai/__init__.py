@@ -1,1 +1,1 @@
-"""The OpenAI dialect."""
+"""Routes in OpenAI's formats."""

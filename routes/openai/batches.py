@@ -1,6 +1,6 @@
-"""`/openai/v1/batches`: lines of a file that are answered in their own time, as OpenAI's SDKs speak it.
+"""`/openai/v1/batches`: requests in a file, answered in the background, in OpenAI's format.
 
-Routes only keep and show what is wanted; `programs/serve/batches/` does it, in a process of its own.
+These routes only store and show batches. `programs/serve/batches/` runs them in its own process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENDPOINTS = (
     "/FIM/v1/batch-FIM",
     "/translate/v1/batch-translate",
 )
-"""What a batch's lines may ask."""
+"""Routes that a batch's lines may call."""
 _CANCEL = "/cancel"
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})([hd])")
 _MAX_WINDOW_S = 7 * 86400
@@ -49,30 +49,32 @@ _Metadata = Annotated[
 
 
 class BatchesBody(Body):
-    """What is to be answered."""
+    """A batch to run."""
 
     input_file_id: str = Field(max_length=80, description="An uploaded file of JSON lines.")
     endpoint: str = Field(max_length=128, description=f"The `url` of every line: {', '.join(ENDPOINTS)}.")
-    completion_window: str = Field("24h", max_length=8, description="Hours or days, like 24h or 7d, at most 7 days.")
-    metadata: _Metadata | None = Field(None, description="Texts that come back with the batch.")
+    completion_window: str = Field(
+        "24h", max_length=8, description="Time limit in hours or days, like 24h or 7d. At most 7 days."
+    )
+    metadata: _Metadata | None = Field(None, description="Repeated in the batch object.")
 
 
 class BatchQuery(Fields):
-    """Which batch."""
+    """The batch to return."""
 
-    batch_id: str = Field(min_length=1, max_length=80, description="Its id.")
+    batch_id: str = Field(min_length=1, max_length=80, description="The batch's id.")
 
 
 class CancelQuery(Fields):
-    """Which batch is to end."""
+    """The batch to cancel."""
 
     batch_id: Annotated[str, Pattern(f"^.+{_CANCEL}$", f"a batch's id, and {_CANCEL}")] = Field(
-        min_length=1, max_length=80, description="Its id, and `/cancel`."
+        min_length=1, max_length=80, description="The batch's id, followed by `/cancel`."
     )
 
 
 class RequestCounts(BaseModel):
-    """Lines of a batch."""
+    """Number of lines of a batch."""
 
     total: int
     completed: int
@@ -115,7 +117,7 @@ class BatchList(BaseModel):
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    """A batch as its owner sees it."""
+    """Return a batch in OpenAI's format."""
     times = {
         f"{status.value}_at": batch.times.get(status.value) for status in Status if status is not Status.VALIDATING
     }
@@ -138,7 +140,7 @@ def batch_object(batch: Batch) -> dict[str, Any]:
 
 
 def _window_s(text: str) -> int:
-    """Seconds of a completion window. Raises ServiceError."""
+    """Return the seconds of a completion window. Raises ServiceError."""
     found = _WINDOW.fullmatch(text)
     seconds = 0 if found is None else int(found[1]) * (_HOUR_S if found[2] == "h" else 24 * _HOUR_S)
     if not 0 < seconds <= _MAX_WINDOW_S:
@@ -147,13 +149,17 @@ def _window_s(text: str) -> int:
 
 
 async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
-    """Have the lines of a file answered; their rows give way to interactive ones."""
+    """Create a batch that answers the lines of a file. Its rows have batch priority."""
     store, request_context = get_store(context), current_request()
     if body.endpoint not in ENDPOINTS:
         raise invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint!r}", body.endpoint)
     window_s, created = _window_s(body.completion_window), int(time.time())
     if await call_store(store.file, READ_FAILED, request_context.owner, body.input_file_id) is None:
-        raise invalid("input_file_id", f"no such file: {body.input_file_id!r}", body.input_file_id)
+        raise invalid(
+            "input_file_id",
+            f"no such file: {body.input_file_id!r}; upload it to /openai/v1/files first",
+            body.input_file_id,
+        )
     batch = Batch(
         id=new_id("batch_"),
         owner=request_context.owner,
@@ -166,12 +172,12 @@ async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
         expires_at=created + window_s,
         metadata=body.metadata,
     )
-    await call_store(store.add_batch, "the batch cannot be taken", batch)
+    await call_store(store.add_batch, "the batch cannot be created", batch)
     return json_response(batch_object(batch))
 
 
 async def list_batches(context: Context, upload: Upload) -> HandlerResponse:
-    """The batches that this key may see, the newest first."""
+    """List this key's batches, newest first."""
     query: ListQuery = upload.query
     page_query = query.after, query.limit + 1
     found = await call_store(
@@ -181,7 +187,7 @@ async def list_batches(context: Context, upload: Upload) -> HandlerResponse:
 
 
 async def get_batch(context: Context, upload: Upload) -> HandlerResponse:
-    """Where a batch stands."""
+    """Return a batch."""
     name: str = upload.query.batch_id
     batch = await call_store(get_store(context).batch, _READ_FAILED, current_request().owner, name)
     if batch is None:
@@ -190,7 +196,7 @@ async def get_batch(context: Context, upload: Upload) -> HandlerResponse:
 
 
 async def cancel_batch(context: Context, upload: Upload) -> HandlerResponse:
-    """End a batch; what has been answered by then is kept."""
+    """Cancel a batch. Finished answers are kept."""
     name: str = upload.query.batch_id.removesuffix(_CANCEL)
     store = get_store(context)
     if await call_store(store.batch, _READ_FAILED, current_request().owner, name) is None:
@@ -215,7 +221,7 @@ ROUTES = (
         PATH,
         create_batch,
         BatchesBody,
-        "Have the lines of a file answered.",
+        "Create a batch from a file of requests.",
         answer=BatchObject,
         error_format=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
@@ -237,7 +243,7 @@ ROUTES = (
         _BATCH_PATH,
         get_batch,
         None,
-        "A batch.",
+        "Get a batch.",
         query=BatchQuery,
         answer=BatchObject,
         error_format=OPENAI_ERRORS,
@@ -249,7 +255,7 @@ ROUTES = (
         _BATCH_PATH,
         cancel_batch,
         None,
-        "With `/cancel` behind its id: end a batch.",
+        "Cancel a batch: its id, followed by `/cancel`.",
         query=CancelQuery,
         answer=BatchObject,
         error_format=OPENAI_ERRORS,

@@ -1,4 +1,4 @@
-"""`POST /openai/v1/completions`: raw prompts as OpenAI's SDKs speak them, and the list of models."""
+"""`POST /openai/v1/completions`: raw prompts in OpenAI's format, and the list of models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from routes.openai.formatter import (
     check_logprobs,
     fingerprint,
     finish_fields,
-    openai_job,
     openai_rows,
     row_finish,
 )
@@ -25,6 +24,7 @@ from routes.openai.request import CompletionBody
 from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
 from routes.request.generate_requests import encode, row_stops
+from routes.request.jobs import make_job
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
 from routes.response.http_response import HandlerResponse
@@ -37,7 +37,7 @@ PATH = "/openai/v1/completions"
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """`text_completion`, whole and in chunks."""
+    """Writes `text_completion`, complete and in chunks."""
 
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
@@ -49,28 +49,30 @@ class CompletionFormatter(OpenAIFormatter):
         self._logprobs = [LogprobArrays() for _ in range(num_rows)]
 
     def set_first_tokens(self, prompts: Sequence[bytes]) -> None:
-        """The first token of each prompt, where those are scored: it has no log-probability."""
+        """Set the first token of each scored prompt. It has no log-probability."""
         self._logprobs = [LogprobArrays(prompts[row // self._n]) for row in range(len(self._logprobs))]
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See Dialect. A prompt's log-probabilities come with the first of its rows, and are of all."""
+        """See ResponseFormatter. A prompt's log-probabilities arrive with its first row and are repeated for the
+        others.
+        """
         other_rows = range(1, self._n)
         shared = [RowUpdate(one.row + i, prompt_logprobs=one.prompt_logprobs) for one in updates for i in other_rows]
         return super().chunk([*[one for one in shared if one.prompt_logprobs], *updates])
 
-    def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
-        """See OpenAIDialect."""
+    def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
+        """See OpenAIFormatter."""
         tokens = [*updates.prompt_logprobs, *updates.logprobs]
         if not updates.text and not tokens:
             return None
         return self._choice(updates.row, updates.row, updates.text, tokens, {"finish_reason": None})
 
-    def end(self, row: int, reason: str) -> dict[str, Any]:
-        """See OpenAIDialect."""
+    def last_choice(self, row: int, reason: str) -> dict[str, Any]:
+        """See OpenAIFormatter."""
         return {"index": row, "text": "", "logprobs": None, **finish_fields(reason)}
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See Dialect."""
+        """See ResponseFormatter."""
         choices: list[dict[str, Any]] = []
         for first in range(0, len(rows), self._n):
             scored_tokens = rows[first].prompt_logprobs
@@ -88,7 +90,7 @@ class CompletionFormatter(OpenAIFormatter):
 
 
 def _best_rows(rows: Sequence[RowResult], candidates: range, count: int) -> list[int]:
-    """The `count` of the drawn rows whose tokens have the largest mean log-probability, the best first."""
+    """Return the `count` rows with the highest mean log-probability, best first."""
     if count == len(candidates):
         return list(candidates)
 
@@ -100,7 +102,7 @@ def _best_rows(rows: Sequence[RowResult], candidates: range, count: int) -> list
 
 
 async def completions(context: Context, body: CompletionBody) -> HandlerResponse:
-    """Continue raw prompts, each `n` times from one prefill; with `suffix`, fill in what stands between."""
+    """Continue raw prompts, each `n` times with one prefill. With `suffix`, fill in the middle."""
     texts: list[str | list[int]] = list(body.prompts)
     if body.suffix is not None:
         texts = [_fim_prompt(context, text, body.suffix) for text in texts]
@@ -108,11 +110,11 @@ async def completions(context: Context, body: CompletionBody) -> HandlerResponse
     rows = await openai_rows(context, body, texts, stops, "prompt")
     if body.scores_prompts:
         check_logprobs(body, len(rows) * body.samples_per_prompt, sum(len(row.prompt) * row.n for row in rows))
-        wanted = PromptLogprobs(top=body.logprobs or 0)
-        rows = [msgspec.structs.replace(row, prompt_logprobs=wanted) for row in rows]
+        prompt_logprobs = PromptLogprobs(top=body.logprobs or 0)
+        rows = [msgspec.structs.replace(row, prompt_logprobs=prompt_logprobs) for row in rows]
     if body.session_id is not None:
         rows = await as_turn(context, rows, texts[0], body.session_id, texts[0], "prompt", wait=body.wait)
-    job = openai_job(body, rows, PATH)
+    job = make_job(rows, body, PATH)
     formatter = CompletionFormatter(body, await fingerprint(context, body), job.num_rows)
     if body.scores_prompts:
         formatter.set_first_tokens([context.tokenizer.byte_table[row.prompt[0]] for row in rows])
@@ -122,14 +124,14 @@ async def completions(context: Context, body: CompletionBody) -> HandlerResponse
 
 
 def _fim_prompt(context: Context, prompt: str | list[int], suffix: str) -> str | list[int]:
-    """The form of a prompt that goes on towards `suffix`. Raises ServiceError."""
+    """Return the fill-in-the-middle prompt of a prompt and a suffix. Raises ServiceError."""
     if isinstance(prompt, str):
         return prompts.fill_in_the_middle(prompt, suffix)
     return encode(context.tokenizer, prompts.fill_in_the_middle("", suffix), "suffix", context.config) + prompt
 
 
 def _echoed_prompts(context: Context, body: CompletionBody) -> list[bytes]:
-    """What each answer repeats."""
+    """Return the text that each answer repeats: its prompt, or nothing."""
     if not body.echo:
         return []
     given = (one.encode() if isinstance(one, str) else context.tokenizer.decode_bytes(one) for one in body.prompts)
@@ -145,7 +147,7 @@ def _route(path: str) -> Route:
         path,
         completions,
         CompletionBody,
-        "Continue raw prompts, as OpenAI's SDKs speak it.",
+        "Continue raw prompts in OpenAI's format.",
         is_generation=True,
         answer=CompletionAnswer,
         events=(CompletionChunk,),
@@ -163,7 +165,7 @@ ROUTES = (
         "/openai/v1/models",
         models.models,
         None,
-        "The models served.",
+        "The served models.",
         answer=ModelList,
         error_format=OPENAI_ERRORS,
     ),

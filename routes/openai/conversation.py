@@ -1,4 +1,4 @@
-"""From a conversation's body to the engine's rows, whichever of OpenAI's routes it came by."""
+"""Turns the body of a conversation into the engine's rows, for all OpenAI routes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rwkv_batch.request import GenerateRequest
 
 
 async def conversation_rows(context: Context, body: ConversationBody, field: str) -> list[GenerateRequest]:
-    """One row with `n` continuations, in its session if it has one. Raises ServiceError naming `field`.
+    """Return one row with `n` continuations, as a session turn if the body names one. Raises ServiceError.
 
-    An existing session reads only what follows the last answer; its state holds the rest, tools among it.
+    An existing session computes only the messages after the last answer. Its state has the rest, including the tools.
     """
     messages = body.conversation
     prompt = prompt_of(messages, body.think, body.tool_set, template=body.template, continues=body.continues)
     rows = await openai_rows(context, body, [prompt], body.stops, field)
     if body.session_id is None:
         return rows
-    opening = FENCE if body.form.opens_with_call else None
+    opening = FENCE if body.answer_format.opens_with_call else None
     new = prompts.chat(prompts.new_messages(messages), body.think, template=body.template, opening=opening)
     return await as_turn(context, rows, prompt, body.session_id, new, field, wait=body.wait)
 
@@ -37,7 +37,7 @@ def prompt_of(
     template: Template | None = None,
     continues: bool = False,
 ) -> str:
-    """The prompt of a whole conversation, whose answer may call what is in the toolbox."""
+    """Return the prompt of a whole conversation whose answer may call the tools of `tool_set`."""
     listing = "" if tool_set is None else tool_set.listing
     begins_call = begins_with_call(tool_set, thinks=think is not prompts.Think.OFF, continues=continues)
     opening = FENCE if begins_call else None

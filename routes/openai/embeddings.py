@@ -1,4 +1,4 @@
-"""`POST /openai/v1/embeddings`: refused by name, so that a client learns why instead of guessing at the path."""
+"""`POST /openai/v1/embeddings`: refused with an explanation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PATH = "/openai/v1/embeddings"
 
 
 async def embeddings(context: Context, body: Body) -> HandlerResponse:
-    """Not served: the model was trained to continue text, and nothing in it was trained to compare texts."""
+    """Not supported: the model is trained to continue text and has no embeddings."""
     raise ServiceError(
         ErrorKind.NOT_FOUND,
-        "embeddings are not served: an RWKV-7 language model has no vectors that were trained to compare texts; "
-        "use an embedding model's service",
+        "embeddings are not supported: RWKV-7 language models have no vectors trained to compare texts; use "
+        "an embedding model's service",
     )
 
 
@@ -27,7 +27,7 @@ ROUTES = (
         PATH,
         embeddings,
         Body,
-        "Not served; refused by name.",
+        "Not supported.",
         error_format=OPENAI_ERRORS,
         errors=(ErrorKind.NOT_FOUND,),
         example={"model": "rwkv7", "input": "Hello!"},

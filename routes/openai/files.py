@@ -1,4 +1,4 @@
-"""`/openai/v1/files`: inputs and outputs of batches, as OpenAI's SDKs speak it."""
+"""`/openai/v1/files`: inputs and outputs of batches, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 PATH = "/openai/v1/files"
 READ_FAILED = "the file cannot be read"
 TTL_S = 30 * 86400
-"""What a file is kept for unless its upload says otherwise."""
+"""Default lifetime of a file."""
 _CONTENT = "/content"
 _RETRY_S = 10.0
-_Asked = ParamSpec("_Asked")
-_Found = TypeVar("_Found")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _Seconds = Annotated[str, Pattern(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
 
 
 class FileBody(Body):
     """A form (multipart/form-data) with a file."""
 
-    content: bytes = Field(b"", description="The file, as the form's part `file`.")
-    filename: str = Field("", max_length=1024, description="The file's name, from that part.")
-    purpose: str = Field(description="batch: lines for /openai/v1/batches.")
+    content: bytes = Field(b"", description="The file, in the form's part `file`.")
+    filename: str = Field("", max_length=1024, description="The file's name, from the same part.")
+    purpose: str = Field(description="batch: a file of requests for /openai/v1/batches.")
     expires_after: _Seconds | None = Field(
-        None, alias="expires_after[seconds]", description="Seconds until the file is deleted; without it 30 days."
+        None, alias="expires_after[seconds]", description="Seconds until the file is deleted. Default: 30 days."
     )
 
 
@@ -49,25 +49,25 @@ class ListQuery(Fields):
 
     model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
 
-    after: str = Field("", max_length=64, description="Id of the last entry of the page before.")
-    limit: int = Field(100, ge=1, le=10000, description="Most entries.")
+    after: str = Field("", max_length=64, description="Id of the last entry of the previous page.")
+    limit: int = Field(100, ge=1, le=10000, description="Maximum number of entries.")
 
 
 class FilesQuery(ListQuery):
-    """Which files."""
+    """The files to list."""
 
-    purpose: str = Field("", max_length=64, description="Only these.")
-    order: Literal["asc", "desc"] = Field("desc", description="By the time they were made.")
+    purpose: str = Field("", max_length=64, description="Only files with this purpose.")
+    order: Literal["asc", "desc"] = Field("desc", description="Order by creation time.")
 
 
 class FileQuery(Fields):
-    """Which file."""
+    """The file to return."""
 
-    file_id: str = Field(min_length=1, max_length=80, description="Its id; with `/content` behind it, its content.")
+    file_id: str = Field(min_length=1, max_length=80, description="The file's id. Add `/content` for its content.")
 
 
 class FileObject(BaseModel):
-    """A file, without its content."""
+    """A file without its content."""
 
     id: str
     object: Literal["file"] = "file"
@@ -90,7 +90,7 @@ class FileList(BaseModel):
 
 
 class DeletedFile(BaseModel):
-    """That a file is gone."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -98,38 +98,41 @@ class DeletedFile(BaseModel):
 
 
 def get_store(context: Context) -> Store:
-    """The store. Raises ServiceError where the service has none."""
+    """Return the store. Raises ServiceError if the service has none."""
     if context.files is None:
         raise ServiceError(
             ErrorKind.NOT_FOUND,
-            "this service keeps no files: it has no --state-db to keep them beside, or --files-dir none",
+            "this service stores no files; start it with --files-dir, or with --state-db and without --files-dir none",
         )
     return context.files
 
 
 async def call_store(
-    function: Callable[_Asked, _Found], failure_message: str, *args: _Asked.args, **kwargs: _Asked.kwargs
-) -> _Found:
-    """What the store says, asked on a thread. `failure_message` is not possible where it cannot: the refusal tells why.
+    function: Callable[_Parameters, _Result],
+    failure_message: str,
+    *args: _Parameters.args,
+    **kwargs: _Parameters.kwargs,
+) -> _Result:
+    """Call a function of the store on a thread and return its result.
 
-    Raises ServiceError where the store has no room, or its disk is full or cannot be used.
+    Raises ServiceError with `failure_message` if the store has no room, or its disk is full or unusable.
     """
     try:
         return await asyncio.to_thread(function, *args, **kwargs)
     except StoreFullError as error:
         raise ServiceError(ErrorKind.OVERLOADED, f"{failure_message}: {error}") from None
     except OSError as error:
-        message = f"{failure_message}: {error}; if the disk of --files-dir is full, make room there, then try again"
+        message = f"{failure_message}: {error}; if the disk of --files-dir is full, free space on it, then retry"
         raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=_RETRY_S) from None
 
 
 def new_id(prefix: str) -> str:
-    """An id that sorts by time and cannot be guessed."""
+    """Return an id that sorts by time and cannot be guessed."""
     return f"{prefix}{time.time_ns() // 1_000_000:011x}{secrets.token_hex(10)}"
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    """A file as its owner sees it."""
+    """Return a file in OpenAI's format."""
     return {
         "id": file.id,
         "object": "file",
@@ -143,7 +146,7 @@ def file_object(file: StoredFile) -> dict[str, Any]:
 
 
 def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A list's page, made of one entry more than it may have if there are more."""
+    """Return a page of a list. More than `limit` entries mean that there is another page."""
     page_entries = entries[:limit]
     ends = [entry["id"] for entry in (page_entries[:1] + page_entries[-1:])]
     return {
@@ -156,17 +159,20 @@ def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 
 def not_found(kind: str, name: str) -> ServiceError:
-    """That there is no such file or batch, or none of this key's."""
+    """Return the error for a file or batch that does not exist or belongs to another key."""
     return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
 
 
 async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
-    """Keep a file for a batch: JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`."""
+    """Upload a file of requests for a batch.
+
+    It has JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`.
+    """
     store = get_store(context)
     if body.purpose != Purpose.BATCH:
         raise invalid("purpose", f"must be 'batch', got {body.purpose!r}", body.purpose)
     if not body.content:
-        raise invalid("file", "must be given as a part of a form (multipart/form-data), and not be empty", "")
+        raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
     created = int(time.time())
     file = StoredFile(
         id=new_id("file-"),
@@ -177,12 +183,12 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
         purpose=Purpose.BATCH,
         expires_at=created + (int(body.expires_after) if body.expires_after else TTL_S),
     )
-    await call_store(store.add_file, "the file cannot be kept", file, body.content)
+    await call_store(store.add_file, "the file cannot be stored", file, body.content)
     return json_response(file_object(file))
 
 
 async def list_files(context: Context, upload: Upload) -> HandlerResponse:
-    """The files that this key may see."""
+    """List this key's files."""
     query: FilesQuery = upload.query
     newest_first = query.order == "desc"
     files = get_store(context).files
@@ -192,7 +198,7 @@ async def list_files(context: Context, upload: Upload) -> HandlerResponse:
 
 
 async def get_file(context: Context, upload: Upload) -> HandlerResponse:
-    """What is known of a file, or its content."""
+    """Return a file's metadata, or its content."""
     name: str = upload.query.file_id
     store, file_id = get_store(context), name.removesuffix(_CONTENT)
     file = await call_store(store.file, READ_FAILED, current_request().owner, file_id)
@@ -215,7 +221,7 @@ async def get_file(context: Context, upload: Upload) -> HandlerResponse:
 
 
 async def delete_file(context: Context, upload: Upload) -> HandlerResponse:
-    """Forget a file. A batch that has begun to read it goes on."""
+    """Delete a file. A batch that is already reading it continues."""
     name: str = upload.query.file_id
     if not await call_store(
         get_store(context).delete_file, "the file cannot be deleted", current_request().owner, name
@@ -232,7 +238,7 @@ ROUTES = (
         PATH,
         upload_file,
         FileBody,
-        "Upload a file for a batch.",
+        "Upload a file of requests for a batch.",
         answer=FileObject,
         error_format=OPENAI_ERRORS,
         errors=(ErrorKind.OVERLOADED,),
@@ -255,7 +261,7 @@ ROUTES = (
         _FILE_PATH,
         get_file,
         None,
-        "A file, or with `/content` behind its id its content.",
+        "Get a file, or its content with `/content` after its id.",
         query=FileQuery,
         answer=FileObject,
         error_format=OPENAI_ERRORS,

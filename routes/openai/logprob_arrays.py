@@ -1,4 +1,4 @@
-"""`logprobs` of a completion's choice: OpenAI's four arrays, one entry for each token."""
+"""`logprobs` of a completion's choice: OpenAI's four arrays with one entry per token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class LogprobArrays:
-    """One row's, in pieces."""
+    """Builds the arrays of one row incrementally."""
 
     def __init__(self, first: bytes | None = None) -> None:
-        """`first`: a token that the row's text begins with and that has no log-probability."""
+        """`first`: first token of the row's text, if it has no log-probability."""
         self._first = first
         self._decoder = _new_decoder("replace")
         self._length = 0
 
     def take(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The arrays of the next tokens; the first of a scored prompt comes before them."""
+        """Return the arrays of the next tokens. The first call includes the token without log-probability."""
         unscored = () if self._first is None else (self._first,)
         self._first = None
         offsets = []
@@ -35,7 +35,7 @@ class LogprobArrays:
             "token_logprobs": [*nothing, *(clamp_logprob(token.logprob) for token in tokens)],
             "top_logprobs": [
                 *nothing,
-                *({token_text(rival): clamp_logprob(value) for rival, value in token.top} for token in tokens),
+                *({token_text(other): clamp_logprob(value) for other, value in token.top} for token in tokens),
             ],
             "text_offset": offsets,
         }

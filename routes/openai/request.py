@@ -1,4 +1,4 @@
-"""Request bodies of /openai, with the family's extras. What is not understood yet is refused, never ignored."""
+"""Request bodies of /openai, with this project's extra fields. Unsupported fields are refused."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 _FORMAT = "Text (the default), a JSON object, or JSON that is valid under a schema."
 _BAN_BIAS = -100.0
-"""OpenAI: a bias of -100 bans a token."""
+"""In OpenAI's API a bias of -100 bans a token."""
 
 
 def _check_num_biases(value: Any) -> Any:
-    """pydantic judges the length of an object after all its entries, and keeps the mistakes of each."""
+    """Check the number of entries first. pydantic would validate all of them and keep each error."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_BIASES})
     return value
@@ -60,27 +60,30 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fai
 
 
 class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
-    """What both OpenAI routes understand."""
+    """Fields of all OpenAI generation routes."""
 
     seed: int | None = Field(
-        None, ge=-(2**63), lt=2**64, description="Answer i draws with seed + i; a negative one counts from 2^64 down."
+        None,
+        ge=-(2**63),
+        lt=2**64,
+        description="Answer i is sampled with seed + i. A negative seed counts down from 2^64.",
     )
-    n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt; they share its prefill.")
+    n: int = Field(1, ge=1, le=MAX_N, description="Number of answers per prompt. They share the prefill.")
     logit_bias: Annotated[
         dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES),
         BeforeValidator(_check_num_biases),
-    ] = Field({}, description="Token id -> what is added to its logit; -100 bans it.")
-    user: str = Field("", max_length=1024, description="Accepted; nothing depends on it.")
+    ] = Field({}, description="Token id -> value added to its logit. -100 bans the token.")
+    user: str = Field("", max_length=1024, description="Accepted and ignored.")
 
     @property
     def samples_per_prompt(self) -> int:
-        """Answers that are drawn for each prompt."""
+        """Number of sampled answers per prompt."""
         return self.n
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many rivals' log-probabilities are wanted with each token's own; None: not even that."""
+        """Number of alternatives with log-probabilities per token. None: no log-probabilities at all."""
         return None
 
     def sampling(self, seed: int) -> SamplingParams:
@@ -90,42 +93,42 @@ class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
 
 
 class TemplateArguments(Fields):
-    """What vLLM's and SGLang's clients tell a chat template."""
+    """Arguments of vLLM's and SGLang's chat templates."""
 
-    enable_thinking: bool | None = Field(None, description="Their name of enable_think, which wins.")
+    enable_thinking: bool | None = Field(None, description="Another name of enable_think, which takes precedence.")
 
 
 class ConversationBody(OpenAIBody, TemplateFields):
-    """A conversation to answer, however it is written."""
+    """A conversation to answer, in any format."""
 
     @property
     def conversation(self) -> list[Message]:
-        """Its turns."""
+        """The messages."""
         raise NotImplementedError
 
     @property
     def effort(self) -> prompts.Think:
-        """How long the model is to think."""
+        """The requested length of the reasoning."""
         raise NotImplementedError
 
     @property
     def tool_set(self) -> ToolSet | None:
-        """What the answer may call."""
+        """The functions that the answer may call."""
         raise NotImplementedError
 
     @property
     def format_constraint(self) -> Constraint | None:
-        """What an answer without calls is held to, behind its thought."""
+        """Constraint of an answer without calls, after its reasoning."""
         raise NotImplementedError
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message."""
+        """Whether the answer continues the last message."""
         return False
 
     @property
     def think(self) -> prompts.Think:
-        """How long the model thinks."""
+        """The think mode of the answer."""
         return prompts.Think.OFF if self.continues else self.effort
 
     @property
@@ -134,8 +137,8 @@ class ConversationBody(OpenAIBody, TemplateFields):
         return self.think is not prompts.Think.OFF
 
     @property
-    def form(self) -> AnswerFormat:
-        """How the prompt ends, and what the answer may have."""
+    def answer_format(self) -> AnswerFormat:
+        """Where the prompt ends, and what the answer may contain."""
         tool_set = self.tool_set
         return AnswerFormat(
             thinks=self.thinks,
@@ -154,18 +157,18 @@ class ConversationBody(OpenAIBody, TemplateFields):
         if tool_set is None:
             return self.format_constraint or super().constraint
         return tool_call_constraint(
-            tool_set, is_open=self.form.opens_with_call, thinks=self.thinks, answer=self.format_constraint
+            tool_set, is_open=self.answer_format.opens_with_call, thinks=self.thinks, answer=self.format_constraint
         )
 
     @property
     def stops(self) -> list[int | str]:
-        """What ends the answer; where it may call, text and calls may have blank lines between them."""
+        """The stops of the answer. With tools, blank lines may separate text and calls."""
         if self.tool_set is not None and "stop_tokens" not in self.model_fields_set:
             return [*prompts.answer_stops(self.think, True, self.template), *self.stop_texts]
         return row_stops(self, prompts.answer_stops(self.think, False, self.template))
 
     def sampling(self, seed: int) -> SamplingParams:
-        """See SamplingBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
+        """See SamplingBody. With tools, penalties default to 0, because JSON repeats its punctuation."""
         base_params = super().sampling(seed)
         if self.tool_set is None:
             return base_params
@@ -184,35 +187,37 @@ class ConversationBody(OpenAIBody, TemplateFields):
 
 
 class ChatBody(ConversationBody):
-    """`/chat/completions`."""
+    """Body of `/chat/completions`."""
 
     messages: Messages = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
-    logprobs: bool = Field(False, description="Tell the log-probability of each token, before truncation.")
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
-    enable_think: bool = Field(False, description="Let the model think; the thought comes as reasoning_content.")
+    logprobs: bool = Field(False, description="Return the log-probability of each token, before truncation.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Number of most probable tokens to return per token."
+    )
+    enable_think: bool = Field(
+        False, description="Let the model think. Its reasoning is returned as reasoning_content."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="How long it thinks; overrides enable_think."
+        None, description="How long the model thinks. Overrides enable_think."
     )
     chat_template_kwargs: TemplateArguments | None = Field(
         None, description='{"enable_thinking": true}: another name of enable_think.'
     )
     continue_final_message: bool | None = Field(
         None,
-        description="Go on with the last message, the assistant's, and answer with what follows it. "
-        "Without it that is done where the last message is the assistant's and there is no session.",
+        description="Continue the last message, which must be the assistant's. Default: true if the last "
+        "message is the assistant's and there is no session.",
     )
-    tools: ChatTools = Field(
-        [], description="Functions that the answer may call; with them, penalties are 0 unless given."
-    )
+    tools: ChatTools = Field([], description="Functions that the answer may call. With them, penalties default to 0.")
     tool_choice: ChatToolChoice | None = Field(
-        None, description="Whether it does: none, auto (the default), required, one by name, or `allowed_tools`."
+        None, description="none, auto (the default), required, one function by name, or `allowed_tools`."
     )
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message."""
+        """See ConversationBody."""
         if self.continue_final_message is None:
             return self.session_id is None and self._ends_with_text_of_assistant
         return self.continue_final_message
@@ -231,13 +236,13 @@ class ChatBody(ConversationBody):
         """See ConversationBody."""
         if self.reasoning_effort is not None:
             return prompts.EFFORTS[self.reasoning_effort]
-        told = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs is not None else None
-        is_told = told is not None and "enable_think" not in self.model_fields_set
-        return prompts.think_mode(bool(told) if is_told else self.enable_think)
+        thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs is not None else None
+        is_used = thinking is not None and "enable_think" not in self.model_fields_set
+        return prompts.think_mode(bool(thinking) if is_used else self.enable_think)
 
     @property
     def tool_set(self) -> ToolSet | None:
-        """What the answer may call."""
+        """See ConversationBody."""
         return chat_tool_set(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
@@ -265,33 +270,42 @@ class ChatBody(ConversationBody):
         if self.continue_final_message and self.session_id is not None:
             raise PydanticCustomError(
                 "continue",
-                "continue_final_message cannot be combined with session_id: the session has read its last answer",
+                "continue_final_message cannot be combined with session_id: the session already contains its "
+                "last answer",
                 {"field": "continue_final_message"},
             )
         return self
 
 
 class CompletionBody(OpenAIBody):
-    """`/completions`: raw prompts."""
+    """Body of `/completions`: raw prompts."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
-        description="A text, several, token ids, or several lists of token ids."
+        description="A text, a list of texts, token ids, or a list of token id lists."
     )
-    suffix: str | None = Field(None, description="Fill in what stands between each prompt and this text.")
-    max_tokens: int = Field(16, ge=0, description="Most tokens drawn per row; 0: the prompt is read, and that is all.")
+    suffix: str | None = Field(None, description="Fill in the text between each prompt and this text.")
+    max_tokens: int = Field(
+        16, ge=0, description="Maximum number of generated tokens per row. 0: only compute the prompt."
+    )
     stop_tokens: StopTokens = Field([], description="Token ids and strings that end a row.")
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token and its n rivals.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities of each token and of n alternatives."
+    )
     echo: bool = Field(
-        False, description="Begin each answer with its prompt; with `logprobs`, those of the prompt's tokens too."
+        False, description="Begin each answer with its prompt. With `logprobs`, include those of the prompt's tokens."
     )
     best_of: int | None = Field(
-        None, ge=1, le=MAX_N, description="Draw so many and answer with the `n` likeliest by token. No stream."
+        None,
+        ge=1,
+        le=MAX_N,
+        description="Sample this many answers and return the `n` with the highest mean log-probability. Not "
+        "for streams.",
     )
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
     @property
     def format_constraint(self) -> Constraint | None:
-        """What `response_format` holds every answer to."""
+        """The constraint of `response_format`."""
         return None if self.response_format is None else self.response_format.constraint()
 
     @property
@@ -301,7 +315,6 @@ class CompletionBody(OpenAIBody):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """`prompt` as a list of prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [token for token in self.prompt if isinstance(token, int)]
@@ -314,12 +327,12 @@ class CompletionBody(OpenAIBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See OpenAIBody; the best are chosen by their log-probabilities."""
+        """See OpenAIBody. best_of needs log-probabilities to choose the best."""
         return 0 if self.logprobs is None and self.samples_per_prompt > self.n else self.logprobs
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the log-probabilities of the prompts' own tokens are wanted."""
+        """Whether log-probabilities of the prompts' tokens are requested."""
         return self.echo and self.logprobs is not None
 
     @model_validator(mode="after")
@@ -328,13 +341,16 @@ class CompletionBody(OpenAIBody):
             at_most_one([field_constraint.form, "response_format"])
         if not self.prompt:
             raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
-        for other, reason in (("session_id", "a session's text is not scored"), ("suffix", "its prompt has a form")):
+        for other, reason in (
+            ("session_id", "log-probabilities of a session's text are not supported"),
+            ("suffix", "the prompt is in the fill-in-the-middle format"),
+        ):
             if self.scores_prompts and getattr(self, other) is not None:
                 message = f"echo with logprobs cannot be combined with {other}: {reason}"
                 raise PydanticCustomError("echo", message, {"field": "echo"})
         if self.samples_per_prompt < self.n:
             raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
         if self.stream and self.samples_per_prompt > self.n:
-            message = "best_of above n cannot be streamed: the best are known at the end"
+            message = "best_of above n cannot be streamed: the best answers are known at the end"
             raise PydanticCustomError("best_of", message, {"field": "best_of"})
         return self

@@ -1,4 +1,4 @@
-"""`response_format`: JSON, or JSON under a schema, in OpenAI's words."""
+"""`response_format`: JSON, optionally with a schema, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from sampling.grammar.constraint import Constraint, Form
 class JsonSchemaFormat(Fields):
     """A schema and its name."""
 
-    name: Annotated[str, Pattern(r"^[a-zA-Z0-9_-]{1,64}$", "1..64 letters, digits, '_' and '-'")] = Field(
-        description="Accepted; nothing depends on it."
+    name: Annotated[str, Pattern(r"^[a-zA-Z0-9_-]{1,64}$", "1 to 64 letters, digits, '_' and '-'")] = Field(
+        description="Accepted and ignored."
     )
-    description: str = Field("", description="Accepted; nothing depends on it: say in the messages what is wanted.")
-    schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON schema.")
+    description: str = Field("", description="Accepted and ignored: describe the answer in the messages.")
+    schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON Schema.")
     strict: bool = Field(
-        False, description="true: refused if the answer cannot be held to all of the schema; false: to what it can."
+        False,
+        description="true: refuse schemas that cannot be enforced completely. false: enforce as much as possible.",
     )
 
 
 class ResponseFormat(Fields):
-    """What the answer's content is."""
+    """The format of the answer's content."""
 
-    type: Literal["text", "json_object", "json_schema"] = Field(description="Text, a JSON object, JSON by a schema.")
-    json_schema: JsonSchemaFormat | None = Field(None, description="For the type of that name.")
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Text, a JSON object, or JSON with a schema."
+    )
+    json_schema: JsonSchemaFormat | None = Field(None, description="The schema of type json_schema.")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("json_schema", "json_schema is given with the type json_schema, and only then")
+            raise PydanticCustomError(
+                "json_schema", "json_schema must be given with the type json_schema, and only then"
+            )
         return self
 
     def constraint(self, after: str = "") -> Constraint | None:
-        """What the text after `after` is held to, if it is to be JSON."""
+        """Return the constraint of the text after `after`, or None for free text."""
         if self.type == "text":
             return None
         schema = self.json_schema

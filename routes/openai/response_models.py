@@ -1,4 +1,4 @@
-"""What chat and text completions answer, as models: for the OpenAPI document and the reference, as the others'."""
+"""Models of chat and text completions, for the OpenAPI document and the reference only."""
 
 from __future__ import annotations
 
@@ -10,76 +10,76 @@ from routes.response.response_models import END, OpenAIErrorBody, Usage
 
 
 class OpenAIFrame(BaseModel):
-    """What every OpenAI answer and chunk has."""
+    """Fields of every OpenAI answer and chunk."""
 
     id: str
     created: int = Field(description="Unix time in seconds.")
-    model: str = Field(description="As asked for.")
-    system_fingerprint: str = Field(description="Of the weights.")
+    model: str = Field(description="As in the request.")
+    system_fingerprint: str = Field(description="Digest of the weights.")
 
 
 class UnusualEnd(BaseModel):
-    """Why an answer ended, where OpenAI has no word for it."""
+    """Reasons to end that OpenAI does not have."""
 
     end_reason: Literal["timeout", "cancelled", "error"] | None = Field(
         None,
-        description="Only where the answer was cut for this; `finish_reason` is `length` then, as clients know it.",
+        description="Why the answer was cut. `finish_reason` is `length` then, for OpenAI's clients.",
     )
 
 
 class Rival(BaseModel):
-    """A token that might have been drawn."""
+    """An alternative token."""
 
     token: str
-    logprob: float = Field(description="Before truncation; at least -9999.")
+    logprob: float = Field(description="Before truncation. The minimum is -9999.")
     bytes: list[int]
 
 
 class ChosenToken(Rival):
-    """A token that was drawn."""
+    """The sampled token."""
 
     top_logprobs: list[Rival]
 
 
 class ChatLogprobs(BaseModel):
-    """Log-probabilities of the shown tokens."""
+    """Log-probabilities of the answer's tokens."""
 
     content: list[ChosenToken]
     refusal: None
 
 
 class CalledFunction(BaseModel):
-    """What a call is of; in a stream, what is new of it."""
+    """The function of a call. In a stream: its new part."""
 
-    name: str = Field("", description="In a stream it comes once, whole, before the arguments.")
+    name: str = Field("", description="In a stream, the whole name is in the call's first delta.")
     arguments: str = Field(description="JSON as text.")
 
 
 class ToolCall(BaseModel):
-    """A function that the answer calls."""
+    """A call of a function."""
 
-    id: str = Field(description="`call_` and 32 hexadecimal digits, for the message with its result.")
+    id: str = Field(description="`call_` and 32 hexadecimal digits. The message with the result repeats it.")
     type: Literal["function"]
     function: CalledFunction
 
 
 class ToolCallDelta(BaseModel):
-    """What is new of a call."""
+    """New output of a call."""
 
-    index: int = Field(description="Its place among the answer's calls.")
-    id: str = Field("", description="Only there at its beginning, as the next.")
+    index: int = Field(description="Index of the call in the answer.")
+    id: str = Field("", description="Only in the call's first delta, like the next field.")
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class ChatMessage(BaseModel):
-    """An answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
-    content: str | None = Field(description="Null where there are calls and no text before them.")
-    tool_calls: list[ToolCall] = Field([], description="The functions that it calls, if any.")
+    content: str | None = Field(description="null if there are calls and no text before them.")
+    tool_calls: list[ToolCall] = Field([], description="The tool calls of the answer.")
     refusal: None
-    reasoning_content: str = Field("", description="The thought before it, if there was one.")
+    reasoning_content: str = Field("", description="The reasoning before the answer.")
 
 
 class ChatChoice(UnusualEnd):
@@ -89,19 +89,19 @@ class ChatChoice(UnusualEnd):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] = Field(
-        description=f"{END} `tool_calls`: it has made calls."
+        description=f"{END} `tool_calls`: the answer ends with tool calls."
     )
-    error: OpenAIErrorBody | None = Field(None, description="Only where `end_reason` is `error`.")
+    error: OpenAIErrorBody | None = Field(None, description="Only if `end_reason` is `error`.")
 
 
 class DrawnTokens(BaseModel):
-    """What was drawn."""
+    """Details of the generated tokens."""
 
-    reasoning_tokens: int = Field(description="Of the thoughts.")
+    reasoning_tokens: int = Field(description="Tokens of the reasoning.")
 
 
 class ChatUsage(Usage):
-    """Tokens of all answers; the conversation was read once."""
+    """Tokens of all answers. The conversation counts once."""
 
     completion_tokens_details: DrawnTokens
 
@@ -115,16 +115,16 @@ class ChatAnswer(OpenAIFrame):
 
 
 class ChatDelta(BaseModel):
-    """New text."""
+    """New output."""
 
-    role: Literal["assistant"] = Field("assistant", description="Only there at the beginning.")
+    role: Literal["assistant"] = Field("assistant", description="Only in the first delta.")
     content: str = ""
     reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChunkChoice(UnusualEnd):
-    """Update of one answer."""
+    """An update of one answer."""
 
     index: int
     delta: ChatDelta
@@ -136,29 +136,27 @@ class ChatChunk(OpenAIFrame):
     """OpenAI's chat.completion.chunk."""
 
     object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice] = Field(description="One; none beside the usage.")
+    choices: list[ChatChunkChoice] = Field(description="One choice. Empty in the chunk with the usage.")
     usage: ChatUsage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the shown tokens, with `echo` of the prompt's before them."""
+    """Log-probabilities of the answer's tokens. With `echo`, the prompt's come first."""
 
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="Null of a prompt's first token, as the next.")
+    token_logprobs: list[float | None] = Field(description="null for a prompt's first token, like the next field.")
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Characters of the text before each token.")
+    text_offset: list[int] = Field(description="Number of characters before each token.")
 
 
 class CompletionChoice(UnusualEnd):
-    """One answer, or a part of it."""
+    """One answer, or part of it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None = Field(description=f"{END} Null while more comes.")
-    error: OpenAIErrorBody | None = Field(
-        None, description="Only where `end_reason` is `error`, of an answer that is not streamed."
-    )
+    finish_reason: Literal["stop", "length"] | None = Field(description=f"{END} null before the end.")
+    error: OpenAIErrorBody | None = Field(None, description="Only if `end_reason` is `error`, and not in a stream.")
 
 
 class CompletionAnswer(OpenAIFrame):
@@ -173,5 +171,5 @@ class CompletionChunk(OpenAIFrame):
     """OpenAI's text_completion in a stream."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoice] = Field(description="One; none beside the usage.")
+    choices: list[CompletionChoice] = Field(description="One choice. Empty in the chunk with the usage.")
     usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")

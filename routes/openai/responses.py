@@ -1,4 +1,4 @@
-"""`POST /openai/v1/responses`: the newer face of OpenAI's SDKs; nothing is kept between requests."""
+"""`POST /openai/v1/responses`: OpenAI's newer route. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
 from routes.openai.errors import OPENAI_ERRORS
-from routes.openai.formatter import logprob_entries, openai_job, token_counter
+from routes.openai.formatter import logprob_entries, token_counter
 from routes.openai.output_items import Event, OutputItems
 from routes.openai.responses_body import ResponsesBody
 from routes.openai.responses_models import ResponseEvent, ResponseObject
+from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
 from routes.response.generate import BaseFormatter, RowResult, run
 from routes.response.http_response import ErrorFormat, HandlerResponse, sse
@@ -38,36 +39,36 @@ _INCOMPLETE_REASONS = {
 
 
 def _error_event(info: ErrorInfo) -> dict[str, Any]:
-    """A failure both as an event of this route and as the error object of all others."""
+    """Return an error both as an event of this route and as OpenAI's error object."""
     body = OPENAI_ERRORS.body(info)
     error = body["error"]
     return {"type": "error", "message": error["message"], "code": error["code"], "param": error["param"], **body}
 
 
 class ResponsesFormatter(BaseFormatter):
-    """One response: its items whole, or the events of their growing."""
+    """Writes one response: complete, or as stream events."""
 
     error_format = ErrorFormat(_error_event, OPENAI_ERRORS.statuses)
 
     def __init__(self, body: ResponsesBody, count_tokens: Callable[[str], int]) -> None:
-        """`count_tokens`: of a text."""
+        """`count_tokens`: returns the number of tokens of a text."""
         self._head = _head(body)
         self._count_tokens = count_tokens
-        self._parser = AnswerParser(body.form)
+        self._parser = AnswerParser(body.answer_format)
         self._items = OutputItems()
         self._sequence_number = 0
 
     def stream_start(self) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         response_fields = {"response": self._response("in_progress", None)}
         return self._sse_frames([("response.created", response_fields), ("response.in_progress", response_fields)])
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         return b"".join(self._sse_frames(self._events(update)) for update in updates)
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See Dialect."""
+        """See ResponseFormatter."""
         (row,) = rows
         for _ in self._delta_events(RowUpdate(0, row.text, finish=row.finish, logprobs=row.logprobs), final=True):
             pass
@@ -87,12 +88,12 @@ class ResponsesFormatter(BaseFormatter):
             yield from self._items.end(is_cut=self._last_item_is_incomplete(update.finish))
 
     def _status(self, finish: Finish | None) -> str:
-        """Of a response that has ended; one that a stop ended inside a call is not whole."""
+        """Return the status of a finished response. A stop inside a call makes it incomplete."""
         status = "failed" if finish is None else _STATUS[finish.reason]
         return "incomplete" if status == "completed" and self._parser.is_inside_call else status
 
     def _last_item_is_incomplete(self, finish: Finish | None) -> bool:
-        """Whether the last item is not whole: what is left out behind it, as the opening of a call, is none of it."""
+        """Return whether the last item is incomplete. An unfinished opening of a call after it does not count."""
         last = self._items.items[-1]["type"] if self._items.items else ""
         if last == "reasoning":
             is_inside = self._parser.is_inside_thought
@@ -110,12 +111,12 @@ class ResponsesFormatter(BaseFormatter):
 
     def _response(self, status: str, finish: Finish | None) -> dict[str, Any]:
         error = None if finish is None else finish.error
-        why = _INCOMPLETE_REASONS[finish.reason] if finish is not None and status == "incomplete" else None
+        reason = _INCOMPLETE_REASONS[finish.reason] if finish is not None and status == "incomplete" else None
         return {
             **self._head,
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error.message},
-            "incomplete_details": None if why is None else {"reason": why},
+            "incomplete_details": None if reason is None else {"reason": reason},
             "output": [dict(item) for item in self._items.items],
             "usage": None if finish is None else self._usage(finish),
         }
@@ -131,11 +132,11 @@ class ResponsesFormatter(BaseFormatter):
 
 
 def _head(body: ResponsesBody) -> dict[str, Any]:
-    """What every state of a response repeats of its request."""
-    form, choice = body.text.format, body.tool_choice
-    format_fields = {"type": form.type}
-    if form.type == "json_schema":
-        format_fields |= form.model_dump(by_alias=True)
+    """Return the fields that repeat the request."""
+    text_format, choice = body.text.format, body.tool_choice
+    format_fields = {"type": text_format.type}
+    if text_format.type == "json_schema":
+        format_fields |= text_format.model_dump(by_alias=True)
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -158,14 +159,14 @@ def _head(body: ResponsesBody) -> dict[str, Any]:
 
 
 async def responses(context: Context, body: ResponsesBody) -> HandlerResponse:
-    """Answer a conversation. Nothing is kept: `previous_response_id` is refused, `store` is answered with false.
+    """Answer a conversation. Nothing is stored: `previous_response_id` is refused, and `store` is false in the answer.
 
-    Send the conversation's items again, or name a `session_id`: then only what follows the last answer is read, once
-    the session exists.
+    Send the conversation's items with each request, or use `session_id`. With an existing session, only the items after
+    the last answer are computed.
     """
     rows = await conversation_rows(context, body, "input")
     formatter = ResponsesFormatter(body, token_counter(context))
-    return await run(context, openai_job(body, rows, PATH), formatter, OutputDecoder(1), body.stream)
+    return await run(context, make_job(rows, body, PATH), formatter, OutputDecoder(1), body.stream)
 
 
 def _route(path: str) -> Route:
@@ -174,7 +175,7 @@ def _route(path: str) -> Route:
         path,
         responses,
         ResponsesBody,
-        "Answer a conversation, as OpenAI's SDKs speak it on their newer route.",
+        "Answer a conversation in the format of OpenAI's newer route.",
         is_generation=True,
         answer=ResponseObject,
         events=(ResponseEvent,),

@@ -1,4 +1,4 @@
-"""The body of `/openai/v1/responses`: the same conversation in the words of OpenAI's newer route."""
+"""The body of `/openai/v1/responses`: a conversation in the format of OpenAI's newer route."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
-from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, tool_set
+from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, build_tool_set
 from routes.request import prompts
 from routes.request.bodies import Message
 from routes.request.constraints import THINK_END
@@ -24,7 +24,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class TextItemPart(Fields):
-    """A part of an item's content; only text is understood."""
+    """A part of an item's content. Only text is supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -34,7 +34,7 @@ ItemText = str | Annotated[list[TextItemPart], Field(fail_fast=True)]
 
 
 class MessageItem(Fields):
-    """Something said."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -42,7 +42,7 @@ class MessageItem(Fields):
 
 
 class CallItem(Fields):
-    """A call that an answer has made."""
+    """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
@@ -51,7 +51,7 @@ class CallItem(Fields):
 
 
 class ResultItem(Fields):
-    """What came of a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
@@ -59,7 +59,7 @@ class ResultItem(Fields):
 
 
 class ReasoningItem(Fields):
-    """A thought of an earlier answer: taken, and not read again."""
+    """Reasoning of an earlier answer. It is accepted and ignored."""
 
     type: Literal["reasoning"]
 
@@ -83,13 +83,13 @@ InputItem = Annotated[
 
 
 class TypedFields(Fields):
-    """What a tool is."""
+    """Type of a tool."""
 
     type: Literal["function"]
 
 
 class ResponsesTool(FunctionFields, TypedFields):
-    """A function that may be called."""
+    """A function that the answer may call."""
 
 
 class NamedFunction(Named):
@@ -99,7 +99,7 @@ class NamedFunction(Named):
 
 
 class AllowedFunctions(Fields):
-    """A choice of several."""
+    """A choice of several functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -107,17 +107,17 @@ class AllowedFunctions(Fields):
 
 
 class TextFormat(Fields):
-    """What the answer's text is."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
     description: str = ""
-    schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON schema.")
+    schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON Schema.")
     strict: bool = False
 
     @property
     def chat_format(self) -> ResponseFormat:
-        """The same in the words of the chat route."""
+        """Return the format in the form of the chat route."""
         schema = {"name": self.name, "schema": self.schema_, "strict": self.strict}
         named = {"json_schema": schema} if self.type == "json_schema" else {}
         return ResponseFormat.model_validate({"type": self.type, **named})
@@ -127,7 +127,7 @@ class TextOptions(Fields):
     """`text` of a response."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
-    verbosity: Annotated[Any, UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, but for medium.")
+    verbosity: Annotated[Any, UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, except for medium.")
 
 
 class Reasoning(Fields):
@@ -137,36 +137,46 @@ class Reasoning(Fields):
 
 
 class ResponsesBody(ConversationBody):
-    """`/responses`."""
+    """Body of `/responses`."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)] = Field(
-        description="What the user says, or the conversation's items: messages, calls of functions and their results."
+        description="The user's message, or the conversation's items: messages, function calls and their results."
     )
-    instructions: str = Field("", description="What the system says first.")
+    instructions: str = Field("", description="System message at the beginning.")
     n: int = Field(1, ge=1, le=1, description="Always one.")
-    max_output_tokens: int | None = Field(None, ge=1, description="Name of max_tokens here; it wins.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Name of max_tokens on this route. It takes precedence."
+    )
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
-        [], description="Functions that the answer may call; with them, penalties are 0 unless given."
+        [], description="Functions that the answer may call. With them, penalties default to 0."
     )
     tool_choice: Mode | NamedFunction | AllowedFunctions = Field(
-        "auto", description="Whether it does: none, auto, required, one by name, or `allowed_tools`."
+        "auto", description="none, auto, required, one function by name, or `allowed_tools`."
     )
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
     text: TextOptions = Field(
-        TextOptions.model_validate({}), description='{"format": …}: text, JSON, or JSON under a schema.'
+        TextOptions.model_validate({}), description='{"format": …}: text, JSON, or JSON with a schema.'
     )
-    reasoning: Reasoning = Field(Reasoning(), description='{"effort": …}: how long it thinks; none unless asked.')
-    enable_think: bool = Field(False, description="Let the model think, where no effort is given.")
+    reasoning: Reasoning = Field(
+        Reasoning(), description='{"effort": …}: how long the model thinks. Default: not at all.'
+    )
+    enable_think: bool = Field(False, description="Let the model think if no effort is given.")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        [], description="Log-probabilities of the text's tokens; thoughts are told in plain text anyway."
+        [],
+        description="message.output_text.logprobs returns log-probabilities. Reasoning is always returned as "
+        "plain text.",
     )
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] = Field({}, description="Repeated.")
-    store: bool = Field(False, description="Accepted; nothing is stored, and the answer says so.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Number of most probable tokens to return per token."
+    )
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] = Field(
+        {}, description="Repeated in the response."
+    )
+    store: bool = Field(False, description="Accepted and ignored: nothing is stored, and the response has false.")
     previous_response_id: Unsupported = Field(
-        None, description="Refused: responses are not kept. Send the conversation's items, or use session_id."
+        None, description="Refused, because responses are not stored. Send the conversation's items, or use session_id."
     )
-    conversation_: Unsupported = Field(None, alias="conversation", description="Refused; use session_id.")
+    conversation_: Unsupported = Field(None, alias="conversation", description="Refused. Use session_id.")
     background: Unsupported = Field(None, description="Not supported; refused.")
     prompt: Unsupported = Field(None, description="Not supported; refused.")
 
@@ -196,10 +206,10 @@ class ResponsesBody(ConversationBody):
         functions = [tool.function(f"tools[{at}].parameters") for at, tool in enumerate(self.tools)]
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, NamedFunction):
-            return tool_set(functions, "required", [choice.name], parallel)
+            return build_tool_set(functions, "required", [choice.name], parallel)
         if isinstance(choice, AllowedFunctions):
-            return tool_set(functions, choice.mode, [tool.name for tool in choice.tools], parallel)
-        return tool_set(functions, choice, None, parallel)
+            return build_tool_set(functions, choice.mode, [tool.name for tool in choice.tools], parallel)
+        return build_tool_set(functions, choice, None, parallel)
 
     @property
     def format_constraint(self) -> Constraint | None:
@@ -225,7 +235,8 @@ class ResponsesBody(ConversationBody):
         if LOGPROBS in self.include and (self.thinks or self.tool_set is not None):
             raise PydanticCustomError(
                 "logprobs",
-                "log-probabilities cannot be told beside thoughts or tools: they are not of the text alone",
+                "log-probabilities are not available with reasoning or tools; leave out include, or "
+                "reasoning and tools",
                 {"field": "include"},
             )
         if self.max_output_tokens is not None:
@@ -234,7 +245,7 @@ class ResponsesBody(ConversationBody):
 
 
 def _append_item(messages: list[dict[str, Any]], item: MessageItem | CallItem | ResultItem | ReasoningItem) -> None:
-    """Put an item behind what was said; calls belong to the assistant's message before them."""
+    """Append an item as a message. A call joins the preceding message of the assistant."""
     match item:
         case MessageItem():
             messages.append({"role": item.role, "content": _item_text(item.content)})

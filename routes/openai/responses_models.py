@@ -1,4 +1,4 @@
-"""What `/openai/v1/responses` answers, as models for the OpenAPI document and the reference."""
+"""Models of the answers of `/openai/v1/responses`, for the OpenAPI document and the reference only."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ class OutputPart(BaseModel):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: list[Any] = Field([], description="Always empty.")
-    logprobs: list[ChosenToken] = Field([], description="Of the text's tokens, where `include` asks for them.")
+    logprobs: list[ChosenToken] = Field(
+        [], description="Log-probabilities of the text's tokens, if `include` requests them."
+    )
 
 
 class OutputItem(BaseModel):
-    """A thought, a message, or a call of a function."""
+    """Reasoning, a message, or a function call."""
 
     id: str
     type: Literal["reasoning", "message", "function_call"]
     status: Literal["in_progress", "completed", "incomplete"]
-    role: Literal["assistant"] = Field("assistant", description="Of a message.")
-    summary: list[Any] = Field([], description="Of a thought; always empty.")
-    content: list[OutputPart] = Field([], description="Of a message or a thought; one part.")
-    call_id: str = Field("", description="Of a call, for the item with its result.")
-    name: str = Field("", description="Of a call.")
-    arguments: str = Field("", description="Of a call: JSON as text.")
+    role: Literal["assistant"] = Field("assistant", description="Only in a message.")
+    summary: list[Any] = Field([], description="Only in reasoning. Always empty.")
+    content: list[OutputPart] = Field([], description="Only in a message or reasoning. One part.")
+    call_id: str = Field("", description="Only in a call. The item with the result repeats it.")
+    name: str = Field("", description="Only in a call.")
+    arguments: str = Field("", description="Only in a call: JSON as text.")
 
 
 class ResponseFailure(BaseModel):
@@ -42,36 +44,38 @@ class ResponseFailure(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why a response is not whole."""
+    """Why a response is incomplete."""
 
-    reason: Literal["max_output_tokens", "timeout", "stop"] = Field(description="stop: of a call that a stop has cut.")
+    reason: Literal["max_output_tokens", "timeout", "stop"] = Field(
+        description="stop: a stop ended the answer inside a call."
+    )
 
 
 class InputTokensDetails(BaseModel):
-    """How the input was read."""
+    """Details of the input's tokens."""
 
-    cached_tokens: int = Field(description="Of a session or a cached prefix: not computed.")
-    cache_write_tokens: int = Field(description="Always 0: writing is not charged for.")
+    cached_tokens: int = Field(description="Tokens from a session or a cached prefix. They were not computed.")
+    cache_write_tokens: int = Field(description="Always 0.")
 
 
 class OutputTokensDetails(BaseModel):
-    """What the output was."""
+    """Details of the output's tokens."""
 
-    reasoning_tokens: int = Field(description="Of its thought.")
+    reasoning_tokens: int = Field(description="Tokens of the reasoning.")
 
 
 class ResponseUsage(BaseModel):
-    """Tokens."""
+    """Number of tokens."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
-    output_tokens: int = Field(description="Drawn, the stop token among them.")
+    output_tokens: int = Field(description="Generated tokens, including the stop token.")
     output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
 class ResponseObject(BaseModel):
-    """OpenAI's response. What its request said is repeated."""
+    """OpenAI's response. It repeats fields of the request."""
 
     id: str
     object: Literal["response"]
@@ -79,16 +83,16 @@ class ResponseObject(BaseModel):
     status: Status
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
-    model: str = Field(description="As asked for.")
+    model: str = Field(description="As in the request.")
     output: list[OutputItem]
-    usage: ResponseUsage | None = Field(description="Null until it has ended.")
+    usage: ResponseUsage | None = Field(description="null until the response has ended.")
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, Any]
-    store: Literal[False] = Field(description="Nothing is kept.")
+    store: Literal[False] = Field(description="Nothing is stored.")
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -98,18 +102,18 @@ class ResponseObject(BaseModel):
 
 
 class ResponseEvent(BaseModel):
-    """An event of a stream; which fields it has is up to its type, as OpenAI's SDKs expect."""
+    """An event of a stream. Its fields depend on its type, as in OpenAI's API."""
 
-    type: str = Field(description="Like `response.output_text.delta`; also the SSE event's name.")
+    type: str = Field(description="Like `response.output_text.delta`. Also the name of the SSE event.")
     sequence_number: int
-    response: ResponseObject | None = Field(None, description="Of created, in_progress and the last.")
-    item: OutputItem | None = Field(None, description="Of output_item.added and .done.")
-    part: OutputPart | None = Field(None, description="Of content_part.added and .done.")
+    response: ResponseObject | None = Field(None, description="In created, in_progress and the last event.")
+    item: OutputItem | None = Field(None, description="In output_item.added and .done.")
+    part: OutputPart | None = Field(None, description="In content_part.added and .done.")
     item_id: str = ""
     output_index: int = 0
     content_index: int = 0
     delta: str = Field("", description="New text, or new arguments.")
-    text: str = Field("", description="The whole text, at its end.")
-    name: str = Field("", description="Of a call, at its end, with the next.")
+    text: str = Field("", description="The whole text, in its last event.")
+    name: str = Field("", description="Only in a call's last event, like the next field.")
     arguments: str = ""
     logprobs: list[ChosenToken] = []

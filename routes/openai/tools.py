@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` as OpenAI's bodies write them, and the toolbox that they mean."""
+"""`tools` and `tool_choice` in OpenAI's format, and the tool set that they select."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from routes.request.fields import Pattern
 from routes.request.tool_set import Function, ToolSet
 
 MAX_TOOLS = 128
-Name = Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,64}$", "1..64 letters, digits, '_', '.' and '-'")]
+Name = Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,64}$", "1 to 64 letters, digits, '_', '.' and '-'")]
 Mode = Literal["none", "auto", "required"]
 
 
 class FunctionFields(Fields):
-    """A function that may be called."""
+    """A function that the answer may call."""
 
     name: Name
     description: str = Field("", max_length=16384)
@@ -27,7 +27,7 @@ class FunctionFields(Fields):
     strict: bool = False
 
     def function(self, field: str) -> Function:
-        """The function, whose schema stands at `field` of the request."""
+        """Return the function. `field`: request field of its schema."""
         return Function(self.name, self.description, self.parameters, self.strict, field)
 
 
@@ -52,7 +52,7 @@ class NamedTool(Fields):
 
 
 class AllowedTools(Fields):
-    """Which tools may be called, or have to."""
+    """The tools that may or must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
@@ -70,20 +70,20 @@ ChatToolChoice = Mode | NamedTool | AllowedChoice
 
 
 def chat_tool_set(tools: list[ChatTool], choice: ChatToolChoice | None, parallel_calls: bool) -> ToolSet | None:
-    """What an answer may call; None: nothing. Raises PydanticCustomError where the choice does not fit the tools."""
+    """Return the tools of an answer, or None. Raises PydanticCustomError if the choice does not match the tools."""
     functions = [tool.function.function(f"tools[{at}].function.parameters") for at, tool in enumerate(tools)]
     if isinstance(choice, NamedTool):
-        return tool_set(functions, "required", [choice.function.name], parallel_calls)
+        return build_tool_set(functions, "required", [choice.function.name], parallel_calls)
     if isinstance(choice, AllowedChoice):
         allowed = choice.allowed_tools
-        return tool_set(functions, allowed.mode, [tool.function.name for tool in allowed.tools], parallel_calls)
-    return tool_set(functions, choice, None, parallel_calls)
+        return build_tool_set(functions, allowed.mode, [tool.function.name for tool in allowed.tools], parallel_calls)
+    return build_tool_set(functions, choice, None, parallel_calls)
 
 
-def tool_set(
+def build_tool_set(
     functions: Sequence[Function], mode: Mode | None, allowed_names: Sequence[str] | None, parallel_calls: bool
 ) -> ToolSet | None:
-    """The same of plain values; `allowed_names`: the names chosen, None for all."""
+    """Like `chat_tool_set`, for plain values. `allowed_names`: the chosen names, None for all."""
     names = [function.name for function in functions]
     for at, function in enumerate(functions):
         if function.name in names[:at]:

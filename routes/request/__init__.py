@@ -1,1 +1,1 @@
-"""From a body to the engine's rows: fields, prompts, token ids, limits."""
+"""Turns request bodies into the engine's rows."""

@@ -1,6 +1,7 @@
-"""Request bodies: strict pydantic models, where null means the default and unknown fields are ignored.
+"""Request bodies as strict pydantic models.
 
-Limits that a flag decides (number of contents, tokens) are judged in generate_requests.py; these here are fixed.
+null means the default. Unknown fields are ignored. Fixed limits are checked here; limits set by flags (number of
+contents, tokens) are checked in generate_requests.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ StopToken = (
 )
 StopTokens = Annotated[list[StopToken], Field(max_length=64, fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-"""Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
+"""`fail_fast` ends validation at the first wrong entry. A list of errors could be hundreds of times larger than the
+body.
+"""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
 _PYDANTIC_PREFIX = re.compile(r"^(Input|List|String|Dictionary|Value) should")
 _PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
@@ -35,15 +38,16 @@ _PYDANTIC_SUFFIX = re.compile(r" after validation, not .*")
 
 
 class Body(Fields):
-    """What every request body has."""
+    """Fields of every request body."""
 
     password: str = Field(
-        "", description="The service's password or an API key, where one is wanted and no Bearer token is sent."
+        "",
+        description="The service's password or an API key, if the service requires one and no Bearer token is sent.",
     )
 
 
 class TextPart(BaseModel):
-    """One part of a message's content; only text is understood."""
+    """One part of a message's content. Only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -52,7 +56,7 @@ class TextPart(BaseModel):
 
 
 class MessageFunction(BaseModel):
-    """What a call is of."""
+    """The function of a tool call."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -61,7 +65,7 @@ class MessageFunction(BaseModel):
 
 
 class MessageToolCall(BaseModel):
-    """A call that an answer has made."""
+    """A tool call of an earlier answer."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -71,17 +75,19 @@ class MessageToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a conversation, as OpenAI writes it."""
+    """One message of a conversation, in OpenAI's format."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
-        None, description="Of the assistant: the functions that it has called."
+        None, description="Assistant messages: the tool calls of this message."
     )
     tool_call_id: str | None = Field(
-        None, max_length=256, description="Of a tool: the call that this is the result of; results follow their calls."
+        None,
+        max_length=256,
+        description="Tool messages: id of the call that this message answers. Results follow their calls.",
     )
     function_call: Unsupported = Field(None, description="Not supported; refused.")
     audio: Unsupported = Field(None, description="Not supported; refused.")
@@ -89,7 +95,6 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content's text; parts are joined by newlines."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
@@ -99,78 +104,87 @@ Messages = Annotated[list[Message], Field(fail_fast=True)]
 
 
 class PriorityFields(Body):
-    """How soon an answer is wanted."""
+    """Timeout and scheduling priority."""
 
-    timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")
+    timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="Time limit in seconds. Unfinished rows then end with 'timeout'."
+    )
     priority: Literal["interactive", "batch"] | None = Field(
         None,
-        description="batch: gives way to interactive rows and takes what places they leave. "
-        "Without it a request of more than eight rows is batch work.",
+        description="interactive or batch. Batch rows run in the slots that interactive rows leave free. "
+        "Default: batch for requests of more than eight rows, else interactive.",
     )
 
     @property
     def requested_priority(self) -> Priority:
-        """`priority` as the engine reads it."""
         return Priority.AUTO if self.priority is None else Priority(self.priority)
 
 
 class StateFields(Body):
-    """What the prompts are read from."""
+    """Initial state and adapter."""
 
     state: str | None = Field(
         None,
         max_length=64,
-        description="A tuned state's name, as /v1/states lists them: prompts are read from it, and token 0 is put "
-        "before them only where `pad_zero` is given. A session keeps the one that it began with.",
+        description="Name of a tuned state, as listed by /v1/states. Prompts start from it, and token 0 comes first "
+        "only if `pad_zero` is given. A session keeps the state that it started with.",
     )
     adapter: str | None = Field(
         None,
         max_length=64,
-        description="An adapter's name, as /v1/adapters lists them, under which prompts are read and answered. A "
-        "session keeps the one that it was begun with.",
+        description="Name of an adapter, as listed by /v1/adapters. It applies to prompt and answer. A session keeps "
+        "the adapter that it started with.",
     )
 
 
 class ModelFields(StateFields):
-    """Which model reads, and what it begins from."""
+    """Model, initial state and adapter."""
 
     model: str = Field(
         "rwkv7",
         max_length=256,
-        description="Repeated in the answer; `<model>:<state>` names a tuned state, "
-        "`<model>+<adapter>` an adapter, `<model>+<adapter>:<state>` both.",
+        description="Repeated in the answer. `<model>:<state>` names a tuned state, `<model>+<adapter>` an adapter, "
+        "`<model>+<adapter>:<state>` both.",
     )
 
 
 class MixedState(Fields):
-    """A member of a mixture."""
+    """One member of a mixture of states."""
 
-    name: str = Field("", max_length=64, description="A tuned state's name; left out: the empty state.")
-    weight: float = Field(1.0, ge=-1000, le=1000, description="Its part; below 0 what it says is avoided.")
+    name: str = Field("", max_length=64, description="Name of a tuned state. Empty: the empty state.")
+    weight: float = Field(
+        1.0, ge=-1000, le=1000, description="Weight of this member. A negative weight steers away from its text."
+    )
 
 
 Weights = Annotated[list[Annotated[Number, Field(ge=-1000, le=1000)]], Field(max_length=16, fail_fast=True)]
 
 
 class MixtureFields(ModelFields):
-    """What prompts that are drawn for are read from, where that may be several states."""
+    """Initial states of routes that sample, where a mixture is possible."""
 
     states: Annotated[list[MixedState], Field(max_length=16)] = Field(
         [],
-        description='Several states instead of `state`, [{"name": "poet", "weight": 2}, …]: prompts are read from each '
-        "and every token is drawn from their logits, added up by weight and divided by the weights' sum, which must "
-        "be above 0. Costs as much as so many rows.",
+        description='Several states instead of `state`: [{"name": "poet", "weight": 2}, …]. Each prompt runs once per '
+        "state. Every token is sampled from the weighted mean of the states' logits. The weights must sum to "
+        "more than 0. Costs one row per state.",
     )
     mrss_gatingweight: Weights = Field(
-        [], description="Other weights for the members of the mixture that `model` or `state` names, as RWKV-Infer has."
+        [],
+        description="Weights for the members of the mixture that `model` or `state` names, in their order. "
+        "RWKV-Infer's field.",
     )
 
     @model_validator(mode="after")
     def _check_one_mixture(self) -> Self:
         if self.states and self.state:
-            raise PydanticCustomError("states", "state and states cannot be given together", {"field": "states"})
+            raise PydanticCustomError(
+                "states", "state and states cannot be given together; leave one of them out", {"field": "states"}
+            )
         if self.states and self.mrss_gatingweight:
-            message = "states have weights of their own: mrss_gatingweight is for a mixture that `state` names"
+            message = (
+                "mrss_gatingweight cannot be given with states, which have weights of their own; leave one of them out"
+            )
             raise PydanticCustomError("states", message, {"field": "mrss_gatingweight"})
         return self
 
@@ -179,45 +193,49 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(Fields):
-    """What a stream tells beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
 
 
 class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, MixtureFields):
-    """Fields of every route that generates, however it draws."""
+    """Fields of every route that generates text."""
 
-    max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
+    max_tokens: int = Field(8192, ge=1, description="Maximum number of generated tokens per row.")
     stop_tokens: StopTokens = Field(
-        list(DEFAULT_STOPS), description="Token ids and strings that end a row; they are not shown."
+        list(DEFAULT_STOPS), description="Token ids and strings that end a row. The answer does not include them."
     )
-    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's new name of max_tokens; it wins.")
+    temperature: float = Field(1.0, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="OpenAI's newer name of max_tokens. It takes precedence."
+    )
     stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
-        [], description="OpenAI's: texts that end a row, beside `stop_tokens`."
+        [], description="OpenAI's field: texts that end a row, in addition to `stop_tokens`."
     )
     stream: bool = Field(False, description="Answer with server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}: end with the usage.')
-    chunk_size: int = Field(4, ge=1, le=65536, description="Tokens gathered per row before a delta is sent.")
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}: end the stream with the usage.'
+    )
+    chunk_size: int = Field(4, ge=1, le=65536, description="Tokens collected per row before a delta is sent.")
     pad_zero: bool = Field(False, description="Put token 0 before the prompt.")
     seed: int | None = Field(
-        None, ge=0, lt=2**64, description="Answer i, as numbered in the reply, draws with seed + i."
+        None, ge=0, lt=2**64, description="Answer i, as numbered in the reply, is sampled with seed + i."
     )
-    ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
-    use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
+    ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
+    use_prefix_cache: bool = Field(
+        True, description="Start from the cached state of the longest known beginning of the prompt."
+    )
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How a row with this seed draws: by temperature alone, by the Gumbel-max rule."""
+        """Return the row's sampling parameters: temperature only, by the Gumbel-max method."""
         return SamplingParams(temperature=self.temperature, seed=seed)
 
     @property
     def stop_texts(self) -> list[str]:
-        """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
@@ -228,22 +246,31 @@ class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, MixtureFi
 
 
 class SamplingBody(GenerationBody):
-    """The same with every decode parameter."""
+    """A generation request with all sampling parameters."""
 
-    top_k: int = Field(50, ge=0, lt=2**31, description="0 switches it off.")
-    top_p: float = Field(0.6, ge=0, le=1, description="1 switches it off, 0 is greedy.")
-    alpha_presence: float = Field(2.0, ge=-100, le=100, description="Taken from the logit of every token drawn so far.")
-    alpha_frequency: float = Field(0.2, ge=-100, le=100, description="The same, times how often it was drawn.")
-    alpha_decay: float = Field(0.996, ge=0, le=1, description="By which that count shrinks with each token.")
+    top_k: int = Field(50, ge=0, lt=2**31, description="Sample from the k most probable tokens. 0 turns it off.")
+    top_p: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="Sample from the most probable tokens whose probabilities sum to p. 1 turns it off, 0 is greedy.",
+    )
+    alpha_presence: float = Field(
+        2.0, ge=-100, le=100, description="Presence penalty: subtracted from the logit of every generated token."
+    )
+    alpha_frequency: float = Field(
+        0.2, ge=-100, le=100, description="Frequency penalty: subtracted once per occurrence of the token."
+    )
+    alpha_decay: float = Field(0.996, ge=0, le=1, description="Decay of the occurrence count per generated token.")
     presence_penalty: float | None = Field(
-        None, ge=-100, le=100, description="OpenAI's name of alpha_presence, which wins."
+        None, ge=-100, le=100, description="OpenAI's name of alpha_presence, which takes precedence."
     )
     frequency_penalty: float | None = Field(
-        None, ge=-100, le=100, description="OpenAI's name of alpha_frequency, which wins."
+        None, ge=-100, le=100, description="OpenAI's name of alpha_frequency, which takes precedence."
     )
 
     def sampling(self, seed: int) -> SamplingParams:
-        """How a row with this seed draws. The family's own names win over OpenAI's where both are given."""
+        """Return the row's sampling parameters. alpha_* take precedence over OpenAI's names."""
         presence, frequency = self.presence_penalty, self.frequency_penalty
         return SamplingParams(
             temperature=self.temperature,
@@ -262,10 +289,12 @@ class SamplingBody(GenerationBody):
 
 
 class SessionFields(Body):
-    """A conversation whose state the service keeps."""
+    """Fields of a conversation whose state the service stores."""
 
-    session_id: SessionId | None = Field(None, description="The prompt continues this session, and is folded into it.")
-    wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
+    session_id: SessionId | None = Field(
+        None, description="Continue this session with the prompt, and store the turn in it."
+    )
+    wait: bool = Field(True, description="Wait for a running turn of the session. false: answer 409 instead.")
 
 
 Label = Annotated[
@@ -273,37 +302,37 @@ Label = Annotated[
     Field(max_length=64),
     Pattern(r"^[^\s:](?:[^\n:]*[^\s:])?$", "a label of one line without ':' and without white space at its ends"),
 ]
-"""Who speaks, before the colon."""
+"""Name of a speaker, before the colon."""
 
 
 class Template(Fields):
-    """How a conversation is written: `System: …\\n\\nUser: …\\n\\nAssistant:` with other words in these places."""
+    """Labels of a conversation's prompt. Default: `System: …\\n\\nUser: …\\n\\nAssistant:`."""
 
-    system: Label = Field("System", description="Who gives instructions.")
-    user: Label = Field("User", description="Who asks.")
-    assistant: Label = Field("Assistant", description="Who answers.")
-    opening: str = Field("", max_length=256, description="What an answer begins with that has no thought before it.")
+    system: Label = Field("System", description="Label of the instructions.")
+    user: Label = Field("User", description="Label of the user.")
+    assistant: Label = Field("Assistant", description="Label of the assistant.")
+    opening: str = Field("", max_length=256, description="Start of an answer without thought.")
 
 
 class TemplateFields(Body):
-    """How the conversation is written."""
+    """The prompt format of a conversation."""
 
     template: Template | None = Field(
         None,
-        description="Other words than System, User and Assistant; without it what `state` or `model` brings.",
+        description="Labels to use instead of System, User and Assistant. Default: those of the state or the model.",
     )
 
 
 class PromptFields(TemplateFields):
-    """What the native batch routes continue: raw prompts, a conversation, or text to fill in."""
+    """Prompts of the native batch routes: raw text, a conversation, or text to fill in."""
 
-    contents: Texts = Field([], description="Raw prompts, one row each.")
+    contents: Texts = Field([], description="Raw prompts, one per row.")
     messages: Messages = Field(
         [], description='A conversation instead of contents: [{"role": "user", "content": "…"}].'
     )
-    prefix: str | Texts = Field([], description="Fill in the middle: the text before, one per row.")
-    suffix: str | Texts = Field([], description="Fill in the middle: the text after, one per row.")
-    enable_think: bool = Field(False, description="Let the model think before it answers (messages only).")
+    prefix: str | Texts = Field([], description="Fill in the middle: the text before the gap, one per row.")
+    suffix: str | Texts = Field([], description="Fill in the middle: the text after the gap, one per row.")
+    enable_think: bool = Field(False, description="Let the model think before it answers (with messages only).")
 
     @property
     def thinks(self) -> bool:
@@ -312,12 +341,10 @@ class PromptFields(TemplateFields):
 
     @property
     def prefixes(self) -> list[str]:
-        """`prefix` as a list."""
         return [self.prefix] if isinstance(self.prefix, str) else self.prefix
 
     @property
     def suffixes(self) -> list[str]:
-        """`suffix` as a list."""
         return [self.suffix] if isinstance(self.suffix, str) else self.suffix
 
     @model_validator(mode="after")
@@ -337,11 +364,11 @@ class PromptFields(TemplateFields):
 
 
 class BatchBody(PromptFields, GenerationBody):
-    """Prompts to continue, however they are drawn."""
+    """Body of the batch routes, for any sampling method."""
 
 
 class PromptBody(BatchBody, SessionFields, SamplingBody):
-    """The native batch routes."""
+    """Body of the native batch routes."""
 
 
 def _one_line(name: str) -> str:
@@ -357,31 +384,33 @@ def _not_auto(name: str) -> str:
 
 
 AUTO = "auto"
-"""The source language that is found out from each text."""
+"""Source language that stands for language detection."""
 Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
-"""The label of a text in the prompt: by name if the code is known, else as it is."""
+"""A language code or name. The prompt uses the English name of a known code, and any other text unchanged."""
 
 
 class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
-    """immersive-translate's custom API."""
+    """Body of a translation request, in the format of immersive-translate's custom API."""
 
     source_lang: Language = Field(
         AUTO,
-        description="ISO code, or auto: each text's language is found out, from all of them where a short one might be "
-        "of several, and what has no letters is kept as it is. What is no known code is used as it is.",
+        description="ISO code or auto. auto detects the language of each text. A short, ambiguous text takes the "
+        "language of the other texts. A text without letters is copied. An unknown code is used unchanged.",
     )
     target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
-        description="ISO code; what is no known code is used as it is, like Klingon."
+        description="ISO code. An unknown code, like Klingon, is used unchanged."
     )
-    text_list: Texts = Field(description="The texts; order and length are kept.")
+    text_list: Texts = Field(description="The texts to translate. Order and length are kept.")
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
-        None, description="Accepted; kept as they are in texts."
+        None, description="Accepted and ignored. Placeholders in texts are kept."
     )
-    timeout_s: float | None = Field(None, gt=0, le=86400, description="Seconds; then 504.")
+    timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="Time limit in seconds. After it the answer is 504."
+    )
 
 
 def validate(model: type[Fields], data: Any) -> Any:
-    """An instance of `model`. Raises ServiceError naming the field, the limit and the value."""
+    """Return an instance of `model`. Raises ServiceError with the field, the limit and the value."""
     if not isinstance(data, dict):
         raise ServiceError(
             ErrorKind.INVALID_FIELD, f"the body must be a JSON object, got {type(data).__name__}", field="body"
@@ -403,8 +432,10 @@ def validate(model: type[Fields], data: Any) -> Any:
 
 
 def _most_specific_error(data: dict[str, Any], errors: list[Any]) -> Any:
-    """The first field's mistake; of the branches of a union that failed, the one that went deepest, if it can be one
-    whose type fits."""
+    """Return the error to report for the first wrong field.
+
+    For a union, this is the deepest error of a type-compatible branch.
+    """
     candidates = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     return max(
         candidates,
@@ -413,12 +444,12 @@ def _most_specific_error(data: dict[str, Any], errors: list[Any]) -> Any:
 
 
 def _blamed_field(data: dict[str, Any]) -> str:
-    """The field that a mistake in the whole body is put down to."""
+    """Return the field to report for an error of the whole body."""
     return next((name for name in ("contents", "messages", "prefix") if data.get(name) is not None), "contents")
 
 
 def _locate(data: Any, error: Any) -> tuple[str, Any]:
-    """The field as a client writes it, and its value. pydantic's tags of union members are left out."""
+    """Return the field as the client writes it, and its value. Leaves out pydantic's tags of union members."""
     location, given = "", data
     path = error["loc"]
     for at, step in enumerate(path):
@@ -427,6 +458,6 @@ def _locate(data: Any, error: Any) -> tuple[str, Any]:
             location, given = f"{location}[{step}]", given[step]
         elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
             location, given = f"{location}.{error_field_name(step)}".lstrip("."), given.get(step)
-            if path[at + 1 :] == ("[key]",):  # it is the name that is wrong, and not what stands under it
+            if path[at + 1 :] == ("[key]",):  # the key is wrong, not its value
                 given = step
     return location, given

@@ -1,4 +1,4 @@
-"""The grammar of an answer that may call functions: text is free, arguments are held to the function's schema."""
+"""Grammar of an answer with tool calls. Text is free; arguments must match the function's schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from routes.request.tool_set import (
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
 
 MAX_CALLS = 16
-"""Of one answer."""
+"""Per answer."""
 _COMBINATORS = ("$ref", "anyOf", "oneOf", "allOf", "not", "if")
 _OPEN_ENDED = ("patternProperties", "unevaluatedProperties", "propertyNames")
 
@@ -25,9 +25,11 @@ _OPEN_ENDED = ("patternProperties", "unevaluatedProperties", "propertyNames")
 def tool_call_constraint(
     tool_set: ToolSet, *, is_open: bool, thinks: bool, answer: Constraint | None = None
 ) -> Constraint:
-    """What the text behind the prompt is held to.
+    """Return the constraint of an answer that may have tool calls.
 
-    is_open: the prompt ended with FENCE. thinks: a thought comes first. answer: the JSON of an answer without calls.
+    is_open: the prompt ends with FENCE
+    thinks: a thought comes first
+    answer: JSON constraint of an answer without calls
     """
     rules = [
         SchemaRule(
@@ -65,7 +67,7 @@ def _answer_rule(must_call: bool, is_open: bool, answer: Constraint | None) -> s
 
 
 def _call_rule(name: str, opening: str, closing: str, parallel_calls: bool) -> list[str]:
-    """A call behind its opening, and more of them; then the round may end, as it does in the texts of the training."""
+    """Return the rule of one or more calls, up to the blank line that may end the turn in training data."""
     one = f'"\\n" call {_quoted(chr(10) + closing)}'
     more = f' ({_quoted(chr(10) + opening)} {one}){{0,{MAX_CALLS - 1}}} ("\\n\\n")?' if parallel_calls else ""
     return [f"{name}: {one}{more}"]
@@ -77,7 +79,10 @@ def _call_body_rule(at: int, function: Function) -> str:
 
 
 def _arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object that has what the function takes, and nothing else unless the schema speaks of it."""
+    """Return the schema as an object schema that allows only the declared properties.
+
+    A schema with combinators is returned unchanged.
+    """
     if any(key in schema for key in _COMBINATORS):
         return schema
     closed = {"type": "object", "properties": {}, **schema}

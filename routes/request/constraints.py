@@ -1,4 +1,4 @@
-"""Fields that hold a text to a form, and the constraint they become."""
+"""Request fields that constrain the text, and the constraint that they become."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, Constraint, Form
 
 THINK_END = "</think>"
-"""Where a model that thinks first begins its answer."""
+"""End of a thought. The constraint applies to the text after it."""
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARACTERS)]
 
 
 class ConstraintFields(Fields):
-    """What the text of every row has to match; at most one of these."""
+    """Constraints on the text of every row. At most one may be given."""
 
     grammar: str | None = Field(
-        None, min_length=1, max_length=MAX_SOURCE_CHARACTERS, description="The text matches this grammar, in Lark."
+        None, min_length=1, max_length=MAX_SOURCE_CHARACTERS, description="The text matches this Lark grammar."
     )
     regex: str | None = Field(
-        None, min_length=1, max_length=MAX_SOURCE_CHARACTERS, description="The whole text matches this, as in Rust."
+        None,
+        min_length=1,
+        max_length=MAX_SOURCE_CHARACTERS,
+        description="The whole text matches this regular expression, in Rust's syntax.",
     )
     choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
         None, description="The text is one of these."
     )
     json_schema: dict[str, Any] | bool | None = Field(
-        None, description="The text is a JSON value that is valid under this schema."
+        None, description="The text is JSON that is valid under this schema."
     )
 
     @property
     def thinks(self) -> bool:
-        """Whether a thought comes before the text that is meant."""
+        """Whether a thought comes before the constrained text."""
         return False
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the rows are held to. Raises ServiceError for a schema that cannot be written down."""
+        """The constraint of the rows. Raises ServiceError for a schema that is nested too deeply."""
         after = THINK_END if self.thinks else ""
         if self.grammar is not None:
             return Constraint(form=Form.LARK, source=self.grammar, field="grammar", after=after)
@@ -64,12 +67,12 @@ def _as_source(schema: dict[str, Any] | bool) -> str:
     try:
         return to_json(schema).decode()
     except PydanticSerializationError:
-        message = "json_schema: is nested too deeply; write it with fewer schemas inside each other, or with $ref"
+        message = "json_schema: is nested too deeply; nest fewer schemas or use $ref"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="json_schema") from None
 
 
 def at_most_one(given: Iterable[str]) -> None:
-    """PydanticCustomError for fields that hold the text to more than one form."""
+    """Check that at most one constraint is given. Raises PydanticCustomError for more."""
     names = list(given)
     if len(names) > 1:
         what = " and ".join(names)

@@ -1,4 +1,4 @@
-"""Decode parameters of a tuned state or a model, and where they stand in for what a request leaves out."""
+"""Decode parameters of a tuned state or a model, used where a request gives none."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import invalid
 
 _ALIASES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
-"""Under which dialects give the same."""
+"""Fields of two names: if a request gives either, the default does not apply."""
 
 
 class DefaultsFields(Fields):
-    """Decode parameters of requests that do not give them; their limits are those of the requests' fields."""
+    """Default decode parameters, with the same limits as the requests' fields."""
 
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
-    top_p: float | None = Field(None, ge=0, le=1, description="1 switches it off.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 switches it off.")
+    temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
+    top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
     alpha_presence: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
     alpha_frequency: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
-    alpha_decay: float | None = Field(None, ge=0, le=1, description="By which it shrinks with each token.")
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens drawn per row.")
-    template: Template | None = Field(None, description="How conversations are written.")
+    alpha_decay: float | None = Field(
+        None, ge=0, le=1, description="Decay of the occurrence count per generated token."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Maximum number of generated tokens per row.")
+    template: Template | None = Field(None, description="Labels of a conversation's prompt.")
     stop_tokens: StopTokens | None = Field(
-        None, description="Token ids and strings that end a row, where nothing holds the text to a form."
+        None, description="Token ids and strings that end a row. Not used for constrained text."
     )
 
 
 def _parsed(value: Any) -> Any:
-    """A form has text only: there it is JSON."""
+    """Decode a form's text as JSON."""
     return from_json(value) if isinstance(value, str) else value
 
 
@@ -42,7 +44,7 @@ Defaults = Annotated[DefaultsFields, BeforeValidator(_parsed)]
 
 
 def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefaults:
-    """As the engine keeps them. Raises ServiceError for what no request could ask for."""
+    """Convert to the engine's type. Raises ServiceError for values that no request may have."""
     if fields is None:
         return DecodeDefaults()
     limit = config.max_tokens_limit
@@ -52,13 +54,13 @@ def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefa
 
 
 def with_defaults(body: GenerationBody, defaults: DecodeDefaults, model_defaults: DecodeDefaults) -> GenerationBody:
-    """The body as if it had said what it leaves out; what a state brings goes before what its model brings."""
+    """Return the body with its missing fields filled in. The state's values take precedence over the model's."""
     filled = {
         name: value
         for name, value in (model_defaults.given | defaults.given).items()
         if name in type(body).model_fields and not {name, _ALIASES.get(name, name)} & body.model_fields_set
     }
-    if "stop_tokens" in filled and body.constraint is not None:  # which says itself how the text ends
+    if "stop_tokens" in filled and body.constraint is not None:  # a constraint defines where the text ends
         del filled["stop_tokens"]
     if "template" in filled:
         filled["template"] = Template.model_validate(filled["template"])

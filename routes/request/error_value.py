@@ -1,4 +1,4 @@
-"""What an error may repeat of a request: short, and with a JSON form."""
+"""Request values as an error repeats them: short and valid JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAME_CHARACTERS = 64
 
 
 class _JsonRepr(reprlib.Repr):
-    """Cut short at each depth, in JSON's notation."""
+    """A short repr in JSON's notation."""
 
     def repr_str(self, x: str, level: int) -> str:
         """See reprlib.Repr."""
@@ -31,7 +31,7 @@ _short.maxstring = _short.maxother = _CHARACTERS
 
 
 def error_value(value: Any) -> Any:
-    """A value as an error may repeat it."""
+    """Return the value as an error may repeat it: at most 200 characters."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int) and abs(value) < 2**53:
@@ -45,14 +45,14 @@ def error_value(value: Any) -> Any:
 
 
 def describe_value(value: Any) -> str:
-    """The same within a sentence."""
+    """Return the value for use within a sentence."""
     if value == "":
         return "an empty text"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(error_value(value))
 
 
 def error_field_name(name: str) -> str:
-    """The name of a field that the request has made up."""
+    """Return a field name that the client chose, shortened to 64 characters."""
     text = _encodable(name[:_NAME_CHARACTERS]) or '""'
     return text if len(name) <= _NAME_CHARACTERS else f"{text}..."
 

@@ -1,4 +1,4 @@
-"""What all pydantic models of requests have in common."""
+"""Types and the base class of all request models."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _MAX_NUMBER_LENGTH = 32
 
 def _number(value: Any) -> Any:
     if isinstance(value, str) and len(value) <= _MAX_NUMBER_LENGTH:
-        with contextlib.suppress(ValueError):  # what is no number is refused as in any other field of numbers
+        with contextlib.suppress(ValueError):  # other text is refused by the field's own check
             return float(value)
     return value
 
 
 Number = Annotated[float, BeforeValidator(_number)]
-"""A number that scripts also write as text."""
+"""A number, or text with a number."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Of a text: one of these names, or "" for the default."""
+    """Restricts a text to one of these names, or "" for the default."""
 
     names: tuple[str, ...]
 
@@ -52,7 +52,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Of a text: that it fits an expression; `description` says in words what a client is refused for."""
+    """Restricts a text to a regular expression. Errors show `description`."""
 
     pattern: str
     description: str
@@ -65,21 +65,21 @@ class Pattern:
 
     def _check(self, text: str) -> str:
         if not re.fullmatch(self.pattern, text):
-            raise PydanticCustomError("shape", "must be {told}", {"description": self.description})
+            raise PydanticCustomError("shape", "must be {description}", {"description": self.description})
         return text
 
 
 Device = Annotated[
     str, Pattern(r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$", "a device like cuda:0, a GPU's number, cpu or auto")
 ]
-"""As --pp-devices names one."""
+"""A device, in the format of --pp-devices."""
 NO_NUL = Pattern(r"^[^\x00]*$", "a name without the character U+0000")
-"""Of what names a session: PostgreSQL's text cannot have it."""
+"""For session ids: PostgreSQL's text type does not allow U+0000."""
 SessionId = Annotated[str, Field(min_length=1, max_length=256), NO_NUL]
 
 
 class Fields(BaseModel):
-    """Strict, forgiving only of what it does not know and of null."""
+    """Base of all request models: strict, but ignores unknown fields and treats null as missing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 

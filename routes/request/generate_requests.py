@@ -1,4 +1,4 @@
-"""From a validated body to the engine's rows: tokens, stops, sampling parameters, and the limits that flags set."""
+"""Turns a validated body into the engine's rows, and checks the limits set by flags."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Result = TypeVar("Result")
 _INLINE_CHARACTERS = 200_000
 _SEEDS = 2**64
 _CHARACTERS_PER_TOKEN = 4
-"""Of a token, at most: a text that may be in order is counted once."""
+"""A text longer than this times the token limit is estimated before it is encoded."""
 _SLICE_CHARACTERS = 65_536
 _ESTIMATE_MARGIN = 2
-"""Cuts move tokens' borders: a text is refused by such a count only where it is far beyond the limit."""
+"""Slicing changes token borders, so the estimate refuses a text only far above the limit."""
 
 
 async def offload_if_large(
     characters: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """Run `function` here if it is quick (by the length of its text), else on a thread, so that the loop goes on."""
+    """Run `function` inline for short text, else on a thread, which keeps the event loop free."""
     if characters <= _INLINE_CHARACTERS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
-    """Stop ids and stop strings. Id 0 ends a row anyway, unless `ignore_eos` says otherwise."""
+    """Return stop ids and stop strings. Id 0 is left out: it ends a row unless `ignore_eos` is set."""
     ids = sorted({stop for stop in stops if isinstance(stop, int) and stop != END_OF_TEXT})
     strings = sorted({stop.encode() for stop in stops if isinstance(stop, str)})
     return ids, strings
@@ -46,41 +46,48 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
 def row_stops(
     body: GenerationBody, default_stops: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
 ) -> list[int | str]:
-    """`stop_tokens` if the request has them, else the default_stops ones; `stop`; and what its prompt's form has in any case.
+    """Return the stops of a request's rows.
 
-    Of a constrained text only those that the request names: the constraint says how it ends.
+    These are `stop_tokens` (or else `default_stops`), `stop`, and `built_in`. A constrained text has only the stops of
+    the request: its constraint defines the end.
     """
-    prompts_by_field = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
+    requested = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
     if body.constraint is not None:
-        return [*(prompts_by_field or []), *body.stop_texts]
-    return [*(default_stops if prompts_by_field is None else prompts_by_field), *body.stop_texts, *built_in]
+        return [*(requested or []), *body.stop_texts]
+    return [*(default_stops if requested is None else requested), *body.stop_texts, *built_in]
 
 
 def encode(
     tokenizer: Tokenizer, prompt: str | list[int], field: str, config: HttpConfig, pad_zero: bool = False
 ) -> list[int]:
-    """Token ids of one prompt, if it isn't given as such. Raises ServiceError if there are none or too many."""
+    """Return the token ids of one prompt. Raises ServiceError if there are none or too many."""
     limit = config.max_prompt_tokens
     if isinstance(prompt, str) and len(prompt) > _CHARACTERS_PER_TOKEN * limit:
         count = _estimate_tokens(tokenizer, prompt, _ESTIMATE_MARGIN * limit)
         if count > _ESTIMATE_MARGIN * limit:
-            raise invalid(field, f"has more than {count} tokens, the limit is {limit} (--max-prompt-tokens)", count)
+            raise invalid(
+                field,
+                f"has more than {count} tokens, the limit is {limit} (--max-prompt-tokens); send a shorter prompt",
+                count,
+            )
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if pad_zero:
         ids.insert(0, END_OF_TEXT)
     if not ids:
         raise invalid(field, "must not be empty", prompt)
     if len(ids) > limit:
-        raise invalid(field, f"has {len(ids)} tokens, the limit is {limit} (--max-prompt-tokens)", len(ids))
+        raise invalid(
+            field, f"has {len(ids)} tokens, the limit is {limit} (--max-prompt-tokens); send a shorter prompt", len(ids)
+        )
     return ids
 
 
 def encode_all(
     tokenizer: Tokenizer, prompts: Iterable[tuple[str, str | list[int]]], config: HttpConfig, pad_zero: bool = False
 ) -> Iterator[list[int]]:
-    """Token ids of a request's prompts, given as (field, prompt). Raises ServiceError, also if all are too many.
+    """Yield the token ids of each (field, prompt). Raises ServiceError if the total is too large.
 
-    No prompt is encoded once the limit is passed.
+    Stops encoding at the first prompt that exceeds the limit.
     """
     total, limit = 0, config.max_request_tokens
     for field, prompt in prompts:
@@ -93,7 +100,7 @@ def encode_all(
 
 
 def _estimate_tokens(tokenizer: Tokenizer, text: str, stop_at: int) -> int:
-    """About how many tokens a long text has, counted slice by slice until there are `stop_at`; none is kept."""
+    """Estimate the number of tokens of a long text, slice by slice. Stops at `stop_at`."""
     count = 0
     for at in range(0, len(text), _SLICE_CHARACTERS):
         count += len(tokenizer.encode(text[at : at + _SLICE_CHARACTERS]))
@@ -105,7 +112,7 @@ def _estimate_tokens(tokenizer: Tokenizer, text: str, stop_at: int) -> int:
 def greedy_row(
     prompt: list[int], max_tokens: int, stops: Iterable[int | str], state: str | None = None, adapter: str | None = None
 ) -> GenerateRequest:
-    """A row that is answered whole, without chance: for routes that decide for their clients how to draw."""
+    """Return a row with greedy sampling and no streaming."""
     stop_ids, stop_strings = split_stops(stops)
     return GenerateRequest(
         prompt=prompt,
@@ -128,13 +135,19 @@ def build_rows(
     field: str,
     n: int = 1,
 ) -> list[GenerateRequest]:
-    """One row per prompt, each with `n` continuations; `field` names where the prompts came from. Raises ServiceError.
+    """Return one row per prompt, with `n` continuations. Raises ServiceError.
 
-    Continuation i of prompt r draws with seed + r * n + i: no two rows of a request share a seed.
+    field: request field of the prompts, for errors
+
+    Continuation i of prompt r uses seed + r * n + i, so no two continuations share a seed.
     """
     if len(prompts) > config.max_contents:
         limit = config.max_contents
-        raise invalid(field, f"has {len(prompts)} prompts, the limit is {limit} (--max-contents)", len(prompts))
+        raise invalid(
+            field,
+            f"has {len(prompts)} prompts, the limit is {limit} (--max-contents); send several requests",
+            len(prompts),
+        )
     if body.max_tokens > config.max_tokens_limit:
         limit = config.max_tokens_limit
         raise invalid(

@@ -1,4 +1,4 @@
-"""From bodies to jobs: the rows, and what holds for all of them."""
+"""Builds jobs from request bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rwkv_batch.request import GenerateRequest, Job
 
 
 def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, sampler: str = "") -> Job:
-    """A job of these rows, as urgent as the body says, under an id that no other HTTP worker makes; see Job."""
+    """Build a job of these rows, with the body's priority. Its id is unique among all HTTP workers."""
     return Job(
         job_id=uuid.uuid4().hex,
         rows=rows,
@@ -25,7 +25,7 @@ def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, samp
 
 
 async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
-    """The job of a native batch body, in its session if it has one. Raises ServiceError."""
+    """Build the job of a native batch body, as a session turn if it names one. Raises ServiceError."""
     texts, stops, field = prompts_and_stops(body)
     characters = sum(map(len, texts))
     rows = await offload_if_large(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
@@ -39,7 +39,7 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
 
 
 def prompts_and_stops(body: BatchBody) -> tuple[list[str], list[int | str], str]:
-    """Prompts, stops, and the field they came from."""
+    """Return prompts, stops, and the request field of the prompts."""
     if body.messages:
         think = prompts.think_mode(body.enable_think)
         default_stops = prompts.answer_stops(think, may_call=False, template=body.template)

@@ -1,4 +1,4 @@
-"""A body's bytes as plain data: JSON, byte order mark or not, with no more values than a request can mean."""
+"""Parses a JSON body, with a limit on the number of values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from routes.request.error_value import error_field_name, error_value
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 MAX_VALUES = 2_000_000
-"""Entries of all lists together: prompts may be token ids."""
+"""Limit of list entries and object members. It is high because prompts may be token ids."""
 MAX_NAMES = 200_000
-"""Lists, objects and names in them; as Python objects, they are some thirty times as large as in the body."""
+"""Limit of lists, objects and their keys. As Python objects they take thirty times their size in the body."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 def parse_json(body: bytes) -> object:
-    """The body as plain data. Raises ServiceError: 400 if it is not JSON, 413 if it has too many values, 422 if its
-    text has no UTF-8 form."""
+    """Parse the body. Raises ServiceError: 400 if it is not JSON, 413 if it has too many values, 422 for lone
+    surrogates.
+    """
     body = body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
-        raise ServiceError(ErrorKind.NOT_JSON, "the body is empty; a JSON object is wanted, if only {}")
+        raise ServiceError(ErrorKind.NOT_JSON, "the body is empty; send a JSON object, {} at least")
     _check_size(body)
     try:
-        # Not the values: pydantic would keep thousands of clients' short texts, passwords too, for as long as it runs.
+        # "keys" only: pydantic never frees its string cache, which would hold clients' texts and passwords.
         return pydantic_core.from_json(body, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
         reason = str(error)
@@ -39,10 +40,10 @@ def parse_json(body: bytes) -> object:
 
 
 def _check_size(body: bytes) -> None:
-    """Count values before any is made. Raises ServiceError (body too large)."""
+    """Check the number of values before parsing. Raises ServiceError (body too large)."""
     if body.count(b",") <= MAX_VALUES and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_NAMES:
         return
-    # So many may be the punctuation of texts: now those are left out.
+    # Some of these marks may be inside strings: count without strings.
     values = names = strings = at = 0
     for string in _STRING.finditer(body):
         values += body.count(b",", at, string.start())
@@ -65,7 +66,7 @@ def _check_size(body: bytes) -> None:
 
 
 def _field_with_surrogate(body: bytes) -> tuple[str, object] | None:
-    """The top-level field whose text cannot be encoded, and its value; None if the body is no JSON anyway."""
+    """Return the top-level field with a lone surrogate and its value, or None if the body is not JSON."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
@@ -76,7 +77,7 @@ def _field_with_surrogate(body: bytes) -> tuple[str, object] | None:
 
 
 def _has_utf8(value: object) -> bool:
-    """Whether all its text has a UTF-8 form."""
+    """Return whether all text in `value` can be encoded as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

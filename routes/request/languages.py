@@ -1,4 +1,4 @@
-"""Languages by ISO code with their English names, and offline detection of a text's language."""
+"""Language names by ISO code, and offline language detection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SAMPLE_CHARACTERS = 4000
 _DETECTED = (
     "ar bg bn ca cs da de el en es fa fi fr he hi hr hu id it ja ko ms nl no pl pt ro ru sk sr sv th tr uk ur vi zh"
 ).split()
-"""The candidates of detection: with rare languages among them short English texts are taken for those."""
+"""Candidates of detection. More languages make the detection of short English texts worse."""
 _CYRILLIC, _ARABIC, _HAN = ("bg", "ru", "sr", "uk"), ("ar", "fa", "ur"), ("zh", "ja")
 _LATIN = tuple(
     code for code in _DETECTED if code not in {"bg", "ru", "uk", "bn", "el", "he", "hi", "ko", "th", *_ARABIC, *_HAN}
@@ -56,25 +56,28 @@ _BLOCKS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (0xF900, _HAN), (0xFB00, _LATIN), (0xFB1D, ("he",)), (0xFB50, _ARABIC), (0xFF00, _LATIN), (0xFF66, _HAN),
     (0xFFA0, _LATIN), (0x20000, _HAN),
 )  # fmt: skip
-"""Code points from which on letters are of these languages, as far as they are detected."""
+"""(first code point, languages of the letters from there on), limited to detectable languages."""
 _BLOCK_STARTS = [start for start, _ in _BLOCKS]
 _KANA = re.compile("[\u3040-\u30ff]")
 _LETTER = re.compile(r"[^\W\d_]")
 _NOT_PROSE = re.compile(r"</?[A-Za-z][^<>]*>|\{[^{}]*\}|https?://\S+")
-"""Tags, the placeholders that translators put in their place, and addresses: they are of no language."""
+"""Tags, translators' placeholders and addresses. They have no language."""
 _NO_EVIDENCE = -1e9
-"""The identifier's lowest number, where it knows nothing of a text, is near that of a float: sums need room."""
+"""Floor of the log-likelihoods. The identifier's own is close to the limits of a float, so sums would overflow."""
 _LETTERS_OF_A_WORD = 3
-"""Latin letters that weigh as one of another script, where a text has both."""
+"""Weight of a non-Latin letter in Latin letters, for texts with both."""
 _ENGLISH_ADVANTAGE = 6.0
-"""Added to a log-likelihood. Of words that several languages have, most are English."""
+"""Added to the log-likelihood of English. A word of several languages is most often English."""
 _MAX_PAGE_ADVANTAGE = 8.0
-"""So much likelier a text has to be in its own language than in that of the others, to be taken for it. Lower, labels
-are taken for languages that share the word; higher, short texts that are of another language are lost."""
+"""Most that the other texts' language adds to a text's log-likelihood.
+
+With a lower value, labels are assigned to other languages that share the word. With a higher one, short texts in
+another language are missed.
+"""
 
 
 def name_of(code: str) -> str:
-    """The English name by which a prompt calls a language; an unknown code passes through."""
+    """Return the English name of a language. An unknown code is returned unchanged."""
     base, _, rest = code.replace("_", "-").partition("-")
     base = _ALIASES.get(base.lower(), base.lower())
     if base == "zh" and any(part in _TRADITIONAL for part in rest.lower().split("-")):
@@ -83,10 +86,10 @@ def name_of(code: str) -> str:
 
 
 def detect(texts: Sequence[str]) -> list[str]:
-    """ISO code of each text's language, Chinese as zh-CN or zh-TW; "" where there are no letters to tell by.
+    """Return each text's ISO code: zh-CN or zh-TW for Chinese, "" without letters.
 
-    The texts stand together, as those of a page: one that might be of several languages, as a button's label, is taken
-    for that of the others. A long text is judged by its beginning.
+    The texts are assumed to be of one page: a short text that fits several languages gets the language of the others.
+    Only the first 4,000 characters of a text count.
     """
     samples = [_NOT_PROSE.sub(" ", text.lstrip()[:_SAMPLE_CHARACTERS]).strip() for text in texts]
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -103,7 +106,7 @@ def detect(texts: Sequence[str]) -> list[str]:
 
 
 def _candidates(sample: str) -> tuple[str, ...]:
-    """The languages that are written as most of the letters are; none without letters."""
+    """Return the languages of the script of most letters. Empty without letters."""
     weights: dict[tuple[str, ...], int] = defaultdict(int)
     for letter, count in Counter(_LETTER.findall(sample)).items():
         codes = _BLOCKS[bisect_right(_BLOCK_STARTS, ord(letter)) - 1][1]
@@ -112,7 +115,7 @@ def _candidates(sample: str) -> tuple[str, ...]:
 
 
 def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
-    """Which of the candidates each sample is written in, the others being likely to be of the same."""
+    """Return each sample's most likely candidate, given that the samples share a page."""
     if len(candidates) < 2:
         return ["".join(candidates)] * len(samples)
     own_scores = [_log_likelihoods(sample, candidates) for sample in samples]
@@ -125,12 +128,15 @@ def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
 
 
 def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:
-    scores = dict(_identifier().rank(f" {sample} "))  # blanks: how words begin and end tells
+    scores = dict(_identifier().rank(f" {sample} "))  # the spaces mark word borders
     return {code: max(float(scores[code]), _NO_EVIDENCE) for code in candidates}
 
 
 def _chinese_variants(samples: list[str]) -> list[str]:
-    """zh-TW for texts with more traditional than simplified forms; where neither is seen, as the others."""
+    """Return zh-TW for each text with more traditional than simplified forms, else zh-CN.
+
+    A text without either kind follows the other texts.
+    """
     own_scores = [
         _letters_only_in(text, "big5", "gb2312") - _letters_only_in(text, "gb2312", "big5") for text in samples
     ]
@@ -140,14 +146,14 @@ def _chinese_variants(samples: list[str]) -> list[str]:
 
 @functools.cache
 def _identifier() -> LanguageIdentifier:
-    """Loaded at first use: about a second, 84 MB."""
+    """Load the identifier at first use. It takes about 1 s and 84 MB."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     identifier.set_languages(_DETECTED)
     return identifier
 
 
 def _letters_only_in(text: str, charset: str, other: str) -> int:
-    """Letters of `text` that one character set has and the other lacks: traditional forms against simplified."""
+    """Count the letters that `charset` has and `other` lacks."""
     return sum(_encodes(letter, charset) and not _encodes(letter, other) for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""Weights of a named mixture's members that a request gives in place of those that the mixture has."""
+"""Weights that a request gives for the members of a named mixture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Mixing = TypeVar("Mixing", bound=MixtureFields)
 
 
 def with_mixture_weights(body: Mixing, mixture: Sequence[tuple[str, float]]) -> Mixing:
-    """The body with its own mixture of the members in `mixture`, (name, weight). Raises ServiceError."""
+    """Return the body with its weights applied to `mixture`, a list of (name, weight). Raises ServiceError."""
     weights = body.mrss_gatingweight
     if len(weights) != len(mixture):
         what = f"the mixture's {len(mixture)} states" if mixture else "a mixture that `model` or `state` names"

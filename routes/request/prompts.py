@@ -1,4 +1,4 @@
-"""The prompt forms that the public RWKV-7 G1 weights were trained on, each in one place."""
+"""Prompt formats of the public RWKV-7 G1 weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TURN_SEPARATOR = "\n\n"
 THINK_START = "<think"
 _NEWLINES = re.compile(r"\n{2,}")
 DEFAULT_TEMPLATE = Template.model_validate({"opening": "<think>\n</think>"})
-"""What the weights were trained on."""
+"""The format that the weights were trained on."""
 _SYSTEM_ROLES = ("system", "developer")
 _TOOL_ROLES = ("tool", "function")
 
@@ -35,12 +35,12 @@ class Think(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """What a mode puts into the prompt, and what ends its answer."""
+    """Prompt texts of a think mode."""
 
     hint: str
-    """at the end of the last turn of the user"""
+    """At the end of the user's last turn."""
     opening: str
-    """at the beginning of the answer"""
+    """At the beginning of the answer."""
 
 
 THINK_FORMATS = {
@@ -57,14 +57,14 @@ EFFORTS = {
     "high": Think.LONG,
     "xhigh": Think.LONG,
 }
-"""OpenAI's `reasoning_effort`."""
+"""Think mode of each OpenAI `reasoning_effort`."""
 
 
 def answer_stops(think: Think, may_call: bool, template: Template | None = None) -> tuple[int | str, ...]:
-    """What ends an answer unless the request says otherwise; a call may have blank lines before it."""
+    """Return the default stops of an answer. An answer with tool calls may have blank lines."""
     if think is Think.OFF and not may_call:
         return DEFAULT_STOPS if template is None else (END_OF_TEXT, BLANK_LINE)
-    # A thought has blank lines and may speak of the User: only a new label ends an answer that holds one.
+    # A thought may have blank lines and the word User, so only a new label ends the answer.
     labels = DEFAULT_TEMPLATE if template is None else template
     return (END_OF_TEXT, *(f"{TURN_SEPARATOR}{label}:" for label in (labels.user, labels.system, labels.assistant)))
 
@@ -76,12 +76,12 @@ def _label(role: str, labels: Template) -> str:
 
 
 def think_mode(enable_think: bool) -> Think:
-    """The mode of the family's switch."""
+    """Return the think mode of `enable_think`."""
     return Think.ON if enable_think else Think.OFF
 
 
 def format_turn(text: str) -> str:
-    """Text of a turn: rounds are separated by blank lines, so runs of newlines collapse to one."""
+    """Return the text of a turn. Newlines are collapsed, because a blank line ends a turn."""
     return _collapse_newlines(text).strip("\n")
 
 
@@ -98,11 +98,12 @@ def chat(
     listing: str = "",
     opening: str | None = None,
 ) -> str:
-    """`System: …\\n\\nUser: …\\n\\nAssistant:` and the opening that lets the model think, or not.
+    """Return `System: …\\n\\nUser: …\\n\\nAssistant:` and the opening for the think mode.
 
-    continues: the last message is the assistant's and is left open, with the white space at its end.
-    listing: what the instructions at the beginning end with. opening: what the answer begins with instead.
-    template: other words than the model was trained on.
+    continues: the last message is the assistant's, and the answer continues it
+    listing: text at the end of the system message, such as the list of tools
+    opening: start of the answer, instead of the think mode's
+    template: labels to use instead of the trained ones
     """
     labels = DEFAULT_TEMPLATE if template is None else template
     think_format = THINK_FORMATS.get(think, ThinkFormat("", labels.opening))
@@ -133,7 +134,7 @@ def _content(message: Message) -> str:
 
 
 def _sort_tool_results(messages: Sequence[Message]) -> list[Message]:
-    """The results of several calls in the order of the calls: nothing else says which is which."""
+    """Sort tool results into the order of their calls. The prompt format has no call ids."""
     ordered: list[Message] = []
     calls: list[str] = []
     for is_result, group in groupby(messages, lambda message: message.role in _TOOL_ROLES):
@@ -147,9 +148,9 @@ def _sort_tool_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def new_messages(messages: Sequence[Message]) -> list[Message]:
-    """What a session has not read yet: what follows the last answer, without the instructions at the beginning.
+    """Return the messages that a session has not seen: those after the last answer.
 
-    A client that sends the same instructions with every turn gets them read once, when the session begins.
+    Leading system messages are left out, so that a client may send them with every turn.
     """
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     if answers:
@@ -158,15 +159,15 @@ def new_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def continuation_prompt(prompt: str) -> str:
-    """A prompt as an existing session reads it: after the blank line that ended the round before."""
+    """Return the prompt for an existing session: after the blank line that ends the previous turn."""
     return prompt if prompt.startswith(TURN_SEPARATOR) else TURN_SEPARATOR + prompt
 
 
 def fill_in_the_middle(prefix: str, suffix: str) -> str:
-    """The model goes on after `prefix`, towards `suffix`, and ends with FIM_STOP."""
+    """Return the prompt for text between `prefix` and `suffix`. FIM_STOP ends the answer."""
     return f"✿prefix✿✿suffix✿{suffix}✿middle✿{prefix}"
 
 
 def translation(source: str, target: str, text: str) -> str:
-    """`English: …\\n\\nChinese:`, with English names of languages."""
+    """Return `English: …\\n\\nChinese:`, with English language names."""
     return f"{source}: {format_turn(text)}\n\n{target}:"

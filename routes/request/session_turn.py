@@ -1,4 +1,4 @@
-"""A row that continues a stored session instead of standing alone."""
+"""Rows that continue a stored session."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ async def as_turn(
     branch_from: int | None = None,
     wait: bool = True,
 ) -> list[GenerateRequest]:
-    """The one row of a request as a turn. Raises ServiceError.
+    """Return the request's one row as a session turn. Raises ServiceError.
 
-    prompt: what the row was made of, for a new session; resume: what an existing one reads, mostly the same.
+    prompt: prompt of a new session
+    resume: prompt of an existing session, often the same
     """
     if len(rows) != 1:
-        raise invalid(field, f"a session takes exactly one prompt a request, got {len(rows)}", len(rows))
+        raise invalid(field, f"a session takes exactly one prompt per request, got {len(rows)}", len(rows))
     resume_ids = without_padding(rows[0].prompt) if resume == prompt else None
     ids = await offload_if_large(len(resume), _resume_ids, context, resume, resume_ids, field)
     turn = SessionTurn(session_id=session_id, resume_prompt=ids, branch_from=branch_from, wait=wait)
@@ -36,10 +37,11 @@ async def as_turn(
 
 
 def _resume_ids(context: Context, resume: str | list[int], resume_ids: list[int] | None, field: str) -> list[int]:
-    """Token ids of a turn after the round before; `resume_ids`: those of `resume` itself, if it has been tokenised.
+    """Return the token ids of a turn after the previous one.
 
-    Tokens are the longest that fit, from the left: if the blank line put before the text is a token of its own, what
-    follows it is tokenised as it was.
+    resume_ids: token ids of `resume`, if it is already encoded
+
+    Tokens are matched greedily from the left. If the added blank line is a token of its own, `resume_ids` stay valid.
     """
     if isinstance(resume, list):
         return encode(context.tokenizer, resume, field, context.config)
@@ -52,5 +54,5 @@ def _resume_ids(context: Context, resume: str | list[int], resume_ids: list[int]
 
 
 def without_padding(ids: list[int]) -> list[int]:
-    """A prompt's ids without the token that `pad_zero` put before them; no text has that token."""
+    """Return the ids without the token that `pad_zero` added. No text encodes to that token."""
     return ids[1:] if ids[0] == END_OF_TEXT else ids

@@ -1,4 +1,4 @@
-"""A function's JSON Schema as the line that a listing of tools has: `f(a: string, b?: "x" | "y")`."""
+"""Writes a function's JSON Schema as one line: `f(a: string, b?: "x" | "y")`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import json
 from typing import Any
 
 _MAX_PARTS = 2000
-"""Of one signature: references may make a small schema large."""
+"""Per signature. References can expand a small schema into a large text."""
 _MAX_DEPTH = 8
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
 
 def signature(name: str, description: str, parameters: dict[str, Any]) -> str:
-    """One line of a listing. Descriptions stand behind what they are of, as comments."""
+    """Return one line of the tool list, with descriptions as comments."""
     line = f"{name}({_Signature(parameters).parameters()})"
     return f"{line} // {_one_line(description)}" if description.strip() else line
 
 
 class _Signature:
-    """Writes one schema. What is nested too deep, or makes too much text, is written as `object`."""
+    """Writes one schema. Parts that are too deep or too long become `object`."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._parts_left = _MAX_PARTS
 
     def parameters(self) -> str:
-        """What stands between the parentheses."""
+        """Return the text between the parentheses."""
         return self._properties(self._resolved(self._root), 0)
 
     def _properties(self, schema: dict[str, Any], depth: int) -> str:
@@ -66,7 +66,7 @@ class _Signature:
         return kind
 
     def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema that a reference means; itself if it is none, or leads nowhere."""
+        """Return the target of a schema's $ref. Returns the schema itself without a valid one."""
         reference = schema.get("$ref")
         for start in _REFERENCES:
             if isinstance(reference, str) and reference.startswith(start):

@@ -1,4 +1,4 @@
-"""The functions that an answer may call: how a prompt lists them, and what a conversation's calls look like in it."""
+"""The functions that an answer may call, and their format in prompts."""
 
 from __future__ import annotations
 
@@ -10,53 +10,51 @@ from typing import Any
 from routes.request.signatures import signature
 
 FENCE = "```json"
-"""What a call begins with; as the end of a prompt it makes the answer a call."""
+"""Start of a tool call. At the end of a prompt, it forces a call."""
 FENCE_END = "```"
 TAG, TAG_END = "<tool_call>", "</tool_call>"
-"""The same in the form of other models, which this one has seen too."""
+"""The tool call format of other models, which the training data contains too."""
 _LISTING_TEMPLATE = "Tools:\n{}\nReturn only a JSON function call."
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function as a request describes it."""
-
     name: str
     description: str
     parameters: dict[str, Any]
-    """JSON Schema of the arguments, an object"""
+    """JSON Schema of the arguments, an object."""
     strict: bool
-    """Whether a schema that cannot be held to is refused, rather than held to as far as possible"""
+    """Whether an unsupported schema is refused. If not, it is enforced as far as possible."""
     field: str
-    """where the request has the schema, for refusals"""
+    """Request field of the schema, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """What an answer may call, and whether it has to."""
+    """The functions of a request, and whether the answer must call one."""
 
     prompt_functions: tuple[Function, ...]
-    """in the prompt"""
+    """The functions listed in the prompt."""
     allowed_functions: tuple[Function, ...]
-    """may be called: all of them, or those that the request chose"""
+    """The functions that may be called: all, or those of `tool_choice`."""
     must_call: bool
     parallel_calls: bool
-    """whether one answer may have several calls"""
+    """Whether one answer may have several calls."""
 
     @property
     def listing(self) -> str:
-        """What the prompt says of the functions, at the end of its instructions."""
+        """The tool list at the end of the system message."""
         lines = (f"- {signature(one.name, one.description, one.parameters)}" for one in self.prompt_functions)
         return _LISTING_TEMPLATE.format("\n".join(lines))
 
 
 def begins_with_call(tool_set: ToolSet | None, *, thinks: bool, continues: bool) -> bool:
-    """Whether the prompt ends with FENCE: the answer has to be a call, and nothing stands before it."""
+    """Return whether the prompt ends with FENCE: the answer must be a call, with nothing before it."""
     return tool_set is not None and tool_set.must_call and not thinks and not continues
 
 
 def call_text(name: str, arguments: str) -> str:
-    """A call as a prompt repeats it; arguments that are no JSON stay as they are."""
+    """Return a call in the prompt's format. Arguments that are not JSON are kept unchanged."""
     with contextlib.suppress(ValueError, RecursionError):
         arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
     return f'{FENCE}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n{FENCE_END}'

@@ -1,1 +1,1 @@
-"""From the engine's events to bytes: text, JSON, server-sent events."""
+"""Turns the engine's events into text, JSON and server-sent events."""

@@ -1,4 +1,4 @@
-"""An answer's text in its parts: thought, content, calls of functions."""
+"""Splits an answer's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from routes.response.reasoning_parser import ReasoningParser
-from routes.response.tool_call_parser import ToolCallParser, ToolCallPiece
+from routes.response.tool_call_parser import DeltaToolCall, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,61 +15,66 @@ class AnswerDelta:
 
     reasoning: str
     content: str
-    calls: list[ToolCallPiece]
+    calls: list[DeltaToolCall]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the prompt ended, and what its answer may have."""
+    """Where the prompt ended, and what its answer may contain."""
 
     thinks: bool = False
-    """inside the opening of a thought"""
+    """The prompt ended inside the opening tag of a thought."""
     continues: bool = False
-    """inside the answer"""
+    """The prompt ended inside the answer."""
     names: Iterable[str] = ()
-    """of functions that may be called"""
+    """Names of the functions that may be called."""
     opens_with_call: bool = False
-    """with the opening of a call"""
+    """The prompt ended with the opening of a call."""
     must_call: bool = False
-    """calls and nothing else, but for a thought"""
+    """The answer has calls only, except for a thought."""
     is_constrained: bool = False
-    """nothing but a text in a form, whose white space and tags are its own"""
+    """The answer is constrained text without calls: its white space and tags are kept."""
     is_calls_or_text: bool = False
-    """calls or text, but not text and then calls: the text has a form, whose strings may have anything in them"""
+    """The answer is either calls or constrained text, whose strings may look like calls."""
 
 
 class AnswerParser:
-    """One row's text, piece by piece, wherever the pieces cut it."""
+    """Parses one row's text incrementally. Any split of the text gives the same result."""
 
-    def __init__(self, form: AnswerFormat) -> None:
-        self._parser = ReasoningParser(form.thinks, form.continues or form.opens_with_call or form.is_constrained)
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        keeps_space = answer_format.continues or answer_format.opens_with_call or answer_format.is_constrained
+        self._parser = ReasoningParser(answer_format.thinks, keeps_space)
         self._calls = (
-            ToolCallParser(form.names, form.opens_with_call, form.must_call, form.is_calls_or_text)
-            if form.names
+            ToolCallParser(
+                answer_format.names,
+                answer_format.opens_with_call,
+                answer_format.must_call,
+                answer_format.is_calls_or_text,
+            )
+            if answer_format.names
             else None
         )
 
     @property
     def has_calls(self) -> bool:
-        """Whether there are calls, and the text does not end inside one."""
+        """Whether there are calls and the text does not end inside one."""
         return self._calls is not None and self._calls.has_calls
 
     @property
     def is_inside_thought(self) -> bool:
-        """Whether the text ends inside a thought."""
         return self._parser.is_inside_thought
 
     @property
     def is_inside_call(self) -> bool:
-        """Whether the text ends inside a call, or in what was opened as one."""
+        """Whether the text ends inside a call, or after the opening of one."""
         return self._calls is not None and self._calls.is_inside
 
-    def ends_inside(self, opens_with_call: bool) -> bool:
-        """Whether the text ends inside what was told last: a call's arguments, or text."""
-        return not opens_with_call if self._calls is None else self._calls.ends_inside(opens_with_call)
+    def ends_inside(self, is_call: bool) -> bool:
+        """Return whether the text ends inside the last delta's kind: a call's arguments if `is_call`, else text."""
+        return not is_call if self._calls is None else self._calls.ends_inside(is_call)
 
     def feed(self, text: str, final: bool) -> AnswerDelta:
-        """What `text` makes certain; everything that is left with `final`."""
+        """Return all text that cannot change any more. With `final`, return the rest too."""
         reasoning_delta = self._parser.feed(text, final)
         if self._calls is None:
             return AnswerDelta(reasoning_delta.reasoning, reasoning_delta.content, [])

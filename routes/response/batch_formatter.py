@@ -1,4 +1,4 @@
-"""The family's native batch form: one object with indexed choices."""
+"""The batch format: one object with one choice per row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody
 from routes.response.generate import BaseFormatter, RowResult, run
-from routes.response.http_response import HandlerResponse, failure, sse
+from routes.response.http_response import HandlerResponse, error_body, sse
 from routes.response.output_decoder import OutputDecoder, RowUpdate
 from rwkv_batch.request import Finish, Job
 
 
 def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
-    """OpenAI's usage object, summed over rows; the `n` continuations of a prompt read it once."""
+    """Return OpenAI's usage object, summed over rows. The prompt of `n` continuations counts once."""
     ends = [end for end in finishes if end is not None]
     read = [end for end in finishes[::n] if end is not None]
     prompt = sum(end.prompt_tokens for end in read)
@@ -31,10 +31,9 @@ def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
 
 
 class BatchFormatter(BaseFormatter):
-    """The family's batch form: one object, many indexed choices.
+    """Writes the batch format.
 
-    Of a conversation, which OpenAI's clients ask for, chunks bear an id, and each has one choice, as these look at the
-    first alone.
+    The chunks of a conversation have an id and one choice each, because OpenAI's clients read only the first choice.
     """
 
     def __init__(self, body: GenerationBody, object_name: str = "chat.completion", answer_id: str = "") -> None:
@@ -48,7 +47,7 @@ class BatchFormatter(BaseFormatter):
         self._finishes: list[Finish] = []
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         choices: list[dict[str, Any]] = []
         for row in updates:
             if row.text:
@@ -61,13 +60,13 @@ class BatchFormatter(BaseFormatter):
         return sse({**self._chunk_head, "choices": choices}) if choices else b""
 
     def stream_end(self) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         if not self._includes_usage:
             return b""
         return sse({**self._chunk_head, "choices": [], "usage": usage(self._finishes)})
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See Dialect."""
+        """See ResponseFormatter."""
         choices = [_choice(index, row) for index, row in enumerate(rows)]
         return {**self._whole_head, "choices": choices, "usage": usage([row.finish for row in rows])}
 
@@ -76,20 +75,21 @@ def _choice(index: int, row: RowResult) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "message": {"role": "assistant", "content": row.text}}
     choice["finish_reason"] = row.finish.reason if row.finish is not None else "error"
     if row.finish is not None and row.finish.error is not None:
-        choice |= failure(row.finish.error)
+        choice |= error_body(row.finish.error)
     return choice
 
 
 async def answer(context: Context, body: BatchBody, job: Job) -> HandlerResponse:
-    """Run a native batch body's job and answer in the family's form; conversations have an id, for OpenAI's clients."""
+    """Run a batch body's job and answer in the batch format. Answers to conversations have an id."""
     answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
     return await run(context, job, BatchFormatter(body, answer_id=answer_id), make_decoder(body, job), body.stream)
 
 
 def make_decoder(body: BatchBody, job: Job) -> OutputDecoder:
-    """How a native answer's text begins: with the tag that the prompt opened, or without white space.
+    """Return the decoder of a batch answer.
 
-    Text that is held to a form is told as it is.
+    Text of a thought begins with the tag that the prompt opened. Other text of a conversation loses its leading white
+    space, unless it is constrained.
     """
     opening = prompts.THINK_START if body.thinks else ""
     strip = bool(body.messages) and not body.thinks and job.rows[0].constraint is None

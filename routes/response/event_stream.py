@@ -1,4 +1,4 @@
-"""One job's events between the engine client's thread and the thread that writes its answer."""
+"""Passes one job's events from the engine client's thread to the thread that writes the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MAX_WAITING_EVENTS = 50_000
 
 
 class EventStream:
-    """A bounded queue with one reader. Closing it cancels the job; a reader that stops reading is cut off."""
+    """A bounded queue of events with one reader.
+
+    Closing it cancels the job. If the client stops reading, the job is cancelled.
+    """
 
     def __init__(self, context: Context, job: Job) -> None:
         self._engine = context.engine
@@ -35,19 +38,19 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._started: asyncio.Future[JobEvents] | None = None
-        """the first events of a session's turn; others are not waited for, and the loop is not woken"""
+        """The first events of a session's turn. None for other jobs, whose first events nobody awaits."""
         if any(row.session is not None for row in job.rows):
             self._started = self._loop.create_future()
         self._has_started = False
         self._request_context = current_request()
         self._mailbox: Mailbox[JobEvents] = Mailbox()
         self._last_read: float | None = None
-        """None: nobody writes yet, so nobody stalls"""
+        """None: no writer has started, so none can stall."""
         self._is_over = threading.Event()
         self._closed = False
 
     def sink(self, events: JobEvents) -> None:
-        """Take what a step brought. Runs on the engine client's thread; returns at once."""
+        """Add the events of one step. Runs on the engine client's thread and does not block."""
         if self._started is not None and not self._has_started:
             self._has_started = True
             self._loop.call_soon_threadsafe(self._started.set_result, events)
@@ -61,7 +64,7 @@ class EventStream:
             self.close()
 
     def pull(self, timeout_s: float) -> list[JobEvents]:
-        """Everything that waits; waits for at most `timeout_s` seconds, then []."""
+        """Return all waiting events. Waits at most `timeout_s` seconds, then returns []."""
         self._last_read = time.monotonic()
         batch = self._wakeups.take(self._mailbox, timeout_s)
         for events in batch:
@@ -69,10 +72,10 @@ class EventStream:
         return batch
 
     async def wait_started(self, timeout_s: float | None) -> JobEvents | None:
-        """The first events of a session's turn, which are pulled all the same; None if there are none in that time.
+        """Return the first events of a session's turn, which stay in the queue. None after `timeout_s`.
 
-        A turn may fail for its session, which takes a moment to find. All else that is admitted mostly goes well, and
-        is not waited for: its first token should find the answer begun.
+        A turn may fail because of its session, and this shows after a moment. Other admitted jobs rarely fail, so their
+        answers start at once.
         """
         if self._started is None:
             return None
@@ -80,17 +83,16 @@ class EventStream:
         return self._started.result() if self._started.done() else None
 
     async def wait_finished(self, timeout_s: float | None) -> bool:
-        """Whether the last event is there within `timeout_s` seconds; None: waits until it is."""
+        """Wait for the last event; return whether it has arrived. No limit if `timeout_s` is None."""
         await asyncio.wait([self._finished], timeout=timeout_s)
         return self._finished.done()
 
     def wait_on_thread(self, timeout_s: float) -> bool:
-        """The same for a thread that is not the loop's."""
+        """Like `wait_finished`, for threads other than the event loop's."""
         self._last_read = time.monotonic()
         return self._is_over.wait(timeout_s)
 
     def close(self) -> None:
-        """Cancel the job unless it has ended."""
         if not self._closed:
             self._closed = True
             if not self._is_over.is_set():
@@ -101,14 +103,14 @@ class EventStream:
             self._finished.set_result(None)
 
     def _is_stalled(self) -> bool:
-        """A writer that waits for its turn is not held up by its client, however long this process stood still."""
+        """Return whether the client reads too slowly. A writer that waits for a wake-up is not stalled."""
         last = None if self._mailbox.has_waiting_reader else self._last_read
-        idle = 0.0 if last is None else time.monotonic() - last
-        return idle > self._stall_timeout_s or len(self._mailbox.items) > MAX_WAITING_EVENTS
+        idle_s = 0.0 if last is None else time.monotonic() - last
+        return idle_s > self._stall_timeout_s or len(self._mailbox.items) > MAX_WAITING_EVENTS
 
 
 async def submit(context: Context, job: Job) -> EventStream:
-    """Hand a job to the engine in the client's name, and wait until it is admitted. Raises ServiceError if not."""
+    """Submit a job in the client's name and wait until it is admitted. Raises ServiceError if it is refused."""
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
     request_context = current_request()
@@ -124,26 +126,26 @@ async def submit(context: Context, job: Job) -> EventStream:
     context.engine.submit(job, stream.sink, _future_callback(loop, admission))
     try:
         await admission
-    except asyncio.CancelledError:  # nobody will read it
+    except asyncio.CancelledError:  # nobody will read the answer
         stream.close()
         raise
     finally:
-        del admission  # as in `call_engine`
+        del admission  # see `call_engine`
     return stream
 
 
 def time_limit(config: HttpConfig, given: float | None) -> float | None:
-    """The seconds that a request gets. Raises ServiceError if it asks for more than it may have."""
-    most = config.max_timeout_s
+    """Return the time limit of a request in seconds. Raises ServiceError above the allowed maximum."""
+    maximum = config.max_timeout_s
     if given is None:
-        return min((limit for limit in (config.default_timeout_s, most) if limit), default=None)
-    if most and given > most:
-        raise invalid("timeout_s", f"must be at most {most:g} (--max-timeout-s), got {given:g}", given)
+        return min((limit for limit in (config.default_timeout_s, maximum) if limit), default=None)
+    if maximum and given > maximum:
+        raise invalid("timeout_s", f"must be at most {maximum:g} (--max-timeout-s), got {given:g}", given)
     return given
 
 
 async def call_engine(context: Context, call: EngineCall[Answer]) -> Answer:
-    """The engine's answer to a call. Raises ServiceError."""
+    """Return the engine's answer to a call. Raises ServiceError."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Answer] = loop.create_future()
 
@@ -151,15 +153,15 @@ async def call_engine(context: Context, call: EngineCall[Answer]) -> Answer:
     try:
         return await answer
     finally:
-        del answer  # its exception knows this frame: with the request, whole files, they would stay as a circle
+        del answer  # the exception refers to this frame: the cycle would keep the request, with whole files, in memory
 
 
 def _future_callback(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any], None]:
-    """A callback for another thread that settles `future`: a ServiceError is its exception, all else its result."""
+    """Return a callback that settles `future` from another thread. A ServiceError becomes its exception."""
 
     def set_outcome(value: object) -> None:
         if future.done():
-            return  # who asked has given up
+            return  # the caller was cancelled
         if isinstance(value, ServiceError):
             future.set_exception(value)
         else:

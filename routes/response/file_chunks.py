@@ -1,4 +1,4 @@
-"""A file as an answer: read while its client reads it, whatever its size."""
+"""Streams a file of any size as an answer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import BinaryIO, NoReturn
 
 from routes.request_context import current_request
-from routes.response.http_response import failure, to_json
+from routes.response.http_response import error_body, to_json
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
-"""Of a file that is handed to Robyn at a time."""
+"""Bytes per chunk passed to Robyn."""
 
 
 class FileChunks:
-    """Implements `Chunks`. `on_close` is called when the file has been read, or its client has gone.
+    """Implements `Chunks`. Calls `on_close` once, when the file has been read or the client has left.
 
-    A disk that fails on the way ends it with a line that says so: what Robyn is given ends as if it were whole.
+    If the disk fails, the last line is a JSON error: Robyn cannot end a stream as failed.
     """
 
     def __init__(self, file: BinaryIO, on_close: Callable[[], None] = lambda: None) -> None:
@@ -31,17 +31,17 @@ class FileChunks:
         return self
 
     def __next__(self) -> bytes:
-        """The next piece."""
+        """Return the next chunk."""
         if self.ended:
             return self._end()
         try:
             piece = self._file.read(CHUNK_BYTES)
         except OSError as error:
             logger.error("a file cannot be read to its end: %s", error)
-            current_request().failure = ErrorKind.INTERNAL
+            current_request().error_kind = ErrorKind.INTERNAL
             self.ended = True
             message = f"the file cannot be read to its end: {error}; fetch it again"
-            return b"\n" + to_json(failure(ErrorInfo(kind=ErrorKind.INTERNAL, message=message))) + b"\n"
+            return b"\n" + to_json(error_body(ErrorInfo(kind=ErrorKind.INTERNAL, message=message))) + b"\n"
         self.ended = len(piece) < CHUNK_BYTES
         return piece or self._end()
 
@@ -51,13 +51,14 @@ class FileChunks:
         self._call_on_close()
 
     def _end(self) -> NoReturn:
-        """The last piece has been taken, however slowly, and the client is not told of the end yet: whoever has the
-        whole file finds its place free. Raises StopIteration."""
+        """End the stream. Raises StopIteration.
+
+        `on_close` runs before the client sees the end: a client that has the whole file finds its slot free.
+        """
         self._call_on_close()
         raise StopIteration
 
     def _call_on_close(self) -> None:
-        """Say once that it has been read."""
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()

@@ -1,6 +1,6 @@
-"""The one way from a Job to an answer: streamed as server-sent events, or whole as JSON.
+"""Runs a job and answers with server-sent events or JSON.
 
-A dialect only formats. Iterators run on threads of Robyn's pool, one per answer under way.
+Formatters only format. The iterators run on threads of Robyn's pool, one per running answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rwkv_batch.request import Finish, Job, JobEvents, TokenLogprob
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
-"""A writer that has nothing to say for so long says that, which shows whether its client is still there."""
+"""Longest pause between two writes. A write shows whether the client is still connected."""
 HEARTBEAT = b": hb\n\n"
 BLANK = b" "
 
@@ -44,7 +44,7 @@ _INTERNAL_ERROR = ErrorInfo(
 
 @dataclass(slots=True)
 class RowResult:
-    """A row that has ended."""
+    """The result of a finished row."""
 
     text: str
     finish: Finish | None
@@ -53,44 +53,44 @@ class RowResult:
 
 
 class ResponseFormatter(Protocol):
-    """How one route writes what the engine says."""
+    """How a route formats the engine's output."""
 
     error_format: ErrorFormat
 
     def stream_start(self) -> bytes:
-        """What a stream begins with."""
+        """Return the first bytes of a stream."""
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """Updates as server-sent events."""
+        """Return the updates as server-sent events."""
 
     def stream_end(self) -> bytes:
-        """What a stream says before [DONE]."""
+        """Return the last bytes before [DONE]."""
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """The body of an answer that is not streamed, as a JSON value."""
+        """Return the body of an answer that is not streamed, as a JSON value."""
 
 
 class BaseFormatter:
-    """Defaults: nothing around the chunks, native errors."""
+    """Defaults: no extra bytes around the chunks, native errors."""
 
     error_format = NATIVE_ERRORS
 
     def stream_start(self) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         return b""
 
     def stream_end(self) -> bytes:
-        """See Dialect."""
+        """See ResponseFormatter."""
         return b""
 
 
 class SseChunks:
-    """A job as server-sent events; what waits is merged into one chunk."""
+    """A job's output as server-sent events. Waiting events are merged into one chunk."""
 
     def __init__(self, stream: EventStream, output_decoder: OutputDecoder, formatter: ResponseFormatter) -> None:
         self._stream = stream
         self._decoder = output_decoder
-        self._dialect = formatter
+        self._formatter = formatter
         self._start = formatter.stream_start()
         self.ended = False
 
@@ -105,10 +105,10 @@ class SseChunks:
             return start
         try:
             return self._next_chunk()
-        except Exception:  # raised here, it would end the stream without a word; the client gets an error event
+        except Exception:  # send an error event: an exception would end the stream without one
             logger.exception("a stream failed")
             self.ended = True
-            return sse(self._dialect.error_format.body(_INTERNAL_ERROR)) + DONE
+            return sse(self._formatter.error_format.body(_INTERNAL_ERROR)) + DONE
 
     def close(self) -> None:
         """See Chunks."""
@@ -119,10 +119,10 @@ class SseChunks:
         if not batch:
             return HEARTBEAT
         updates = self._decoder.read(batch)
-        chunk = self._dialect.chunk(updates) if updates else b""
+        chunk = self._formatter.chunk(updates) if updates else b""
         for row in updates:
             if row.finish is not None and row.finish.error is not None:
-                chunk += sse(self._dialect.error_format.body(row.finish.error) | {"index": row.row})
+                chunk += sse(self._formatter.error_format.body(row.finish.error) | {"index": row.row})
         if batch[-1].done:
             self.ended = True
             chunk += self._end()
@@ -130,12 +130,12 @@ class SseChunks:
 
     def _end(self) -> bytes:
         if self._decoder.error is not None:
-            return sse(self._dialect.error_format.body(self._decoder.error)) + DONE
-        return self._dialect.stream_end() + DONE
+            return sse(self._formatter.error_format.body(self._decoder.error)) + DONE
+        return self._formatter.stream_end() + DONE
 
 
 class JsonChunks:
-    """A JSON answer that takes its time: white space, which JSON allows before a value, until it is there."""
+    """A JSON answer that sends white space until the value is ready, as JSON allows."""
 
     def __init__(self, stream: EventStream, make: Callable[[], HttpResponse]) -> None:
         self._stream = stream
@@ -159,7 +159,7 @@ class JsonChunks:
 
 
 def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[RowResult]:
-    """All rows of a job that has ended. Raises ServiceError if the job, or every row of it, failed."""
+    """Return all rows of a finished job. Raises ServiceError if the job or all of its rows failed."""
     rows = [RowResult("", None, []) for _ in range(num_rows)]
     for updates in output_decoder.read(stream.pull(0)):
         rows[updates.row] = RowResult(updates.text, updates.finish, updates.logprobs, updates.prompt_logprobs)
@@ -172,7 +172,7 @@ def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) 
 
 
 def _immediate_error(first_events: JobEvents, num_rows: int) -> ErrorInfo | None:
-    """Why nothing came of a job whose first events these are; None if something did, or may."""
+    """Return the error of a job that failed before any text, given its first events. Else None."""
     errors = [
         delta.finish.error
         for delta in first_events.deltas
@@ -190,7 +190,7 @@ async def run_full(
     full_body: Callable[[list[RowResult]], Any],
     error_format: ErrorFormat,
 ) -> HandlerResponse:
-    """Run a job and answer with one JSON value, which `full_body` makes of its rows."""
+    """Run a job and answer with one JSON value, built by `full_body` from its rows."""
     events = await submit(context, job)
 
     def make() -> HttpResponse:
@@ -198,7 +198,7 @@ async def run_full(
             return HttpResponse(to_json(full_body(_results(events, output_decoder, job.num_rows))))
         except ServiceError as error:
             return error_response(error.info, error_format)
-        except Exception:  # the status may be out already: the client gets an error body
+        except Exception:  # the status may be sent already: the client gets an error body
             logger.exception("an answer could not be written")
             return error_response(_INTERNAL_ERROR, error_format)
 
@@ -215,7 +215,7 @@ async def run_full(
 async def run(
     context: Context, job: Job, formatter: ResponseFormatter, output_decoder: OutputDecoder, stream: bool
 ) -> HandlerResponse:
-    """Run a job and answer as `formatter` writes."""
+    """Run a job and answer in the format of `formatter`."""
     if not stream:
         return await run_full(context, job, output_decoder, formatter.full_body, formatter.error_format)
     events = await submit(context, job)

@@ -1,4 +1,4 @@
-"""What a handler returns, and the one table of how failures are written."""
+"""Handlers' results, and the formats of errors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ DONE = b"data: [DONE]\n\n"
 
 to_json = msgspec.json.Encoder().encode
 _UNICODE_LINE_BREAKS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
-"""JSON may have these as they are, and clients that split at Unicode's line breaks, as httpx, would cut an event there;
-they stand in strings only, so their bytes may be replaced by their escapes."""
+"""Escapes of Unicode's line breaks.
+
+JSON may contain these characters, but clients that split lines at them, such as httpx, would split an event. They only
+occur inside strings, where an escape is equivalent.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A whole answer."""
+    """A complete answer."""
 
     body: bytes
     status: int = 200
@@ -35,18 +38,18 @@ class HttpResponse:
 
 
 class Chunks(Iterator[bytes], Protocol):
-    """The body of a streamed answer. `__next__` returns within a fraction of a second, if only a sign of life."""
+    """The body of a streamed answer. `__next__` returns within 0.3 s, if need be with a heartbeat."""
 
     ended: bool
-    """Whether the last chunk was given."""
+    """Whether the last chunk was returned."""
 
     def close(self) -> None:
-        """End the work behind it; called once, also when the client has gone."""
+        """Stop the work behind the answer. Called once, also after a disconnect."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedResponse:
-    """An answer that is written while it is made. Its status is 200."""
+    """An answer that is sent while it is produced. Its status is 200."""
 
     chunks: Chunks
     content_type: str = SSE
@@ -58,19 +61,18 @@ HandlerResponse = HttpResponse | StreamedResponse
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How a dialect writes failures."""
+    """How a group of routes formats errors."""
 
     body: Callable[[ErrorInfo], dict[str, Any]]
     statuses: Mapping[ErrorKind, int]
 
 
 def json_response(value: Any, status: int = 200) -> HttpResponse:
-    """An answer with a JSON body."""
     return HttpResponse(to_json(value), status)
 
 
-def failure(info: ErrorInfo) -> dict[str, Any]:
-    """`{"error": …}`, with the field and its value where one is at fault."""
+def error_body(info: ErrorInfo) -> dict[str, Any]:
+    """Return `{"error": …}`, with the field and its value if the error has one."""
     body: dict[str, Any] = {"error": info.message}
     if info.field is not None:
         body |= {"field": info.field, "given": info.given}
@@ -78,15 +80,15 @@ def failure(info: ErrorInfo) -> dict[str, Any]:
 
 
 def _native_error(info: ErrorInfo) -> dict[str, Any]:
-    """The failure of a request, with the request's id."""
-    return failure(info) | ({"request_id": current_request().request_id} if current_request().request_id else {})
+    """Return the error body with the request's id."""
+    return error_body(info) | ({"request_id": current_request().request_id} if current_request().request_id else {})
 
 
 NATIVE_ERRORS = ErrorFormat(_native_error, HTTP_STATUS)
 
 
 def error_response(info: ErrorInfo, error_format: ErrorFormat) -> HttpResponse:
-    """A failure before anything was written."""
+    """Return the answer to a request that failed before any output."""
     headers = {}
     if info.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
@@ -98,7 +100,7 @@ def error_response(info: ErrorInfo, error_format: ErrorFormat) -> HttpResponse:
 
 
 def sse(value: Any) -> bytes:
-    """One server-sent event with a JSON value, in one line by any reading."""
+    """Return one server-sent event with a JSON value on a single line."""
     data = to_json(value)
     for character, escape in _UNICODE_LINE_BREAKS:
         data = data.replace(character, escape)

@@ -1,4 +1,4 @@
-"""The HTTP status of each kind of failure."""
+"""The HTTP status of each kind of error."""
 
 from __future__ import annotations
 

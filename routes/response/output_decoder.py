@@ -1,4 +1,4 @@
-"""From the engine's bytes to text: one incremental UTF-8 decoder per row, and updates merged per row."""
+"""Decodes the engine's bytes: one incremental UTF-8 decoder per row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class RowDecoder:
-    """Text of one row, never cut inside a character; what can never become one is shown as U+FFFD."""
+    """Decodes the text of one row. Characters stay whole; invalid bytes become U+FFFD."""
 
     def __init__(self, opening: str = "", strip: bool = False, echoed: bytes = b"") -> None:
-        """`opening` is text of the prompt that belongs to the answer; `strip` drops leading white space.
+        """Create the decoder of one row.
 
-        echoed: the whole prompt, which the answer repeats, perhaps from inside a character on.
+        opening: text of the prompt that belongs to the answer
+        strip: drop leading white space
+        echoed: the whole prompt, if the answer repeats it; it may end inside a character
         """
         self._decoder = _new_decoder("replace")
         self._opening = opening + self._decoder.decode(echoed)
@@ -26,7 +28,7 @@ class RowDecoder:
         self._strip = strip
 
     def feed(self, piece: bytes, final: bool) -> str:
-        """The text that `piece` completes."""
+        """Return the text that `piece` completes."""
         text = self._decoder.decode(piece, final)
         if self._strip:
             text = text.lstrip()
@@ -38,7 +40,7 @@ class RowDecoder:
 
 @dataclass(slots=True)
 class RowUpdate:
-    """What is new of one row."""
+    """New output of one row."""
 
     row: int
     text: str = ""
@@ -49,15 +51,15 @@ class RowUpdate:
 
 
 class OutputDecoder:
-    """WakeUps a job's events into updates per row, several steps at once if they have waited."""
+    """Decodes a job's events into one update per row. Events of several steps are merged."""
 
     def __init__(self, num_rows: int, opening: str = "", strip: bool = False, echoed: Sequence[bytes] = ()) -> None:
-        """See RowText; `echoed`: each row's, or nothing."""
+        """See RowDecoder; `echoed` has one entry per row, or none."""
         self._row_decoders = [RowDecoder(opening, strip, echo) for echo in echoed or [b""] * num_rows]
         self.error: ErrorInfo | None = None
 
     def read(self, batch: Iterable[JobEvents]) -> list[RowUpdate]:
-        """Updates of the rows that have any, in order of their first delta. A failure of the job stays in `error`."""
+        """Return the updates in order of each row's first delta. A job's error is stored in `error`."""
         pieces: dict[int, list[bytes]] = {}
         updates: dict[int, RowUpdate] = {}
         for events in batch:

@@ -1,4 +1,4 @@
-"""Parts a thought from the answer after it, piece by piece, wherever the pieces cut the tags."""
+"""Splits reasoning from the answer incrementally."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class _ParserState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """New text of either kind."""
+    """New text of each kind."""
 
     reasoning: str
     content: str
 
 
 class ReasoningParser:
-    """One row's text. The white space around thought and answer is dropped; the pieces' borders do not matter.
+    """Parses one row's text. Any split of the text gives the same result.
 
-    What is kept from one piece to the next is looked at once more only as far as it may be a tag, so the work grows
-    with the text however it is cut.
+    White space around reasoning and answer is dropped. Only a possible tag is scanned twice, so the work is linear in
+    the length of the text.
     """
 
-    def __init__(self, thinks: bool, continues: bool = False) -> None:
-        """`thinks`: the prompt ended with `<think`, so the text begins with the end of that tag.
+    def __init__(self, thinks: bool, keeps_space: bool = False) -> None:
+        """Create the parser of one row.
 
-        continues: the prompt ended inside the answer, whose white space is its own, or the answer is held to a form.
+        thinks: the prompt ended with `<think`, so the text begins with the end of that tag
+        keeps_space: keep leading white space, because the prompt ended inside the answer or the text is constrained
         """
-        self._state = _ParserState.THOUGHT if thinks else _ParserState.ANSWER if continues else _ParserState.START
+        self._state = _ParserState.THOUGHT if thinks else _ParserState.ANSWER if keeps_space else _ParserState.START
         self._tag_remainder = THINK_OPEN[-1] if thinks else ""
-        self._at_start = not continues
+        self._at_start = not keeps_space
         self._buffer = ""
-        """what may still turn out to be a tag"""
+        """Text that may be part of a tag."""
         self._pending_space: list[str] = []
-        """white space of a thought, which is dropped if the thought ends with it"""
+        """White space of a thought. It is dropped if the thought ends there."""
 
     @property
     def is_inside_thought(self) -> bool:
-        """Whether the text ends inside a thought."""
         return self._state is _ParserState.THOUGHT
 
     def feed(self, text: str, final: bool) -> ReasoningDelta:
-        """What `text` makes certain; everything that is left with `final`."""
+        """Return all text that cannot change any more. With `final`, return the rest too."""
         self._buffer += text
         if self._state is _ParserState.START:
             self._start(final)
@@ -80,7 +80,7 @@ class ReasoningParser:
         return "".join([*self._pending_space, thought]) if final else self._strip_trailing_space(thought)
 
     def _begin_thought(self) -> bool:
-        """Drop what stands before the thought; whether it has begun."""
+        """Drop the text before the thought. Return whether the thought has begun."""
         if self._buffer:
             self._buffer, self._tag_remainder = self._buffer.removeprefix(self._tag_remainder), ""
         self._buffer = self._buffer.lstrip()
@@ -88,7 +88,7 @@ class ReasoningParser:
         return not self._at_start
 
     def _strip_trailing_space(self, text: str) -> str:
-        """The thought up to the white space at its end, which waits for what follows."""
+        """Return the thought without its trailing white space, which is kept for the next delta."""
         stripped = text.rstrip()
         if not stripped:
             self._pending_space.append(text)
@@ -106,6 +106,6 @@ class ReasoningParser:
 
 
 def _length_before_tag(text: str) -> int:
-    """How much of a thought cannot belong to the closing tag."""
+    """Return the length of the part that cannot belong to the closing tag."""
     at = text.rfind(THINK_CLOSE[0], max(0, len(text) - len(THINK_CLOSE) + 1))
     return at if at >= 0 and THINK_CLOSE.startswith(text[at:]) else len(text)

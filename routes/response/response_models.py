@@ -1,6 +1,6 @@
-"""What the routes answer, as models: for the OpenAPI document and the reference alone, answers are written without.
+"""Models of the routes' answers, for the OpenAPI document and the reference only.
 
-test/routes/test_routes_answers.py holds real answers against them, field by field.
+Answers are not built from these models. test/routes/test_routes_answers.py compares real answers with them.
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rwkv_batch.request import FinishReason
 
-END = "Why it ended; `length` is max_tokens."
+END = "Why the row ended. `length`: max_tokens was reached."
 
 
 class Error(BaseModel):
-    """A failure; in a stream, one event of it."""
+    """An error. A stream has it as one event."""
 
-    error: str = Field(description="Names the field, the limit, the value and the remedy.")
-    field: str = Field("", description="The field at fault, where there is one.")
-    given: Any = Field(None, description="The value that was refused.")
-    index: int = Field(0, description="In a stream: the row that failed, where it was one alone.")
-    request_id: str = Field("", description="As in the header X-Request-Id.")
-    status: str = Field("", description="In one word, of routes whose good answers have it too.")
-    message: str = Field("", description="Of /state/delete: the same as `error`.")
+    error: str = Field(description="Names the field, the value, what is allowed and what to do.")
+    field: str = Field("", description="The wrong field, if the error has one.")
+    given: Any = Field(None, description="The refused value.")
+    index: int = Field(0, description="In a stream: the row that failed, if only one did.")
+    request_id: str = Field("", description="The id in the header X-Request-Id.")
+    status: str = Field("", description="The status in one word, for routes whose answers have it.")
+    message: str = Field("", description="Only of /state/delete: same as `error`.")
 
 
 class OpenAIErrorBody(BaseModel):
-    """What went wrong."""
+    """OpenAI's error object."""
 
-    message: str = Field(description="Names the field, the limit, the value and the remedy.")
-    type: str = Field(description="What OpenAI's SDKs make their exceptions of.")
-    param: str | None = Field(description="The field at fault.")
+    message: str = Field(description="Names the field, the value, what is allowed and what to do.")
+    type: str = Field(description="OpenAI's SDKs choose their exception class by it.")
+    param: str | None = Field(description="The wrong field.")
     code: str | None
-    request_id: str = Field("", description="As in the header X-Request-Id.")
+    request_id: str = Field("", description="The id in the header X-Request-Id.")
 
 
 class OpenAIError(BaseModel):
-    """A failure as OpenAI's SDKs read it; in a stream, one event of it."""
+    """An error in OpenAI's format. A stream has it as one event."""
 
     error: OpenAIErrorBody
-    index: int = Field(0, description="In a stream: the row that failed, where it was one alone.")
+    index: int = Field(0, description="In a stream: the row that failed, if only one did.")
 
 
 class CachedTokens(BaseModel):
-    """How the prompts were read."""
+    """Details of the prompts' tokens."""
 
-    cached_tokens: int = Field(description="Of a session or a cached prefix: not computed.")
+    cached_tokens: int = Field(description="Tokens from a session or a cached prefix. They were not computed.")
 
 
 class Usage(BaseModel):
-    """Tokens of all rows; `n` answers to one prompt read it once."""
+    """Tokens of all rows. The prompt of `n` answers counts once."""
 
     prompt_tokens: int
-    completion_tokens: int = Field(description="Drawn, the stop token among them.")
+    completion_tokens: int = Field(description="Generated tokens, including the stop token.")
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
@@ -68,21 +68,21 @@ class AnswerMessage(BaseModel):
 class BatchChoice(BaseModel):
     """One row."""
 
-    index: int = Field(description="Its place among the prompts.")
+    index: int = Field(description="Index of the prompt.")
     message: AnswerMessage
     finish_reason: FinishReason = Field(description=END)
-    error: str = Field("", description="Why this row failed, while others did not.")
-    field: str = Field("", description="The field at fault, where there is one.")
-    given: Any = Field(None, description="The value that was refused.")
+    error: str = Field("", description="Why this row failed, if others did not.")
+    field: str = Field("", description="The wrong field, if the error has one.")
+    given: Any = Field(None, description="The refused value.")
 
 
 class BatchAnswer(BaseModel):
-    """The family's batch form: every row, in the order of the prompts."""
+    """The batch format: all rows, in the order of the prompts."""
 
-    id: str = Field(description="`rwkv7-batch`; of a conversation `chatcmpl-` and 32 hexadecimal digits.")
+    id: str = Field(description="`rwkv7-batch`. For a conversation: `chatcmpl-` and 32 hexadecimal digits.")
     object: Literal["chat.completion", "FIM.completion"]
     created: int = Field(description="Unix time in seconds.")
-    model: str = Field(description="As asked for.")
+    model: str = Field(description="As in the request.")
     choices: list[BatchChoice]
     usage: Usage
 
@@ -90,37 +90,37 @@ class BatchAnswer(BaseModel):
 class Delta(BaseModel):
     """New text."""
 
-    content: str = Field("", description="Never cut inside a character.")
+    content: str = Field("", description="Contains only whole characters.")
 
 
 class BatchChunkChoice(BaseModel):
-    """Update of one row: text, or its end."""
+    """An update of one row: text or its end."""
 
     index: int
     delta: Delta
-    finish_reason: FinishReason | None = Field(None, description=f"{END} Only there at the end.")
+    finish_reason: FinishReason | None = Field(None, description=f"{END} Only in the row's last chunk.")
 
 
 class BatchChunk(BaseModel):
-    """An event of a stream; one event may hold parts of many rows, or of one row twice."""
+    """An event of a stream. It may contain several rows, or several updates of a row."""
 
     object: Literal["chat.completion.chunk", "FIM.completion.chunk"]
     choices: list[BatchChunkChoice]
-    id: str | None = Field(None, description="Only of conversations, as the next two.")
+    id: str | None = Field(None, description="Only for conversations, like the next two.")
     created: int | None = None
     model: str | None = None
     usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
 
 
 class DialogueAnswer(BatchAnswer):
-    """The batch form and the dialogue that the turn has made."""
+    """The batch format, and the dialogue that the turn created."""
 
     session_id: str
-    dialogue_idx: int | None = Field(description="The new dialogue; null if the turn failed.")
+    dialogue_idx: int | None = Field(description="The new dialogue. null if the turn failed.")
 
 
 class DialogueMade(BaseModel):
-    """The last event of a branching turn: the dialogue that it has made."""
+    """The last event of a branching turn: the new dialogue."""
 
     object: Literal["multi_state.dialogue_idx"]
     session_id: str = Field(description="The dialogue's name in the list of sessions.")
@@ -128,16 +128,16 @@ class DialogueMade(BaseModel):
 
 
 class BigBatchStatus(BaseModel):
-    """What runs."""
+    """Requests that run or wait."""
 
     generating: bool
-    requests: int = Field(description="Of this route, running or waiting.")
-    running_rows: int = Field(description="Of all routes.")
+    requests: int = Field(description="Requests of this route that run or wait.")
+    running_rows: int = Field(description="Rows of all routes.")
     waiting_rows: int
 
 
 class Cleaned(BaseModel):
-    """What was cancelled."""
+    """The cancelled requests."""
 
     status: Literal["success"]
     cancelled: int
@@ -145,14 +145,14 @@ class Cleaned(BaseModel):
 
 
 class Translation(BaseModel):
-    """One text."""
+    """One translated text."""
 
-    detected_source_lang: str = Field(description="ISO code; as given, where it was.")
+    detected_source_lang: str = Field(description="ISO code. A given source language is repeated.")
     text: str
 
 
 class Translations(BaseModel):
-    """Every text in its place."""
+    """The translations, in the order of the texts."""
 
     translations: list[Translation]
 
@@ -163,11 +163,11 @@ class KeptSession(BaseModel):
     session_id: str
     cache_level: Literal["L1 (VRAM)", "L2 (RAM)", "Database (Disk)"]
     last_updated: str = Field(description="Local time of the last turn.")
-    timestamp: float = Field(description="The same in Unix seconds.")
+    timestamp: float = Field(description="Unix time of the last turn in seconds.")
 
 
 class SessionList(BaseModel):
-    """How many sessions there are by the fastest tier that holds them, and some of them, newest first."""
+    """Number of sessions per storage tier, and the newest sessions. A session counts in its fastest tier."""
 
     status: Literal["success"]
     total_sessions: int
@@ -178,59 +178,59 @@ class SessionList(BaseModel):
 
 
 class Deleted(BaseModel):
-    """What was deleted."""
+    """The deleted sessions."""
 
     status: Literal["success"]
     message: str
-    deleted: int = Field(description="Sessions and dialogues.")
+    deleted: int = Field(description="Number of deleted sessions and dialogues.")
 
 
 class Imported(BaseModel):
-    """The new session."""
+    """The imported session."""
 
     status: Literal["success"]
     session_id: str
-    num_tokens: int = Field(description="Tokens that it stands for.")
+    num_tokens: int = Field(description="Tokens of the session's history.")
 
 
 class CandidateScore(BaseModel):
-    """One candidate."""
+    """The score of one candidate."""
 
-    index: int = Field(description="Its place among the prompt's candidates.")
-    logprob: float = Field(description="Of the whole candidate behind the prompt: the sum over its tokens.")
+    index: int = Field(description="Index of the candidate.")
+    logprob: float = Field(description="Log-probability of the candidate after the prompt: the sum over its tokens.")
     tokens: int
-    is_greedy: bool = Field(description="Whether each token is the likeliest where it stands.")
-    token_logprobs: list[float] = Field([], description="With `logprobs`; at least -9999 each.")
+    is_greedy: bool = Field(description="Whether each token of the candidate is the most probable one.")
+    token_logprobs: list[float] = Field([], description="With `logprobs`. The minimum is -9999.")
 
 
 class ContentScores(BaseModel):
-    """One prompt's candidates."""
+    """The scores of one prompt's candidates."""
 
-    index: int = Field(description="The prompt's place among the contents.")
+    index: int = Field(description="Index of the prompt in contents.")
     candidates: list[CandidateScore]
 
 
 class Scores(BaseModel):
-    """Every candidate behind every prompt."""
+    """The scores of all candidates."""
 
     id: str
     object: Literal["score"]
     created: int = Field(description="Unix time in seconds.")
-    model: str = Field(description="As asked for.")
+    model: str = Field(description="As in the request.")
     scores: list[ContentScores]
     usage: Usage = Field(description="Each prompt counts once.")
 
 
 class Tokenized(BaseModel):
-    """A text's tokens."""
+    """The tokens of a text."""
 
     tokens: list[int]
     count: int
-    max_model_len: int = Field(description="Most tokens of a prompt.")
+    max_model_len: int = Field(description="Maximum number of tokens per prompt.")
 
 
 class Detokenized(BaseModel):
-    """The text of tokens."""
+    """The text of token ids."""
 
     prompt: str
 
@@ -240,7 +240,7 @@ class TokenizerInfo(BaseModel):
 
     tokenizer_class: str
     vocab_size: int
-    bos_token: str = Field(description="A name of the end token, 0, which stands before a text too.")
+    bos_token: str = Field(description="Name of token 0, which marks both beginning and end.")
     eos_token: str
 
 
@@ -251,23 +251,27 @@ class Model(BaseModel):
     object: Literal["model"]
     created: int = Field(description="Unix time in seconds.")
     owned_by: str
-    status: str = Field("ready", description="Of one loaded while serving: loading, ready, failed or unloading.")
-    error: str = Field("", description="Why it could not be loaded.")
-    file: str = Field("", description="Its file within --models-dir.")
-    defaults: dict[str, Any] = Field({}, description="Decode parameters of requests that name it and do not give them.")
+    status: str = Field(
+        "ready", description="Status of a model loaded at run time: loading, ready, failed or unloading."
+    )
+    error: str = Field("", description="Why loading failed.")
+    file: str = Field("", description="Path within --models-dir.")
+    defaults: dict[str, Any] = Field(
+        {}, description="Decode parameters for requests that name the model and give none."
+    )
 
 
 class LoadedModel(BaseModel):
-    """A model that is loaded or unloaded while serving."""
+    """The status of a model that was loaded or unloaded at run time."""
 
     id: str
     object: Literal["model"]
     status: str = Field(description="loading, ready, failed, unloading or unloaded.")
-    error: str = Field("", description="Why it could not be loaded.")
+    error: str = Field("", description="Why loading failed.")
 
 
 class ModelList(BaseModel):
-    """The models served."""
+    """The served models."""
 
     object: Literal["list"]
     data: list[Model]
@@ -278,13 +282,15 @@ class ServingEngine(BaseModel):
 
     id: str
     object: Literal["engine"]
-    created: int = Field(description="Unix time of the last change of its status.")
+    created: int = Field(description="Unix time of the last change of `status`.")
     model: str
-    status: str = Field(description="loading, ready, lost (it does not answer), unloading (it drains) or failed.")
-    error: str = Field(description="Why it could not be started.")
-    pid: int = Field(description="0: no process runs.")
-    node: str = Field(description="IP address of the machine that it runs on; empty: this one.")
-    devices: list[str] = Field(description="As --pp-devices.")
+    status: str = Field(
+        description="loading, ready, lost (does not answer), unloading (finishes its requests) or failed."
+    )
+    error: str = Field(description="Why the engine could not start.")
+    pid: int = Field(description="Process id. 0: no process.")
+    node: str = Field(description="IP address of the engine's machine. Empty: the server's own.")
+    devices: list[str] = Field(description="In the format of --pp-devices.")
 
 
 class EngineList(BaseModel):
@@ -305,18 +311,18 @@ class TunedStateEntry(BaseModel):
     """A tuned state."""
 
     name: str
-    models: list[str] = Field(description="What `model` may be to name it.")
-    digest: str = Field(description="Of its numbers.")
-    file: str = Field(description="What it was read from.")
-    orientation: Literal["value_key", "key_value", ""] = Field(description="How the file had its matrices.")
+    models: list[str] = Field(description="Values of `model` that name this state.")
+    digest: str = Field(description="Digest of the state's values.")
+    file: str = Field(description="The file that the state was loaded from.")
+    orientation: Literal["value_key", "key_value", ""] = Field(description="Orientation of the matrices in the file.")
     orientation_reason: str
-    created: int = Field(description="Unix time in seconds at which it was loaded.")
-    mixture: list[MixtureMember] = Field(description="What it mixes, if it is a mixture under a name.")
-    defaults: dict[str, Any] = Field(description="Decode parameters of requests that name it and do not give them.")
+    created: int = Field(description="Unix time of loading in seconds.")
+    mixture: list[MixtureMember] = Field(description="The members, if the state is a named mixture.")
+    defaults: dict[str, Any] = Field(description="Decode parameters for requests that name the state and give none.")
     bytes: int
-    is_kept: bool = Field(description="It is there after a restart too.")
-    in_slot: bool = Field(description="A slot holds it, so that a row begins from it at once.")
-    error: str = Field(description="Why a state that was kept cannot be used.")
+    is_kept: bool = Field(description="Whether the state survives a restart.")
+    in_slot: bool = Field(description="Whether a slot holds the state, so that rows start without a copy.")
+    error: str = Field(description="Why a stored state cannot be used.")
 
 
 class TunedStateList(BaseModel):
@@ -330,15 +336,15 @@ class AdapterEntry(BaseModel):
     """An adapter that requests may name."""
 
     name: str
-    models: list[str] = Field(description="What `model` may be to name it.")
-    digest: str = Field(description="Of its numbers and its scale.")
-    file: str = Field(description="What it was read from.")
-    scale: float | None = Field(description="As it was given; null: the file says it.")
-    rank: int = Field(description="The largest of its pairs.")
-    created: int = Field(description="Unix time in seconds at which it was loaded.")
-    bytes: int = Field(description="In the devices' memory.")
-    is_kept: bool = Field(description="It is loaded again after a restart.")
-    error: str = Field(description="Why one that was loaded before the last restart cannot be used.")
+    models: list[str] = Field(description="Values of `model` that name this adapter.")
+    digest: str = Field(description="Digest of the adapter's values and scale.")
+    file: str = Field(description="The file that the adapter was loaded from.")
+    scale: float | None = Field(description="As given. null: from the file.")
+    rank: int = Field(description="Largest rank of its matrix pairs.")
+    created: int = Field(description="Unix time of loading in seconds.")
+    bytes: int = Field(description="Bytes of device memory.")
+    is_kept: bool = Field(description="Whether the adapter survives a restart.")
+    error: str = Field(description="Why a stored adapter cannot be used after a restart.")
 
 
 class AdapterList(BaseModel):
@@ -349,56 +355,58 @@ class AdapterList(BaseModel):
 
 
 class RwkvInferDone(BaseModel):
-    """It is done."""
+    """The request succeeded."""
 
     status: Literal["success"]
 
 
 class RwkvInferHealth(BaseModel):
-    """It is alive."""
+    """The service is alive."""
 
     message: Literal["ok"]
     status_code: Literal[200]
 
 
 class Health(BaseModel):
-    """In one word."""
+    """Health of the service."""
 
     status: str
-    lost: list[str] = Field([], description="Engines that take no work, where others do.")
+    lost: list[str] = Field([], description="Engines that take no work, if others do.")
 
 
 class TokenCount(BaseModel):
-    """Tokens of all texts together."""
+    """Number of tokens of all texts."""
 
     tokens: int
 
 
 class Status(BaseModel):
-    """The service. What is not named here may change from version to version."""
+    """Status of the service. Fields not listed here may change between versions."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
     devices: list[str]
-    samplers: dict[str, Any] = Field(description="`used` by name, and why others are `refused`.")
-    kernels: dict[str, Any] = Field(description="`used`, and why others are `refused`.")
+    samplers: dict[str, Any] = Field(description="`used` samplers by name, and reasons for `refused` ones.")
+    kernels: dict[str, Any] = Field(description="`used` kernels, and reasons for `refused` ones.")
     running_rows: int
     waiting_rows: int
     free_slots: int
-    pool: dict[str, Any] = Field(description="Sizes of the tiers, counters, and what is wrong with the disk.")
-    generated_tokens_per_s: float = Field(description="Over the last ten seconds, as the next.")
-    computed_tokens_per_s: float = Field(description="Tokens that went through the model, prompts' among them.")
-    drawn_tokens_per_s: float = Field(description="The older name of generated_tokens_per_s.")
-    read_tokens_per_s: float = Field(description="The older name of computed_tokens_per_s.")
+    pool: dict[str, Any] = Field(description="Sizes of the tiers, counters and disk errors.")
+    generated_tokens_per_s: float = Field(description="Mean of the last ten seconds.")
+    computed_tokens_per_s: float = Field(
+        description="Tokens computed by the model, prompts included. Mean of the last ten seconds."
+    )
+    drawn_tokens_per_s: float = Field(description="Older name of generated_tokens_per_s.")
+    read_tokens_per_s: float = Field(description="Older name of computed_tokens_per_s.")
     models: list[dict[str, Any]] = Field(
-        description="Models loaded while serving, how they stand, and dtype, wkv_state, kernels and devices of "
-        "those that are ready."
+        description="Models loaded at run time with their status. Ready ones have dtype, wkv_state, kernels "
+        "and devices."
     )
     engines: list[dict[str, Any]] = Field(
-        [], description="Each engine of the service's own model: its state, process, devices, load and sessions."
+        [], description="The engines of the service's own model: status, process, devices, load and sessions."
     )
     prompt_backlog_s: float = Field(
-        0.0, description="Seconds in which the prompts that wait will be read; of the engine with the most."
+        0.0, description="Estimated seconds to compute the waiting prompts, for the engine with the longest wait."
     )
     processes: dict[str, Any]

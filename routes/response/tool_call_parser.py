@@ -1,4 +1,4 @@
-"""Parts calls of functions from the text around them, piece by piece, wherever the pieces cut them."""
+"""Splits tool calls from text incrementally."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MARKS = re.compile(r'["\\{}\[\]]')
 
 
 @dataclass(slots=True)
-class ToolCallPiece:
-    """What is new of one call; its name comes once, first."""
+class DeltaToolCall:
+    """New output of one call. Its first delta has the name."""
 
     index: int
     name: str = ""
@@ -28,33 +28,33 @@ class ToolCallPiece:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """New text around calls, and new pieces of calls."""
+    """New text around calls, and new deltas of calls."""
 
     content: str
-    calls: list[ToolCallPiece]
+    calls: list[DeltaToolCall]
 
 
 class _ParserState(enum.Enum):
     TEXT = enum.auto()
     HEAD = enum.auto()
-    """behind an opening, until it is a call or none"""
+    """After an opening, until its text is known to be a call or not."""
     ARGUMENTS = enum.auto()
     REST = enum.auto()
-    """what the call's object has behind its arguments"""
+    """After the arguments, until the end of the call's object."""
     CLOSING = enum.auto()
 
 
 class JsonEndFinder:
-    """Finds where a JSON value of brackets ends, piece by piece."""
+    """Finds the end of a JSON object or array, incrementally."""
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth`: brackets that are open already."""
+        """`depth`: number of open brackets before the text."""
         self._depth = depth
         self._in_string = False
         self._escaped = False
 
     def find(self, piece: str) -> int | None:
-        """How much of `piece` belongs to the value, if it ends there."""
+        """Return the length of the value's part in `piece` if the value ends there, else None."""
         at = 0
         while at < len(piece):
             if self._escaped:
@@ -79,50 +79,55 @@ class JsonEndFinder:
 
 
 class ToolCallParser:
-    """One row's answer. White space before a call and after the last is dropped; the pieces' borders do not matter.
+    """Parses one row's text. Any split of the text gives the same result.
 
-    What is none, or calls what is not offered, stays text. A call that the answer's end cuts is told if its name is
-    whole, with as much of its arguments as there is; else it is no text either, and not told.
+    White space before a call and after the last call is dropped. A call that is invalid, or of an unknown function,
+    stays text. A call cut off by the end of the answer is returned if its name is complete. Otherwise it is dropped.
     """
 
     def __init__(
         self, names: Iterable[str], is_open: bool = False, must_call: bool = False, is_calls_or_text: bool = False
     ) -> None:
-        """`names`: what may be called; `is_open`: the prompt ended with FENCE, so the text begins behind it;
-        `must_call`: there is no text but calls; `is_calls_or_text`: an answer that does not begin with a call has none."""
+        """Create the parser of one row.
+
+        names: functions that may be called
+        is_open: the prompt ended with FENCE, so the text begins after it
+        must_call: all text is calls
+        is_calls_or_text: an answer that does not begin with a call has no calls
+        """
         self._names = frozenset(names)
         self._must_call = must_call
         self._is_either = is_calls_or_text
         self._buffer = ""
         self._pending_space = ""
-        """white space that is dropped if a call comes next"""
+        """White space that is dropped if a call comes next."""
         self._state = _ParserState.HEAD if is_open else _ParserState.TEXT
         self._opening, self._closing = "", FENCE_END
         self._end = JsonEndFinder()
         self._scanned = 0
-        """how much of what is held is known to `_end`"""
+        """Length of the part of `_buffer` that `_end` has seen."""
         self._has_text = False
         self._text: list[str] = []
-        self._pieces: list[ToolCallPiece] = []
+        self._pieces: list[DeltaToolCall] = []
         self.count = 0
-        """calls that have begun"""
+        """Number of calls that have begun."""
 
     @property
     def has_calls(self) -> bool:
-        """Whether there are calls, and the text does not end inside one."""
+        """Whether there are calls and the text does not end inside one."""
         return self.count > 0 and not self.is_inside
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text ends inside a call, or in what was opened as one."""
+        """Whether the text ends inside a call, or after the opening of one."""
         return self._state in (_ParserState.HEAD, _ParserState.ARGUMENTS)
 
-    def ends_inside(self, opens_with_call: bool) -> bool:
-        """Whether the text ends inside what was told last: a call's arguments, or text."""
-        return self._state is (_ParserState.ARGUMENTS if opens_with_call else _ParserState.TEXT)
+    def ends_inside(self, is_call: bool) -> bool:
+        """Return whether the text ends inside the last delta's kind: a call's arguments if `is_call`, else text."""
+        return self._state is (_ParserState.ARGUMENTS if is_call else _ParserState.TEXT)
 
     def feed(self, text: str, final: bool) -> ParsedDelta:
-        """What `text` makes certain; everything that is left with `final`."""
+        """Return all text that cannot change any more. With `final`, return the rest too."""
         self._buffer += text
         while self._step(final):
             pass
@@ -133,7 +138,7 @@ class ToolCallParser:
         return parsed
 
     def _step(self, final: bool) -> bool:
-        """Work on what is held; whether there may be more to do."""
+        """Process the buffer. Return whether there may be more to do."""
         match self._state:
             case _ParserState.TEXT:
                 return self._read_text(final)
@@ -147,7 +152,7 @@ class ToolCallParser:
                 return self._read_closing(final)
 
     def _add_text(self, text: str) -> None:
-        """Text, whose last white space waits for what follows; that at a call's end is dropped."""
+        """Add text. Trailing white space waits for the next text; white space after a call is dropped."""
         if self.count and not self._has_text:
             text = text.lstrip()
         stripped = text.rstrip()
@@ -169,14 +174,14 @@ class ToolCallParser:
             self._state, self._opening, self._closing = _ParserState.HEAD, found[0], _CLOSINGS[found[0]]
             self._end, self._scanned = JsonEndFinder(), 0
             return True
-        only_calls = self._must_call or self.count  # behind a call come only more of them
+        only_calls = self._must_call or self.count  # after a call, only further calls may follow
         safe_length = len(self._buffer) if final and not only_calls else _length_before_opening(self._buffer)
         self._add_text(self._buffer[:safe_length])
         self._buffer = self._buffer[safe_length:]
         return False
 
     def _has_no_call(self) -> bool:
-        """Whether an answer that is either calls or text is text, whatever its strings have in them."""
+        """Return whether an answer of either calls or text has turned out to be text."""
         if not self._is_either or self.count:
             return False
         begun = self._buffer.lstrip()
@@ -205,14 +210,14 @@ class ToolCallParser:
         return True
 
     def _revert_to_text(self) -> bool:
-        """What was opened is text, in which a call may yet begin."""
+        """Treat the opening as text. A call may still begin in the text after it."""
         self._add_text(self._opening)
         self._state = _ParserState.TEXT
         return True
 
     def _start_call(self, name: str) -> None:
         self._pending_space = ""
-        self._pieces.append(ToolCallPiece(self.count, name))
+        self._pieces.append(DeltaToolCall(self.count, name))
         self.count += 1
 
     def _read_arguments(self) -> bool:
@@ -227,14 +232,14 @@ class ToolCallParser:
 
     def _add_arguments(self, arguments: str) -> None:
         if not self._pieces or self._pieces[-1].index != self.count - 1:
-            self._pieces.append(ToolCallPiece(self.count - 1))
+            self._pieces.append(DeltaToolCall(self.count - 1))
         self._pieces[-1].arguments += arguments
 
     def _read_rest(self) -> bool:
         self._buffer = self._buffer if self._scanned else self._buffer.lstrip()
         if self._buffer and not self._scanned:
             self._scanned = 1
-            if self._buffer[0] not in ",}":  # a brace was forgotten
+            if self._buffer[0] not in ",}":  # the closing brace is missing
                 self._state = _ParserState.CLOSING
                 return True
         end = self._end.find(self._buffer)
@@ -253,7 +258,7 @@ class ToolCallParser:
 
 
 def _length_before_opening(text: str) -> int:
-    """How much of a text cannot belong to an opening."""
+    """Return the length of the part that cannot belong to an opening."""
     for length in range(min(len(text), len(TAG) - 1), 0, -1):
         if any(opening.startswith(text[-length:]) for opening in _CLOSINGS):
             return len(text) - length
@@ -268,7 +273,7 @@ def _string(text: str) -> str:
 
 
 def _calls(text: str, names: frozenset[str]) -> Iterable[tuple[str, str]]:
-    """Name and arguments of each call that a JSON value is; nothing if it is none, or has other things in it."""
+    """Yield name and arguments of each call in a JSON value. Nothing if any entry is not a valid call."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -283,6 +288,6 @@ def _call(value: Any, names: frozenset[str]) -> tuple[str, str] | None:
     if not isinstance(name, str) or name not in names:
         return None
     arguments = value.get("arguments", {})
-    if isinstance(arguments, str):  # JSON as text, as OpenAI writes it
+    if isinstance(arguments, str):  # JSON as text, as in OpenAI's format
         return name, arguments
     return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

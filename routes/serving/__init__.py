@@ -1,1 +1,1 @@
-"""Robyn and its process: the wrapper around every handler, the threads."""
+"""The HTTP worker process with Robyn."""

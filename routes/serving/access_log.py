@@ -1,4 +1,4 @@
-"""The access log: one line a request. And the request's id in every other line that is logged on its way."""
+"""The access log with one line per request, and request ids in all other log lines."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from routes.request_context import RequestContext, current_request
 logger = logging.getLogger("access")
 
 DONE, CLIENT_DISCONNECTED = "done", "client_left"
-"""Outcomes of requests, beside the kinds of errors."""
+"""Outcomes of requests, in addition to the error kinds."""
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
-"""Asked every few seconds for ever: logged at level debug."""
+"""Polled every few seconds, so they are logged at level debug."""
 
 
 class RequestIds(logging.Filter):
-    """Adds the id of the request that the logging thread works on."""
+    """Adds the id of the logging thread's request."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See logging.Filter; lets everything through."""
+        """See logging.Filter. Never drops a record."""
         if current_request().request_id and not hasattr(record, "fields"):
             record.fields = {"request_id": current_request().request_id}
         return True
 
 
 def add_request_ids() -> None:
-    """Let every log line of this process say which request it belongs to."""
+    """Add request ids to all log lines of this process."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(RequestIds())
 
 
 def log_access(request_context: RequestContext, status: int, outcome: str) -> None:
-    """Log an ended request. `outcome` is DONE, CLIENT_LEFT or the kind of error."""
+    """Log a finished request. `outcome` is DONE, CLIENT_DISCONNECTED or the error kind."""
     level = logging.DEBUG if request_context.route in PROBES else logging.INFO
     if logger.isEnabledFor(level):
         extra = {"fields": _fields(request_context, status, outcome)}

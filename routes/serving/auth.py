@@ -1,4 +1,4 @@
-"""Who may ask: holders of the password, and of the keys in --keys-file; what changes the service: administrators."""
+"""Authentication by password or API key. Routes that change the service require an administrator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from routes.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """That a request may be answered, and under which key."""
+    """Permission to run a request, and its API key."""
 
     key: ApiKey | None = None
 
@@ -21,14 +21,14 @@ _UNRESTRICTED = Grant()
 
 
 def anonymous_grant(context: Context, is_admin: bool = False) -> Grant | None:
-    """What everybody is granted: all, where neither a password nor keys are set."""
+    """Return what anyone may do: everything if there is neither password nor keys."""
     config = context.config
     expected = config.password or context.keys.is_configured or (is_admin and config.admin_password)
     return None if expected else _UNRESTRICTED
 
 
 def bearer_grant(context: Context, header: str | None, is_admin: bool = False) -> Grant | None:
-    """What the header `Authorization` grants."""
+    """Return what the `Authorization` header permits."""
     scheme, _, token = (header or "").partition(" ")
     if scheme.lower() != "bearer":
         return None
@@ -36,10 +36,10 @@ def bearer_grant(context: Context, header: str | None, is_admin: bool = False) -
 
 
 def grant(context: Context, secret: str, is_admin: bool = False, is_header: bool = False) -> Grant | None:
-    """What a secret grants that may be a key, the password or the administrators'."""
+    """Return what a secret permits. It may be a key, the password or the admin password."""
     config = context.config
     passwords = [config.admin_password or config.password] if is_admin else [config.password, config.admin_password]
-    # None is left out on a match, so that the time taken tells nothing.
+    # Compare with every password, so that the time does not depend on the result.
     matches = [
         bool(expected) and _equal(_decode_secret(secret, expected, is_header), expected) for expected in passwords
     ]
@@ -50,7 +50,7 @@ def grant(context: Context, secret: str, is_admin: bool = False, is_header: bool
 
 
 def _decode_secret(secret: str, expected: str, is_header: bool) -> str:
-    """Robyn drops header values beyond printable ASCII: such a password comes percent-encoded."""
+    """Decode a percent-encoded password: Robyn drops header values with other characters."""
     return unquote(secret) if is_header and not _is_printable(expected) else secret
 
 

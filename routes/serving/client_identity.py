@@ -1,8 +1,8 @@
-"""Who asks: the address that a request comes from, as limits and fair shares count it.
+"""The client of a request: its address, for limits and fair scheduling.
 
-The peer of the socket is the client, unless it is a proxy that is believed: our own nginx, which proves itself with a
-key that only the supervisor and nginx know, or an address of --trusted-proxies. A stranger's X-Forwarded-For is
-ignored. Proxies append the address of whoever asked them, so the list is read from its end.
+The client is the peer of the socket, unless the peer is a trusted proxy. Trusted are our own nginx, which sends a
+secret key, and the addresses of --trusted-proxies. X-Forwarded-For from others is ignored. Proxies append addresses to
+this header, so it is read from its end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from routes.config import HttpConfig
 
 PROXY_KEY_HEADER = "x-rwkv-front"
-"""What our own nginx proves itself with."""
+"""Header with the secret key of our own nginx."""
 _FORWARDED = "x-forwarded-for"
 _UNKNOWN = "unknown"
 _IPV6_PREFIX = 64
-"""What one customer of a provider is given: counted as one client."""
+"""Network size that a provider gives one customer. It counts as one client."""
 
 Header = Callable[[str], str | None]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -26,14 +26,18 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ClientIdentity:
-    """Tells clients apart. One per HTTP worker."""
+    """Identifies clients. One per HTTP worker."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._proxy_key = config.proxy_key
         self._trusted: Sequence[Network] = [ipaddress.ip_network(text) for text in config.trusted_proxies]
 
     def client(self, peer: str | None, header: Header) -> str:
-        """The client's address (IPv6: its /64 network) of a request from `peer`, whose headers `header` looks up."""
+        """Return the address of the client (IPv6: its /64 network).
+
+        peer: address of the socket's peer
+        header: returns the value of a request header
+        """
         address = _parse(peer)
         chain = (header(_FORWARDED) or "").split(",")
         if self._is_our_nginx(header):

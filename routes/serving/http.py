@@ -1,6 +1,6 @@
-"""Between Robyn and the handlers: one wrapper around every route, for password, limits, CORS, errors and figures.
+"""Connects Robyn with the handlers: one wrapper for password, limits, CORS, errors and metrics.
 
-Handlers run on Robyn's event loop and never block it. Nothing else in the tree knows Robyn's types.
+Handlers run on Robyn's event loop and never block it. No other module uses Robyn's types.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rwkv_batch.ipc.wire import Observe
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 UNKNOWN_ROUTE = "other"
-"""The route's name in figures for paths that do not exist."""
+"""Name of unknown paths in metrics."""
 _UNAUTHORIZED = ErrorInfo(kind=ErrorKind.UNAUTHORIZED, message="Unauthorized: invalid or missing password")
 _HEARTBEATS = (HEARTBEAT, BLANK)
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
@@ -51,26 +51,25 @@ RobynHandler = Callable[[Request], Awaitable[RobynReply]]
 
 
 class ActiveRequest:
-    """An exchange's place in the gate: held until the last byte, then the exchange is reported and logged."""
+    """A request counted by the limiter until its last byte; then it is reported and logged."""
 
     def __init__(self, context: Context, request_context: RequestContext, client: str, is_generation: bool) -> None:
-        """Raises ServiceError when the gate takes nobody in. `client` is the address."""
+        """Raises ServiceError at a limit. `client`: the address."""
         self.request_context = request_context
         self._context = context
         self._client = client
         context.limiter.acquire(is_generation, client)
 
     def release(self) -> None:
-        """Give the place back; called once."""
+        """Release the limiter. Call once."""
         self._context.limiter.release(self._client)
 
     def report(self, status: int, outcome: str) -> None:
-        """Count and log how it ended."""
         report(self._context, self.request_context, status, outcome)
 
 
 def report(context: Context, request_context: RequestContext, status: int, outcome: str) -> None:
-    """Count and log an ended request."""
+    """Count and log a finished request."""
     seconds = time.monotonic() - request_context.started
     context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
     if context.config.access_log:
@@ -78,7 +77,7 @@ def report(context: Context, request_context: RequestContext, status: int, outco
 
 
 class RobynChunks:
-    """A stream as Robyn drives it. Robyn drops it when its client is gone, which ends the work behind it."""
+    """A stream for Robyn, which drops it when the client disconnects. This ends the job."""
 
     def __init__(self, chunks: Chunks, active_request: ActiveRequest) -> None:
         self._chunks = chunks
@@ -97,15 +96,16 @@ class RobynChunks:
         return chunk
 
     def __del__(self) -> None:
-        self._active_request.release()  # first: whoever sees that its rows are gone finds its place free
+        self._active_request.release()  # first: a client that sees the end of its rows finds its slot free
         self._chunks.close()
         self._active_request.report(
-            200, (self._active_request.request_context.failure or DONE) if self._chunks.ended else CLIENT_DISCONNECTED
+            200,
+            (self._active_request.request_context.error_kind or DONE) if self._chunks.ended else CLIENT_DISCONNECTED,
         )
 
 
 def _headers(context: Context, request_context: RequestContext) -> dict[str, str]:
-    """What every answer bears: its request's id, and that web pages of other origins may read it."""
+    """Return the headers of every answer: request id and CORS."""
     return {
         "Access-Control-Allow-Origin": context.config.cors_origin,
         "Access-Control-Expose-Headers": f"Retry-After, {REQUEST_ID}",
@@ -128,7 +128,7 @@ def _streaming_response(context: Context, stream: StreamedResponse, active_reque
 
 
 def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> bytes:
-    """The body, whole and within the limit that `flag` sets. Raises ServiceError."""
+    """Return the complete body. Raises ServiceError above the limit that `flag` sets."""
     raw = request.body
     body = raw.encode() if isinstance(raw, str) else bytes(raw)
     content_length = request.headers.get("content-length")
@@ -139,19 +139,19 @@ def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> by
             f"the body has {max(length, len(body))} bytes, the limit is {limit} ({flag})",
         )
     if len(body) < length:
-        raise ServiceError(ErrorKind.NOT_JSON, f"the body ended after {len(body)} of the {length} bytes announced")
+        raise ServiceError(ErrorKind.NOT_JSON, f"the body ended after {len(body)} of the {length} announced bytes")
     return body
 
 
 def _query(request: Request) -> dict[str, str]:
-    """What the query says, and the path where it has a parameter."""
+    """Return the query's fields, and the path's parameter if it has one."""
     given = request.query_params.to_dict()
     query = {unquote_plus(name): unquote_plus(values[-1]) for name, values in given.items() if values}
     return query | {name: unquote(value) for name, value in request.path_params.items()}
 
 
 async def _request_data(context: Context, route: Route, request: Request) -> object:
-    """The request's data, once it is known who asks. Raises ServiceError."""
+    """Authenticate the request and return its data. Raises ServiceError."""
     access = Grant() if route.is_public else anonymous_grant(context, route.is_admin)
     access = access or bearer_grant(context, request.headers.get("authorization"), route.is_admin)
     if route.uploads and access is None:
@@ -177,7 +177,7 @@ def _is_form(request: Request) -> bool:
 
 
 async def _form_data(context: Context, request: Request, is_authorized: bool) -> object:
-    """The fields of a form, and its one file as `content`."""
+    """Return the fields of a form, and its one file as `content`."""
     content_length, limit = request.headers.get("content-length") or "", context.config.max_state_bytes
     length = max(int(content_length) if content_length.isdecimal() else 0, len(request.body))
     if length > limit:
@@ -186,7 +186,7 @@ async def _form_data(context: Context, request: Request, is_authorized: bool) ->
         )
     files = list(request.files.values())
     if len(files) != 1 and is_authorized:
-        message = f"content: a form must have exactly one file, with a file's name, got {len(files)}"
+        message = f"content: a form must have exactly one file with a file name, got {len(files)}"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="content")
     name = next(iter(request.files), "")
     return {"filename": name, **request.form_data, "content": bytes(files[0]) if files else b""}
@@ -194,23 +194,23 @@ async def _form_data(context: Context, request: Request, is_authorized: bool) ->
 
 async def _json_data(context: Context, request: Request, is_authorized: bool) -> object:
     try:
-        if _is_form(request):  # Robyn has taken it apart: of its bytes nothing sensible is left
-            raise ServiceError(ErrorKind.NOT_JSON, "the body is a form (multipart/form-data); JSON is wanted here")
+        if _is_form(request):  # Robyn has parsed it and its bytes are lost
+            raise ServiceError(ErrorKind.NOT_JSON, "the body is a form (multipart/form-data); send JSON")
         body = _body_bytes(request, context.config.max_body_bytes)
         return await offload_if_large(len(body), parse_json, body)
     except ServiceError as error:
-        # A stranger learns nothing of what is wrong with a body; its size is no secret.
+        # Without authentication, errors about the body are not revealed, except its size.
         if not is_authorized and error.info.kind is not ErrorKind.BODY_TOO_LARGE:
             raise ServiceError.from_info(_UNAUTHORIZED) from None
         encoding = request.headers.get("content-encoding")
         if encoding and error.info.kind is ErrorKind.NOT_JSON:
-            message = f"{error.info.message}; it came with Content-Encoding {encoding[:50]}: send it uncompressed"
+            message = f"{error.info.message}; it has Content-Encoding {encoding[:50]}: send it uncompressed"
             raise ServiceError(ErrorKind.NOT_JSON, message) from None
         raise
 
 
 def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:
-    """The validated query and the file. Raises ServiceError."""
+    """Return the validated query and the file. Raises ServiceError."""
     assert route.query is not None
     fields = validate(route.query, query)
     if not route.uploads:
@@ -219,7 +219,7 @@ def _upload(context: Context, route: Route, request: Request, query: object) -> 
 
 
 def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
-    """The answer, or 304 without a body if the client holds it already, by its ETag."""
+    """Return the answer, or 304 without a body if the client's ETag matches."""
     etag = answer.headers.get("ETag")
     known = request.headers.get("if-none-match") or ""
     if etag is None or etag not in {one.strip().removeprefix("W/") for one in known.split(",")}:
@@ -228,7 +228,7 @@ def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
 
 
 async def _handler_argument(context: Context, route: Route, request: Request, data: object) -> object:
-    """What the handler gets: the validated body, the query and file, or the query as it is. Raises ServiceError."""
+    """Return the handler's argument: the validated body, query and file, or raw query. Raises ServiceError."""
     if route.query is not None:
         return _upload(context, route, request, data)
     if route.body is None:
@@ -248,7 +248,7 @@ async def _run(context: Context, route: Route, request: Request) -> HandlerRespo
 
 
 def wrap(context: Context, route: Route) -> RobynHandler:
-    """The Robyn handler of a route."""
+    """Return the Robyn handler of a route."""
     identity = ClientIdentity(context.config)
 
     async def handler(request: Request) -> RobynReply:
@@ -266,14 +266,14 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         reply = _not_modified_or(request, reply)
         request_context.mark_first_byte()
         active_request.release()
-        active_request.report(reply.status, request_context.failure or DONE)
+        active_request.report(reply.status, request_context.error_kind or DONE)
         return _full_response(context, request_context, reply)
 
     return handler
 
 
 def _start_request(request: Request, route: str, client: str) -> RequestContext:
-    """The exchange of a request that has come in; this task works on it from now on."""
+    """Create the request's context and make it the current one."""
     name = request_id(request.headers.get(REQUEST_ID.lower()))
     request_context = RequestContext(request_id=name, method=request.method, route=route, client=client)
     set_current_request(request_context)
@@ -281,7 +281,7 @@ def _start_request(request: Request, route: str, client: str) -> RequestContext:
 
 
 def _fallback_handler(context: Context, routes: Iterable[Route]) -> RobynHandler:
-    """The handler of everything else: preflights, 405 on a known path, 404."""
+    """Return the handler of all other requests: preflights, 405 on a known path, 404."""
     identity = ClientIdentity(context.config)
     table: dict[str, set[str]] = defaultdict(set)
     for route in routes:
@@ -290,7 +290,7 @@ def _fallback_handler(context: Context, routes: Iterable[Route]) -> RobynHandler
     async def handler(request: Request) -> RobynReply:
         request_context = _start_request(request, UNKNOWN_ROUTE, identity.client(request.ip_addr, request.headers.get))
         answer = _fallback_response(table, request)
-        report(context, request_context, answer.status, request_context.failure or DONE)
+        report(context, request_context, answer.status, request_context.error_kind or DONE)
         return _full_response(context, request_context, answer)
 
     return handler
@@ -299,10 +299,10 @@ def _fallback_handler(context: Context, routes: Iterable[Route]) -> RobynHandler
 def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResponse:
     path = unquote_plus(request.url.path).rstrip("/") or "/"
     methods = table.get(path) or _methods_of_prefix(table, path)
-    if methods is None or request.method in methods:  # the latter if it is spelt in a way that its route has not
+    if methods is None or request.method in methods:  # a known method: the path is spelt differently
         openai_path = PREFIX.rstrip("/") + path
         is_openai_path = openai_path in table or _methods_of_prefix(table, openai_path) is not None
-        remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists them"
+        remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists all paths"
         info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
         return _unrouted_error(info, path)
     allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
@@ -317,14 +317,14 @@ def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResp
 
 
 def _methods_of_prefix(table: dict[str, set[str]], path: str) -> set[str] | None:
-    """The methods of a route whose path ends with a parameter."""
+    """Return the methods of the route whose path ends with a parameter and matches `path`."""
     starts = ((_LAST_PARAMETER.split(known)[0], known) for known in table if _LAST_PARAMETER.search(known))
     return next((table[known] for start, known in starts if path.startswith(start)), None)
 
 
 def _unrouted_error(info: ErrorInfo, path: str) -> HttpResponse:
-    """A failure that belongs to no route."""
-    current_request().failure = info.kind
+    """Return the answer to an error that belongs to no route."""
+    current_request().error_kind = info.kind
     return error_response(info, OPENAI_ERRORS if path.startswith(PREFIX) else NATIVE_ERRORS)
 
 
@@ -339,7 +339,7 @@ def _preflight(allowed: str) -> HttpResponse:
 
 
 def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
-    """Put every route, and an answer for everything that is none, into the Robyn application."""
+    """Register every route with Robyn, and a fallback for all other paths."""
     routes = tuple(routes)
     for route in routes:
         handler = wrap(context, route)

@@ -1,7 +1,7 @@
-"""Robyn on a socket that listens already, which it has no interface for.
+"""Runs Robyn on an existing listening socket, which its API does not support.
 
-`Robyn.start` makes a listening socket of its own from host and port. It gets one on a port of the loopback interface
-that nobody knows, whose descriptor is then made another name of the given socket: Robyn accepts from that one.
+`Robyn.start` opens a socket of its own. It gets a random loopback port here. Then its descriptor is replaced by the
+given socket.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def serve(app: Robyn, listener: socket.socket) -> None:
         os.dup2(listener.fileno(), descriptor, inheritable=False)
         return held
 
-    processpool.SocketHeld = hold  # type: ignore[misc,assignment]  # where `start` looks for it
+    processpool.SocketHeld = hold  # type: ignore[misc,assignment]  # `start` looks it up there
     app.start(host="127.0.0.1", port=0, _check_port=False)
 
 
 def _listening() -> set[int]:
-    """Descriptors of this process that are sockets which listen."""
+    """Return the descriptors of this process's listening sockets."""
     return {int(name) for name in os.listdir("/dev/fd") if _listens(int(name))}
 
 
@@ -40,4 +40,4 @@ def _listens(descriptor: int) -> bool:
         with socket.socket(fileno=os.dup(descriptor)) as copy:
             return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
-        return False  # closed meanwhile, like the one that the listing itself has used
+        return False  # closed in the meantime, like the descriptor of the listing itself

@@ -1,7 +1,7 @@
-"""Everything that HTTP workers have in common, made once in the process that they are forked from.
+"""Imports and builds everything that HTTP workers share, in the process that they are forked from.
 
-That process imports this module and starts no thread. A new worker then needs some 20 ms instead of two seconds, and
-shares the memory of what it does not change.
+That process imports this module and starts no threads. A new worker starts in 20 ms instead of 2 s, and shares the
+memory that it does not change.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import signal
 import sys
 
 gc.disable()  # see rwkv_batch.ipc.process.without_collections
-# A manager that signals the whole group means the supervisor, which ends the others in order.
+# A signal to the whole process group is for the supervisor, which stops the others in order.
 for _signal in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_signal, signal.SIG_IGN)
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not live in what is forked
-# Robyn reads sys.argv when it is imported, abbreviations and all.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not survive the fork
+# Robyn parses sys.argv when it is imported, and accepts abbreviations.
 sys.argv = [sys.argv[0], "--log-level", "WARN", "--disable-openapi"]
 for _name in ("ROBYN_HOST", "ROBYN_PORT", "ROBYN_DEV_MODE", "ROBYN_BROWSER_OPEN"):
     os.environ.pop(_name, None)
 
-import uvloop  # noqa: E402, F401  # Robyn imports it when it starts
+
+import uvloop  # noqa: E402, F401  # Robyn imports it at start
 
 from routes import web_page  # noqa: E402
 from routes.docs.openapi import openapi_document  # noqa: E402
-from routes.serving import http, listen_socket  # noqa: E402, F401  # Robyn with them
+from routes.serving import http, listen_socket  # noqa: E402, F401  # these import Robyn
 from routes.table import ROUTES  # noqa: E402
 from rwkv_batch.tokenizer import Tokenizer, make_tables  # noqa: E402
 
@@ -33,6 +34,6 @@ make_tables()
 TOKENIZER = Tokenizer()
 OPENAPI_DOCUMENT = openapi_document(ROUTES)
 WEB_FILES = web_page.read_files()
-# What was loaded stays: a full collection that walks all of it stops every stream for 10 ms, and unshares its memory.
+# Exclude these objects from collections: walking them stops all streams for 10 ms and unshares their memory.
 gc.freeze()
 gc.enable()

@@ -1,9 +1,9 @@
-"""Threads that Robyn makes keep their Python state from one chunk to the next.
+"""Keeps the Python thread states of Robyn's threads between chunks.
 
-Robyn asks a stream for each chunk on a thread of its pool. For a thread that is not its own, Python makes a state when
-it enters and drops it when it leaves, memory mapped and unmapped each time, for which all threads of the process are
-stopped: two fifths of the CPU time of a chunk. A state that was entered once more than left stays with its thread;
-Python is not told when such a thread ends, so what ended threads have left is dropped here.
+Robyn requests each chunk of a stream on a thread of its pool. For such a thread, Python creates a state on entry and
+drops it on exit. This maps and unmaps memory, which stops all threads: 40 % of the CPU time of a chunk. One extra entry
+without exit keeps the state. Python does not notice when such a thread ends, so `drop_ended` drops the states of ended
+threads.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import threading
 logger = logging.getLogger(__name__)
 
 CAN_KEEP = sys.platform == "linux" and sys.implementation.name == "cpython"
-"""Elsewhere nobody tells which threads have ended."""
+"""Other systems do not list the threads of a process."""
 
 _python = ctypes.PyDLL(None)
 _python.PyThreadState_Get.restype = ctypes.c_void_p
 _local = threading.local()
 _lock = threading.Lock()
 _kept: list[tuple[int, int]] = []
-"""(thread's id in the kernel, address of its state)"""
+"""(kernel id of the thread, address of its state)"""
 
 
 def keep_state() -> None:
-    """Let the calling thread, which Python did not make, keep its state until `drop_ended` finds it gone."""
+    """Keep the state of the calling thread, which Python did not create, until `drop_ended` drops it."""
     if CAN_KEEP and not hasattr(_local, "is_kept"):
         _local.is_kept = True
         _python.PyGILState_Ensure()
@@ -37,29 +37,29 @@ def keep_state() -> None:
 
 
 def drop_ended() -> None:
-    """Drop the states of threads that have ended; later, if the system has no file descriptor or thread for it."""
+    """Drop the states of ended threads, or retry later without a free descriptor or thread."""
     if not CAN_KEEP:
         return
     try:
         _try_to_drop_ended()
     except (OSError, RuntimeError) as error:  # clients may hold all descriptors for a while
-        logger.warning("what ended threads have left is dropped later: %s", error)
+        logger.warning("thread states of ended threads are dropped later: %s", error)
 
 
 def _try_to_drop_ended() -> None:
     with _lock:
         kept = list(_kept)
-    # Looked at after that: a thread that comes up meanwhile is not among those asked for.
+    # Listed after `_kept` was copied: a new thread is not in the copy.
     alive = set(map(int, os.listdir("/proc/self/task")))
     ended = [entry for entry in kept if entry[0] not in alive]
     with _lock:
         _kept[:] = [entry for entry in _kept if entry not in ended]
     if ended:
-        # From Python 3.12 on a thread that drops another's state is not known as Python's any more: let it end.
+        # From Python 3.12 on, a thread that drops another's state loses its own, so use a thread that ends.
         dropping = threading.Thread(target=_drop, args=([state for _, state in ended],))
         try:
             dropping.start()
-        except RuntimeError:  # the system has no thread for it; next time
+        except RuntimeError:  # no thread available; retry next time
             with _lock:
                 _kept.extend(ended)
             raise

@@ -1,7 +1,11 @@
-"""An HTTP worker process: Robyn on the shared port, the engine behind a socket. Knows no torch.
+"""An HTTP worker process: Robyn on the shared port, connected to the engines by sockets. No torch.
 
-Threads: Robyn's event loop runs the handlers; its pool writes the streams; one receives from the engine;
-one keeps house; one listens to the supervisor.
+Threads:
+- Robyn's event loop runs the handlers.
+- Robyn's pool writes the streams.
+- One thread receives from the engine.
+- One does housekeeping.
+- One listens to the supervisor.
 """
 
 from __future__ import annotations
@@ -45,18 +49,17 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 0.1
 _AFFINITY_RESETS = 100
 _TICKS_PER_THREAD_CLEANUP = 50
-"""WakeUps of housekeeping from one search for ended threads to the next."""
+"""Housekeeping ticks between two searches for ended threads."""
 _TICKS_PER_USE_REPORT = 5
-"""The same from one word of the models in use to the next."""
+"""Housekeeping ticks between two reports of used models."""
 _MIN_FINISH_S = 4.5
-"""What clients get at least to be told that their answer ends here, however short --drain-timeout-s is."""
+"""Least time to tell clients that their answers end, even if --drain-timeout-s is shorter."""
 _FLUSH_S, _FLUSH_TICKS = 0.3, 30
-"""Time for the last bytes to leave Robyn after the last handler has returned, and in how many turns of waiting: where
-Robyn's threads wait for a core, so does each turn."""
+"""Time for Robyn to send its last bytes, split into sleeps. With busy CPUs, each sleep lasts longer."""
 
 
 class SupervisorLink:
-    """This process's end of the supervisor's pipe. Any thread may tell, one listens."""
+    """This process's end of the supervisor's pipe. Any thread may send, one receives."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -64,7 +67,7 @@ class SupervisorLink:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def notify(self, subject: str, value: object = None) -> None:
-        """Send news; ends the process if the supervisor is gone."""
+        """Send a message. Ends the process if the supervisor is gone."""
         try:
             with self._lock:
                 self._pipe.send((subject, value))
@@ -72,17 +75,17 @@ class SupervisorLink:
             os._exit(1)
 
     def set_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say that handlers run on this event loop from now on."""
+        """Set the event loop of the handlers, and report that it runs."""
         self._loop = loop
         self.notify("serving")
 
     def send_heartbeat(self) -> None:
-        """Have the event loop say that it comes round; one that hangs says nothing."""
+        """Make the event loop report to the supervisor. A hanging loop does not report."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.notify, "round")
 
     def receive(self) -> Any:
-        """The next command; ends the process if the supervisor is gone."""
+        """Return the next command. Ends the process if the supervisor is gone."""
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
@@ -92,11 +95,20 @@ class SupervisorLink:
 def run_http_worker(
     config: HttpConfig, style: LogStyle, listeners: list[socket.socket], name: str, pipe: Connection
 ) -> None:
-    """Main function of the process: it stands by until it is given a number of `listeners`, then serves that one.
+    """Run the process: wait for the index of one of the `listeners`, then serve on it.
 
-    The supervisor is sent ("standby", None), ("serving", None), ("engine", whether it is there), ("failed", reason).
-    It sends ("serve", number, keys), ("all", whether every worker takes work), ("keys", those in force from now on),
-    "look", to which the event loop says ("round", None), "drain" and "finish", which ends the process.
+    To the supervisor:
+    - ("standby", None), ("serving", None)
+    - ("engine", whether it is connected)
+    - ("used", names of models), ("model", command)
+    - ("round", None) from the event loop, in reply to "look"
+    - ("failed", reason)
+
+    From the supervisor:
+    - ("serve", number, keys), ("keys", keys)
+    - ("all", whether every worker takes work)
+    - ("models", list), ("model", number, refusal)
+    - "look", "drain" and "finish", which ends the process
     """
     become_child(name, style)
     _block_signals()
@@ -104,7 +116,7 @@ def run_http_worker(
     supervisor = SupervisorLink(pipe)
     try:
         _run(config, style, listeners, supervisor)
-    except Exception as error:  # the process ends, and the supervisor is told why
+    except Exception as error:  # the supervisor gets the reason, and the process ends
         logger.exception("the HTTP worker failed")
         supervisor.notify("failed", f"{type(error).__name__}: {error}")
         os._exit(1)
@@ -130,7 +142,7 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
     context.models = models
     cpus = os.sched_getaffinity(0)
     app = _application(context, cpus, supervisor, models)
-    # What was made stays: a full collection that walks all of it stops every stream for 10 ms.
+    # Exclude these objects from collections: walking them stops all streams for 10 ms.
     gc.collect()
     gc.freeze()
     supervisor.notify("standby")
@@ -140,7 +152,7 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
             context.keys.replace(keys)
         case _:
             os._exit(0)
-    # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
+    # Robyn creates 512 / visible CPUs threads for streams, so show it one CPU. Each stream holds a thread.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
     set_up_logging(name, style)
     add_request_ids()
@@ -163,7 +175,7 @@ def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
 
 
 def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> Robyn:
-    """Robyn with every route; the supervisor is told when it has begun, and which models are used."""
+    """Return Robyn with every route. Starts housekeeping with the event loop."""
 
     def housekeeping() -> None:
         for tick in range(sys.maxsize):
@@ -181,8 +193,7 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
 
 
 def _housekeeping_tick(tick: int, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> None:
-    """One turn of housekeeping."""
-    # Entering Robyn's native side releases the streams whose clients have gone.
+    # Entering Robyn's native side releases the streams of disconnected clients.
     Headers({})
     if tick % _TICKS_PER_USE_REPORT == 0 and (used := models.pop_used()):
         supervisor.notify("used", used)
@@ -193,28 +204,30 @@ def _housekeeping_tick(tick: int, cpus: set[int], supervisor: SupervisorLink, mo
 
 
 def _block_signals() -> None:
-    """Robyn's server takes these for itself when it starts, whatever was to be done with them before, and at one that a
-    whole group was sent ceases to accept: its connections would wait in the socket while the process lives on. Blocked
-    before there are threads, they reach none."""
+    """Block signals that Robyn's server would handle by refusing new connections.
+
+    A signal to the whole process group would make it stop accepting while the process lives on, and connections would
+    hang. Must run before threads start.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
 
 
 def _set_limits() -> None:
-    """As many connections as the system allows, and no core files.
+    """Raise the limit of connections to the system's maximum, and disable core files.
 
-    Robyn aborts on malformed requests: a core file for each would fill the disk, and take its time.
+    Robyn aborts on malformed requests. A core file for each would fill the disk and take time.
     """
     with contextlib.suppress(OSError, ValueError):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        # 1, not 0: Linux then also writes none into a program that collects them.
+        maximum = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
+        # 1, not 0: Linux then does not pipe it into a collecting program either.
         resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _use_batch_scheduling() -> None:
-    """Where all CPUs are busy, a thread of ours that wakes waits its turn instead of taking another's place at once.
+    """Use the batch scheduling policy, so that waking threads do not preempt others.
 
-    What it would interrupt there is a step of the engine, whose threads all wait for the one that was stopped.
+    They would preempt an engine thread within a step, and all other threads of the step would wait for it.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
@@ -222,7 +235,7 @@ def _use_batch_scheduling() -> None:
 
 
 def _reset_affinity(cpus: set[int]) -> None:
-    """Let every thread of this process run on all its CPUs again."""
+    """Allow every thread of this process to run on all its CPUs."""
     with contextlib.suppress(OSError):  # clients may hold all descriptors
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):
@@ -230,7 +243,7 @@ def _reset_affinity(cpus: set[int]) -> None:
 
 
 def _follow_supervisor(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: ModelRegistry) -> None:
-    """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
+    """Handle the supervisor's commands: "drain" refuses new work, "finish" ends the process after the last answer."""
     while True:
         match supervisor.receive():
             case ("all", all_workers_ready):

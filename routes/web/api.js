@@ -1,14 +1,14 @@
-// The service's HTTP interface: one way to ask, one way to read a stream. Nothing here can do what curl cannot.
+// Client of the service's HTTP API.
 
 import { createStore } from "./ui.js";
 
 const BASE = new URL(".", document.baseURI);
 const PASSWORD = "rwkv.password";
 
-/** Whether a password is asked for, and why: null, or {message, resolve}. */
+/** The open password dialog: {message, resolve}, or null. */
 export const passwordWanted = createStore(null);
 
-/** A failure in the words of the service; `status` 0 means that no answer came. */
+/** An error with the service's message. `status` 0: no answer. */
 export class ApiError extends Error {
   constructor(message, status = 0, body = {}) {
     super(message);
@@ -18,18 +18,18 @@ export class ApiError extends Error {
   }
 }
 
-/** The password of this tab, kept until the tab is closed; never in a URL. */
+/** The password, kept until the tab is closed. It is never in a URL. */
 export const password = {
   get: () => sessionStorage.getItem(PASSWORD) || "",
   set: (value) => sessionStorage.setItem(PASSWORD, value),
   forget: () => sessionStorage.removeItem(PASSWORD),
 };
 
-/** An address of the service, also where a proxy serves it below a path. */
+/** URL of a path of the service. Works below a proxy's path too. */
 export const address = (path) => new URL(path.replace(/^\//, ""), BASE);
 
 let asking = null;
-/** Ask for the password; requests that wait at the same time share the question. */
+/** Open the password dialog. Concurrent requests share it. */
 function askPassword(message) {
   asking ??= new Promise((resolve) => passwordWanted.set({ message, resolve })).finally(() => {
     asking = null;
@@ -50,7 +50,7 @@ async function send(path, { method = "GET", body, type, signal } = {}) {
   }
 }
 
-/** A password beyond printable ASCII is sent percent-encoded. */
+/** Percent-encodes passwords that are not printable ASCII. */
 const asHeader = (text) => (/^[\x20-\x7e]*$/.test(text) ? text : encodeURIComponent(text));
 
 async function failure(response) {
@@ -65,7 +65,7 @@ async function failure(response) {
   return new ApiError(message, response.status, { ...body, retryAfter: Number(response.headers.get("Retry-After")) });
 }
 
-/** The response to a request; asks for the password where one is wanted. Throws ApiError. */
+/** Send a request; opens the password dialog if needed. Throws ApiError. */
 export async function request(path, options = {}) {
   for (;;) {
     const tried = password.get();
@@ -73,21 +73,21 @@ export async function request(path, options = {}) {
     if (response.ok) return response;
     const error = await failure(response);
     if (error.status !== 401 || options.quiet) throw error;
-    // Another request may have been told the password meanwhile.
+    // another request may have got the password in the meantime
     if (tried === password.get()) password.set(await askPassword(tried ? error.message : ""));
   }
 }
 
 const posted = (body, signal) => ({ method: "POST", body: JSON.stringify(body), type: "application/json", signal });
 
-/** The JSON answer of a POST. Throws ApiError, also for a failure under status 200. */
+/** Send a POST and return its JSON answer. Throws ApiError, also for an error under status 200. */
 export async function post(path, body, signal) {
   const answer = await (await request(path, posted(body, signal))).json();
   if (answer.error && !answer.choices) throw new ApiError(answer.error, 200, answer);
   return answer;
 }
 
-/** The events of a streamed POST, as they come. Throws ApiError; one row's failure is an event with `index`. */
+/** Yield the events of a streamed POST. Throws ApiError. An error of one row is an event with `index`. */
 export async function* stream(path, body, signal) {
   const response = await request(path, posted({ ...body, stream: true }, signal));
   for await (const data of readEvents(response.body)) {
@@ -96,10 +96,10 @@ export async function* stream(path, body, signal) {
     if (event.error && event.index === undefined) throw new ApiError(event.error, 200, event);
     yield event;
   }
-  throw new ApiError("", 0); // a stream without its end
+  throw new ApiError("", 0); // the stream ended without [DONE]
 }
 
-/** The data of server-sent events in a stream of bytes. */
+/** Yield the data of server-sent events. */
 async function* readEvents(bytes) {
   const reader = bytes.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";

@@ -1,4 +1,4 @@
-// The page: header, notices, the password's dialog, and one panel at a time. Panels stay alive while hidden.
+// The page: header, notices, password dialog and one visible panel. Hidden panels keep running.
 
 import { password, passwordWanted } from "./api.js";
 import { Batch } from "./batch/batch.js";
@@ -54,7 +54,7 @@ function Header() {
   </header>`;
 }
 
-/** Says when the engine is away and when it is back. */
+/** Shows when the engine is unavailable and when it is back. */
 function Notice() {
   const { state, reason, restarts } = useStore(service);
   const [back, setBack] = useState(false);

@@ -1,4 +1,4 @@
-// Decode parameters: names, limits, defaults and meanings as the service documents them, values as the user sets them.
+// Parameters of requests. Names, limits and defaults are from the service's OpenAPI document, values from the user.
 
 import { request } from "./api.js";
 import { t, useLanguage } from "./i18n.js";
@@ -18,7 +18,7 @@ function kept() {
 /** Values that differ from the service's defaults. */
 const values = createStore(kept());
 values.subscribe((now) => settings.set("decode", JSON.stringify(now)));
-/** Field -> {default, description, lowest, highest, whole}; empty until the service has told them. */
+/** Field -> {default, description, lowest, highest, whole}. Empty until the document is loaded. */
 const described = createStore({});
 const models = createStore([]);
 const model = createStore("");
@@ -49,7 +49,7 @@ function change(name, field, text) {
   });
 }
 
-/** One number with its meaning. `prefix` keeps the ids of two places apart. */
+/** One number input with its description. `prefix` makes its id unique. */
 function Parameter({ name, field, prefix }) {
   const now = useStore(values)[name];
   const id = `${prefix}-${name}`;
@@ -62,7 +62,7 @@ function Parameter({ name, field, prefix }) {
   </div>`;
 }
 
-/** The decode parameters, folded away. */
+/** The parameters, collapsed by default. */
 export function DecodeParameters({ prefix }) {
   useLanguage();
   const fields = useStore(described);

@@ -1,4 +1,4 @@
-// Texts in English and Chinese, by the browser's language until the switch says otherwise.
+// Texts in English and Chinese. The default is the browser's language.
 
 import en from "./text/en.js";
 import zh from "./text/zh.js";
@@ -21,10 +21,10 @@ export function t(key, values = {}) {
   return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
 }
 
-/** Draw a component again when the language changes. */
+/** Render a component again when the language changes. */
 export const useLanguage = () => useStore(language);
 
-/** A number as the language writes it. */
+/** Format a number for the language. */
 export const number = (value, digits = 0) =>
   Number.isFinite(value)
     ? value.toLocaleString(language.get() === "zh" ? "zh-CN" : "en-US", {

@@ -1,4 +1,4 @@
-// Markdown of a model's answer as HTML that cannot do anything: parsed by marked, cleaned by DOMPurify.
+// Turns Markdown of a model into safe HTML: parsed by marked, sanitized by DOMPurify.
 
 import "./vendor/dompurify.js";
 import { marked } from "./vendor/marked.js";
@@ -6,7 +6,7 @@ import { marked } from "./vendor/marked.js";
 const { DOMPurify } = globalThis;
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 
-// HTML in an answer is shown as the text that it is.
+// HTML in an answer is shown as text.
 marked.use({ gfm: true, breaks: true, renderer: { html: ({ text }) => text.replace(/[&<>"]/g, (letter) => ESCAPES[letter]) } });
 const CLEAN = {
   ALLOWED_TAGS: [
@@ -25,17 +25,17 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
     node.setAttribute("target", "_blank");
     node.setAttribute("rel", "noopener noreferrer nofollow");
   }
-  if (node.tagName === "PRE") node.setAttribute("tabindex", "0"); // it scrolls: the keyboard has to reach it
+  if (node.tagName === "PRE") node.setAttribute("tabindex", "0"); // it scrolls, so the keyboard must reach it
 });
 
-/** Clean HTML of Markdown text, as `innerHTML` takes it. */
+/** Convert Markdown to sanitized HTML for `innerHTML`. */
 export const markdown = (text) => DOMPurify.sanitize(marked.parse(text), CLEAN);
 
 const FENCE = /^ {0,3}(```|~~~)/;
 
 /**
- * Where a text that still grows can be parted: what stands before the last blank line outside of a code block
- * does not change any more, so it need not be read again with each piece that comes.
+ * Position where a growing text can be split: the last blank line outside of a code block.
+ * Text before it does not change any more and is parsed only once.
  */
 export function settledEnd(text, from = 0) {
   let end = from;
@@ -46,7 +46,7 @@ export function settledEnd(text, from = 0) {
     if (newline < 0) return end;
     const line = text.slice(at, newline);
     if (FENCE.test(line)) fenced = !fenced;
-    // An indented line may belong to a list item above it.
+    // an indented line may belong to a list item above it
     else if (!fenced && !line.trim() && /^\S/.test(text.slice(newline + 1, newline + 2))) end = newline + 1;
     at = newline + 1;
   }

@@ -1,4 +1,4 @@
-// Follows the service: its status and figures every two seconds, whether its engine is there, when it was restarted.
+// Polls the service's status and metrics every two seconds and detects restarts of the engine.
 
 import { request } from "./api.js";
 import { parseMetrics } from "./dashboard/prometheus.js";
@@ -8,8 +8,8 @@ export const INTERVAL_MS = 2000;
 const PATIENCE_MS = 10_000;
 
 /**
- * `state`: "starting", "ready" or "away"; `reason`: in the service's words, "" if nothing answered;
- * `status`: the last /status; `metrics`: the last /metrics; `at`: their time; `restarts`: times the engine was replaced.
+ * `state`: "starting", "ready" or "away". `reason`: the service's message, "" without an answer.
+ * `status`: the last /status. `metrics`: the last /metrics. `at`: their time. `restarts`: restarts of the engine.
  */
 export const service = createStore({ state: "starting", reason: "", status: null, metrics: null, at: 0, restarts: 0 });
 
@@ -33,7 +33,7 @@ async function look() {
   });
 }
 
-/** Look at once, and from then on every INTERVAL_MS. */
+/** Poll now and then every INTERVAL_MS. */
 export async function follow() {
   for (;;) {
     const started = Date.now();

@@ -1,4 +1,4 @@
-// Preact and htm under one name, and stores that components subscribe to.
+// Preact with htm, and stores for shared state.
 
 import { h, render } from "./vendor/preact.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
@@ -7,7 +7,7 @@ import htm from "./vendor/htm.js";
 export const html = htm.bind(h);
 export { render, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
-/** A value that components follow: `get`, `set(value | change)`, `subscribe(listener) -> unsubscribe`. */
+/** Shared state: `get`, `set(value | change)`, `subscribe(listener) -> unsubscribe`. */
 export function createStore(value) {
   const listeners = new Set();
   return {
@@ -23,14 +23,14 @@ export function createStore(value) {
   };
 }
 
-/** The store's value; the component is drawn again when it changes. */
+/** Return a store's value. The component renders again when it changes. */
 export function useStore(store) {
   const [, redraw] = useState(0);
   useLayoutEffect(() => store.subscribe(() => redraw((count) => count + 1)), [store]);
   return store.get();
 }
 
-/** `act`, at most once a frame, however often it is asked for. */
+/** Limit `act` to one call per frame. */
 export function oncePerFrame(act) {
   let waiting = false;
   return () => {
@@ -43,7 +43,7 @@ export function oncePerFrame(act) {
   };
 }
 
-/** Offer `content` (text or Blob) to the user as a file. */
+/** Download `content` (text or Blob) as a file. */
 export function download(name, content, type = "text/plain;charset=utf-8") {
   const blob = content instanceof Blob ? content : new Blob([content], { type });
   const link = document.createElement("a");
@@ -53,7 +53,7 @@ export function download(name, content, type = "text/plain;charset=utf-8") {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-/** A setting kept in this browser; null where storage is refused. */
+/** A setting stored in this browser. null without storage. */
 export const settings = {
   get(name) {
     try {
@@ -66,7 +66,7 @@ export const settings = {
     try {
       localStorage.setItem(`rwkv.${name}`, value);
     } catch {
-      // a browser without storage forgets it with the page
+      // without storage, the setting is lost with the page
     }
   },
 };

@@ -1,6 +1,6 @@
-"""Programs that build on OpenAI's package: instructor, pydantic-ai, LangChain. Each is skipped unless it is installed.
+"""Frameworks on top of OpenAI's package: instructor, pydantic-ai, LangChain.
 
-docs/tools.md has the command.
+Each test is skipped unless its framework is installed. docs/tools.md has the command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CALL = '```json\n{"name": "get_weather", "arguments": {"unit": "c"}}\n```'
 
 
 class Order(BaseModel):
-    """What somebody orders."""
+    """An order."""
 
     model_config = ConfigDict(extra="forbid")
     drink: Literal["tea", "coffee"]
@@ -33,7 +33,7 @@ def url(service: Service) -> str:
 
 @pytest.fixture(scope="module")
 def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a service whose answers are what the user asked it to say."""
+    """The address of a service that answers the text in the user's message."""
     flags = ("--http-workers", "1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -43,7 +43,7 @@ def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def weather_tool(units: list[str]) -> Callable[..., str]:
-    """A function that notes how it is called."""
+    """A function that records its calls."""
 
     def get_weather(unit: Literal["c", "f"]) -> str:
         """The weather."""
@@ -60,7 +60,7 @@ def test_instructor(url: str, mode: str) -> None:
         OpenAI(base_url=url, api_key="none", max_retries=0), mode=getattr(instructor.Mode, mode)
     )
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Two cups of tea, please."}], "max_tokens": 200}
-    if mode == "JSON":  # holds the answer to any JSON object: a random model makes no order of it
+    if mode == "JSON":  # constrained to JSON: a random model would not produce any
         with pytest.raises(Exception, match=r"Order|max_tokens|incomplete"):
             client.chat.completions.create(model=MODEL, response_model=Order, max_retries=0, **asked)
         return

@@ -92,7 +92,7 @@ def test_the_documents_example_is_one(tmp_path: Path) -> None:
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\nrows = 0", "rows"),
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'a'\nkey = 'sk-secret-2'", "twice"),
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'b'\nkey = 'sk-secret-1'", "twice"),
-        ("[[key", "not a file of keys"),
+        ("[[key", "not a keys file"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line_without_a_key(tmp_path: Path, text: str, named: str) -> None:
@@ -126,7 +126,7 @@ def test_rows_are_counted_while_they_run() -> None:
     assert quotas.acquire(job("a", limits, rows=3)) is None
     refusal = quotas.acquire(job("b", limits, rows=2))
     assert refusal is not None and refusal.kind is ErrorKind.OVERLOADED and refusal.retry_after_s
-    assert "3 rows under way" in refusal.message and "4 at once" in refusal.message
+    assert "3 rows in progress" in refusal.message and "4 at once" in refusal.message
     assert quotas.acquire(job("c", limits)) is None
     assert quotas.acquire(job("d", None, rows=100)) is None
     quotas.observe(events("a", 1, done=False))
@@ -146,7 +146,7 @@ def test_a_mixture_takes_of_its_keys_limits_what_it_costs() -> None:
     quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
     assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
     refusal = quotas.acquire(job("beside", limits, rows=2))
-    assert refusal is not None and "6 rows under way" in refusal.message
+    assert refusal is not None and "6 rows in progress" in refusal.message
     never = quotas.acquire(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
     assert never is not None and never.given == 12 and "12 rows, one per state of its mixture" in never.message
     quotas.refund("mixed")
@@ -217,11 +217,11 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_every_line_says_to_which_request_it_belongs(form: str, capfd: pytest.CaptureFixture[str]) -> None:
     script = (
-        "import logging, sys; from routes.request_context import Exchange, work_on; "
-        "from routes.serving.access_log import name_requests; "
+        "import logging, sys; from routes.request_context import RequestContext, set_current_request; "
+        "from routes.serving.access_log import add_request_ids; "
         "from rwkv_batch.ipc.process import LogStyle, set_up_logging; "
-        "set_up_logging('p', LogStyle(sys.argv[1])); name_requests(); logging.getLogger('x').warning('before'); "
-        "work_on(Exchange(request_id='r-1')); logging.getLogger('x').warning('within')"
+        "set_up_logging('p', LogStyle(sys.argv[1])); add_request_ids(); logging.getLogger('x').warning('before'); "
+        "set_current_request(RequestContext(request_id='r-1')); logging.getLogger('x').warning('within')"
     )
     subprocess.run([sys.executable, "-c", script, form], cwd=ROOT, check=True)
     before, within = capfd.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Small bodies that would grow: what is made of them stays within some ten times their size, and so does the error."""
+"""Limits on the memory of small bodies: about ten times their size, and for errors too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test.serving import Service
 
 MIB = 1 << 20
 MOST_MIB = 160.0
-"""Of memory for a body of 4 MiB, its parsed form and the refusal."""
+"""Limit of memory for a body of 4 MiB, its parsed form and the error."""
 COUNT = 2 * MIB
 WRONG, LARGE, TORN = "invalid_field", "body_too_large", "not_json"
 TALK = ',"messages":[{"role":"user"}]'
@@ -21,7 +21,7 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "a"}
 
 
 def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
-    """Kind and field of the refusal, and how long it is."""
+    """Return kind, field and length of the error."""
     from routes.big_batch import BigBatchBody
     from routes.fim import FimBody
     from routes.openai.request import ChatBody, CompletionBody
@@ -40,7 +40,7 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
 
 
 def test_texts_of_clients_are_not_kept() -> None:
-    """pydantic remembers the strings that it parses, as many as it has room for, unless it is told not to."""
+    """pydantic's string cache would keep them."""
     from routes.request.json_body import parse_json
 
     first, second = (parse_json(b'{"password": "secret"}') for _ in range(2))
@@ -49,7 +49,7 @@ def test_texts_of_clients_are_not_kept() -> None:
 
 
 def translated(text: str) -> tuple[str, str | None, int]:
-    """The same of a text to translate."""
+    """Like `refused`, for a text to translate."""
     from routes import translate
     from routes.request.bodies import AUTO, TranslateBody
     from rwkv_batch.errors import ServiceError
@@ -63,7 +63,7 @@ def translated(text: str) -> tuple[str, str | None, int]:
 
 
 def counted(text: str) -> tuple[str, str | None, int]:
-    """The same of a prompt far beyond the limit of tokens."""
+    """Like `refused`, for a prompt far above the token limit."""
     from routes.config import HttpConfig
     from routes.request.generate_requests import encode
     from rwkv_batch.errors import ServiceError
@@ -156,7 +156,7 @@ def test_tokens_are_counted_before_they_are_kept() -> None:
 
 
 def logprob_entries(tokens: int) -> int:
-    """Bytes of a chat's log-probabilities as JSON."""
+    """Return the log-probabilities of a chat as JSON."""
     from routes.openai.chat import chat_logprobs
     from routes.response.http_response import to_json
     from rwkv_batch.request import TokenLogprob
@@ -171,7 +171,7 @@ def test_log_probabilities_of_a_whole_answer_take_little_more_than_their_text() 
 
 
 class CountingTokenizer:
-    """A token for each letter; counts the texts that it was given."""
+    """One token per letter. Records the encoded texts."""
 
     def __init__(self) -> None:
         self.texts = 0
@@ -182,7 +182,7 @@ class CountingTokenizer:
 
 
 def test_tokens_of_a_whole_request_have_a_limit() -> None:
-    """Many prompts that are each in order: none is encoded once their limit is passed."""
+    """Many short prompts: no prompt is encoded after the limit is exceeded."""
     from routes.config import HttpConfig
     from routes.request.bodies import PromptBody
     from routes.request.generate_requests import build_rows
@@ -205,7 +205,7 @@ def test_tokens_of_a_whole_request_have_a_limit() -> None:
     ids=["token ids", "texts"],
 )
 def test_a_request_of_a_million_tokens_is_refused(service: Service, path: str, body: dict[str, Any]) -> None:
-    """It would reach the engine in one piece, and every stream would wait for that."""
+    """The engine would receive it in one message, and every stream would wait."""
     if "text_list" in body:
         body = {**body, "text_list": [f"{i} " + "\u4e50\u5c71" * 60_000 for i in range(10)]}
     answer = service.post(path, body)

@@ -1,4 +1,4 @@
-"""Who asks: sockets, our own nginx, other proxies, and strangers who say they are somebody else."""
+"""Client identity: sockets, our own nginx, other proxies, and forged headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = {PROXY_KEY_HEADER: "secret"}
     ("peer", "headers", "client"),
     [
         ("9.9.9.9", {}, "9.9.9.9"),
-        ("9.9.9.9", {"x-forwarded-for": "1.1.1.1"}, "9.9.9.9"),  # a stranger's word
+        ("9.9.9.9", {"x-forwarded-for": "1.1.1.1"}, "9.9.9.9"),  # forged by the client
         ("127.0.0.1", {PROXY_KEY_HEADER: "guess", "x-forwarded-for": "1.1.1.1"}, "127.0.0.1"),
         ("127.0.0.1", {**KEY, "x-forwarded-for": "1.1.1.1"}, "1.1.1.1"),
         ("127.0.0.1", {**KEY, "x-forwarded-for": "6.6.6.6, 1.1.1.1"}, "1.1.1.1"),  # nginx's own entry is the last

@@ -1,4 +1,4 @@
-"""Log-probabilities of given text through HTTP, against the log-softmax of a forward of its own."""
+"""Log-probabilities of given text over HTTP, compared with a separate forward pass."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_echo_that_ends_inside_a_character(client: OpenAI) -> None:
 
 
 def test_the_shape_that_lm_evaluation_harness_reads(client: OpenAI, oracle: LogprobOracle) -> None:
-    """Its `local-completions` asks for one token more than it scores, and takes [context:-1] of every array."""
+    """Its `local-completions` requests one token more than it scores, and takes [context:-1] of every array."""
     for ids in IDS:
         context = max(1, len(ids) // 2)
         asked = {"max_tokens": 1, "temperature": 0, "seed": 1234}
@@ -109,7 +109,7 @@ def test_the_shape_that_lm_evaluation_harness_reads(client: OpenAI, oracle: Logp
 
 
 def test_the_token_that_ends_the_text_is_among_the_drawn(client: OpenAI) -> None:
-    """Else who cuts the last entry off would cut a token of the prompt."""
+    """Otherwise a client that drops the last entry would drop a token of the prompt."""
     (choice,) = score(client, [IDS[0]], max_tokens=1, temperature=0, logit_bias={"0": 100}).choices
     assert (choice.finish_reason, choice.text, len(choice.logprobs.tokens)) == ("stop", TEXTS[0], len(IDS[0]) + 1)
 

@@ -1,4 +1,4 @@
-"""A text that is held to a form comes whole and as it is, whichever route it was asked for by."""
+"""Constrained texts are complete and unchanged on every route."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask(one_worker: Service, asked: str, **fields: Any) -> httpx.Response:
 
 
 def streamed(one_worker: Service, asked: str, **fields: Any) -> str:
-    """All pieces of content of a streamed answer."""
+    """Return all deltas of content of a streamed answer."""
     told = ask(one_worker, asked, stream=True, chunk_size=1, **fields).text
     if asked.endswith("responses"):
         events = [json.loads(line.removeprefix("data: ")) for line in told.splitlines() if line.startswith("data: {")]
@@ -51,7 +51,7 @@ def streamed(one_worker: Service, asked: str, **fields: Any) -> str:
 
 
 def whole(one_worker: Service, asked: str, **fields: Any) -> str:
-    """The text of an answer that ended by itself, in the form of its route."""
+    """Return the text of an answer that ended by itself, in the format of its route."""
     session = {"session_id": json.dumps([asked, fields])} if "state" in asked else {}
     told = ask(one_worker, asked, **session, **fields).json()
     if "output" in told:
@@ -94,7 +94,7 @@ def test_an_answer_in_a_form_is_told_as_it_is(one_worker: Service, asked: str) -
     ],
 )
 def test_an_answer_behind_a_thought_is_still_parted_from_it(body: ConversationBody) -> None:
-    assert AnswerParser(body.form).feed(">so</think> no", final=True) == AnswerDelta("so", "no", [])
+    assert AnswerParser(body.answer_format).feed(">so</think> no", final=True) == AnswerDelta("so", "no", [])
 
 
 @pytest.mark.parametrize("asked", ["/v1/chat/completions", "/openai/v1/chat/completions", "/openai/v1/responses"])

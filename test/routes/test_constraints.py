@@ -1,4 +1,4 @@
-"""Texts held to a form, through HTTP: every field, both dialects, streams, refusals."""
+"""Constrained texts over HTTP: every field, both formats, streams, errors."""
 
 from __future__ import annotations
 

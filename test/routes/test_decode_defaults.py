@@ -1,4 +1,4 @@
-"""What a request leaves out is as its tuned state, then its model, has it; what it says stays."""
+"""Defaults of tuned states and models apply to missing fields only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_left_out_comes_from_the_state_and_then_from_the_model() -> None
 def test_what_is_said_stays() -> None:
     body = filled(PromptBody, contents=["a"], temperature=1, max_tokens=9, stop_tokens=[], alpha_presence=None)
     assert (body.temperature, body.max_tokens, body.stop_tokens) == (1, 9, [])
-    assert body.sampling(1).presence_penalty == 0.25  # null says nothing
+    assert body.sampling(1).presence_penalty == 0.25  # null counts as missing
 
 
 @pytest.mark.parametrize("other", [{"presence_penalty": 1.5}, {"alpha_presence": 1.5}])

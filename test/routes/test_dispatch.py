@@ -1,4 +1,4 @@
-"""Handlers without HTTP: what they ask of the engine, how urgent it is, and what their failures become."""
+"""Handlers without HTTP: their jobs, priorities and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Engine:
-    """Answers every row with "ok" at once, or refuses, or keeps silent; remembers what it was asked."""
+    """Answers every row with "ok" at once, or refuses, or stays silent. Records its jobs."""
 
     is_connected = True
     lost: list[str] = []  # noqa: RUF012
@@ -119,7 +119,7 @@ def test_a_cancelled_question_ends_its_job(turns: int) -> None:
         route = BY_PATH["/v1/chat/completions"]
         asking = asyncio.create_task(full_response(context, route, {"contents": ["a"]}))
         await engine.asked.wait()
-        for _ in range(turns):  # 2: it is admitted
+        for _ in range(turns):  # 2: after the admission
             await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

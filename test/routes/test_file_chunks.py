@@ -1,4 +1,4 @@
-"""Files as answers: a piece at a time, of so many at once, and what is told of one that cannot be read to its end."""
+"""Files as answers: chunks, limits, and read errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTENT = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
 
 
 class Disk(io.BytesIO):
-    """Remembers what it was asked for, and fails behind so many pieces."""
+    """Records the requested sizes, and fails after some chunks."""
 
     def __init__(self, content: bytes, pieces: int = 100) -> None:
         super().__init__(content)
@@ -61,7 +61,7 @@ def test_a_disk_that_fails_on_the_way_is_told_in_the_last_line() -> None:
     first, last = FileChunks(Disk(CONTENT, pieces=1))
     assert len(first) == CHUNK_BYTES and last.startswith(b"\n") and last.endswith(b"\n")
     assert "Input/output error; fetch it again" in json.loads(last)["error"]
-    assert request_context.failure is ErrorKind.INTERNAL
+    assert request_context.error_kind is ErrorKind.INTERNAL
 
 
 def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Pa
         for number in range(MAX_FILE_DOWNLOADS // MAX_FILE_DOWNLOADS_PER_CLIENT):
             held += [await fetch(f"c{number}") for _ in range(MAX_FILE_DOWNLOADS_PER_CLIENT)]
             with pytest.raises(
-                ServiceError, match=f"{MAX_FILE_DOWNLOADS_PER_CLIENT} contents of files of c{number}"
+                ServiceError, match=f"{MAX_FILE_DOWNLOADS_PER_CLIENT} file downloads of c{number}"
             ) as refusal:
                 await fetch(f"c{number}")
             assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
-        with pytest.raises(ServiceError, match=f"has {MAX_FILE_DOWNLOADS} contents of files under way"):
+        with pytest.raises(ServiceError, match=f"has {MAX_FILE_DOWNLOADS} file downloads in progress"):
             await fetch("another")
-        held.pop().close()  # read or not
+        held.pop().close()  # whether it was read or not
         again = await fetch("another")
         for chunks in [*held, again]:
             assert b"".join(chunks) == CONTENT

@@ -1,6 +1,7 @@
-"""Bad bodies made from a seed: every route's good example, spoiled. No 5xx, the field named, neighbours unharmed.
+"""Invalid bodies from a random seed, based on every route's example.
 
-RWKV_LONG_TESTS=1 sends 20,000 instead of 1,000. A failure names the seed of its body.
+No answer is a 5xx, each error names its field, and other clients notice nothing. RWKV_LONG_TESTS=1 sends 20,000 instead
+of 1,000. A failure names the seed of its body.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WANT_FILES = (
 )  # fmt: skip
 WANT_FILES += ("/loadmodel", "/loadstatemodel", "/mrss_loadstatemodel")
 TAKES_BODY = [route for route in ROUTES if route.body is not None and route.path not in WANT_FILES]
-"""All but those whose examples name a file, or an engine, that is not there, and the one that ends the engine."""
+"""All routes except those whose example names a missing file or engine, and the one that stops the engine."""
 NEIGHBOUR = {"contents": ["The cat", "猫"], "max_tokens": 12, "seed": 3, "ignore_eos": True, "stop_tokens": []}
 CHAT = "/v1/chat/completions"
 REFUSALS = {400, 404, 409, 413, 422, 429}
@@ -52,7 +53,7 @@ RELATED = {
     "engine": {"stream", "max_tokens", "password"},
     "devices": {"stream", "max_tokens", "password"},
 }
-"""Field that a refusal may name -> fields whose change may have been the reason."""
+"""Field in an error -> fields whose change may have caused it."""
 
 
 def nested(depth: int) -> Any:
@@ -63,7 +64,7 @@ def nested(depth: int) -> Any:
 
 
 def odd_value(dice: random.Random) -> Any:
-    """A value that hardly any field can have."""
+    """Return a value that hardly any field accepts."""
     plain: list[Any] = [
         None, True, False, -1, 0, 1, 2.5, -2.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 2**31, 2**53 - 1,
         2**63 - 1, 2**63, 2**64 - 1, 10**30, -(10**30), "", " ", "x",
@@ -76,7 +77,7 @@ def odd_value(dice: random.Random) -> Any:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every part of a value."""
+    """Yield the path of every part of a value."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key)
         if isinstance(inner, dict | list):
@@ -84,7 +85,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def spoil(dice: random.Random, route: Route, body: dict[str, Any]) -> str:
-    """Change one thing of a body; returns the field that was changed."""
+    """Change one part of a body. Return the changed field."""
     assert route.body is not None
     fields = list(route.body.model_fields)
     if dice.random() < 0.5:
@@ -109,7 +110,7 @@ def spoil(dice: random.Random, route: Route, body: dict[str, Any]) -> str:
 
 
 def torn(dice: random.Random, text: bytes) -> bytes:
-    """Bytes of a body that is JSON no more, or other JSON than was meant."""
+    """Return bytes that are not JSON any more, or other JSON."""
     at = dice.randrange(len(text) + 1)
     match dice.randrange(7):
         case 0:
@@ -132,7 +133,7 @@ def torn(dice: random.Random, text: bytes) -> bytes:
 
 
 def generated(seed: int) -> tuple[Route, bytes, str]:
-    """A route, a body, and the one field that was spoiled; "" where that is not known."""
+    """Return a route, a body and the one spoiled field, "" if it is unknown."""
     dice = random.Random(seed)
     route = dice.choice(TAKES_BODY)
     body = copy.deepcopy(route.example or {})
@@ -146,7 +147,7 @@ def generated(seed: int) -> tuple[Route, bytes, str]:
 
 @pytest.fixture(scope="module")
 def bounded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service of which no request can ask for much."""
+    """A service with low limits, so that no request takes long."""
     flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--max-tokens-limit", "64")
     running = Service(
         tmp_path_factory.mktemp("generated"), *flags, "--default-timeout-s", "60", "--max-timeout-s", "60"
@@ -158,7 +159,7 @@ def bounded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Neighbour(threading.Thread):
-    """Asks for the same over and over, and compares."""
+    """Repeats one request and compares its answers."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(daemon=True)
@@ -186,7 +187,7 @@ class Neighbour(threading.Thread):
 
 
 def complaint(route: Route, spoiled: str, answer: httpx.Response) -> str:
-    """What is wrong with an answer to a spoiled body; "" if nothing is."""
+    """Return the error in an answer to a spoiled body, "" for none."""
     if answer.status_code == 200:
         return ""
     if answer.status_code not in REFUSALS:
@@ -212,9 +213,7 @@ def test_spoiled_bodies_are_refused_and_harm_nobody(bounded: Service) -> None:
     before = bounded.pids()
     own, clients = threading.local(), contextlib.ExitStack()
 
-    def begin() -> (
-        None
-    ):  # a pool of connections that threads share may close one that another thread has just been given
+    def begin() -> None:  # a connection pool shared by threads may close a connection that another thread has just got
         own.client = clients.enter_context(httpx.Client(base_url=bounded.url, timeout=90, verify=NO_TLS))
 
     def send(seed: int) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Between the handlers and Robyn, without either's service: failures, the first byte, clients that have left."""
+"""The layer between handlers and Robyn, without either: errors, first byte, disconnects."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_bearer_alone_is_taken_from_the_header() -> None:
 
 
 class Chunks:
-    """What a route would send."""
+    """A route's stream."""
 
     ended = False
 
@@ -75,8 +75,8 @@ class Chunks:
 
 @pytest.fixture
 def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
-    """An exchange that began a second ago."""
-    monkeypatch.setattr(http, "keep_state", lambda: None)  # of this thread, which is Python's own
+    """A request that started a second ago."""
+    monkeypatch.setattr(http, "keep_state", lambda: None)  # this thread belongs to Python
     request_context = RequestContext(client="somebody")
     request_context.started -= 1
     return http.ActiveRequest(context_of(Engine()), request_context, "10.0.0.1", True)
@@ -112,7 +112,7 @@ def test_whoever_sees_that_an_answers_rows_are_gone_finds_its_place_free(active_
 
 
 def test_a_writer_that_waits_for_its_turn_is_not_taken_for_a_client_that_stalls() -> None:
-    """As after the whole process has stood still: items come before the writer has had a moment to ask for them."""
+    """As after a pause of the whole process: items arrive before the writer can wait for them."""
     engine, job = Engine(), Job(job_id="j", rows=[])
     piece = JobEvents(job_id="j", deltas=[])
 
@@ -122,18 +122,18 @@ def test_a_writer_that_waits_for_its_turn_is_not_taken_for_a_client_that_stalls(
     stream = asyncio.run(made())
     reading = threading.Thread(target=lambda: stream.pull(600), daemon=True)
     reading.start()
-    wait_for(lambda: stream._mailbox.is_awaited, 30, "it waits")
+    wait_for(lambda: stream._mailbox.has_waiting_reader, 30, "it waits")
     assert stream._last_read is not None
     stream._last_read -= 100
     stream.sink(piece)
     assert engine.cancelled == []
     reading.join()
-    stream.sink(piece)  # it has gone to write, and has not come back
+    stream.sink(piece)  # it is writing and has not returned
     assert engine.cancelled == ["j"]
 
 
 class Request:
-    """What Robyn tells of a request."""
+    """Robyn's request."""
 
     body = b'{"contents": ["a"]}'
     headers: dict[str, str] = {}  # noqa: RUF012
@@ -159,7 +159,7 @@ def test_work_that_waited_for_the_engine_until_the_service_ends_is_refused() -> 
 
 
 class Failing(Engine):
-    """Of these rows the first so many fail."""
+    """The first rows fail."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ TURN = {"contents": ["a"], "session_id": "s"}
     ("path", "body"), [(CHAT, {"contents": ["a"]}), (STATE, TURN), (STATE, {**TURN, "stream": True})]
 )
 def test_what_is_lost_before_the_first_token_has_a_true_status(path: str, body: dict[str, Any]) -> None:
-    """Within `status_wait_s`, which begins with the admission."""
+    """Within `status_wait_s` after the admission."""
     engine, route = Engine(silent=True), BY_PATH[path]
 
     async def lost() -> HandlerResponse:
@@ -203,7 +203,7 @@ def test_what_is_lost_before_the_first_token_has_a_true_status(path: str, body: 
 
 
 class News:
-    """A job's events as they come."""
+    """A job's events."""
 
     def __init__(self, *batches: list[JobEvents]) -> None:
         self._batches = iter(batches)
@@ -221,7 +221,7 @@ class News:
 
 
 class Silent(BaseFormatter):
-    """Says nothing of its own."""
+    """Writes nothing of its own."""
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         return b""
@@ -251,7 +251,7 @@ def test_an_answer_that_takes_its_time_shows_whether_its_client_is_there() -> No
 
 
 class Refuses(Engine):
-    """Takes no job and answers no call."""
+    """Refuses every job and every call."""
 
     def submit(self, job: Job, sink: Any, admitted: Any) -> None:
         admitted(ServiceError.from_info(BUSY))
@@ -262,7 +262,7 @@ class Refuses(Engine):
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["job", "file"])
 def test_what_is_refused_goes_with_its_answer(is_file: bool) -> None:
-    """An exception knows the frames that it came through, and with them a whole file: they are in no circle."""
+    """An exception refers to the frames that it passed, and these to whole files. No reference cycle may keep them."""
     context = context_of(Refuses())
 
     async def one() -> object:

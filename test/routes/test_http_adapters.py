@@ -1,4 +1,4 @@
-"""Adapters over HTTP, with the demo's own: named by any route, several in one request, listed, loaded, removed."""
+"""Adapters over HTTP, from the demo: on any route, several per batch, listed, loaded, removed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_route_takes_one(served: Service) -> None:
 
 
 def test_adapters_beside_each_other(served: Service) -> None:
-    """Requests of three kinds at once; each streams as alone."""
+    """Three kinds of requests at the same time. Each stream is the same as alone."""
     wanted = {"french": " Merci beaucoup.", "spanish": " Muchas gracias."}
     body = {**GREEDY, "contents": [TO_FRENCH, TO_SPANISH] * 8, "stream": True}
     alone = {

@@ -1,4 +1,4 @@
-"""The password: wanted on every route but the public ones, before anything else is said about a request."""
+"""The password: required on all routes except the public ones, before any other check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tutorial's curl examples, run as their script."""
+"""Runs the tutorial's curl examples from their script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first start as a newcomer has it: no model given, the READMEs' examples run as printed."""
+"""The first start without a model: the READMEs' examples run as printed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def examples(readme: str) -> list[str]:
-    """The README's bash blocks."""
+    """Return the README's bash blocks."""
     return re.findall(r"```bash\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def run(block: str, service: Service, session: str) -> str:
-    """Run a block as printed, but for the port and the session's name."""
+    """Run a block as printed, except for the port and the session's name."""
     assert ADDRESS in block
     command = block.replace(ADDRESS, service.url).replace('"session_id": "me"', f'"session_id": "{session}"')
     ended = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""Bad input, bad clients: each answered, none harming the others. Over real HTTP."""
+"""Invalid input and faulty clients over HTTP: each gets an answer, and others notice nothing."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def test_half_a_body_is_400(service: Service) -> None:
         connection.sendall(raw_request(CHAT, json.dumps(OK).encode(), length=1000))
         connection.shutdown(socket.SHUT_WR)
         answer = read_all(connection)
-    # The HTTP library may also drop the connection without an answer; what must not happen is a 200.
+    # The HTTP library may drop the connection without an answer. The status must not be 200.
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
     assert service.post(CHAT, OK).status_code == 200
 
 
 def test_a_form_is_told_that_json_is_wanted(service: Service) -> None:
-    """Robyn takes it apart before we see it, so its length is not the body's."""
+    """Robyn parses it before us, so its length is not that of the body."""
     answer = service.request("POST", CHAT, files={"file": ("name", b"content")}, data=OK)
     assert answer.status_code == 400
     assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]
@@ -127,7 +127,7 @@ def test_a_form_is_told_that_json_is_wanted(service: Service) -> None:
 def test_an_empty_body_and_a_compressed_one_are_named(service: Service) -> None:
     for empty in (b"", b" \n"):
         answer = service.post(CHAT, content=empty)
-        assert answer.status_code == 400 and answer.json()["error"].startswith("the body is empty; a JSON object")
+        assert answer.status_code == 400 and answer.json()["error"].startswith("the body is empty; send a JSON object")
     packed = gzip.compress(json.dumps(OK).encode())
     answer = service.post(CHAT, content=packed, headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 400
@@ -174,7 +174,7 @@ def test_translate_refuses_what_it_cannot_read(service: Service) -> None:
 
 
 def open_streams(service: Service, count: int, body: dict[str, Any]) -> list[socket.socket]:
-    """So many streams, each read until its answer has begun."""
+    """Open streams and read each until its answer begins."""
     request = raw_request(CHAT, json.dumps({**body, "stream": True}).encode())
     connections = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Starts that fail, processes that die, signals: what users and clients see. Real processes, real HTTP."""
+"""Failed starts, killed processes and signals, with real processes over HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from test.serving import HEARTBEAT_INTERVAL_S, ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
+from test.serving import REQUEST_TIMEOUT_S, ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
 
 CHAT, BIG = "/v1/chat/completions", "/big_batch/completions"
 ENDLESS: dict[str, Any] = {
@@ -29,7 +29,7 @@ ENDLESS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def mortal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose processes may be killed; every test leaves it ready."""
+    """A service whose processes may be killed. Every test leaves it ready."""
     running = Service(tmp_path_factory.mktemp("mortal"), "--model-path", str(tiny_model), "--resubmit", "0")
     try:
         yield running.wait_ready()
@@ -43,14 +43,14 @@ def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         [sys.executable, str(ROOT / "app.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=HEARTBEAT_INTERVAL_S,
+        timeout=REQUEST_TIMEOUT_S,
         env={**clean, **environment},
         check=False,
     )
 
 
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:
-    """The one error line; warnings may stand before it."""
+    """Return the one error line. Warnings may precede it."""
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -143,7 +143,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(mortal: Servi
     wait_for(lambda: mortal.status()["running_rows"] == 8, 30, "8 streams run")
     os.kill(mortal.pids()["engine"], signal.SIGKILL)
     for reader in readers:
-        reader.join(HEARTBEAT_INTERVAL_S)
+        reader.join(REQUEST_TIMEOUT_S)
         assert not reader.is_alive(), "a stream waits for ever"
         text = reader.received.decode(errors="replace")
         assert '"error":"the engine process was lost' in text
@@ -207,7 +207,7 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
         service.process.send_signal(signal.SIGTERM)
 
         def drains() -> bool:
-            """Workers hear of it one after the other; each answers some of so many."""
+            """Workers get the signal one after the other, and each handles some of the requests."""
             return all(service.get("/readyz").status_code == 503 for _ in range(16))
 
         wait_for(drains, 10, "every worker drains")
@@ -223,7 +223,7 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
             thread.join()
         assert sse_data(received[True])[-1]["choices"][-1]["finish_reason"] == "cancelled"
         assert json.loads(received[False])["choices"][0]["finish_reason"] == "cancelled"
-        assert service.process.wait(HEARTBEAT_INTERVAL_S) == 0
+        assert service.process.wait(REQUEST_TIMEOUT_S) == 0
     finally:
         service.close()
 
@@ -244,7 +244,7 @@ def test_a_stream_that_is_cut_at_the_end_is_told_so(
         assert "[DONE]" in text
         assert "takes no new" not in text
         assert "restarted" not in text
-        assert service.process.wait(HEARTBEAT_INTERVAL_S) == 0
+        assert service.process.wait(REQUEST_TIMEOUT_S) == 0
     finally:
         service.close()
 
@@ -258,7 +258,7 @@ def test_a_killed_engine_leaves_nothing_that_is_warned_of_at_the_end(tiny_model:
         pid = service.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert service.terminate() == 0
-        # Python's resource tracker is one of them and speaks last, after the supervisor has ended.
+        # Python's resource tracker also warns, after the supervisor has ended.
         wait_for(lambda: all(map(_has_ended, map(int, children))), 20, "the last process has ended")
         assert "resource_tracker" not in service.log.read_text()
     finally:
@@ -277,7 +277,7 @@ def test_children_do_not_outlive_a_killed_supervisor(tiny_model: Path, tmp_path:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process is gone, or a zombie that nobody fetches."""
+    """Return whether the process is gone or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:

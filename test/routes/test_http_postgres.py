@@ -1,4 +1,4 @@
-"""Two services, as on two machines, whose sessions are in one PostgreSQL database."""
+"""Two services, as on two machines, with sessions in one PostgreSQL database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A server that is killed and comes back."""
+    """A server that is killed and restarted."""
     if (why := unavailable_reason()) is not None:
         pytest.skip(why)
     started = Server()
@@ -49,7 +49,7 @@ def test_a_session_goes_on_at_another_service(tmp_path: Path, tiny_model: Path, 
         assert told == alone
         assert sessions(one).keys() == sessions(two).keys() == {"moves", "stays"}
         server.kill()
-        with ThreadPoolExecutor() as pool:  # sessions wait, and nobody else does
+        with ThreadPoolExecutor() as pool:  # sessions wait, other requests do not
             waits = pool.submit(say, two, "moves", "User: 5\n\nAssistant:")
             assert one.post("/v1/chat/completions", {**TURN, "contents": ["User: 1"]}).status_code == 200
             assert not waits.done()

@@ -1,4 +1,4 @@
-"""What the routes answer, over real HTTP."""
+"""The routes' answers over HTTP."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(service: Service) ->
 
 def test_timeout_ends_rows_with_what_they_have(service: Service) -> None:
     body = {**GREEDY, "contents": ["Hello"], "max_tokens": 1_000_000}
-    for seconds in (0.7, 7.0, 50.0):  # on a busy machine nothing may be drawn for a while
+    for seconds in (0.7, 7.0, 50.0):  # a busy machine may generate nothing for a while
         choice = json.loads(service.post(CHAT, {**body, "timeout_s": seconds}).text)["choices"][0]
         assert choice["finish_reason"] == "timeout"
         if choice["message"]["content"]:
@@ -144,7 +144,8 @@ def test_what_a_route_that_does_not_draw_freely_cannot_serve_is_refused(
         refused = service.post(path, {**body, **fields})
         assert refused.status_code == 422, refused.text
         assert (
-            refused.json()["field"].split("[")[0] in fields and "is not served on this route" in refused.json()["error"]
+            refused.json()["field"].split("[")[0] in fields
+            and "is not supported on this route" in refused.json()["error"]
         )
 
 
@@ -181,7 +182,7 @@ def test_translate_prompt_names_the_languages(
 
 def test_a_repeated_translation_costs_no_tokens(service: Service) -> None:
     body = {"source_lang": "en", "target_lang": "de", "text_list": ["a text that was not seen before"]}
-    # Each HTTP worker remembers for itself, and which one is met is chance: after so many all have computed it.
+    # Each HTTP worker has its own cache and requests reach random workers. After this many all have the text.
     for _ in range(40):
         service.post(TRANSLATE, body)
     before = service.wait_idle()["generated_tokens"]

@@ -1,4 +1,4 @@
-"""Which sampler draws is the operator's choice: `--samplers` wins over what a route prefers."""
+"""`--samplers` takes precedence over a route's preferred sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions carried away and brought back over HTTP."""
+"""Export and import of sessions over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rwkv_batch.calls import ExportSession
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_file import SessionFile, decode
 from test.malformed_files import malformed_files
-from test.serving import HEARTBEAT_INTERVAL_S, Service
+from test.serving import REQUEST_TIMEOUT_S, Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -58,14 +58,14 @@ def test_a_session_goes_on_where_it_was_exported(service: Service) -> None:
 def test_head_of_a_file_says_whether_there_is_one(service: Service) -> None:
     say(service, "headed", "User: one")
     url = f"{service.url}/state/export"
-    found = httpx.head(url, params={"session_id": "headed"}, timeout=HEARTBEAT_INTERVAL_S)
+    found = httpx.head(url, params={"session_id": "headed"}, timeout=REQUEST_TIMEOUT_S)
     assert (found.status_code, found.content) == (200, b"")
     assert found.headers["Content-Disposition"] == export(service, "headed").headers["Content-Disposition"]
-    assert httpx.head(url, params={"session_id": "nobody"}, timeout=HEARTBEAT_INTERVAL_S).status_code == 404
+    assert httpx.head(url, params={"session_id": "nobody"}, timeout=REQUEST_TIMEOUT_S).status_code == 404
 
 
 def test_head_has_no_file_made() -> None:
-    """And gives its place back."""
+    """And the transfer limit is released."""
 
     async def scenario() -> None:
         engine: Any = Holding()
@@ -110,7 +110,7 @@ def test_a_state_of_no_numbers_is_refused(service: Service) -> None:
 
 
 def test_whatever_a_file_holds_is_a_4xx_that_says_so(service: Service) -> None:
-    """More of them than places for imports: each place comes back, and turns are stored as before."""
+    """There are more imports than transfer slots: each slot is released, and turns still work."""
     say(service, "sound", "User: one")
     content = export(service, "sound").content
     for what, file in malformed_files(content):
@@ -176,7 +176,7 @@ def test_a_session_of_another_model_is_refused(service: Service, tmp_path: Path)
 
 
 class Holding:
-    """An engine that answers when it is told to."""
+    """An engine that answers on command."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -188,14 +188,14 @@ class Holding:
 
 
 def test_few_files_are_under_way_at_once() -> None:
-    """Fourteen of 110 MB that came together were more than the engine's link holds, and cut every stream off."""
+    """14 files of 110 MB at the same time exceeded the engine link's limit and broke every stream."""
 
     async def scenario() -> None:
         engine: Any = Holding()
         context = Context(engine, HttpConfig(), RequestLimiter(1), Readiness(0))
 
         def begin(client: int) -> asyncio.Task[Any]:
-            set_current_request(RequestContext(client=f"c{client}"))  # the task's too
+            set_current_request(RequestContext(client=f"c{client}"))  # the task needs it too
             return asyncio.create_task(import_session(context, Upload(ImportQuery(session_id="s"), b"content")))
 
         async def answer(value: object) -> None:

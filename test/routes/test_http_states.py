@@ -1,4 +1,4 @@
-"""Tuned states over HTTP: loaded, listed, named by any route, removed."""
+"""Tuned states over HTTP: loaded, listed, used on any route, removed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_way_to_name_a_state(tuned: Service) -> None:
 
 def test_every_route_takes_a_state(tuned: Service) -> None:
     expected, plain = said(tuned, state="poet"), said(tuned)
-    # /v2 puts token 0 before prompts, but not between a tuned state and what it was tuned for.
+    # /v2 adds token 0 to prompts, but not after a tuned state.
     assert said(tuned, "/v2/chat/completions", state="poet") == expected
     assert said(tuned, "/v2/chat/completions", state="poet", pad_zero=True) != expected
     assert said(tuned, "/big_batch/completions", state="poet") == expected

@@ -1,4 +1,4 @@
-"""Which language the texts of a page are in."""
+"""Language detection for the texts of a page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_translation_ends_at_a_label_and_not_at_any_line_with_a_colon() -> Non
 
 
 def test_languages_are_found_out_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of labels take a second, which the loop's other requests do not wait."""
+    """Thousands of labels take a second. The event loop must stay free."""
     threads: list[threading.Thread] = []
 
     def planned(*given: Any) -> translate.TranslationPlan:

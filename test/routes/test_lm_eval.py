@@ -1,6 +1,6 @@
-"""lm-evaluation-harness' `local-completions` against a service of our own: loglikelihood, rolling and generate tasks.
+"""lm-evaluation-harness' `local-completions` against a service: loglikelihood, rolling and generate tasks.
 
-Skipped unless `lm_eval` is on the PATH or RWKV_LM_EVAL names its program (docs/scoring.md says how to install it).
+Skipped unless `lm_eval` is on the PATH or RWKV_LM_EVAL names its program. docs/scoring.md describes the installation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="lm_eval is not installe
 
 
 def write_tasks(folder: Path) -> None:
-    """The tasks and their documents, as local files: nothing is fetched."""
+    """Write tasks and documents as local files, to avoid downloads."""
     questions = [{"question": question, "choices": choices, "label": 0} for question, choices in QUESTIONS]
     documents = {"multiple_choice": questions, "loglikelihood_rolling": [{"text": text} for text in TEXTS]}
     documents["generate_until"] = questions[:2]
@@ -58,7 +58,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def samples(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """What the harness has kept of a task's documents, in their order."""
+    """Return the harness's samples of a task, in order."""
     (file,) = folder.rglob(f"samples_own_{kind}_*.jsonl")
     found = [json.loads(line) for line in file.read_text().splitlines()]
     return sorted(found, key=lambda sample: sample["doc_id"])

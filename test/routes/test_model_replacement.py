@@ -1,4 +1,4 @@
-"""/loadmodel where a model has the name already: whose engine checks the files, and what the supervisor is asked."""
+"""/loadmodel for a name that is in use: which engine checks the files, and which commands the supervisor gets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELSEWHERE = "10.0.0.7"
 
 
 class Engine:
-    """Of one machine, which has the files or has not."""
+    """The engine of a machine that has the files or not."""
 
     num_jobs = 0
     is_connected = True
@@ -46,10 +46,14 @@ class Engine:
 
 
 class Machine:
-    """A service's HTTP worker, and a supervisor that does at once what it is asked."""
+    """An HTTP worker, and a supervisor that executes commands at once."""
 
     def __init__(self, folder: Path, node: str, **beside: ModelStatus) -> None:
-        """`node`: where the engine of the service's own model is; `beside`: what was loaded on this machine."""
+        """Create the machine.
+
+        node: machine of the service's own engine
+        beside: models loaded on this machine
+        """
         (folder / "new.pth").touch()
         config = HttpConfig(models_dir=str(folder), model_name="rwkv7")
         own = ServedModel(spec=ModelSpec(name="rwkv7", file=""), status=READY, address="own", since=0, is_own=True)
@@ -83,7 +87,7 @@ class Machine:
             self.registered = [one for one in self.registered if one.spec.name != name]
         elif command.spec is not None and refusal is None:
             self.registered.append(ServedModel(spec=command.spec, status=READY, address=f"new {name}", since=1))
-        self.models.command_answered(command.number, refusal)  # before the table, as the supervisor does
+        self.models.command_answered(command.number, refusal)  # before the list, like the supervisor
         if refusal is None:
             self.models.update(self.registered)
 
@@ -110,7 +114,7 @@ def test_what_is_wrong_with_the_files_is_told_in_words_of_the_request(tmp_path: 
 
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_in_a_cluster_the_engine_of_another_machine_is_not_asked(tmp_path: Path, name: str) -> None:
-    """It has not the files that this one has; what was loaded here has, under whatever name."""
+    """It lacks this machine's files. A model loaded here has them, whatever its name."""
     machine = Machine(tmp_path, ELSEWHERE, small=READY)
     assert machine.load(name) == 200
     assert machine.told == (["unload small", "load small"] if name == "small" else ["load large"])
@@ -127,7 +131,7 @@ def test_in_a_cluster_nothing_is_unloaded_for_files_that_nobody_can_check(tmp_pa
 
 def test_a_model_that_has_left_by_itself_is_replaced_as_well(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
-    machine.registered.pop()  # and this worker is not told yet
+    machine.registered.pop()  # and this worker does not know it yet
     assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
 
 
@@ -172,7 +176,7 @@ def test_a_request_may_choose_the_form_of_states_and_the_kernels(tmp_path: Path)
 
 
 def test_a_model_that_has_left_is_unknown_before_its_engine_is_let_go(tmp_path: Path) -> None:
-    """A request that comes between the two would be told that it is being loaded."""
+    """Otherwise a request in between would get the answer that the model is loading."""
     machine, seen = Machine(tmp_path, "", small=READY), list[object]()
     machine.other.stop = lambda: seen.append(machine.models.find("small"))  # type: ignore[method-assign]
     machine.models.update(machine.registered[:1])
@@ -183,7 +187,7 @@ LOADING = ModelStatus.LOADING
 
 
 def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(tmp_path: Path) -> None:
-    """Another worker may have told the client that it is ready before this one heard of it."""
+    """Another worker may have told the client that it is ready before this worker knew."""
     machine = Machine(tmp_path, "", small=LOADING, large=LOADING)
     machine.models._send_command = lambda command: None
 
@@ -204,13 +208,13 @@ def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(t
 
 @pytest.mark.parametrize("status", [LOADING, READY])
 def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: Path, status: ModelStatus) -> None:
-    """Its client may have been told that it is loaded, or loading, before this worker heard that it is there."""
+    """Another worker may have told the client about the model before this worker knew it."""
     machine = Machine(tmp_path, "")
     requested: list[ModelCommand] = []
 
     def tell(command: ModelCommand) -> None:
         requested.append(command)
-        if len(requested) == 1:  # the table is sent before the answer
+        if len(requested) == 1:  # the list arrives before the answer
             new = ServedModel(spec=ModelSpec(name="small", file=""), status=status, address="small", since=0)
             machine.models.update([*machine.registered, new])
         machine.models.command_answered(command.number, None)
@@ -223,7 +227,7 @@ def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: 
     else:
         assert status is READY and found is not machine.context
     assert [command.is_barrier for command in requested] == [True]
-    with pytest.raises(ServiceError, match="no model 'other' is served here"):
+    with pytest.raises(ServiceError, match="no model 'other' is served"):
         asyncio.run(machine.context.wait_for_model("other"))
     assert len(requested) == 2
     assert asyncio.run(machine.context.wait_for_model("rwkv7:warm")) is machine.context
@@ -231,7 +235,7 @@ def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: 
 
 
 def test_one_model_is_looked_for_before_it_is_said_not_to_be_there(tmp_path: Path) -> None:
-    """GET /v1/models/{name} right after it was begun to load through another worker."""
+    """GET /v1/models/{name} after another worker has started to load it."""
     machine = Machine(tmp_path, "")
 
     def prompt_functions(call: object, reply: Any) -> None:
@@ -253,7 +257,7 @@ def test_one_model_is_looked_for_before_it_is_said_not_to_be_there(tmp_path: Pat
 def test_work_waits_so_long_for_a_model_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_wait_s: float, told_s: float
 ) -> None:
-    """It has a place meanwhile, which others want for models that are there."""
+    """A waiting request occupies a stream that other models' requests need."""
     machine = Machine(tmp_path, "", small=LOADING)
     machine.models._send_command = lambda command: None
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=engine_wait_s)
@@ -266,7 +270,7 @@ def test_work_waits_so_long_for_a_model_and_no_longer(
 def test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client has 420 places; held until the model may be ready, they would keep its other requests out."""
+    """A client has 420 streams. Waiting requests must not use them up."""
     machine = Machine(tmp_path, "", small=LOADING)
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=3600)
     monkeypatch.setattr("routes.model_registry._POLL_S", 3600.0)
@@ -279,7 +283,7 @@ def test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_
         requested += [asyncio.ensure_future(machine.context.wait_for_model("small")) for _ in range(420)]
         await asyncio.sleep(0.01)
         machine.models.command_answered(first.number, None)
-        second = await questions.get()  # of all who came since
+        second = await questions.get()  # for all requests since
         machine.models.command_answered(second.number, None)
         told = await asyncio.gather(*requested, return_exceptions=True)
         assert first.is_barrier and second.is_barrier and questions.empty()

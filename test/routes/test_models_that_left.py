@@ -1,4 +1,4 @@
-"""What an HTTP worker keeps of models that have come and gone: nothing, however many there were."""
+"""An HTTP worker keeps nothing of unloaded models."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WARM, ROUNDS = 3, 20
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short path: a socket's has a hundred characters at most."""
+    """A short path, because a socket's path has at most 100 characters."""
     with TemporaryDirectory() as path:
         yield Path(path)
 
 
 def engine_at(address: str) -> threading.Thread:
-    """An engine that says that it is there, until the worker is gone."""
+    """An engine that reports ready until the worker is gone."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
@@ -51,7 +51,7 @@ def engine_at(address: str) -> threading.Thread:
 
 
 def kept() -> tuple[int, int, int]:
-    """Objects, threads and descriptors of this process."""
+    """Count the objects, threads and descriptors of this process."""
     gc.collect()
     return len(gc.get_objects()), threading.active_count(), len(os.listdir("/proc/self/fd"))
 

@@ -1,4 +1,4 @@
-"""OpenAI's dialect by itself, without a service: thoughts, bodies, chunks, errors.
+"""OpenAI's format without a service: reasoning, bodies, chunks, errors.
 
 python test/routes/test_openai_adapter.py
 """
@@ -254,7 +254,7 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
 
 
 def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
-    """Clients of OpenAI's that know four words fail at a fifth, and hold `length` alone for an answer that was cut."""
+    """OpenAI's clients know four finish reasons and fail at others. Only `length` means a cut answer."""
     from routes.openai.chat import ChatFormatter
     from routes.openai.completions import CompletionFormatter
     from routes.openai.request import CompletionBody
@@ -276,7 +276,7 @@ def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
         choices = formatter.full_body(rows)["choices"]
         assert [(choice["finish_reason"], choice.get("end_reason")) for choice in choices] == told
         assert [choice.get("error", {}).get("message") for choice in choices] == [None] * 4 + ["too little memory"]
-        ends = [formatter.end(row, reason) for row, reason in enumerate(reasons)]
+        ends = [formatter.last_choice(row, reason) for row, reason in enumerate(reasons)]
         assert [(choice["finish_reason"], choice.get("end_reason")) for choice in ends] == told
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's SDK for Node against the service, where it is installed:
+"""OpenAI's SDK for Node against the service, if it is installed.
 
 npm install --prefix /tmp/sdk openai@6.49.0
 RWKV_OPENAI_NODE=/tmp/sdk python -m pytest test/routes/test_openai_node.py

@@ -1,4 +1,4 @@
-"""What OpenAI's own package tells of a service that refuses: a wrong password, a full queue."""
+"""Errors in OpenAI's own package: a wrong password, a full queue."""
 
 from __future__ import annotations
 

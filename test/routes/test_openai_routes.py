@@ -1,7 +1,10 @@
-"""The OpenAI routes as OpenAI's own package speaks to them.
+"""The OpenAI routes with OpenAI's own package.
 
-Against a service that runs: `python test/routes/test_openai_routes.py [--url http://localhost:8000] [--password P]`.
-Under pytest a service of its own is started.
+Against a running service:
+
+    python test/routes/test_openai_routes.py [--url http://localhost:8000] [--password P]
+
+Under pytest, a service is started.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ def test_models(client: OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def native(base: str) -> Iterator[OpenAI]:
-    """The same client where the family's own route answers conversations too."""
+    """The same client for the native route of conversations."""
     url = base.replace("/openai/v1", "/v1")
     with OpenAI(base_url=url, api_key=os.environ.get(PASSWORD) or "none", max_retries=0, timeout=120) as made:
         yield made
@@ -116,7 +119,7 @@ def test_one_model(base: str, place: str) -> None:
 
 
 def test_any_name_is_the_one_model_that_is_served(client: OpenAI) -> None:
-    """Clients have names built in; with --models-dir an unknown one is 404 (test_model_engines.py)."""
+    """Clients have built-in names. With --models-dir an unknown name is 404 (test_model_engines.py)."""
     for name in ("gpt-4o", "meta-llama/Llama-3-8B"):
         assert chat(client, model=name, max_tokens=1).model == name
 
@@ -239,7 +242,7 @@ def test_logit_bias_forces_and_bans(client: OpenAI) -> None:
     banned = client.completions.create(
         model=MODEL, prompt="a", max_tokens=3, temperature=0, logit_bias={"11": -100}, logprobs=0, extra_body=FREE
     )
-    assert "\n" not in banned.choices[0].logprobs.tokens  # a longer token of line ends is another one
+    assert "\n" not in banned.choices[0].logprobs.tokens  # a longer token of line breaks is another token
 
 
 def test_a_high_presence_penalty_never_repeats_a_token(client: OpenAI) -> None:
@@ -345,7 +348,7 @@ def test_embeddings_are_refused_by_name(client: OpenAI) -> None:
 
 
 def test_a_negative_seed_is_a_seed(client: OpenAI) -> None:
-    hot = {"temperature": 2, "extra_body": {**FREE, "top_p": 1}}  # so that any model's two answers differ
+    hot = {"temperature": 2, "extra_body": {**FREE, "top_p": 1}}  # so that any model gives two different answers
     answers = [chat(client, seed=seed, n=2, **hot).choices for seed in (-1, -1, 2**64 - 1)]
     texts = [[choice.message.content for choice in choices] for choices in answers]
     assert texts[0] == texts[1] == texts[2] and texts[0][0] != texts[0][1]
@@ -417,7 +420,7 @@ def test_a_session_deleted_under_its_stream_is_an_api_error(client: OpenAI) -> N
 
 
 def test_a_timeout_ends_with_what_there_is(client: OpenAI) -> None:
-    for seconds in (0.5, 5.0, 50.0):  # on a busy machine nothing may be drawn for a while
+    for seconds in (0.5, 5.0, 50.0):  # a busy machine may generate nothing for a while
         choice = chat(client, max_tokens=1_000_000, extra_body={"timeout_s": seconds}).choices[0]
         assert choice.finish_reason == "length" and choice.to_dict()["end_reason"] == "timeout"
         if choice.message.content:
@@ -467,7 +470,7 @@ def test_fifty_at_once(client: OpenAI) -> None:
 
 
 def main() -> int:
-    """Run these tests against a service that runs."""
+    """Run these tests against a running service."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default=os.environ.get("RWKV_URL", "http://localhost:8000"))
     parser.add_argument("--password", default=os.environ.get("RWKV_PASSWORD", "rwkv7_7.2b"))

@@ -1,4 +1,4 @@
-"""The prompt forms, letter by letter."""
+"""The prompt formats, character by character."""
 
 from __future__ import annotations
 

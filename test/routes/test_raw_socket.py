@@ -1,7 +1,8 @@
-"""Abuses of the protocol, generated from a seed, beside clients that behave: what these are told never changes.
+"""Abuses of the protocol, generated from a seed, while other clients send normal requests.
 
-Directly, Robyn aborts a worker on some of them: an answer of that worker may be cut off then, but is never wrong and
-never a 5xx. Behind nginx nothing of it is noticed. RWKV_LONG_TESTS=1 runs 2,000 of each, and measures the silence.
+The other clients' answers never change. Without nginx, Robyn aborts a worker at some abuses: its answers may be cut
+off, but are never wrong and never a 5xx. With nginx, they notice nothing. RWKV_LONG_TESTS=1 runs 2,000 of each kind and
+measures the longest gap.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ IS_LONG = os.environ.get("RWKV_LONG_TESTS") == "1"
 ABUSES = 2000 if IS_LONG else 150
 SILENCE_S = 0.3
 HEARTBEAT_INTERVAL_S = 0.3
-"""How long an abuser listens for an answer."""
+"""How long an abuser waits for an answer."""
 CHAT = "/v1/chat/completions"
 WORD, TOKENS = "abc", 40
 BODY = json.dumps({"contents": [WORD], "max_tokens": TOKENS, "chunk_size": 1, "stream": True}).encode()
@@ -39,7 +40,7 @@ Pieces = list[bytes]
 
 
 def head(dice: random.Random, *lines: bytes) -> bytes:
-    """A request's head with these lines."""
+    """Return a request's head with these lines."""
     target = dice.choice([b"GET /healthz", b"POST /v1/chat/completions", b"POST /nowhere", b"GET /", b"DELETE /x"])
     return b"\r\n".join([target + b" HTTP/1.1", b"Host: t", *lines, b"", b""])
 
@@ -132,7 +133,7 @@ KINDS: tuple[Callable[[random.Random], Pieces], ...] = (
 
 
 def abuse(service: Service, dice: random.Random) -> None:
-    """One connection that does not behave, and how it ends."""
+    """Run one abusive connection and return how it ended."""
     pieces = KINDS[dice.randrange(len(KINDS))](dice)
     with contextlib.suppress(OSError), service.connect() as connection:
         connection.settimeout(HEARTBEAT_INTERVAL_S)
@@ -150,7 +151,7 @@ def abuse(service: Service, dice: random.Random) -> None:
 
 
 class Neighbours:
-    """Clients that behave, one request after another, and what they are told."""
+    """Clients with normal requests, one after another, and their answers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -165,19 +166,19 @@ class Neighbours:
             thread.start()
 
     def end(self) -> None:
-        """Stop when the requests under way have ended."""
+        """Stop after the running requests."""
         self._ends.set()
         for thread in self._threads:
             thread.join()
 
     @property
     def silence_s(self) -> float:
-        """The longest time in which none was answered."""
+        """The longest time without an answer."""
         times = sorted(self.answered)
         return max(after - before for before, after in itertools.pairwise(times))
 
     def _failed(self, error: httpx.HTTPError) -> None:
-        """No answer, or half of one: its worker was lost under it. But somebody always listens."""
+        """Record a lost answer: its worker was lost. Another worker must always listen."""
         self.cut += 1
         if isinstance(error, httpx.ConnectError | httpx.TimeoutException):
             self.wrong.append(repr(error))
@@ -217,7 +218,7 @@ class Neighbours:
     ]
 )
 def front(request: pytest.FixtureRequest) -> str:
-    """What stands in front."""
+    """The proxy in front of the service."""
     return str(request.param)
 
 

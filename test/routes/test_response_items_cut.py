@@ -1,4 +1,4 @@
-"""Which item of a response is told as cut when the tokens end."""
+"""Which item of a response is incomplete when the tokens end."""
 
 from __future__ import annotations
 

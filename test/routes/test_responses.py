@@ -1,4 +1,4 @@
-"""`/openai/v1/responses` as OpenAI's own package reads it: text, JSON, thoughts, calls, refusals; whole, streamed."""
+"""`/openai/v1/responses` with OpenAI's own package: text, JSON, reasoning, calls, errors; complete and streamed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNSERVED = {"type": "json_schema", "name": "n", "strict": True, "schema": {"cont
 
 
 class Pick(BaseModel):
-    """A form for an answer."""
+    """A schema for an answer."""
 
     model_config = ConfigDict(extra="forbid")
     pick: Literal["tea", "code"]
@@ -49,7 +49,7 @@ def client(service: Service) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service whose answers are what the user asked it to say."""
+    """A client of a service that answers the text in the user's message."""
     flags = ("--http-workers", "1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -200,7 +200,7 @@ def test_a_call_that_a_stop_cuts_is_incomplete(client: OpenAI, stop: str, item: 
 def test_an_item_is_incomplete_only_if_it_is_cut_itself(
     saying: OpenAI, said: str, status: str, items: list[str]
 ) -> None:
-    """Not for the opening of a call behind it, which is left out."""
+    """The unfinished opening of a call after it, which is left out, does not count."""
     fields: dict[str, Any] = {"model": MODEL, "input": f"say {said}", "tools": TOOLS}
     last = list(saying.responses.create(**fields, stream=True))[-1]
     for answer in (last.response, saying.responses.create(**fields)):

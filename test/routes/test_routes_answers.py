@@ -1,4 +1,4 @@
-"""Real answers of every route against the published schemas, strictly: nothing is sent that they do not name."""
+"""Answers of every route against the published schemas. Unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 
 from routes.table import ROUTES
-from test.serving import HEARTBEAT_INTERVAL_S, Service, sse_data
+from test.serving import REQUEST_TIMEOUT_S, Service, sse_data
 from test.state_files import random_state, write_state
 
 V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
@@ -108,11 +108,11 @@ CARRIED = {
     "/state/export", "/state/import", "/state/delete", "/v1/states", "/v1/states/{name}", "/v1/adapters/{name}",
     "/web/{file}",
 }  # fmt: skip
-"""Routes that are asked one after the other, in a test of their own."""
+"""Routes that are called in sequence, in their own test."""
 
 
 class Published:
-    """The document that the service tells, with no room for fields that it does not name."""
+    """The service's OpenAPI document, with unknown fields forbidden."""
 
     def __init__(self, service: Service) -> None:
         self._document = service.get("/openapi.json").json()
@@ -121,7 +121,7 @@ class Published:
                 schema.setdefault("additionalProperties", False)
 
     def check(self, method: str, path: str, answer: httpx.Response) -> None:
-        """Raises ValidationError unless this is an answer that the route may give."""
+        """Raises ValidationError unless the document allows this answer."""
         responses = self._document["paths"][path][method.lower()]["responses"]
         content_type = answer.headers["content-type"].partition(";")[0]
         schema = responses[str(answer.status_code)]["content"][content_type]["schema"]
@@ -209,7 +209,7 @@ def test_a_failure_after_the_answer_has_begun(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert has_begun.wait(HEARTBEAT_INTERVAL_S)
+    assert has_begun.wait(REQUEST_TIMEOUT_S)
     service.post("/state/delete", {"session_id": session})
     asking.join()
     assert answers[0].status_code == 200

@@ -14,7 +14,7 @@ from test.serving import Service, raw_request, row_texts, sse_data, wait_for
 V1, V2, BIG, FIM = "/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions", "/FIM/v1/batch-FIM"
 EXACT: dict[str, Any] = {"ignore_eos": True, "stop_tokens": [], "max_tokens": 12}
 NAKED: dict[str, Any] = {"top_k": 0, "top_p": 1, "alpha_presence": 0, "alpha_frequency": 0}
-"""Nothing but temperature acts."""
+"""Only temperature has an effect."""
 
 
 def texts_of(answer: Any) -> list[str]:
@@ -60,7 +60,7 @@ def test_big_batch_draws_by_temperature_alone(service: Service) -> None:
     body = {**EXACT, "contents": ["Once upon"], "seed": 11, "stream": False}
     exact = texts_of(service.post(BIG, body))
     assert exact == texts_of(service.post(V1, {**body, **NAKED}))
-    # What would make the draw greedy or punish repeats elsewhere does nothing here.
+    # These fields would make other routes greedy or penalise repetition.
     assert exact == texts_of(service.post(BIG, {**body, "top_k": 1, "top_p": 0, "alpha_presence": 9}))
     assert exact != texts_of(service.post(BIG, {**body, "temperature": 0.01}))
 
@@ -155,7 +155,7 @@ def test_every_route_keeps_its_time_and_notices_a_lost_client(
     endless = {**EXACT, "max_tokens": 1_000_000, **own}
     timed = service.post(path, {**endless, "stream": True, "timeout_s": 0.4})
     end = sse_data(timed.text)[-1]["choices"][-1]
-    assert end.get("end_reason", end["finish_reason"]) == "timeout"  # OpenAI's clients know no such `finish_reason`
+    assert end.get("end_reason", end["finish_reason"]) == "timeout"  # OpenAI's clients do not know this `finish_reason`
     service.wait_idle()
     connection = service.connect()
     connection.sendall(raw_request(path, json.dumps({**endless, "stream": True}).encode()))

@@ -1,6 +1,6 @@
-"""The OpenAPI document and what is made from it: complete, true under random input, and up to date.
+"""The OpenAPI document and the API reference: complete, correct for random input, and up to date.
 
-RWKV_LONG_TESTS=1 tries 200 inputs a route instead of 6.
+RWKV_LONG_TESTS=1 tries 200 inputs per route instead of 6.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ANSWER_404 = (
     "POST /openai/v1/batches/{batch_id}", "POST /loadmodel", "POST /removemodel", "POST /loadstatemodel",
     "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
-"""Whose examples are of what is not there, lack a file, or want a service of several engines."""
+"""Routes whose examples need something that is missing: an object, a file, or several engines."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 6
 
 
 OPERATIONS = [
     one.ok()
     for one in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()
-    if one.ok().path != "/chat/completions"  # another name of a route that is there
+    if one.ok().path != "/chat/completions"  # another name of an existing route
 ]
 CHECKS = (
     known.not_a_server_error,
@@ -57,7 +57,7 @@ CHECKS = (
 
 
 def made_short(body: Any) -> Any:
-    """A body that asks for little; wrong values stay wrong. A translation's time may run out, which is a 504."""
+    """Return a body with little work. Invalid values stay invalid. A translation may time out with 504."""
     if not isinstance(body, dict):
         return body
     short = {name: value for name, value in body.items() if name != "timeout_s"}
@@ -129,7 +129,7 @@ def test_the_reference_is_up_to_date() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the examples leave their files, and find one."""
+    """The folder of the examples' files."""
     made = tmp_path_factory.mktemp("examples")
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"contents": ["a"]}}
     (made / "lines.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
@@ -146,7 +146,7 @@ def test_every_curl_line_works(service: Service, folder: Path, section: Any) -> 
 
 
 class Links(HTMLParser):
-    """What a page would load."""
+    """The URLs that a page would load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sessions over real HTTP: kept, branched, deleted, interleaved; each as if it ran alone.
+"""Sessions over HTTP: stored, branched, deleted, interleaved; each as if it ran alone.
 
 RWKV_LONG_TESTS=1 interleaves 300 sessions instead of 40.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.tokenizer import Tokenizer
-from test.serving import HEARTBEAT_INTERVAL_S, Service, row_texts, sse_data, wait_for
+from test.serving import REQUEST_TIMEOUT_S, Service, row_texts, sse_data, wait_for
 
 STATE, MULTI, V1, RAW = (
     "/state/chat/completions", "/multi_state/chat/completions", "/v1/chat/completions", "/openai/v1/completions",
@@ -49,14 +49,14 @@ def cached(body: dict[str, Any]) -> int:
 
 
 def token_id(shown: str) -> int:
-    """The id of a token as `logprobs` shows it."""
+    """Return the id of a token from its text in `logprobs`."""
     if shown.startswith("bytes:"):
         return IDS[bytes.fromhex(shown.removeprefix("bytes:").replace("\\x", ""))]
     return IDS[shown.encode()]
 
 
 class Alone:
-    """The same conversation without a session: every turn sends the ids of all that was said before."""
+    """The same conversation without a session: every turn sends all token ids."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -171,7 +171,7 @@ def test_two_turns_at_once_come_one_after_the_other(service: Service) -> None:
 
 
 def run_endless(service: Service, session: str, stream: bool, answers: list[Any]) -> threading.Thread:
-    """A turn that does not end by itself, begun."""
+    """Start a turn that does not end by itself."""
     body = {**EXACT, "contents": ["on and on"], "session_id": session, "max_tokens": 1_000_000, "stream": stream}
     service.wait_idle()
     thread = threading.Thread(target=lambda: answers.append(service.post(STATE, {**body, "timeout_s": 150})))
@@ -190,11 +190,11 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         assert session in busy.json()["error"]
         assert (busy.json()["field"], busy.json()["given"]) == ("session_id", session)
         assert service.post("/state/delete", {"session_id": session}).json()["status"] == "success"
-        thread.join(HEARTBEAT_INTERVAL_S)
+        thread.join(REQUEST_TIMEOUT_S)
         assert not thread.is_alive()
         assert '"error":' in answers[0].text
         assert "deleted" in answers[0].text
-        assert answers[0].status_code in (200, 404)  # by whether the answer had begun
+        assert answers[0].status_code in (200, 404)  # depends on whether the answer had begun
         if stream and answers[0].status_code == 200:
             assert answers[0].text.endswith("data: [DONE]\n\n")
         assert service.post("/state/delete", {"session_id": session}).status_code == 404

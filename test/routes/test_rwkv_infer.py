@@ -1,4 +1,4 @@
-"""RWKV-Infer's verbs: the commands of its README as printed, but for the port and the password."""
+"""RWKV-Infer's routes: its README's commands as printed, except for port and password."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def said(service: Service, model: str, **fields: Any) -> str:
 
 
 def run(service: Service, command: str) -> Any:
-    """What a command answers, run as it is printed but for the address; the administrators' password comes with it."""
+    """Run a command as printed, except for the address and the admin password. Return its answer."""
     words = shlex.split(command.replace(PRINTED, service.url))
     told = [*words, "-sS", "-H", "Authorization: " + ADMIN["Authorization"]]
     return json.loads(subprocess.run(told, capture_output=True, check=True, timeout=300).stdout)
@@ -101,12 +101,12 @@ def names(service: Service) -> list[str]:
 
 
 def states(service: Service) -> dict[str, Any]:
-    """By name, as /v1/states has those of the service's own model."""
+    """The tuned states of the service's own model, by name."""
     return {one["name"]: one for one in service.get("/v1/states").json()["data"]}
 
 
 def test_the_readmes_commands(infer: Service) -> None:
-    """One after the other, as a reader tries them: the model is loaded twice under one name, then under an adapter."""
+    """In the README's order: a model is loaded twice under one name, then with an adapter."""
     success = {"status": "success"}
     assert run(infer, f"curl {PRINTED}/healthcheck") == {"message": "ok", "status_code": 200}
     assert run(infer, LOAD) == success
@@ -120,13 +120,13 @@ def test_the_readmes_commands(infer: Service) -> None:
     prompt_functions = [one["id"] for one in run(infer, NAMES)]
     assert {one["object"] for one in run(infer, NAMES)} == {"models"}
     assert prompt_functions[:2] == [HERE, f"{HERE} State-Test"] and prompt_functions[-1] == f"{HERE} MRSS-Test"
-    # A request may write the names as they were given, or as they are listed.
+    # A request may use the original or the listed names.
     texts = {said(infer, f"{MODEL}{of}") for of in ("", " State Test", " MRSS Test")}
     assert len(texts) == 3 and texts == {
         said(infer, name) for name in (prompt_functions[0], prompt_functions[1], prompt_functions[-1])
     }
     assert said(infer, MODEL) != plain, "it is under the adapter now"
-    assert said(infer, "rwkv7") != said(infer, MODEL) and not states(infer)  # the service's own has none of it
+    assert said(infer, "rwkv7") != said(infer, MODEL) and not states(infer)  # the service's own model has none of them
     chat = {"model": f"{MODEL} MRSS Test", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     chat |= {"mrss_gatingweight": ["0.01", "0.01", "0.9", "0.1"], "names": {"user": "user"}}
     assert infer.post("/chat/completions", chat).json()["object"] == "chat.completion"
@@ -136,7 +136,7 @@ def test_the_readmes_commands(infer: Service) -> None:
     assert answer.status_code == 404 and answer.json()["field"] == "state"
     assert infer.request("POST", "/removemodel", headers=ADMIN).json() == success
     assert infer.post(CHAT, {**BODY, "model": MODEL}).status_code == 404 and names(infer) == ["rwkv7"]
-    assert verb(infer, "removemodel").status_code == 404  # the service's own stays
+    assert verb(infer, "removemodel").status_code == 404  # the service's own model stays
 
 
 def test_a_mixtures_weights(infer: Service) -> None:

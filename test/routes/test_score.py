@@ -1,4 +1,4 @@
-"""`/v1/score` and the tokenizer's routes, against the log-softmax of a forward of its own."""
+"""`/v1/score` and the tokenizer routes, compared with a separate forward pass."""
 
 from __future__ import annotations
 

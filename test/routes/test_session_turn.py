@@ -1,4 +1,4 @@
-"""A turn's prompt is tokenised once, with the ids that it would have if the text before it were tokenised with it."""
+"""A turn's prompt is tokenised once. Its ids are those of the whole text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = "The river ran past the mill. " * 40
 
 
 class Counting(Tokenizer):
-    """Notes the length of each text."""
+    """Records the length of each text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Counting(Tokenizer):
 def turn_of(
     text: str, tokenizer: Tokenizer, pad_zero: bool = False, resume: str | None = None
 ) -> tuple[list[int], list[int]]:
-    """Ids for a new session, and for one that exists."""
+    """Return the ids for a new session and for an existing one."""
     body = TurnBody(contents=[text], session_id="s", pad_zero=pad_zero)
     context = SimpleNamespace(tokenizer=tokenizer, config=HttpConfig())
     rows = build_rows(tokenizer, context.config, body, [text], [], "contents")

@@ -1,4 +1,4 @@
-"""Clients that fetch files slowly: what they hold is bounded, and comes back when they go."""
+"""Slow file downloads: their number is limited, and they release their slots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from routes.context import MAX_SESSION_TRANSFERS, MAX_SESSION_TRANSFERS_PER_CLIENT
 from test.fake_engine import LARGE_FILE
-from test.serving import HEARTBEAT_INTERVAL_S, Service, wait_for
+from test.serving import REQUEST_TIMEOUT_S, Service, wait_for
 
 PATH = "/state/export?session_id=s"
 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One HTTP worker before an engine whose sessions are all large."""
+    """One HTTP worker, and an engine whose sessions are all large."""
     folder: Path = tmp_path_factory.mktemp("fake")
     running = Service(folder, "--http-workers", "1", program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -27,8 +27,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def begun(service: Service, client: str) -> socket.socket:
-    """A client of that address that has read the beginning of its answer, and reads no more."""
-    connection = socket.create_connection(("127.0.0.1", service.port), HEARTBEAT_INTERVAL_S, (client, 0))
+    """Return a client with this address that has read only the beginning of its answer."""
+    connection = socket.create_connection(("127.0.0.1", service.port), REQUEST_TIMEOUT_S, (client, 0))
     connection.sendall(f"GET {PATH} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
@@ -49,7 +49,7 @@ def test_slow_readers_hold_no_more_files_than_there_are_places(fake: Service) ->
         for number in range(MAX_SESSION_TRANSFERS - MAX_SESSION_TRANSFERS_PER_CLIENT)
     ]
     refused = fake.get(PATH)
-    assert refused.status_code == 429 and "files under way" in refused.text
+    assert refused.status_code == 429 and "file transfers in progress" in refused.text
     assert fake.get("/healthz").status_code == 200
     for reader in readers:
         reader.close()

@@ -1,4 +1,4 @@
-"""What is told of a text that is none of the names, or not of the shape, that a field takes."""
+"""Error messages for texts that are not an allowed name or do not match a pattern."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
             ChatBody,
             MESSAGES | {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools[0].function.name",
-            "must be 1..64 letters, digits, '_', '.' and '-', got a b",
+            "must be 1 to 64 letters, digits, '_', '.' and '-', got a b",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""Every way that a client's or the model's text takes: the work grows with the text, not with its square.
+"""Every path of a client's or the model's text takes linear time.
 
-Texts of 400,000 letters that are as bad as can be for a pattern that looks ahead, in a process that is killed after
-some seconds of processor time; a path that looked at every pair of letters would take hours.
+The texts have 400,000 letters and are the worst case of patterns with lookahead. Each runs in a process that is killed
+after some seconds of CPU time. A quadratic path would take hours.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXTS = {
 
 
 def translate(text: str) -> None:
-    """A translation taken apart and put together, its language found out."""
+    """Split a translation and join it, with language detection."""
     from routes import translate as route
     from routes.request.bodies import AUTO, TranslateBody
 
@@ -50,7 +50,7 @@ def translate(text: str) -> None:
 
 
 def prompts_of(text: str) -> None:
-    """A conversation, a gap, a session's turn, a translation."""
+    """Build prompts: a conversation, a gap, a session's turn, a translation."""
     from routes.request import prompts
     from routes.request.bodies import Message
 
@@ -63,7 +63,7 @@ def prompts_of(text: str) -> None:
 
 
 def thoughts(text: str) -> None:
-    """An answer that comes in small pieces, whether the model thinks or not."""
+    """Parse an answer in small pieces, with and without reasoning."""
     from routes.response.reasoning_parser import ReasoningParser
 
     for thinks, begins in ((True, ""), (True, ">x"), (False, "")):
@@ -75,7 +75,7 @@ def thoughts(text: str) -> None:
 
 
 def answers(text: str) -> None:
-    """The engine's bytes in small pieces, as text and as OpenAI's tokens."""
+    """Decode the engine's bytes in small pieces, as text and as OpenAI's tokens."""
     from routes.openai.logprob_arrays import LogprobArrays
     from routes.response.output_decoder import RowDecoder
     from rwkv_batch.request import TokenLogprob
@@ -90,7 +90,7 @@ def answers(text: str) -> None:
 
 
 def bodies(text: str) -> None:
-    """A body that holds the text, one that is the text, and what an error repeats of both."""
+    """Parse a body with the text, a body that is the text, and the errors of both."""
     import json
 
     from routes.openai.request import ChatBody
@@ -112,7 +112,7 @@ def bodies(text: str) -> None:
 
 
 def tokens(text: str) -> None:
-    """Token ids of a prompt, within the limit and far beyond it."""
+    """Encode a prompt within the limit and far above it."""
     from routes.config import HttpConfig
     from routes.request.generate_requests import encode
     from rwkv_batch.errors import ServiceError
@@ -130,7 +130,7 @@ PATHS: tuple[Callable[[str], None], ...] = (translate, prompts_of, answers, bodi
 
 
 def all_texts(path: Callable[[str], None], names: list[str], times: int) -> list[str]:
-    """The names of the texts that have gone this way."""
+    """Run the texts on this path. Return the names of the finished ones."""
     return [name for name in names if path(TEXTS[name] * times) is None]
 
 
@@ -141,14 +141,14 @@ def test_work_grows_with_the_text(path: Callable[[str], None]) -> None:
 
 
 def test_work_grows_with_a_thought() -> None:
-    """What is copied again with every piece costs little a letter: fewer texts, of a million letters."""
+    """Text copied again with every piece is cheap per letter, so use fewer but longer texts."""
     names = ["spaces", "half tags"]
     cost = run_bounded(all_texts, thoughts, names, 3)
     assert cost.result == names, f"killed: exit code {cost.exit_code}"
 
 
 def test_paragraphs_are_parted_where_they_were() -> None:
-    """Against the definition: at the longest white space with two newlines that have no letter between them."""
+    """Compare with the definition: the longest white space with two newlines and no letter between them."""
     from routes.translate import _pieces, count_paragraphs
 
     border = re.compile(r"\s*\n[^\S\n]*\n\s*")

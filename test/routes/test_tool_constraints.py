@@ -1,4 +1,4 @@
-"""Calls of functions held to their schemas: the grammar letter by letter, and a random model that has to call."""
+"""Tool calls constrained to their schemas: the grammar, and a random model that must call."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def compiler() -> GrammarCompiler:
 
 
 def followed(compiler: GrammarCompiler, text: str, toolbox: ToolSet, **fields: Any) -> str:
-    """What of a text the grammar takes, and "|" behind what may end there."""
+    """Return the part of a text that the grammar accepts, with "|" where it may end."""
     constraint = tool_call_constraint(toolbox, **{"is_open": False, "thinks": False, **fields})
-    state = compiler.compile(constraint).starts[0].deep_copy()
+    state = compiler.compile(constraint).templates[0].deep_copy()
     ids = [token for letter in text.encode() for token in TOKENIZER.encode_bytes(bytes([letter]))]
     taken = TOKENIZER.decode_bytes(ids[: state.try_consume_tokens(ids)]).decode()
     return taken + ("|" if state.is_accepting() else "")
@@ -138,7 +138,7 @@ def asked(client: OpenAI, **fields: Any) -> Any:
 
 
 def checked(calls: Any) -> list[str]:
-    """The names of calls whose arguments are as they should be."""
+    """Return the names of the calls, after a check of their arguments."""
     for call in calls:
         arguments = json.loads(call.function.arguments)
         jsonschema_rs.validate(SCHEMAS[call.function.name], arguments)
@@ -203,7 +203,7 @@ def test_a_call_that_is_cut_before_its_name_is_no_content(client: OpenAI) -> Non
 
 
 def test_a_stop_inside_a_call_is_no_whole_call(client: OpenAI) -> None:
-    """Its finish says that the arguments are cut; `arguments` stands before the name is certain."""
+    """Its finish reason shows that the arguments are cut: `arguments` comes before the name is certain."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     choice = asked(client, stop=["city"], tool_choice=named).choices[0]
     assert choice.finish_reason == "stop"
@@ -239,7 +239,7 @@ def test_an_answer_in_a_form_or_a_call(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("const", ["```json{", "<tool_call>{", f"```json{NOW.strip()}```"])
 def test_a_form_whose_strings_have_the_marks_of_calls(client: OpenAI, const: str) -> None:
-    """The bias is for an answer in the form, not for a call."""
+    """The bias favours an answer in the format over a call."""
     schema = {"name": "n", "schema": {"const": {"a": const}}, "strict": True}
     fields = {"tool_choice": "auto", "logit_bias": {str(TOKENIZER.encode_bytes(b"{")[0]): 100}}
     form = {"response_format": {"type": "json_schema", "json_schema": schema}}

@@ -1,4 +1,4 @@
-"""Calls of functions: how a prompt lists them, how an answer is parted, and OpenAI's own package reading them."""
+"""Tool calls: their list in the prompt, parsing of answers, and OpenAI's own package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOOLS: list[Any] = [
 def reasoning_delta(
     pieces: list[str], opens_with_call: bool = False, is_calls_or_text: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Content and calls of an answer that comes in these pieces."""
+    """Return content and calls of an answer in these pieces."""
     parting = AnswerParser(
         AnswerFormat(names=NAMES, opens_with_call=opens_with_call, is_calls_or_text=is_calls_or_text, continues=True)
     )
@@ -114,7 +114,7 @@ def test_an_answer_in_a_form_may_have_the_marks_of_calls_in_its_strings(inside: 
 def test_an_answer_that_begins_with_a_call_beside_a_form_is_one(
     text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    if text.startswith("```json```json"):  # no call, so there is none behind it
+    if text.startswith("```json```json"):  # not a call, so no call can follow
         content, calls = text, []
     for before in ("", "\n "):
         before_content = before if content and not calls else ""
@@ -231,7 +231,7 @@ def test_arguments_that_are_no_json_are_repeated_as_they_are() -> None:
 
 @pytest.fixture(scope="module")
 def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service whose answers are what the user asked it to say."""
+    """A client of a service that answers the text in the user's message."""
     running = Service(
         tmp_path_factory.mktemp("fake"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
     )

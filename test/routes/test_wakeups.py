@@ -1,4 +1,4 @@
-"""Items for readers on threads of their own: nothing is lost, few are woken at a time, those without any yet first."""
+"""Mailboxes of reader threads: nothing is lost, few wake at a time, and new readers come first."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class Reading:
-    """A box and a thread that takes from it."""
+    """A mailbox and a thread that reads it."""
 
-    def __init__(self, wakeups: ReaderWakeups, read_before: bool = False, bell: Any = None) -> None:
+    def __init__(self, wakeups: ReaderWakeups, read_before: bool = False, wake_lock: Any = None) -> None:
         self.mailbox: Mailbox[int] = Mailbox()
-        self.mailbox.bell = bell or self.mailbox.bell
+        self.mailbox.wake_lock = wake_lock or self.mailbox.wake_lock
         self.got: list[int] = []
         if read_before:
             wakeups.put(self.mailbox, 0)
             assert wakeups.take(self.mailbox, 0) == [0]
         self.thread = threading.Thread(target=lambda: self.got.extend(wakeups.take(self.mailbox, LONG_S)))
         self.thread.start()
-        wait_until(lambda: self.mailbox.reader is _ReaderState.WAITS or not self.thread.is_alive())
+        wait_until(lambda: self.mailbox.reader is _ReaderState.WAITING or not self.thread.is_alive())
 
     def result(self) -> list[int]:
         self.thread.join(LONG_S)
@@ -58,7 +58,7 @@ def test_a_reader_that_waits_is_called() -> None:
 
 
 def test_those_without_news_yet_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    wakeups = ReaderWakeups(at_a_time=0)
+    wakeups = ReaderWakeups(max_woken=0)
     order: list[int] = []
     plain = ReaderWakeups._take_items
 
@@ -72,7 +72,7 @@ def test_those_without_news_yet_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     for number, reading in enumerate(readings):
         wakeups.put(reading.mailbox, number)
     time.sleep(0.01)
-    assert not order, "nobody's turn yet"
+    assert not order, "nobody is woken yet"
     with wakeups._lock:
         wakeups._wake_next()
     for reading in readings:
@@ -80,62 +80,62 @@ def test_those_without_news_yet_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == [4, 3, 0, 1, 2]
 
 
-class MuffledBell:
-    """Nobody hears it; its reader tires when it is told to."""
+class TimingOutLock:
+    """A wake lock whose reader times out on command."""
 
     def __init__(self) -> None:
-        self.tires = threading.Event()
+        self.times_out = threading.Event()
 
     def acquire(self, timeout: float = -1) -> bool:
-        assert self.tires.wait(LONG_S)
+        assert self.times_out.wait(LONG_S)
         return False
 
     def release(self) -> None:
-        raise AssertionError("its turn never comes")
+        raise AssertionError("it is never woken")
 
 
 def test_who_has_tired_of_waiting_takes_its_news_and_no_turn() -> None:
-    wakeups = ReaderWakeups(at_a_time=0)
-    bell = MuffledBell()
-    tired = Reading(wakeups, bell=bell)
-    wakeups.put(tired.mailbox, 1)
-    bell.tires.set()
-    assert tired.result() == [1]
-    patient = Reading(wakeups)
-    wakeups.put(patient.mailbox, 2)
+    wakeups = ReaderWakeups(max_woken=0)
+    wake_lock = TimingOutLock()
+    timed_out = Reading(wakeups, wake_lock=wake_lock)
+    wakeups.put(timed_out.mailbox, 1)
+    wake_lock.times_out.set()
+    assert timed_out.result() == [1]
+    waiting = Reading(wakeups)
+    wakeups.put(waiting.mailbox, 2)
     with wakeups._lock:
-        wakeups._wake_next()  # not lost to the one that is gone
-    assert patient.result() == [2]
+        wakeups._wake_next()  # not lost to the reader that timed out
+    assert waiting.result() == [2]
     assert wakeups._free == 1
 
 
-class LateBell:
-    """Rings when the reader has just stopped listening."""
+class LateLock:
+    """A wake lock that is released just after the reader's timeout."""
 
     def __init__(self, wakeups: ReaderWakeups, mailbox: Mailbox[int]) -> None:
-        self.wakeups, self.mailbox, self.rings = wakeups, mailbox, 0
+        self.wakeups, self.mailbox, self.releases = wakeups, mailbox, 0
 
     def acquire(self, timeout: float = -1) -> bool:
         if timeout >= 0:
             self.wakeups.put(self.mailbox, 7)
             return False
-        self.rings -= 1
+        self.releases -= 1
         return True
 
     def release(self) -> None:
-        self.rings += 1
+        self.releases += 1
 
 
 def test_a_turn_given_just_when_the_reader_tires_is_its_own() -> None:
-    wakeups, mailbox = ReaderWakeups(at_a_time=1), Mailbox[int]()
-    bell = LateBell(wakeups, mailbox)
-    mailbox.bell = bell  # type: ignore[assignment]
+    wakeups, mailbox = ReaderWakeups(max_woken=1), Mailbox[int]()
+    wake_lock = LateLock(wakeups, mailbox)
+    mailbox.wake_lock = wake_lock  # type: ignore[assignment]
     assert wakeups.take(mailbox, 1) == [7]
-    assert bell.rings == 0 and wakeups._free == 1
+    assert wake_lock.releases == 0 and wakeups._free == 1
 
 
 def test_whatever_happens_when_nothing_is_lost_and_all_turns_come_back() -> None:
-    wakeups = ReaderWakeups(at_a_time=1)
+    wakeups = ReaderWakeups(max_woken=1)
     boxes: list[Mailbox[int]] = [Mailbox() for _ in range(8)]
     got = [0] * len(boxes)
     ended = threading.Event()

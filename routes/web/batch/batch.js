@@ -1,4 +1,4 @@
-// The batch panel: one template, many rows, all answers streaming at once.
+// The batch panel: one template, many rows, all answers as streams.
 
 import { DecodeParameters, chosenModel, decodeFields } from "../decode.js";
 import { total } from "../dashboard/prometheus.js";
@@ -18,7 +18,7 @@ const ROUTES = ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/comp
 const COUNT_MS = 200;
 const CHUNK_TOKENS = 2;
 
-/** Where rows come from: typed lines, or a file's. */
+/** Input of the rows: text or a file. */
 function useSource() {
   const [lines, setLines] = useState("");
   const [file, setFile] = useState(null);
@@ -54,8 +54,8 @@ function Source({ source }) {
 }
 
 /**
- * Progress of a run. Tokens/s: while it runs, the whole engine's, by the counter that it keeps of what it sends;
- * afterwards the run's own, whose outputs the service has counted.
+ * Progress of a run. During the run, tokens/s is the whole engine's, from its counter.
+ * Afterwards it is the run's own: the service counts the tokens of its outputs.
  */
 function Figures({ run }) {
   const { metrics, at } = useStore(service);

@@ -1,4 +1,4 @@
-// Hundreds of growing texts on one screen: plain DOM, made once; each frame writes the rows that have changed.
+// A grid of hundreds of streamed texts. Plain DOM, created once; each frame updates the changed rows.
 
 import { t } from "../i18n.js";
 
@@ -22,7 +22,7 @@ function makeCard(row, choose) {
   return { card, text };
 }
 
-/** A grid in `place`. `choose(row)` is called when a row is clicked. */
+/** Create a grid in `place`. A click on a row calls `choose(row)`. */
 export function createGrid(place, choose) {
   let cards = [];
   const dirty = new Set();
@@ -39,13 +39,13 @@ export function createGrid(place, choose) {
   }
 
   return {
-    /** Show other rows, all empty. */
+    /** Replace the rows by empty ones. */
     reset(rows) {
       dirty.clear();
       cards = rows.map((row) => makeCard(row, choose));
       place.replaceChildren(...cards.map((one) => one.card));
     },
-    /** A row has grown or ended; it is drawn with the next frame. */
+    /** Mark a row as changed. The next frame renders it. */
     changed(row) {
       dirty.add(row);
       if (waiting) return;

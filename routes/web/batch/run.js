@@ -1,4 +1,4 @@
-// Many prompts at once: requests of many rows, whose streams tell which rows have grown.
+// Runs many prompts in requests of many rows each, as streams.
 
 import { post, stream } from "../api.js";
 import { fillIn } from "./table.js";
@@ -34,7 +34,7 @@ function fail(rows, error, changed) {
   }
 }
 
-/** Generate for every row; `changed(row)` is told of each piece. Failures are noted in the rows they hit. */
+/** Generate every row and call `changed(row)` for each update. Errors are stored in their rows. */
 export async function runRows(path, fields, rows, signal, changed) {
   const parts = [];
   for (let at = 0; at < rows.length; at += ROWS_PER_REQUEST) parts.push(rows.slice(at, at + ROWS_PER_REQUEST));
@@ -46,7 +46,7 @@ export async function runRows(path, fields, rows, signal, changed) {
   await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
 }
 
-/** Tokens of all outputs, as the service counts them. Throws ApiError. */
+/** Return the number of tokens of all outputs, from the service. Throws ApiError. */
 export async function countTokens(rows) {
   const texts = rows.map((row) => row.output).filter(Boolean);
   let tokens = 0;

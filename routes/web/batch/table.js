@@ -1,6 +1,6 @@
-// Rows of values from pasted lines, CSV or JSONL, and prompts from a template. Pure functions.
+// Rows from text lines, CSV or JSONL, and prompts from a template. Pure functions.
 
-/** Rows of a CSV text (RFC 4180): lists of cells. */
+/** Parse a CSV text (RFC 4180) into lists of cells. */
 function csvCells(text) {
   const rows = [];
   let row = [];
@@ -50,19 +50,19 @@ function fromJsonl(text) {
 
 const nonEmptyLines = (text) => text.split(/\r?\n/).filter((line) => line.trim());
 
-/** Rows {column: text} of a file by its name's ending; of plain text, one row {line} a line. Throws Error. */
+/** Parse a file by its name's ending into rows {column: text}. Plain text: one row {line} per line. Throws Error. */
 export function parseRows(text, name = "") {
   if (/\.csv$/i.test(name)) return fromCsv(text);
   if (/\.(jsonl|ndjson)$/i.test(name)) return fromJsonl(text);
   return nonEmptyLines(text).map((line) => ({ line }));
 }
 
-/** The template with `{column}` replaced; names that the row has not stay as they are. */
+/** Replace `{column}` in the template. Unknown columns stay unchanged. */
 export const fillIn = (template, row) => template.replace(/\{([^{}]+)\}/g, (whole, name) => row[name.trim()] ?? whole);
 
 const csvCell = (text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
 
-/** Results as CSV: the row's columns, then output and finish_reason. */
+/** Results as CSV: the row's columns, output and finish_reason. */
 export function resultsAsCsv(rows) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row.values)))];
   const lines = rows.map((row) => [...names.map((name) => row.values[name] ?? ""), row.output, row.reason ?? ""]);

@@ -1,12 +1,12 @@
-// An answer's Markdown while it grows: what is settled is parsed once, only the end again, once a frame.
+// Renders the Markdown of a growing answer. Complete blocks are parsed once, the rest once per frame.
 
 import { markdown, settledEnd } from "../markdown.js";
 import { html, useLayoutEffect, useRef } from "../ui.js";
 
-/** An end without a blank line is parted here all the same, so that a frame's work is bounded. */
+/** Longest text without a blank line. Longer text is split here, to bound the work per frame. */
 const LONGEST_END = 20_000;
 
-/** Bring `box` up to date. Positions count from the answer's very beginning, of which `dropped` characters are gone. */
+/** Update `box`. Positions count from the answer's start, including its `dropped` characters. */
 function draw(box, drawn, text, dropped) {
   if (drawn.end < dropped || drawn.end > dropped + text.length) {
     box.textContent = "";
@@ -26,7 +26,7 @@ function draw(box, drawn, text, dropped) {
   drawn.tail.innerHTML = markdown(text.slice(end - dropped));
 }
 
-/** Markdown, made safe. `dropped`: characters that the text has lost at its beginning. */
+/** Sanitized Markdown. `dropped`: number of characters removed at the text's start. */
 export function Answer({ text, dropped }) {
   const box = useRef();
   const drawn = useRef({ blocks: [], end: 0, tail: null });

@@ -1,4 +1,4 @@
-// The chat panel: list of sessions, the shown conversation, its tree.
+// The chat panel: list of chats, the open conversation and its branches.
 
 import { DecodeParameters } from "../decode.js";
 import { t, useLanguage } from "../i18n.js";
@@ -57,7 +57,7 @@ function Exports({ conversation, path }) {
   </details>`;
 }
 
-/** The turns of the shown branch; follows the end of a growing answer unless the reader has scrolled away. */
+/** The turns of the visible branch. Scrolls with a growing answer unless the user has scrolled up. */
 function Transcript({ conversation, path }) {
   const box = useRef();
   const follows = useRef(true);
@@ -77,7 +77,7 @@ function Transcript({ conversation, path }) {
   </div>`;
 }
 
-/** Says to a screen reader that an answer is there. */
+/** Announces answers to screen readers. */
 function Spoken({ busy }) {
   const was = useRef(false);
   const [text, setText] = useState("");

@@ -1,4 +1,4 @@
-// What can be done with conversations: send, stop, branch, resume, delete, export, import.
+// Actions on conversations: send, stop, branch, resume, delete, export, import.
 
 import { ApiError, post, request, stream } from "../api.js";
 import { chosenModel, decodeFields } from "../decode.js";
@@ -13,8 +13,8 @@ import * as storage from "./storage.js";
 const LISTED = 200;
 
 /**
- * `conversations`: those with text in this browser, by id; `sessions`: those of the service, by id, with their tier;
- * `open`: the shown conversation; `problem`: the last failure in words.
+ * `conversations`: conversations with text in this browser, by id. `sessions`: the service's sessions, by id, with
+ * their tier. `open`: the visible conversation. `problem`: the last error message.
  */
 export const chat = createStore({
   conversations: new Map(),
@@ -36,11 +36,11 @@ const told = (error) => error.message || "offline";
 async function keep(conversation) {
   chat.get().conversations.set(conversation.id, conversation);
   redraw();
-  // Without storage (a private window) a conversation lives as long as the page.
+  // without storage (a private window) a conversation exists until the page is closed
   await storage.save(conversation).catch(() => {});
 }
 
-/** Read this browser's conversations and the service's list. */
+/** Load this browser's conversations and the service's sessions. */
 export async function begin() {
   const kept = await storage.load().catch(() => []);
   for (const conversation of kept) chat.get().conversations.set(conversation.id, conversation);
@@ -48,7 +48,7 @@ export async function begin() {
   await refresh();
 }
 
-/** Ask the service which sessions it keeps, and in which tier. */
+/** Load the service's sessions with their tiers. */
 export async function refresh() {
   try {
     const found = await post("/state/status", { limit: chat.get().listed });
@@ -62,7 +62,7 @@ export async function refresh() {
     }
     chat.set((known) => ({ ...known, sessions, counts: found }));
   } catch (error) {
-    if (!(error instanceof ApiError)) throw error; // the notice tells of a service that is away
+    if (!(error instanceof ApiError)) throw error; // a notice is shown if the service is unavailable
   }
 }
 
@@ -73,7 +73,7 @@ export function listMore() {
 
 export const startNew = () => chat.set((known) => ({ ...known, open: newConversation(), problem: "" }));
 
-/** Show a conversation, or a session of the service that this browser has no text of. */
+/** Open a conversation, or a session without text in this browser. */
 export function open(id) {
   const { conversations, sessions } = chat.get();
   const session = sessions.get(id);
@@ -85,14 +85,14 @@ export function open(id) {
   chat.set((known) => ({ ...known, open: conversation, problem: "" }));
 }
 
-/** Show the branch that ends below a turn. */
+/** Show the newest branch below a turn. */
 export function show(id) {
   const { open: conversation } = chat.get();
   conversation.current = newestBelow(conversation, id);
   redraw();
 }
 
-/** Show a turn and what is before it; the next one branches off there. */
+/** Show a turn and its predecessors. The next message branches off there. */
 export function branchAt(id) {
   chat.get().open.current = id;
   redraw();
@@ -103,14 +103,14 @@ export function setSystem(text) {
   redraw();
 }
 
-/** Ask after the shown turn. */
+/** Send a message after the visible turn. */
 export const send = (user, think) => ask(chat.get().open, chat.get().open.current, user, think);
-/** Ask the same again: a branch beside the turn. */
+/** Send the same message again as a new branch. */
 export const regenerate = (turn) => ask(chat.get().open, turn.parent, turn.user, turn.think);
-/** Ask something else in the turn's place: a branch beside it. */
+/** Send an edited message as a new branch. */
 export const edit = (turn, user) => ask(chat.get().open, turn.parent, user, turn.think);
 
-/** End an answer. The service does not keep a turn that was stopped: the next one reads it again. */
+/** Stop an answer. The service does not store a stopped turn, so the next message sends it again. */
 export const stop = (conversation, turn) => running.get(runKey(conversation, turn))?.abort();
 
 async function ask(conversation, parent, user, think) {
@@ -131,7 +131,7 @@ async function ask(conversation, parent, user, think) {
   await refresh();
 }
 
-/** Stream a turn's answer; a turn of before that the service has lost is read again. */
+/** Stream a turn's answer. Sends earlier turns again if the service has lost them. */
 async function answerTo(conversation, turn, signal) {
   for (;;) {
     const { prompt, from } = unread(conversation, turn);
@@ -144,7 +144,7 @@ async function answerTo(conversation, turn, signal) {
   }
 }
 
-/** What the service has not read: the prompt, and the turn whose dialogue it goes on from (undefined: the root). */
+/** The text that the service does not have, and the turn that it continues (undefined: the root). */
 function unread(conversation, turn) {
   const path = pathTo(conversation, turn.id).slice(0, -1);
   const at = path.findLastIndex((one) => one.dialogue !== null);
@@ -172,7 +172,7 @@ async function streamTurn(conversation, turn, prompt, from, signal) {
   if (conversation.linear) turn.dialogue = turn.id;
 }
 
-/** Delete a conversation here and at the service. */
+/** Delete a conversation in this browser and on the service. */
 export async function remove(id) {
   try {
     if (chat.get().sessions.has(id)) await post("/state/delete", { session_id: id });
@@ -185,7 +185,7 @@ export async function remove(id) {
   return refresh();
 }
 
-/** Offer the state of the shown turn as a file, as `/state/export` writes it. */
+/** Download the state of the visible turn from `/state/export`. */
 export async function exportState(conversation) {
   const turn = turnOf(conversation, conversation.current);
   const query = new URLSearchParams({ session_id: conversation.id });
@@ -201,7 +201,7 @@ export async function exportState(conversation) {
 export const exportText = (conversation) => download(`${conversation.id}.json`, asJson(conversation), "application/json");
 export const exportMarkdown = (conversation) => download(`${conversation.id}.md`, asMarkdown(conversation, parted), "text/markdown");
 
-/** Take a session's state (.safetensors) or a conversation's text (.json) in. */
+/** Import a session's state (.safetensors) or a conversation's text (.json). */
 export async function importFile(file) {
   try {
     if (file.name.endsWith(".json")) {

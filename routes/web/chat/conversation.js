@@ -1,14 +1,14 @@
-// A conversation as this browser knows it: a tree of turns, each of which the service keeps as a dialogue of a session.
+// A conversation as a tree of turns. The service stores each turn as a dialogue of a session.
 // Plain data and pure functions.
 
 export const ROOT = 0;
-/** Characters of an answer that are kept; of one that runs on and on, the beginning is let go. */
+/** Maximum length of an answer's text. The beginning of a longer answer is dropped. */
 const ANSWER_LIMIT = 200_000;
 
 /**
- * A conversation. `linear`: the session has no branches (it was brought from a file or begun elsewhere).
- * `turns`: {id, parent, user, think, answer, dropped, dialogue, reason, error}; `dialogue` is the turn's number at
- * the service, null if that has not kept it. `current`: the turn that is shown last.
+ * A conversation. `linear`: the session has no branches (imported or started elsewhere).
+ * `turns`: {id, parent, user, think, answer, dropped, dialogue, reason, error}. `dialogue`: the turn's number on the
+ * service, null if it is not stored. `current`: the last visible turn.
  */
 export function newConversation({ id = newId(), linear = false, title = "" } = {}) {
   return { id, linear, title, system: "", turns: [], current: ROOT, updated: Date.now() };
@@ -26,7 +26,7 @@ export function pathTo(conversation, id) {
   return path;
 }
 
-/** The last turn below `id`, always by the newest branch. */
+/** The last turn below `id`, along the newest branches. */
 export function newestBelow(conversation, id) {
   for (;;) {
     const child = childrenOf(conversation, id).at(-1);
@@ -35,7 +35,7 @@ export function newestBelow(conversation, id) {
   }
 }
 
-/** Add a turn after `parent` and show it; returns it. */
+/** Add a turn after `parent`, show it and return it. */
 export function addTurn(conversation, parent, user, think) {
   const id = Math.max(0, ...conversation.turns.map((turn) => turn.id)) + 1;
   const turn = { id, parent, user, think, answer: "", dropped: 0, dialogue: null, reason: null, error: null };
@@ -56,13 +56,13 @@ export function grow(turn, text) {
   }
 }
 
-/** A name for lists: "chat-1:2" -> {session: "chat-1", dialogue: 2}; a plain session has dialogue null. */
+/** Parse a listed name: "chat-1:2" -> {session: "chat-1", dialogue: 2}. A plain session has dialogue null. */
 export function parsedName(shown) {
   const match = /^(.+):(\d+)$/.exec(shown);
   return match ? { session: match[1], dialogue: Number(match[2]) } : { session: shown, dialogue: null };
 }
 
-/** Turns for dialogues of the service that this browser has no text of, so that they can be gone on from. */
+/** Add turns for dialogues without text in this browser, so that the user can continue them. */
 export function adoptDialogues(conversation, dialogues) {
   const known = new Set(conversation.turns.map((turn) => turn.dialogue));
   for (const dialogue of dialogues) {
@@ -72,7 +72,7 @@ export function adoptDialogues(conversation, dialogues) {
   }
 }
 
-/** The conversation as Markdown text along the shown path. */
+/** The visible branch as Markdown. */
 export function asMarkdown(conversation, parted) {
   const rounds = pathTo(conversation, conversation.current).map((turn) => {
     const { answer } = parted(turn);
@@ -81,10 +81,10 @@ export function asMarkdown(conversation, parted) {
   return `# ${conversation.title || conversation.id}\n\n${conversation.system ? `> ${conversation.system}\n\n` : ""}${rounds.join("\n")}`;
 }
 
-/** What a text export holds; `revived` reads it back. */
+/** The content of a text export, for `revived`. */
 export const asJson = (conversation) => JSON.stringify({ format: "rwkv-batch conversation", version: 1, ...conversation }, null, 1);
 
-/** A conversation from an exported file's text; the service has none of its turns yet. Throws Error. */
+/** Create a conversation from an export. The service has none of its turns. Throws Error. */
 export function revived(text) {
   const data = JSON.parse(text);
   if (data.format !== "rwkv-batch conversation" || !Array.isArray(data.turns)) throw new Error("not a conversation");

@@ -1,4 +1,4 @@
-// The list of conversations: those of this browser and those that the service keeps, with the tier of each.
+// The list of chats: this browser's conversations and the service's sessions, with their tiers.
 
 import { language, t } from "../i18n.js";
 import { html, useRef, useStore } from "../ui.js";
@@ -30,7 +30,7 @@ function Entry({ entry, shown }) {
   </li>`;
 }
 
-/** The list, and how a conversation is begun or brought in. */
+/** The list, with the buttons to start or import a chat. */
 export function Sessions() {
   const state = useStore(control.chat);
   const file = useRef();

@@ -1,4 +1,4 @@
-// Conversations' texts in this browser (IndexedDB). The service keeps states, not texts.
+// Texts of conversations in this browser (IndexedDB). The service stores states, no texts.
 
 const NAME = "rwkv-conversations";
 const STORE = "conversations";
@@ -23,7 +23,7 @@ async function inStore(mode, act) {
   return finished(act((await database()).transaction(STORE, mode).objectStore(STORE)));
 }
 
-/** Every conversation. */
+/** All conversations. */
 export const load = () => inStore("readonly", (store) => store.getAll());
 export const save = (conversation) => inStore("readwrite", (store) => store.put(conversation));
 export const remove = (id) => inStore("readwrite", (store) => store.delete(id));

@@ -1,4 +1,4 @@
-// The tree of a conversation's branches. Each turn is a state that the service keeps, so going back costs nothing.
+// The tree of a conversation's branches. The service stores the state of each turn, so a branch needs no recomputation.
 
 import { t } from "../i18n.js";
 import { html } from "../ui.js";
@@ -12,7 +12,7 @@ function Node({ turn, shown, current }) {
     <span class=${turn.dialogue === null ? "dot hollow" : "dot"} aria-hidden="true"></span>${label}</button>`;
 }
 
-/** The turns below `from`: one line while there is one way on, a list in the list where it branches. */
+/** The turns below `from`: one line for a single successor, a nested list for branches. */
 function Branch({ conversation, from, path }) {
   const line = [];
   let children = childrenOf(conversation, from);
@@ -26,7 +26,7 @@ function Branch({ conversation, from, path }) {
     ${children.map((turn) => html`<li key=${turn.id} class="fork">${node(turn)}<ul><${Branch} conversation=${conversation} from=${turn.id} path=${path} /></ul></li>`)}`;
 }
 
-/** The whole tree; choosing a turn shows it, and the next question branches off there. */
+/** The whole tree. A click on a turn shows it, and the next message branches off there. */
 export function Tree({ conversation }) {
   const path = new Set(pathTo(conversation, conversation.current).map((turn) => turn.id));
   return html`<div class="tree">

@@ -1,4 +1,4 @@
-// One turn on the screen: question, thought, answer, and what can be done with it.
+// One visible turn: message, reasoning, answer and buttons.
 
 import { t } from "../i18n.js";
 import { html, useState } from "../ui.js";
@@ -21,7 +21,7 @@ function Editor({ turn, close }) {
   </form>`;
 }
 
-/** Which of several turns in one place is shown. */
+/** Selects one of several alternative turns. */
 function Siblings({ conversation, turn }) {
   const all = childrenOf(conversation, turn.parent);
   const at = all.indexOf(turn);
@@ -40,7 +40,7 @@ function Ending({ turn }) {
   return null;
 }
 
-/** A question and its answer. */
+/** A message and its answer. */
 export function Turn({ conversation, turn }) {
   const [editing, setEditing] = useState(false);
   const [copied, setCopied] = useState(false);

@@ -1,4 +1,4 @@
-// The dashboard: what /metrics and /status say, now and over the last fifteen minutes.
+// The dashboard: /metrics and /status, current and over the last fifteen minutes.
 
 import { number, t, useLanguage } from "../i18n.js";
 import { service } from "../monitor.js";
@@ -23,7 +23,7 @@ function requestFigures(metrics) {
   return [...by].sort().map(([status, count]) => [`HTTP ${status}`, count, `rwkv_http_requests_total:${status}`]);
 }
 
-/** Figures by a label, each the sum over all engines. */
+/** Values by a label, summed over all engines. */
 function labelled(metrics, name, label, text) {
   const by = new Map();
   for (const { labels, value } of metrics.get(name) ?? []) by.set(labels[label], (by.get(labels[label]) ?? 0) + value);
@@ -47,7 +47,7 @@ function Refused({ title, entries }) {
   return list.length ? html`<h3>${title}</h3><ul>${list.map(([name, why]) => html`<li><b>${name}</b>: ${why}</li>`)}</ul>` : null;
 }
 
-/** What each engine does. */
+/** A table of the engines. */
 function Engines({ engines }) {
   const columns = ["engine", "state", "process", "devices", "rows", "unread", "kept"];
   return html`<section class="figures-box wide"><h2>${t("dash.engines")}</h2><table>

@@ -1,11 +1,11 @@
-// A plot of some series over the last fifteen minutes.
+// A plot of series over the last fifteen minutes.
 
 import "../vendor/uplot.js";
 import { number } from "../i18n.js";
 import { html, useEffect, useLayoutEffect, useRef, useStore } from "../ui.js";
 import { series } from "./series.js";
 
-// A classic script's `var` stays inside a module: one line was added to hand it over.
+// uPlot is a classic script, so its file has an added line that exports it.
 const { uPlot } = globalThis;
 const COLORS = ["#2f7de1", "#e08a1e", "#2a9d5c"];
 const HEIGHT = 160;
@@ -33,7 +33,7 @@ function makePlot(place, names, labels, digits) {
   );
 }
 
-/** `names`: series; `labels`: what they are called; `unit`: behind their last values. */
+/** `names`: series; `labels`: their labels; `unit`: unit of the last values. */
 export function Plot({ title, names, labels, unit, digits = 0, visible }) {
   const place = useRef();
   const plot = useRef();

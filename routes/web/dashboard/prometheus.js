@@ -1,4 +1,4 @@
-// Prometheus' text form.
+// Parser of Prometheus' text format.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
@@ -20,7 +20,7 @@ export function parseMetrics(text) {
   return found;
 }
 
-/** Sum of a metric over all its labels, or over those that have `wanted`; undefined where there is none. */
+/** Sum of a metric over all labels, or over those that match `wanted`. undefined if there is none. */
 export function total(metrics, name, wanted = {}) {
   const samples = (metrics.get(name) || []).filter((one) =>
     Object.entries(wanted).every(([label, value]) => one.labels[label] === value),
@@ -28,7 +28,7 @@ export function total(metrics, name, wanted = {}) {
   return samples.length ? samples.reduce((sum, one) => sum + one.value, 0) : undefined;
 }
 
-/** Buckets of a histogram, summed over its labels: ascending [[upper bound, count so far]]. */
+/** Buckets of a histogram, summed over its labels: ascending [[upper bound, cumulative count]]. */
 export function buckets(metrics, name) {
   const sums = new Map();
   for (const { labels, value } of metrics.get(`${name}_bucket`) || []) {
@@ -38,7 +38,7 @@ export function buckets(metrics, name) {
   return [...sums].sort((one, other) => one[0] - other[0]);
 }
 
-/** The value below which `share` of what came between two looks at a histogram lies; null if nothing came. */
+/** The `share` quantile of a histogram's values between two samples. null without values. */
 export function quantile(before, after, share) {
   const counts = after.map(([bound, count], at) => [bound, count - (before[at]?.[1] ?? 0)]);
   const all = counts.at(-1)?.[1] ?? 0;

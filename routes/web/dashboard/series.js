@@ -1,4 +1,4 @@
-// The last fifteen minutes of the service's figures, kept by the page: one point for each look at /metrics.
+// Time series of the last fifteen minutes: one point per sample of /metrics.
 
 import { INTERVAL_MS, service } from "../monitor.js";
 import { createStore } from "../ui.js";
@@ -6,10 +6,10 @@ import { buckets, quantile, total } from "./prometheus.js";
 
 const KEPT = (15 * 60 * 1000) / INTERVAL_MS;
 const SHARES = { p50: 0.5, p95: 0.95 };
-/** Percentiles are those of so many seconds. */
+/** Window of the percentiles in seconds. */
 const WINDOW_S = 30;
 
-/** Counters whose rate is shown, by the name of their series. */
+/** Counters shown as rates, by the name of their series. */
 const RATES = {
   generated: "rwkv_completion_tokens_total",
   read: "rwkv_computed_tokens",
@@ -18,14 +18,14 @@ const RATES = {
 const GAUGES = { running: "rwkv_running_rows", waiting: "rwkv_waiting_rows" };
 const HISTOGRAMS = { first: "rwkv_first_token_seconds", between: "rwkv_inter_token_seconds" };
 
-/** Points of time (Unix seconds) and, by name, a value for each; null where there is none. */
+/** Times (Unix seconds) and, by name, one value per time. null: no value. */
 export const series = createStore({ times: [], values: {} });
 
 function ratesOf(before, now) {
   const seconds = before ? (now.at - before.at) / 1000 : 0;
   const rate = (name) => {
     const [old, fresh] = [before && total(before.metrics, name), total(now.metrics, name)];
-    // A counter that has shrunk belongs to a new engine.
+    // a smaller counter belongs to a restarted engine
     return seconds > 0 && fresh >= old ? (fresh - old) / seconds : null;
   };
   return Object.fromEntries(Object.entries(RATES).map(([key, name]) => [key, rate(name)]));
@@ -60,7 +60,7 @@ function append({ times, values }, at, point) {
   return { times: [...times, at / 1000].slice(-KEPT), values: next };
 }
 
-/** From now on enter each look at the service. */
+/** Start to record samples. */
 export function keepSamples() {
   let looks = [];
   let last = 0;

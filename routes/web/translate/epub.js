@@ -1,4 +1,4 @@
-// EPUB: the blocks of every chapter. Marks inside of a block (bold, links) are lost with its translation.
+// EPUB: translates the blocks of every chapter. Markup inside a block (bold, links) is lost.
 
 import { parseXml } from "./xml.js";
 import { readZip, writeZip } from "./zip.js";

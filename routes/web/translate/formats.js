@@ -1,16 +1,15 @@
-// Files taken apart into texts to translate and put together again: {texts, assemble(translations) -> string or Blob},
-// with `preview(translations)` where the whole is no text.
-// What is no text for readers (time codes, keys, code blocks, tags) stays as it is.
+// Splits files into texts to translate: {texts, assemble(translations) -> string or Blob}, and
+// `preview(translations)` for binary formats. Time codes, keys, code blocks and tags are kept.
 
 import { epub } from "./epub.js";
 import { parseXml } from "./xml.js";
 
-/** Paragraphs, parted by blank lines; the white space between them is kept. */
+/** Paragraphs, separated by blank lines. White space between them is kept. */
 export function plain(text) {
   return pieces(text.split(/(\r?\n[^\S\r\n]*(?:\r?\n[^\S\r\n]*)+)/), (piece, at) => at % 2 === 0 && piece.trim() !== "");
 }
 
-/** Of a list of pieces, those that `wanted` names are translated. */
+/** Translates the pieces that `wanted` selects. */
 function pieces(list, wanted) {
   const places = list.map((_, at) => at).filter((at) => wanted(list[at], at));
   return {
@@ -23,7 +22,7 @@ function pieces(list, wanted) {
   };
 }
 
-/** Markdown: blocks, but for code; marks at a line's beginning are kept. */
+/** Markdown: blocks except code. Markup at the beginning of lines is kept. */
 function markdownText(text) {
   const parts = [];
   const translated = new Set();
@@ -57,7 +56,7 @@ function subtitles(text) {
   return pieces(parts, (_, at) => translated.has(at));
 }
 
-/** JSON: every text value, wherever it stands; keys stay. */
+/** JSON: every string value at any depth. Keys are kept. */
 function json(text) {
   const data = JSON.parse(text);
   const places = [];
@@ -78,7 +77,7 @@ function json(text) {
   };
 }
 
-/** XLIFF 1.2 and 2: each source's text becomes its target. */
+/** XLIFF 1.2 and 2: writes each source's translation into its target. */
 function xliff(text, targetLanguage) {
   const page = parseXml(text);
   const sources = [...page.getElementsByTagName("source")].filter((one) => one.textContent.trim());
@@ -107,7 +106,7 @@ export const ENDINGS = [...Object.keys(FORMATS), "epub"];
 
 const endingOf = (name) => name.slice(name.lastIndexOf(".") + 1).toLowerCase();
 
-/** Take a File apart by its name's ending; `source` is what it says, if that is text. Throws Error. */
+/** Split a File by its name's ending. `source`: its text, for text formats. Throws Error. */
 export async function takeApart(file, targetLanguage) {
   const ending = endingOf(file.name);
   if (ending === "epub") {

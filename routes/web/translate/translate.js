@@ -1,4 +1,4 @@
-// The translation panel: two panes, whole files, and what immersive-translate has to be told.
+// The translation panel: two text boxes, files, and settings for immersive-translate.
 
 import { address, password } from "../api.js";
 import { number, t, useLanguage } from "../i18n.js";
@@ -20,7 +20,7 @@ function LanguageChoice({ id, label, value, choose, auto }) {
   </select></label>`;
 }
 
-/** A translation under way: takes a text apart, counts what is there, puts it together. */
+/** A running translation: splits a text, counts the progress and joins the result. */
 function useTranslation() {
   const [state, setState] = useState(null);
   const start = async (made, source, target, name = "") => {
@@ -44,7 +44,7 @@ function useTranslation() {
   return [state, start];
 }
 
-/** Languages that were detected, the most frequent first. */
+/** The detected languages, most frequent first. */
 function Detected({ languages }) {
   const names = [...languages].sort((one, other) => other[1] - one[1]).map(([code]) => LANGUAGES[code] ?? code);
   return names.length ? html` · ${t("translate.detected")} <b id="detected">${names.join(", ")}</b>` : null;
@@ -91,7 +91,7 @@ function CopyField({ id, label, value, secret }) {
     <button onClick=${copy} aria-label=${`${t("copy")}: ${label}`}>${t(copied ? "copied" : "copy")}</button></div>`;
 }
 
-/** What the browser plugin has to be told, and whether it will work. */
+/** Settings for the browser plugin, with a test. */
 function ImmersiveTranslate() {
   const [result, setResult] = useState(null);
   const check = async () => {

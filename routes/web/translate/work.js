@@ -1,4 +1,4 @@
-// Texts to the service's translation route and back, some at a time, in order.
+// Sends texts to the translation route in batches.
 
 import { post } from "../api.js";
 
@@ -7,7 +7,7 @@ const TEXTS_PER_REQUEST = 8;
 const REQUESTS_AT_ONCE = 3;
 
 /**
- * Translate texts; `arrived(index, text, language)` is told of each, in any order.
+ * Translate texts and call `arrived(index, text, language)` for each, in any order.
  * Throws ApiError, or AbortError after `signal`.
  */
 export async function translateTexts(texts, source, target, signal, arrived) {
@@ -23,7 +23,7 @@ export async function translateTexts(texts, source, target, signal, arrived) {
   await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
 }
 
-/** Try what immersive-translate will do: one text, the answer's form. Throws ApiError or Error. */
+/** Test a request like immersive-translate's. Throws ApiError or Error. */
 export async function checkRoute() {
   const { translations } = await post(PATH, { source_lang: "en", target_lang: "zh-CN", text_list: ["Hello"] });
   if (translations?.length !== 1 || typeof translations[0].text !== "string") throw new Error("an answer of another form");

@@ -1,4 +1,4 @@
-// As much of the ZIP format as an EPUB needs: stored and deflated entries in, stored entries out.
+// The part of the ZIP format that EPUB needs: reads stored and deflated entries, writes stored ones.
 
 const LOCAL = 0x04034b50;
 const CENTRAL = 0x02014b50;
@@ -13,7 +13,7 @@ async function inflate(bytes, size) {
   return plain;
 }
 
-/** Name -> bytes of every file, in order. Throws Error. */
+/** Read a ZIP file: name -> bytes, in order. Throws Error. */
 export async function readZip(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   let end = bytes.length - 22;
@@ -50,7 +50,7 @@ function crc32(bytes) {
   return ~crc >>> 0;
 }
 
-/** Fields of a header: [value, bytes of it]. */
+/** Encode the fields of a header, given as [value, size in bytes]. */
 function header(...fields) {
   const view = new DataView(new ArrayBuffer(fields.reduce((sum, [, size]) => sum + size, 0)));
   let at = 0;
@@ -62,7 +62,7 @@ function header(...fields) {
   return view;
 }
 
-/** A ZIP file of name -> bytes, in order, without compression. */
+/** Write name -> bytes as a ZIP file, in order, without compression. */
 export function writeZip(files, type) {
   const parts = [];
   const directory = [];

@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of the page, and services for it to talk to."""
+"""A real Chromium for the tests of the page, and their services."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Browser, Page, sync_playwright
 
 BROWSERS = ("/usr/bin/chromium-headless-shell", "/usr/bin/chromium")
-"""The first that is there. The headless shell takes a third of the processor time to open a page."""
+"""The first existing one is used. The headless shell takes a third of the CPU time to open a page."""
 CHROMIUM = Path(os.environ.get("RWKV_TEST_CHROMIUM") or next(filter(os.path.exists, BROWSERS), BROWSERS[0]))
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -29,9 +29,9 @@ Opener = Callable[..., Page]
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium. Skipped without it, but not in CI.
+    """Debian's Chromium. Skipped without it, except in CI.
 
-    Of these files alone: Playwright keeps this thread's event loop running, in which no other test could run its own.
+    Only for these files: Playwright keeps this thread's event loop running, so no other test could use one.
     """
     if not CHROMIUM.exists():
         if os.environ.get("CI") == "true":
@@ -44,7 +44,7 @@ def browser() -> Iterator[Browser]:
 
 
 def _watch(page: Page, troubles: list[str], service: Service) -> None:
-    """Note what must not happen in a page: errors, broken policies, requests to anywhere else."""
+    """Record forbidden events of a page: errors, policy violations, requests to other hosts."""
     page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
     page.on("request", lambda one: one.url.startswith((service.url, "data:", "blob:")) or troubles.append(one.url))
 
@@ -57,7 +57,7 @@ def _watch(page: Page, troubles: list[str], service: Service) -> None:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Opener]:
-    """Opens the page of a service in a new profile; afterwards nothing may have gone wrong in it."""
+    """Open the page of a service in a new profile, and check its record afterwards."""
     troubles: list[str] = []
     with contextlib.ExitStack() as opened:
 
@@ -77,7 +77,7 @@ def open_page(browser: Browser) -> Iterator[Opener]:
 
 @pytest.fixture(scope="package")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service as a newcomer starts it, with the demo model."""
+    """The service with the demo model, as on a first start."""
     running = Service(tmp_path_factory.mktemp("demo"))
     try:
         yield running.wait_ready()
@@ -87,7 +87,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="package")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose engine says what it is told, over and over."""
+    """A service whose engine repeats the prompt endlessly."""
     running = Service(tmp_path_factory.mktemp("fake"), program="test/fake_app.py", PYTHONPATH=".")
     try:
         yield running.wait_ready()
@@ -97,7 +97,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: RWKV_SCREENSHOTS, else a folder that is forgotten."""
+    """Folder of screenshots: RWKV_SCREENSHOTS, else a temporary one."""
     folder = Path(os.environ.get("RWKV_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -105,7 +105,7 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_demo(tmp_path: Path) -> Iterator[Service]:
-    """A service with the demo model that a test may harm."""
+    """A service with the demo model that a test may damage."""
     running = Service(tmp_path)
     try:
         yield running.wait_ready()

@@ -1,4 +1,4 @@
-"""Accessibility: axe finds nothing, on a desktop and on a phone, light and dark; the keyboard reaches everything."""
+"""Accessibility: axe finds nothing on desktop and phone, light and dark; the keyboard reaches everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 780}, "is_mobile":
 
 
 def findings(page: Page) -> list[str]:
-    """What axe finds wrong, all rules."""
+    """Return axe's findings with all rules."""
     page.evaluate(AXE.read_text("utf-8"))
     result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [
@@ -32,7 +32,7 @@ def findings(page: Page) -> list[str]:
 
 
 def fill(page: Page) -> None:
-    """Something in every panel, and what is folded opened."""
+    """Fill every panel and open every collapsed part."""
     page.fill("#question", "**Hello** `there`")
     page.keyboard.press("Enter")
     expect(page.locator(".turn .markdown")).to_contain_text("Hello")
@@ -83,7 +83,7 @@ def test_the_keyboard_is_enough(fake: Service, open_page: Opener) -> None:
         reached.add(
             page.evaluate("document.activeElement.id || document.activeElement.textContent.trim().slice(0, 30)")
         )
-    assert {"Batch", "New chat", "question", "think", "Decode parameters"} <= reached, reached
+    assert {"Batch", "New chat", "question", "think", "Parameters"} <= reached, reached
     page.locator("header a[href='#translate']").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#translate-source")).to_be_visible()

@@ -1,4 +1,4 @@
-"""The batch panel: hundreds of rows on one screen."""
+"""The batch panel with hundreds of rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_hundred_rows_stream_at_once(fake: Service, open_page: Opener) -> No
     page.click("#batch-start")
     expect(page.locator(".card")).to_have_count(ROWS)
     expect(page.locator('.card[data-state="running"]')).to_have_count(ROWS)
-    seen = page.evaluate(COUNT_FRAMES, [FRAMES, ROWS])  # until the rows have grown, too
+    seen = page.evaluate(COUNT_FRAMES, [FRAMES, ROWS])  # until the rows have grown too
     assert seen["written"] <= ROWS * (seen["frames"] + 1), "each is written once a frame, however much comes"
     expect(page.locator("#batch-rate")).not_to_have_text("–")
     page.click("#batch-stop")

@@ -1,4 +1,4 @@
-"""The chat panel in a real browser: answers that stream, branches, sessions, files."""
+"""The chat panel in a browser: streams, branches, sessions, files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def say(page: Page, text: str) -> None:
 
 
 def answers(page: Page, turns: int) -> list[str]:
-    """The shown answers, once the tree has so many turns and none grows any more."""
+    """Return the visible answers when the tree has this many turns and none is growing."""
     expect(page.locator(".tree .node")).to_have_count(1 + turns)
     expect(page.locator("#send")).to_be_visible()
     return page.locator(".turn .markdown").all_inner_texts()
 
 
 def greedy(page: Page) -> None:
-    page.get_by_text("Decode parameters").first.click()
+    page.get_by_text("Parameters").first.click()
     page.fill("#chat-temperature", "0")
     page.keyboard.press("Tab")
-    page.get_by_text("Decode parameters").first.click()
+    page.get_by_text("Parameters").first.click()
 
 
 def test_an_answer_streams_in_and_the_session_remembers(demo: Service, open_page: Opener, shots: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_turn_is_asked_again_edited_and_branched(demo: Service, open_page: Ope
     first = page.locator(".turn").first
     first.get_by_role("button", name="Edit").click()
     first.locator("textarea").fill("My name is Peter.")
-    first.get_by_role("button", name="Ask as a branch").click()
+    first.get_by_role("button", name="Send as new branch").click()
     answers(page, 3)
     say(page, "What is my name?")
     assert "Peter" in answers(page, 4)[-1]
@@ -66,11 +66,11 @@ def test_a_turn_is_asked_again_edited_and_branched(demo: Service, open_page: Ope
     nodes = page.locator(".tree .node")
     expect(page.locator(".tree .dot.hollow")).to_have_count(0)
     page.screenshot(path=shots / "branches.png")
-    # Back to the first branch by its node: the old state goes on as if nothing had been.
+    # Back to the first branch by its node: its state is unchanged.
     nodes.filter(has_text="My name is Anna.").click()
     say(page, "What is my name?")
     assert "Anna" in answers(page, 5)[-1]
-    page.locator(".turn").last.get_by_role("button", name="Again").click()
+    page.locator(".turn").last.get_by_role("button", name="Regenerate").click()
     assert "Anna" in answers(page, 6)[-1]
 
 
@@ -92,7 +92,7 @@ def test_a_session_is_resumed_after_the_server_was_killed(own_demo: Service, ope
     greedy(page)
     say(page, "My name is Anna.")
     answers(page, 1)
-    expect(page.locator("#model")).not_to_be_empty()  # it knows which engine there is
+    expect(page.locator("#model")).not_to_be_empty()  # it knows the engine
     os.kill(service.pids()["engine"], signal.SIGKILL)
     expect(page.locator("#notice")).to_contain_text("restarted and is back")
     page.reload()
@@ -121,7 +121,7 @@ def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Op
     page.locator(".sessions li.shown").get_by_role("button", name="Delete").click()
     expect(page.locator(".sessions li", has_text=name)).to_have_count(0)
     for file in files:
-        # The state goes on where it was; the text is read again.
+        # The state continues, and the text is sent again.
         page.set_input_files("#import-file", file)
         expect(page.locator(".tree .node")).to_have_count(2)
         say(page, "What is my name?")
@@ -148,7 +148,7 @@ def test_a_thought_is_folded_away(fake: Service, open_page: Opener) -> None:
     expect(page.locator(".turn .markdown")).to_contain_text("The answer.")
     page.click("#stop")
     thought = page.locator(".turn details.thought")
-    expect(thought.locator("summary")).to_have_text("Thought")
+    expect(thought.locator("summary")).to_have_text("Reasoning")
     expect(thought.locator(".text")).to_be_hidden()
     thought.locator("summary").click()
     expect(thought.locator(".text")).to_have_text("Let me see.")

@@ -1,4 +1,4 @@
-"""The dashboard shows what /metrics says."""
+"""The dashboard shows the values of /metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = (
 
 
 def told(service: Service) -> dict[str, float]:
-    """Every sample of /metrics with no label but its engine's name."""
+    """Return the samples of /metrics without labels, except the engine's name."""
     lines = re.findall(r'^(\w+)\{engine="engine-0"\} (\S+)$', service.get("/metrics").text, re.MULTILINE)
     return {name: float(value) for name, value in lines if name in SHOWN}
 

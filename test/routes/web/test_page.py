@@ -1,4 +1,4 @@
-"""What holds for the whole page: files and their policy, password, language, a lost engine, hostile text."""
+"""The whole page: files and policy, password, language, a lost engine, hostile text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_password_is_asked_once_and_kept_for_the_tab(locked: Service, open_pag
     assert "sesame" not in locked.log.read_text()
     other = open_page(locked)
     expect(other.locator("dialog[open]")).to_be_visible()
-    page.get_by_role("button", name="Forget password").click()
+    page.get_by_role("button", name="Sign out").click()
     expect(dialog).to_be_visible()
 
 
@@ -106,10 +106,10 @@ def test_a_lost_engine_is_told_and_the_page_goes_on(tmp_path: Path, open_page: O
     try:
         service.wait_ready()
         page = open_page(service)
-        expect(page.locator("#model")).not_to_be_empty()  # it knows which engine there is
+        expect(page.locator("#model")).not_to_be_empty()  # it knows the engine
         page.fill("#question", "die")
         page.keyboard.press("Enter")
-        # In the words of the service, with the remedy.
+        # The service's message, with the remedy.
         expect(page.locator(".turn [role=alert]")).to_contain_text("engine")
         expect(page.locator("#notice")).to_contain_text(re.compile("is away|restarted"))
         expect(page.locator("#notice")).to_contain_text("restarted and is back")
@@ -151,24 +151,24 @@ def test_script_in_an_answer_does_not_run(fake: Service, open_page: Opener) -> N
 
 
 def heap_bytes(page: Page) -> int:
-    """JavaScript heap in use, after a collection."""
+    """Return the used JavaScript heap after a collection."""
     size: int = page.evaluate("() => { gc(); return performance.memory.usedJSHeapSize; }")
     return size
 
 
 def dropped_characters(page: Page) -> int:
-    """How many of an answer the page says that it shows no longer."""
+    """Return the number of characters that the page has dropped from an answer."""
     told = page.get_by_text("characters are no longer shown").inner_text()
     return int(re.sub(r"\D", "", told))
 
 
 @pytest.mark.timeout(900)
 def test_a_tab_does_not_grow_with_what_streams_through_it(fake: Service, open_page: Opener) -> None:
-    """Megabytes through one answer; RWKV_LONG_TESTS=1: for ten minutes."""
+    """Megabytes in one answer. With RWKV_LONG_TESTS=1, for ten minutes."""
     seconds = 600 if os.environ.get("RWKV_LONG_TESTS") else 0
     page = open_page(fake)
     page.fill("#question", "flood")
-    page.get_by_text("Decode parameters").first.click()
+    page.get_by_text("Parameters").first.click()
     page.fill("#chat-max_tokens", "1000000")
     page.locator("#question").press("Enter")
     expect(page.get_by_text("characters are no longer shown")).to_be_visible()

@@ -1,4 +1,4 @@
-"""The translation panel: texts, whole files of each kind, what immersive-translate is told."""
+"""The translation panel: texts, files of each kind, settings for immersive-translate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ expect.set_options(timeout=WAIT_MS)
 
 
 def ended(page: Page) -> str:
-    """The translation, once it is whole."""
+    """Return the complete translation."""
     expect(page.locator("#translate-progress")).to_have_attribute("data-ended", "true")
     return page.locator("#translate-target").input_value()
 
@@ -63,7 +63,7 @@ FILES_KEY = {
 
 
 def write_book(path: Path) -> None:
-    """An EPUB of one chapter, as far as a translation sees it."""
+    """Write an EPUB of one chapter with the parts that matter for translation."""
     chapter = (
         '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good <i>morning</i></h1><p>How are you?</p></body></html>'
     )
