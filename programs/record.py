@@ -1,4 +1,4 @@
-"""One line of the input, whatever its form."""
+"""One record of the input, in any file format."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 
 class LineError(Exception):
-    """This line alone cannot be answered; the message says why."""
+    """One line cannot be answered. The message says why."""
 
 
 class RunError(Exception):
-    """The run cannot begin or go on: one line that names the thing and the remedy."""
+    """The run cannot start or continue. The message is one line with cause and remedy."""
 
 
 @dataclass(slots=True)
 class Record:
-    """A line that is to be answered, or written as it is."""
+    """A line to answer, or to copy unchanged."""
 
     index: int
-    """Counts from 0 through the whole input, whatever shard this is."""
+    """Index in the whole input from 0, in every shard."""
     line: int
-    """Where it begins in the input, from 1."""
+    """Line number in the input, from 1."""
     fields: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why it cannot be read; "" if it can."""
+    """Why the line is invalid, or ""."""
     verbatim: str | None = None
-    """Text that is passed on as it is: nothing to be answered."""
+    """Text to copy unchanged, or None."""
     size: int = 0
-    """Bytes in the input."""
+    """Size in the input in bytes."""
     cue_header: str = ""
-    """What stands before the text in the output: a cue's number and time."""
+    """Number and time line of a subtitle cue."""

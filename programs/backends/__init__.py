@@ -1,1 +1,1 @@
-"""Who answers: an engine in this process, or a running service."""
+"""Backends that answer requests: an engine in this process, or a running service."""

@@ -1,27 +1,27 @@
-"""What a run asks its questions of."""
+"""The interface of a backend that answers requests."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
 UNREACHABLE = 0
-"""Status of a service that nobody could be reached at."""
+"""Status of a service that cannot be reached."""
 
 
 class Reply(NamedTuple):
     """A route's answer."""
 
     status: int
-    """As over HTTP; AWAY where there is none."""
+    """HTTP status, or UNREACHABLE."""
     value: Any
-    """The body's JSON value; of what is none, its text."""
+    """The body's JSON value, or its text if it is not JSON."""
     retry_after_s: float | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     @property
     def reason(self) -> str:
-        """Why it is no good answer."""
+        """The error message of a failed answer."""
         error = self.value.get("error") if isinstance(self.value, dict) else self.value
         if isinstance(error, dict):
             error = error.get("message")
@@ -29,16 +29,16 @@ class Reply(NamedTuple):
 
 
 class Backend(Protocol):
-    """An engine in this process, or a service somewhere."""
+    """An engine in this process, or a service at a URL."""
 
     async def model(self) -> str:
-        """Which model answers. Raises RunError if nobody says."""
+        """Returns the model's name. Raises RunError if it is unknown."""
 
     async def open(self) -> int:
-        """Make ready; returns how many questions at once keep it at work. Raises RunError."""
+        """Prepares the backend. Returns the number of requests in flight that keep it busy. Raises RunError."""
 
     async def request(self, path: str, body: dict[str, Any]) -> Reply:
-        """The answer to a POST."""
+        """Sends a POST and returns the answer."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Releases the backend."""

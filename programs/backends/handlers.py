@@ -1,4 +1,4 @@
-"""The service's own handlers, called without HTTP: what own_engine and the batch runner ask."""
+"""Calls the service's own handlers without HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def call_handler(
     limits: ClientLimits | None = None,
     priority: Priority = Priority.BATCH,
 ) -> Reply:
-    """The answer of the route at `path`, in the client's name. In a task of its own."""
+    """Returns the answer of the route at `path` for this client. Runs in its own task."""
     request_context = RequestContext(
         method="POST", route=path, client=client, limits=limits, owner=owner, priority=priority
     )

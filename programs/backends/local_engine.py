@@ -1,4 +1,4 @@
-"""An engine in this process, asked through the service's own handlers."""
+"""An engine in this process, called through the service's own handlers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rwkv_batch.tokenizer import make_tables
 
 _MAX_IN_FLIGHT = 4096
 _REQUESTS_PER_SLOT = 2
-"""Questions for each place in the steps: some decode while others wait to."""
+"""Requests in flight per running slot. Some wait while others decode."""
 
 
 class LocalEngine:
-    """Loads the model of the settings."""
+    """Backend that loads the model of the settings."""
 
     def __init__(self, settings: Settings, *, stores_sessions: bool = False) -> None:
-        """`stores_sessions`: in the settings' database; else in memory alone."""
+        """`stores_sessions`: keep sessions in the settings' database. Otherwise they stay in memory."""
         if not stores_sessions:
             pool = msgspec.structs.replace(settings.engine.pool, state_db="")
             settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, pool=pool))
@@ -41,7 +41,7 @@ class LocalEngine:
         self._engine: _Engine | None = None
 
     async def model(self) -> str:
-        """See Backend. A file is known by its name and size, and by how its weights are used."""
+        """See Backend. The name holds the file's name, its size and the dtype."""
         engine = self._settings.engine
         try:
             size = (await asyncio.to_thread(Path(engine.model_path).stat)).st_size
@@ -62,13 +62,13 @@ class LocalEngine:
 
     @property
     def context(self) -> Context:
-        """What handlers get; after `open`."""
+        """The handlers' context. Available after `open`."""
         assert self._context is not None
         return self._context
 
     async def request(self, path: str, body: dict[str, Any]) -> Reply:
         """See Backend."""
-        # Nobody else is served here: no place is kept for interactive rows.
+        # There are no other clients, so no running slot is reserved for interactive rows.
         return await call_handler(self.context, path, body, client="batch", priority=Priority.INTERACTIVE)
 
     async def close(self) -> None:
@@ -76,13 +76,13 @@ class LocalEngine:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """The same from any thread."""
+        """Like `close`, from any thread."""
         if self._engine is not None:
             self._engine.stop()
 
 
 class _Engine:
-    """The engine as routes see it."""
+    """The engine with the interface that routes use."""
 
     is_connected = True
     lost: ClassVar[list[str]] = []
@@ -110,4 +110,4 @@ class _Engine:
         self._engine.call(call, reply)
 
     def observe(self, observation: Observe) -> None:
-        """Nobody reads figures here."""
+        """Does nothing, because there are no metrics here."""

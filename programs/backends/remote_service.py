@@ -11,7 +11,7 @@ from programs.backends.backend import UNREACHABLE, Reply
 from programs.record import RunError
 
 _READ_TIMEOUT_S = 60.0
-"""An answer that takes its time shows all the while that it comes."""
+"""Read timeout. A slow answer sends blanks in between."""
 _IN_FLIGHT = 256
 _OK, _FAILED = 200, 500
 
@@ -39,13 +39,15 @@ class RemoteService:
             async with self._client().get(f"{self._url}/openai/v1/models") as answer:
                 status, value = answer.status, _parse_body(await answer.read())
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise RunError(f"no service at {self._url} ({_error_text(error)}); check --url, or start it") from None
+            raise RunError(
+                f"no service at {self._url} ({_error_text(error)}); check --url, or start the service"
+            ) from None
         if status != _OK:
             raise RunError(f"the service at {self._url} refuses: {Reply(status, value).reason}")
         try:
             return ",".join(one["id"] for one in value["data"])
         except (KeyError, TypeError):
-            raise RunError(f"what answers at {self._url} is no service of ours; check --url") from None
+            raise RunError(f"the server at {self._url} is not an rwkv-batch service; check --url") from None
 
     async def open(self) -> int:
         """See Backend."""
@@ -60,7 +62,7 @@ class RemoteService:
             return Reply(UNREACHABLE, f"the service at {self._url} cannot be reached ({_error_text(error)})")
         status = answer.status
         if status == _OK and not (isinstance(value, dict) and "error" not in value):
-            status = _FAILED  # the status was out before the failure
+            status = _FAILED  # the failure came after the status
         usage = value.get("usage") or {} if isinstance(value, dict) else {}
         tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         wait = answer.headers.get("Retry-After", "")

@@ -1,1 +1,1 @@
-"""Files in, files out: `python app.py batch`. Every line is a body of one of the service's own routes."""
+"""The `batch` command: files in, files out. Each line becomes a request to one of the service's routes."""

@@ -1,4 +1,4 @@
-"""`python app.py batch INPUT -o OUTPUT`: from the command line to a run, and to an exit code."""
+"""The `batch` command: from the command line to a run and an exit code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SUBTITLES = ("srt", "vtt")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Runs the command and returns the exit code."""
     try:
         options, rest = parse_options(arguments)
         settings = parse_settings(rest, os.environ)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     except (RunError, StartupError) as error:
         return _print_error(str(error), CANNOT_RUN)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return _print_error("stopped; the same command goes on from here", INTERRUPTED)
+        return _print_error("stopped; give the same command again to resume", INTERRUPTED)
 
 
 def _print_error(error: str, code: int) -> int:
@@ -72,14 +72,14 @@ def _service(options: Options, settings: Settings) -> RemoteService:
 
 
 async def _interruptible(work: Any) -> int:
-    """Ends orderly at SIGTERM as at SIGINT: what has ended is kept."""
+    """Stops cleanly at SIGINT and SIGTERM. Finished answers are kept."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return int(await task)
 
 
 def check_body(options: Options) -> None:
-    """Whether the flags make a body that its route takes. Raises SettingsError."""
+    """Checks that the flags make a valid request body. Raises SettingsError."""
     task_options = options.task_options
     request = make_task(task_options).request(Record(0, 1, _AnyFields()))
     route = next(route for route in ROUTES if route.path == request.path)
@@ -91,7 +91,7 @@ def check_body(options: Options) -> None:
 
 
 class _AnyFields(dict[str, Any]):
-    """A record that has every field."""
+    """A record in which every field exists."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -109,7 +109,7 @@ class _Command:
     backend: Backend
 
     async def run(self) -> int:
-        """Do it; returns the exit code. Raises RunError."""
+        """Runs the job and returns the exit code. Raises RunError."""
         try:
             return await self._run()
         finally:
@@ -153,7 +153,7 @@ class _Command:
         return SOME_FAILED if progress.failed else ALL_ANSWERED
 
     def _settings(self, glossary: Glossary | None, model: str) -> dict[str, str]:
-        """What decides over the answers, by the names of its flags."""
+        """Returns the settings that determine the answers, by flag name."""
         options, task_options = self.options, self.options.task_options
         decode = {flag_of(name): repr(value) for name, value in task_options.decode.items()}
         terms = Path(options.glossary).read_bytes() if glossary is not None else b""
@@ -175,7 +175,7 @@ class _Command:
 
 
 def _file_format(options: Options) -> FileFormat:
-    """Raises RunError where a name does not tell it, or the two do not go together."""
+    """Chooses the file format. Raises RunError if the name is ambiguous or input and output disagree."""
     source = options.form or format_of(options.input)
     if source is None:
         raise unknown_format(options.input, "name it by --format")
@@ -190,7 +190,7 @@ def _file_format(options: Options) -> FileFormat:
 
 
 def _select_records(records: Iterator[Record], options: Options) -> Iterator[Record]:
-    """Those of the shard, within the limit."""
+    """Yields the records of the shard, up to the limit."""
     part, parts = options.shard
     limited = islice(records, options.limit) if options.limit else records
     return (record for record in limited if record.index % parts == part - 1)

@@ -1,4 +1,4 @@
-"""What a run would cost: lines and tokens of the whole input, and the time by a few lines that are really answered."""
+"""Estimates a run: counts lines and tokens, and answers a few lines to estimate the time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 
 SAMPLE = 64
-"""Lines that are answered, spread over the input as it is read."""
+"""Lines that are answered, spread over the input."""
 
 
 class Estimate:
-    """Counts records; keeps a few."""
+    """Counts records and keeps a sample."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -32,7 +32,7 @@ class Estimate:
         self._sample_tokens: list[int] = []
 
     def count(self, records: Iterator[Record]) -> None:
-        """Read them all."""
+        """Reads all records."""
         for record in records:
             if record.verbatim is not None:
                 continue
@@ -45,14 +45,14 @@ class Estimate:
                 self._keep(record, tokens)
 
     def _tokens(self, record: Record) -> int | None:
-        """About how many the record's prompt has; None if it has none."""
+        """Returns the approximate number of prompt tokens, or None without a prompt."""
         try:
             return None if record.problem else len(self._tokenizer.encode(_prompt(self._task.request(record))))
         except (LineError, ServiceError):
             return None
 
     def _keep(self, record: Record, tokens: int) -> None:
-        """Every `stride`-th record; twice that once there are too many."""
+        """Keeps every `stride`-th record. Doubles the stride when the sample is full."""
         if self.lines % self._stride:
             return
         self.sample.append(record)
@@ -62,7 +62,7 @@ class Estimate:
             self._stride *= 2
 
     async def figures(self, worker: LineWorker) -> dict[str, Any]:
-        """What there is to tell, after the sample has been answered."""
+        """Answers the sample and returns the estimate."""
         figures: dict[str, Any] = {
             "lines": self.lines,
             "unreadable": self.unreadable,
@@ -83,7 +83,7 @@ class Estimate:
 
 
 def _prompt(request: TaskRequest) -> str:
-    """About what the model will read. Raises ServiceError if the body is none."""
+    """Returns the approximate prompt. Raises ServiceError if the body is invalid."""
     if request.path == TRANSLATE:
         return prompts.translation(
             request.body["source_lang"], request.body["target_lang"], request.body["text_list"][0]

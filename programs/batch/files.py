@@ -1,4 +1,4 @@
-"""Where a run writes: the output, the file of errors and the sidecar, opened together and made durable in order."""
+"""The files of a run: output, errors and sidecar. They are synced in this order."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from programs.record import Record, RunError
 
 @dataclass(slots=True)
 class RunFiles:
-    """All of them. What the sidecar calls done has been synced."""
+    """The open files of a run. Records that the sidecar lists as done are synced."""
 
     output: OutputFile | StandardOutput
     errors: OutputFile | StandardOutput
     sidecar: Sidecar
     file_format: FileFormat
     progress: Progress
-    """True of the disk."""
+    """Progress that is durable."""
     error_line: Callable[[Record, Outcome], str]
     is_compressed: bool = False
 
     def finished_record(self, record: Record, outcome: Outcome) -> FinishedRecord:
-        """What the files say of a record."""
+        """Formats a record's lines for the files."""
         output = self.file_format.write(record, outcome.answer)
         return FinishedRecord(
             output, self.error_line(record, outcome) if outcome.problem else "", outcome.key, outcome.answer
         )
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Closes all files."""
         self.sidecar.close()
         self.errors.close()
         self.output.close()
 
     def commit(self, batch: CommitBatch, is_last: bool) -> None:
-        """Make a batch durable: first the lines, then that they are done. Raises RunError."""
+        """Syncs a batch: first its lines, then the sidecar. Raises RunError."""
         before = self.progress
         if not before.has_begun and (batch.output or is_last):
             batch.output = self.file_format.header().encode() + batch.output
@@ -69,20 +69,18 @@ class RunFiles:
     def _write_error_message(self, error: OSError, lines: int) -> str:
         reason = error.strerror or str(error)
         if isinstance(self.output, StandardOutput):
-            return (
-                f"standard output takes no more ({reason}): {lines} lines went out, and nothing is gone on with there"
-            )
+            return f"standard output cannot be written ({reason}): {lines} lines were written; a pipe cannot resume"
         again = f"make room and give the same command again: {lines} lines are safe"
         return f"the answers cannot be written ({reason}); {again}"
 
 
 def errors_path(options: Options) -> str:
-    """Where failures are written; "": standard error."""
+    """Returns the path of the error file, or "" for standard error."""
     return options.errors or ("" if options.output == STDOUT else options.output + ERRORS_SUFFIX)
 
 
 def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
-    """What the file of errors says of a record."""
+    """Returns a function that formats a record's error line."""
 
     def line(record: Record, outcome: Outcome) -> str:
         entry = {"index": record.index, "line": record.line, "error": outcome.problem, "input": record.fields}
@@ -96,7 +94,10 @@ def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
 
 
 def open_files(options: Options, source: Input, file_format: FileFormat, settings: dict[str, str]) -> RunFiles:
-    """The run's files, cut back to what an earlier run is known to have done. Raises RunError and holds none then."""
+    """Opens the run's files, truncated to the durable part of an earlier run.
+
+    Raises RunError, with all files closed.
+    """
     with ExitStack() as opened:
         files = _to_pipe(options, file_format, settings, opened) if options.output == STDOUT else None
         files = files or _to_files(options, source, file_format, settings, opened)
@@ -135,10 +136,10 @@ def _to_files(
     opened.callback(sidecar.close)
     if sidecar.is_new and (output.length or errors.length):
         sidecar_path.unlink()
-        raise RunError(f"{path} or {errors_file} is there and was not begun by this command; give --fresh to overwrite")
+        raise RunError(f"{path} or {errors_file} exists and is not from this command; give --fresh to overwrite")
     if not sidecar.is_new and is_stream(options.input):
         name = "standard input" if options.input == STDIN else f"the pipe {options.input}"
-        raise RunError(f"{name} cannot be read again to go on with this output; give --fresh to begin anew")
+        raise RunError(f"{name} cannot be read twice, so this output cannot be resumed; give --fresh to start over")
     progress = sidecar.begin(settings, source.digest())
     sync_folder(path.parent)
     output.cut(progress.output_bytes)
@@ -147,9 +148,9 @@ def _to_files(
 
 
 def _check_paths(options: Options, outputs: list[Path]) -> None:
-    """Raises RunError if two of the files are one."""
+    """Raises RunError if two paths name the same file."""
     files = [*outputs, *([] if options.input == STDIN else [Path(options.input)])]
     there = [file.stat() for file in files if file.exists()]
-    is_one = len({(file.st_dev, file.st_ino) for file in there}) < len(there)  # by two names perhaps
+    is_one = len({(file.st_dev, file.st_ino) for file in there}) < len(there)  # the same file may have two names
     if is_one or len({file.resolve() for file in files}) < len(files):
         raise RunError("the input, the output and the file of errors must be different files")

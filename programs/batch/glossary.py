@@ -1,7 +1,7 @@
-"""Terms with one right translation: an answer that lacks one is asked for again, with the terms put into the text.
+"""Terms with a required translation.
 
-A model that reads "the 状态池 keeps" mostly keeps the word. What is still missing is said: the line is written, and
-stands in the file of errors too.
+If an answer lacks a term, the request is repeated with the translations inserted into the text. A model that reads
+"the 状态池 keeps" mostly keeps the word. A term that is still missing is reported in the error file.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from programs.record import RunError
 
 
 class Glossary:
-    """Terms and what they are in the other language; the longest term wins where several begin."""
+    """Terms and their translations. The longest matching term wins."""
 
     def __init__(self, terms: dict[str, str]) -> None:
         self._terms = {term.casefold(): target for term, target in terms.items()}
-        written = {*terms, *self._terms}  # "Straße" is not what its folded form matches, "STRASSE" not what it does
+        written = {*terms, *self._terms}  # the folded form of "Straße" matches neither "Straße" nor "STRASSE"
         longest_first = sorted(written, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(_term_pattern, longest_first)), re.IGNORECASE) if terms else None
 
     def terms_in(self, text: str) -> dict[str, str]:
-        """Terms of a text, with their translations."""
+        """Returns the terms of a text with their translations."""
         if self._pattern is None:
             return {}
         found = ((term, self._target(term)) for term in self._pattern.findall(text))
         return {term: target for term, target in found if target is not None}
 
     def _target(self, found: str) -> str | None:
-        """The translation of what the pattern has found; None: of "İ" for "i" and the like it finds more than folds."""
+        """Returns the translation of a match, or None. The pattern matches "İ" for "i" too."""
         return self._terms.get(found.casefold())
 
     def missing(self, text: str, answer: str) -> dict[str, str]:
-        """Those whose translation the answer has not, whatever the case."""
+        """Returns the terms whose translation is missing in the answer. Ignores case."""
         answer_text = answer.casefold()
         return {term: target for term, target in self.terms_in(text).items() if target.casefold() not in answer_text}
 
     def apply(self, text: str) -> str:
-        """The text with the terms translated."""
+        """Returns the text with its terms replaced by their translations."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda found: self._target(found.group()) or found.group(), text)
 
 
 def _term_pattern(term: str) -> str:
-    """A term's pattern: whole words where it is written in letters that words are separated with."""
+    """Returns a term's pattern. It matches whole words in scripts that separate words."""
     left = r"\b" if term[0].isascii() and term[0].isalnum() else ""
     right = r"\b" if term[-1].isascii() and term[-1].isalnum() else ""
     return left + re.escape(term) + right
 
 
 def load_glossary(path: str) -> Glossary:
-    """A glossary of a file: JSON `{"term": "translation"}`, CSV or TSV with two columns. Raises RunError."""
+    """Reads a glossary: JSON `{"term": "translation"}`, CSV or TSV with two columns. Raises RunError."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def load_glossary(path: str) -> Glossary:
     try:
         rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
     except csv.Error as error:
-        raise RunError(f"--glossary {path} is no table of two columns: {error}") from None
+        raise RunError(f"--glossary {path} is not a table of two columns: {error}") from None
     wrong = next((row for row in rows if len(row) != 2 or not all(cell.strip() for cell in row)), None)
     if wrong is not None:
         raise RunError(f"--glossary {path} must have a term and its translation in each line, got {wrong}")

@@ -1,4 +1,4 @@
-"""The input's bytes: opened, decompressed, cut into lines of bounded length, and known again by their hash."""
+"""Reads the input: decompression, lines of bounded length, and a hash to recognise the file."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from programs.record import RunError
 
 STDIN = "-"
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""A longer line fails alone; it is never held whole."""
+"""A longer line fails alone. It is never held in memory as a whole."""
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = range(0x184D2A50, 0x184D2A60)
-"""What a Zstandard file of parallel compressors begins with: a frame without data."""
+"""Magic numbers of Zstandard's skippable frames, which parallel compressors write first."""
 _READ_BYTES = 1 << 10
-"""Compressed bytes that are taken at once: they become 32 MiB at most."""
+"""Compressed bytes per read. They expand to at most 32 MiB."""
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line without its end."""
+    """A line without its line break."""
 
     number: int
     """From 1."""
     data: bytes
-    """Cut off where it is too long."""
+    """Truncated if the line is too long."""
     size: int
-    """Bytes in the input, the end included."""
+    """Size in bytes with the line break."""
 
     @property
     def is_too_long(self) -> bool:
-        """Whether only its beginning is there."""
+        """Whether `data` is truncated."""
         return self.size > MAX_LINE_BYTES
 
     @property
     def text(self) -> str:
-        """Decoded; bytes that are no UTF-8 are lone surrogates."""
+        """The decoded line. Invalid UTF-8 bytes become lone surrogates."""
         return self.data.decode("utf-8", "surrogateescape")
 
 
 def is_stream(path: str) -> bool:
-    """Whether it can be read once only: standard input, a named pipe, a shell's <(command), a device."""
+    """Whether the input can be read only once: standard input, pipes, devices."""
     return path == STDIN or (Path(path).exists() and not Path(path).is_file())
 
 
 class _ZstdReader(io.RawIOBase):
-    """Zstandard frames, decompressed. zstandard's own reader takes a file that was cut off for one that is whole."""
+    """Decompresses Zstandard frames. The library's own reader accepts truncated files."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
         self._frame: zstandard.ZstdDecompressionObj | None = None
-        """the frame that is being read"""
+        """Current frame."""
         self._unused_data = b""
-        """bytes behind the last frame"""
+        """Bytes after the last frame."""
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -89,7 +89,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 class Input:
-    """A file, a pipe or standard input, read once from its beginning."""
+    """A file, a pipe or standard input, read once."""
 
     def __init__(self, path: str) -> None:
         """Raises RunError if it cannot be opened."""
@@ -97,7 +97,7 @@ class Input:
         try:
             self._raw = sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=_CHUNK)  # noqa: SIM115
             self._identity = None if is_stream(path) else _file_identity(os.fstat(self._raw.fileno()))
-            """what a change of the file would change; None: it can be read once only"""
+            """Identity of the open file, to notice changes. None for streams."""
             self.size = None if self._identity is None else self._identity.size
         except OSError as error:
             raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
@@ -113,11 +113,11 @@ class Input:
         return raw
 
     def fraction(self) -> float | None:
-        """How much of it has been read, 0..1; None if nobody knows."""
+        """Share of the input that was read, 0..1, or None if unknown."""
         return None if not self.size else min(1.0, self._raw.tell() / self.size)
 
     def digest(self) -> str:
-        """SHA-256 of the file, as it lies there; "" of what can be read once only. Raises RunError."""
+        """Returns the SHA-256 of the file, or "" for streams. Raises RunError."""
         if self._identity is None:
             return ""
         try:
@@ -129,15 +129,15 @@ class Input:
         return value
 
     def _check_unchanged(self, file: int) -> None:
-        """Raises RunError if this open file is not what was opened, or has been written to since."""
+        """Raises RunError if the file was replaced or changed."""
         if self._identity is not None and _file_identity(os.fstat(file)) != self._identity:
             raise RunError(
-                f"the input {self.path} was changed while it was read; once it holds again what it held, the same "
-                "command goes on from here, else give another --output, or --fresh to begin anew"
+                f"the input {self.path} was changed while it was read; restore its content and give the same "
+                "command to resume, or give another --output, or --fresh to start over"
             )
 
     def lines(self) -> Iterator[Line]:
-        """Every line. Raises RunError where the file cannot be read on, and once it was changed."""
+        """Yields every line. Raises RunError if reading fails or the file was changed."""
         number = 0
         try:
             while data := self._stream.readline(MAX_LINE_BYTES + 1):
@@ -147,9 +147,7 @@ class Input:
                     size += len(more)
                     if not more or more.endswith(b"\n"):
                         break
-                self._check_unchanged(
-                    self._raw.fileno()
-                )  # at every line: none of another file is asked under this one's number
+                self._check_unchanged(self._raw.fileno())  # at every line, so that no line of another file is used
                 number += 1
                 if number == 1:
                     data = data.removeprefix(_BOM)
@@ -159,13 +157,13 @@ class Input:
             raise RunError(f"the input {self.path} cannot be read after line {number} ({error})") from None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Closes the file."""
         if self.path != STDIN:
             self._raw.close()
 
 
 class _FileIdentity(NamedTuple):
-    """What a file is known again by while it is open."""
+    """Recognises an open file."""
 
     device: int
     inode: int

@@ -1,4 +1,4 @@
-"""What becomes of one record: its question, again and again if need be, and its answer."""
+"""Answers one record: request, retries and outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from programs.record import LineError, Record, RunError
 
 OK = 200
 _BUSY = frozenset({UNREACHABLE, 429, 502, 503})
-"""The service, not the line: when it stays so, the run stops, and can be gone on with."""
+"""Statuses of a busy or lost service. If they persist, the run stops and can be resumed."""
 _RETRYABLE = frozenset({500, 504})
 _TOO_MANY_REQUESTS = 429
 _WAIT_S = 0.5
@@ -26,7 +26,7 @@ _MAX_WAIT_S = 30.0
 
 @dataclass(slots=True)
 class Outcome:
-    """An answer, or why there is none; of a glossary's missing term both."""
+    """An answer, an error, or both if a glossary term is missing."""
 
     answer: str | None = None
     problem: str = ""
@@ -34,11 +34,11 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     code: str = ""
-    """The problem's name, where it has one."""
+    """Error code, or ""."""
     reply: Any = None
-    """The body of an answer that was none."""
+    """Body of the error answer."""
     key: bytes | None = None
-    """What equal lines have in common, where the answer is worth keeping for them."""
+    """Key of equal lines, if the answer should be kept for them."""
 
 
 @dataclass(slots=True)
@@ -50,23 +50,25 @@ class LineWorker:
     retry: int
     glossary: Glossary | None = None
     max_busy_retries: int | None = None
-    """Tries while the service is busy or away; None: as many as `retry`."""
+    """Retries while the service is busy or unreachable. None: `retry`."""
     max_refused_s: float = float("inf")
-    """How long a line is asked again that is refused as too much (429), while no other line is answered either; then it
-    fails alone: it may be more than the service ever takes at once."""
+    """Seconds of 429 answers, without any answered line, after which the line fails alone.
+
+    The line may exceed the service's limits.
+    """
     answers: Sidecar | None = None
-    """Where answers to equal lines are kept (--dedupe)."""
+    """Store of the answers to equal lines (--dedupe)."""
     in_progress: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
-    """Questions whose answers are not in the sidecar yet."""
+    """Requests whose answers are not in the sidecar yet."""
     answered_at: float = 0.0
-    """When a question was answered last, as time.monotonic."""
+    """time.monotonic() of the last answer."""
 
     async def open(self) -> int:
-        """Make ready; returns how many lines at once keep the backend at work. Raises RunError."""
+        """Prepares the backend. Returns the number of lines in flight that keep it busy. Raises RunError."""
         return await self.backend.open()
 
     async def outcome(self, record: Record) -> Outcome:
-        """What the record gets. Raises RunError if nobody answers any more."""
+        """Returns the record's outcome. Raises RunError if the backend is gone."""
         if record.problem:
             return Outcome(problem=record.problem, status=400)
         try:
@@ -78,7 +80,7 @@ class LineWorker:
         return await self._deduplicated(request, self.answers)
 
     async def _deduplicated(self, request: TaskRequest, answers: Sidecar) -> Outcome:
-        """The answer to this or an equal line."""
+        """Returns the answer to this or an equal line."""
         key = _key(request)
         if (waiting := self.in_progress.get(key)) is not None:
             first = await asyncio.shield(waiting)
@@ -88,7 +90,7 @@ class LineWorker:
         try:
             known = await asyncio.to_thread(answers.answer, key)
             outcome = Outcome(known) if known is not None else await self._compute(request)
-        except BaseException:  # whoever waits for the same is told, and the next one asks anew
+        except BaseException:  # waiters get the error, and the next equal line sends a new request
             self.in_progress.pop(key, None)
             future.cancel()
             raise
@@ -100,7 +102,7 @@ class LineWorker:
         return outcome
 
     def on_committed(self, keys: list[bytes]) -> None:
-        """The sidecar has these answers from now on."""
+        """Drops answers that the sidecar has now."""
         for key in keys:
             self.in_progress.pop(key, None)
 
@@ -122,7 +124,7 @@ class LineWorker:
         return second
 
     async def _request_with_retries(self, request: TaskRequest) -> Outcome:
-        """The answer, after as many tries as are due."""
+        """Sends the request, with retries."""
         tries, started = 0, time.monotonic()
         while True:
             reply = await self.backend.request(request.path, request.body)
@@ -134,7 +136,7 @@ class LineWorker:
                 except LineError as error:
                     return Outcome(None, str(error), OK, *tokens)
                 except (KeyError, IndexError, TypeError):
-                    return Outcome(None, f"the answer is not of the form asked for: {str(reply.value)[:200]}", 502)
+                    return Outcome(None, f"the answer has an unexpected form: {str(reply.value)[:200]}", 502)
             is_busy = reply.status in _BUSY
             max_retries = self.retry if not is_busy or self.max_busy_retries is None else self.max_busy_retries
             is_refused_for_long = (
@@ -146,16 +148,16 @@ class LineWorker:
             await asyncio.sleep(_wait_s(reply, tries))
             tries += 1
         if is_busy and not is_refused_for_long:
-            raise RunError(f"{reply.reason}; the same command goes on from here")
+            raise RunError(f"{reply.reason}; give the same command again to resume")
         return Outcome(None, reply.reason, reply.status, *tokens, reply=reply.value)
 
 
 def _wait_s(reply: Reply, tries: int) -> float:
-    """Seconds until the next try: doubled each time, and never less than the service asks for."""
+    """Seconds until the next try. Doubles each time, at least Retry-After."""
     return min(_MAX_WAIT_S, max(reply.retry_after_s or 0.0, _WAIT_S * 2.0 ** min(tries, 10)))
 
 
 def _key(request: TaskRequest) -> bytes:
-    """What equal questions have in common: all but the seed."""
+    """Returns the key of equal requests: everything but the seed."""
     body = {name: value for name, value in request.body.items() if name != "seed"}
     return hashlib.sha256(json.dumps([request.path, body], sort_keys=True).encode()).digest()

@@ -16,23 +16,23 @@ from programs.settings import SettingsError, program
 
 ERRORS_SUFFIX = ".errors.jsonl"
 _DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
-    "max_tokens": (int, "most tokens drawn for a line"),
+    "max_tokens": (int, "maximum generated tokens per line"),
     "temperature": (float, "0 is greedy"),
     "top_k": (int, "0 switches it off"),
     "top_p": (float, "1 switches it off"),
     "alpha_presence": (float, "presence penalty"),
     "alpha_frequency": (float, "frequency penalty"),
-    "alpha_decay": (float, "by which the count of drawn tokens shrinks"),
-    "seed": (int, "line i draws with seed + i; without it lines draw by chance"),
+    "alpha_decay": (float, "factor by which the counts of generated tokens decay"),
+    "seed": (int, "line i uses seed + i; default: random"),
 }
-"""Fields of the body, by their names in docs/api.md, which has their limits and defaults."""
+"""Body fields. docs/api.md has their limits and defaults."""
 _FLAGS = {"stop_tokens": "--stop", "enable_think": "--think"}
 _SERVICE_FLAGS = ("--password", "--password-file", "--log-format", "--log-level")
-"""Settings that mean something beside --url."""
+"""Settings that are allowed with --url."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for; the engine's flags are settings."""
+    """Options of a run. The engine's flags are settings."""
 
     input: str
     output: str
@@ -40,9 +40,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     out_field: str
     id_field: str = ""
     form: str = ""
-    """"" = by the input's name."""
+    """Input format. "": by the input's name."""
     url: str = ""
-    """"" = an engine in this process."""
+    """URL of a service. "": an engine in this process."""
     max_in_flight: int = 0
     order: str = "keep"
     retry: int = 8
@@ -75,12 +75,12 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _unescaped(text: str) -> str:
-    r"""Text as a shell can hand it over: \n is a line break, \t a tab."""
+    r"""Replaces \n by a line break and \t by a tab."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _template(text: str) -> str:
-    """A template, or @FILE that has it."""
+    """Returns the template, read from a file if the text is @FILE."""
     if not text.startswith("@"):
         return _unescaped(text)
     try:
@@ -91,15 +91,17 @@ def _template(text: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of `batch`; all others are the service's."""
+    """Returns the parser of `batch`. Other flags are the service's."""
     parser = _Parser(
         prog=program("batch"),
         allow_abbrev=False,
         description="Answer every line of a file. Flags of the engine (--model-path, --pp-devices, --dtype ...) are "
-        "the service's. A run that was stopped goes on when the same command is given again.",
+        "the service's. Give the same command again to resume a stopped run.",
     )
-    parser.add_argument("input", help="JSONL, CSV, TSV, text, srt or vtt, perhaps .gz or .zst; - for standard input")
-    parser.add_argument("-o", "--output", required=True, help="in the input's form, or .jsonl; - for standard output")
+    parser.add_argument("input", help="JSONL, CSV, TSV, text, srt or vtt, also .gz or .zst; -: standard input")
+    parser.add_argument(
+        "-o", "--output", required=True, help="output file, in the input's format or .jsonl; -: standard output"
+    )
     _add_task(parser)
     _add_decoding(parser)
     _add_running(parser)
@@ -109,55 +111,67 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_task(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is asked").add_argument
     add("--task", choices=TASKS, default="translate", help="default: translate")
-    add("--source-lang", default="auto", help="ISO code or name; default: auto, found out for each line")
+    add("--source-lang", default="auto", help="ISO code or name; default: auto, detected per line")
     add("--target-lang", default="", help="wanted by translate")
-    add("--field", default="text", help="field or column that has the text; default: text")
+    add("--field", default="text", help="field or column of the text; default: text")
     add("--out-field", default="", help="field or column of the answer; default: by the task")
-    add("--id-field", default="", help="field that names a line in the file of errors")
-    add("--template", type=_template, default="", help="text made of fields, like 'Summarise: {text}'; @FILE reads it")
+    add("--id-field", default="", help="field that identifies a line in the error file")
     add(
-        "--format", choices=FORMAT_NAMES, default="", dest="form", help="form of the input where its name does not tell"
+        "--template",
+        type=_template,
+        default="",
+        help="prompt with fields, e.g. 'Summarise: {text}'; @FILE reads a file",
     )
-    add("--glossary", default="", help="terms with their translations: JSON, or CSV or TSV of two columns")
+    add("--format", choices=FORMAT_NAMES, default="", dest="form", help="input format, if the name does not show it")
+    add("--glossary", default="", help="terms and translations: JSON, or CSV or TSV with two columns")
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how answers are drawn (not by translate); defaults: docs/api.md")
+    group = parser.add_argument_group("sampling parameters (not for translate); defaults: docs/api.md")
     for name, (kind, text) in _DECODE.items():
         group.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
     group.add_argument(
         "--stop", action="append", type=_unescaped, help="text that ends an answer (\\n: a line break); may be repeated"
     )
-    group.add_argument("--think", action="store_true", help="let the model think first (chat)")
+    group.add_argument("--think", action="store_true", help="enable thinking (chat)")
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the run").add_argument
-    add("--url", default="", help="a running service instead of an engine in this process; --password is sent to it")
-    add("--max-in-flight", type=_count, default=0, help="questions at once; 0: 256 to a service, by memory here")
-    add("--order", choices=("keep", "done"), default="keep", help="of the output; done: as lines end")
-    add("--retry", type=_count, default=8, help="tries after the first while the service is busy or away; default: 8")
-    add("--errors", default="", help=f"JSON lines of what failed and why; default: OUTPUT{ERRORS_SUFFIX}")
+    add(
+        "--url",
+        default="",
+        help="running service to use instead of an engine in this process; --password is sent to it",
+    )
+    add(
+        "--max-in-flight",
+        type=_count,
+        default=0,
+        help="requests in flight; 0: 256 to a service, by memory for an engine in this process",
+    )
+    add("--order", choices=("keep", "done"), default="keep", help="order of the output; done: as lines finish")
+    add("--retry", type=_count, default=8, help="retries while the service is busy or unreachable; default: 8")
+    add("--errors", default="", help=f"JSON lines of the failures; default: OUTPUT{ERRORS_SUFFIX}")
     add("--dedupe", action="store_true", help="answer equal lines once")
-    add("--limit", type=_count, default=0, help="only the first so many lines of the input")
-    add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, beginning with the i-th")
-    add("--dry-run", action="store_true", help="count lines and tokens, and estimate the time from a few of them")
-    add("--fresh", action="store_true", help=f"begin anew: OUTPUT, its errors and OUTPUT{SUFFIX} are overwritten")
+    add("--limit", type=_count, default=0, help="number of input lines to process")
+    add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, starting at the i-th")
+    add("--dry-run", action="store_true", help="count lines and tokens, and estimate the time from a sample")
+    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT, its error file and OUTPUT{SUFFIX}")
     add(
         "--progress",
         choices=progress.PROGRESS_FORMATS,
         default="auto",
-        help="auto: a bar on a terminal, else plain lines",
+        help="auto: a bar on a terminal, otherwise plain lines",
     )
 
 
 def flag_of(name: str) -> str:
-    """The flag that gives this field of a body."""
+    """Returns the flag of a body field."""
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """Options, and the arguments that are settings of the service. Raises SettingsError."""
+    """Returns the options and the arguments that are service settings. Raises SettingsError."""
     given, rest = build_parser().parse_known_args(list(arguments))
     decode = {name: value for name in _DECODE if (value := getattr(given, name)) is not None}
     if given.stop:
@@ -181,12 +195,12 @@ def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def _check(given: argparse.Namespace, task_options: TaskOptions) -> None:
-    """Raises SettingsError for flags that do not go together."""
+    """Raises SettingsError for conflicting flags."""
     if task_options.task == "translate" and not task_options.target_lang:
         raise SettingsError("--target-lang must be given: the language to translate into")
     if task_options.task in ("translate", "score") and task_options.decode:
         name = flag_of(next(iter(task_options.decode)))
-        raise SettingsError(f"{name} does nothing for {task_options.task}, which draws nothing by chance; leave it out")
+        raise SettingsError(f"{name} has no effect for {task_options.task}, which is deterministic; leave it out")
     for flag, is_given, tasks in (
         ("--glossary", given.glossary, ("translate",)),
         ("--source-lang", task_options.source_lang != "auto", ("translate",)),
@@ -205,7 +219,7 @@ def _check(given: argparse.Namespace, task_options: TaskOptions) -> None:
 
 
 def check_settings(url: str, rest: Sequence[str]) -> None:
-    """Raises SettingsError for settings of an engine, where a service at a URL answers."""
+    """Raises SettingsError for engine settings together with --url."""
     names = [argument.partition("=")[0] for argument in rest if argument.startswith("--")]
     if url and (other := next((name for name in names if name not in _SERVICE_FLAGS), None)):
         raise SettingsError(f"{other} is a setting of an engine in this process, but --url asks a service; give one")

@@ -1,4 +1,4 @@
-"""The output and the file of errors: only ever appended to, and cut back to what is known to be whole."""
+"""The output and error files. They are append-only, and truncated to their durable part on resume."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STDOUT = "-"
 
 
 class OutputFile:
-    """One file, held by this run alone. Every append is whole in itself, compressed or not."""
+    """One file, locked by this run. Each append is a complete block, compressed or not."""
 
     def __init__(self, path: Path, compression: str) -> None:
-        """Opens, or makes it. Raises RunError if it cannot be had."""
+        """Opens or creates the file. Raises RunError."""
         self._path = path
         self._compression = compression
         if path.exists() and not path.is_file():
-            raise RunError(f"{path} is no regular file, and nothing else can be gone on with; give - for a pipe")
+            raise RunError(f"{path} is not a regular file, so it cannot be resumed; give - for a pipe")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -36,18 +36,18 @@ class OutputFile:
         self.length = os.fstat(self._file).st_size
 
     def cut(self, length: int) -> None:
-        """Back to the first `length` bytes. Raises RunError if there are not so many."""
+        """Truncates the file to `length` bytes. Raises RunError if it is shorter."""
         if self.length < length:
             raise RunError(
                 f"{self._path} has {self.length} bytes and had {length} when the run was stopped: it was changed; "
-                "put it back, or give --fresh to begin anew"
+                "restore it, or give --fresh to start over"
             )
         os.ftruncate(self._file, length)
         os.lseek(self._file, length, os.SEEK_SET)
         self.length = length
 
     def append(self, data: bytes) -> None:
-        """Add data and wait until it is on the disk. Raises OSError, as when the disk is full."""
+        """Appends data and syncs it. Raises OSError, for example on a full disk."""
         if not data:
             return
         view = memoryview(self._compressed(data))
@@ -58,23 +58,23 @@ class OutputFile:
         os.fsync(self._file)
 
     def _compressed(self, data: bytes) -> bytes:
-        """A member or frame of its own: files of several are files."""
+        """Compresses data as its own member or frame."""
         if self._compression == "gz":
             return gzip.compress(data, 6, mtime=0)
         return zstandard.compress(data, 6) if self._compression == "zst" else data
 
     def close(self) -> None:
-        """Let another run have it."""
+        """Closes and unlocks the file."""
         os.close(self._file)
 
 
 class StandardOutput:
-    """Lines for a pipe: nothing is taken back, so nothing is resumed."""
+    """Output to a pipe, which cannot be resumed."""
 
     length = 0
 
     def append(self, data: bytes) -> None:
-        """Write data. Raises OSError if nobody reads."""
+        """Writes data. Raises OSError if the reader is gone."""
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
@@ -83,7 +83,7 @@ class StandardOutput:
 
 
 class StandardError(StandardOutput):
-    """Errors of a run that writes to a pipe and names no file for them."""
+    """Error lines of a run that writes to a pipe without an error file."""
 
     def append(self, data: bytes) -> None:
         """See StandardOutput."""
@@ -92,7 +92,7 @@ class StandardError(StandardOutput):
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names of new files in the folder are on the disk."""
+    """Syncs the folder, so that names of new files are durable."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

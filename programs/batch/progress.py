@@ -1,4 +1,4 @@
-"""How a run gets on, told on standard error: a bar, plain lines, or JSON lines."""
+"""Progress of a run on standard error: a bar, plain lines or JSON lines."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _PERCENT = 100
 
 @dataclass(slots=True)
 class RunStats:
-    """Counts of this run. The event loop counts, any thread reads."""
+    """Counters of a run. The event loop writes, any thread reads."""
 
     fraction: Callable[[], float | None]
-    """How much of the input has been read."""
+    """Share of the input that was read."""
     answered: int = 0
     failed: int = 0
     skipped: int = 0
-    """Lines that an earlier run has done."""
+    """Lines that an earlier run finished."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def restart(self) -> None:
-        """The first question is asked: what was before, like the loading of a model, does not count."""
+        """Restarts the clock at the first request, so that loading a model does not count."""
         self.started = time.monotonic()
 
     def count(self, outcome: Outcome) -> None:
-        """A line has ended."""
+        """Counts a finished line."""
         if outcome.problem:
             self.failed += 1
         else:
@@ -47,7 +47,7 @@ class RunStats:
         self.completion_tokens += outcome.completion_tokens
 
     def figures(self) -> dict[str, float | int | None]:
-        """All of it, with rates over this run."""
+        """Returns all counters and this run's rates."""
         seconds = max(1e-9, time.monotonic() - self.started)
         done = self.answered + self.failed
         read = self.fraction()
@@ -70,7 +70,7 @@ class RunStats:
 
 
 class Reporter:
-    """Tells a meter's figures again and again, on a thread of its own, until it is left."""
+    """Context manager that reports the counters from its own thread."""
 
     def __init__(self, stats: RunStats, progress_format: str) -> None:
         self._stats = stats
@@ -110,14 +110,14 @@ class Reporter:
 
 
 def as_text(figures: dict[str, float | int | None]) -> str:
-    """Figures as a person reads them."""
+    """Formats the counters for people."""
     parts = [f"{figures['lines']} lines"]
     if figures["read"] is not None:
         parts[0] += f" ({figures['read']:.0%} read)"
     if figures["resumed"]:
         parts.append(f"{figures['resumed']} of them before")
     parts += [f"{figures['failed']} failed", f"{figures['lines_per_s']} lines/s"]
-    if figures["tokens_per_s"]:  # not every route of a service tells tokens
+    if figures["tokens_per_s"]:  # some routes report no tokens
         parts.append(f"{figures['tokens_per_s']} tokens/s")
     if figures["eta_s"]:
         parts.append(f"{time.strftime('%H:%M:%S', time.gmtime(figures['eta_s']))} left")

@@ -1,4 +1,4 @@
-"""What is done and what is written: records come in order, end in any, and are written as --order says."""
+"""Reorders finished records: they start in order, finish in any order, and are written as --order says."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from programs.batch.sidecar import Progress
 
 @dataclass(slots=True)
 class FinishedRecord:
-    """A record's share of both files."""
+    """A record's lines for both files."""
 
     output: str
     error: str = ""
     key: bytes | None = None
     answer: str | None = None
-    """For equal lines, under that key."""
+    """Answer to keep for equal lines under `key`."""
 
 
 @dataclass(slots=True)
 class CommitBatch:
-    """What is to be made durable together."""
+    """Lines that one commit makes durable."""
 
     output: bytes
     errors: bytes
@@ -33,37 +33,37 @@ class CommitBatch:
 
 
 class ReorderBuffer:
-    """Owned by the event loop; `is_done` any thread may ask."""
+    """Used on the event loop. `is_done` may be called from any thread."""
 
     def __init__(self, keeps_order: bool, previous: Progress) -> None:
         self._keeps_order = keeps_order
         self._previous = previous
         self._already_done = frozenset(previous.beyond)
         self._open: deque[int] = deque()
-        """Records that were begun, in order; the first of them has not been written."""
+        """Started records in order. The first one is not written yet."""
         self._finished: dict[int, FinishedRecord] = {}
-        """Records that ended and wait for those before them."""
+        """Finished records that wait for earlier ones."""
         self._beyond = set(previous.beyond)
-        """Records behind the first open one that are written."""
+        """Written records after the first open one."""
         self._uncommitted: list[FinishedRecord] = []
         self._end_index = previous.next_index
         self.unfinished = 0
-        """Records under way, or waiting for those before them."""
+        """Number of records in flight or waiting for earlier ones."""
         self.uncommitted = 0
-        """Characters written since the last batch."""
+        """Characters written since the last commit."""
 
     def is_done(self, index: int) -> bool:
-        """Whether an earlier run has written the record."""
+        """Whether an earlier run wrote the record."""
         return index < self._previous.next_index or index in self._already_done
 
     def begin(self, indexes: list[int], end: int) -> None:
-        """These records are under way; all others before `end` are done or another's."""
+        """Starts these records. All others before `end` are done or belong to another shard."""
         self._open.extend(indexes)
         self.unfinished += len(indexes)
         self._end_index = max(self._end_index, end)
 
     def end(self, index: int, record: FinishedRecord) -> None:
-        """A record has ended."""
+        """Finishes a record."""
         if not self._keeps_order:
             self._beyond.add(index)
             self._write(record)
@@ -81,11 +81,11 @@ class ReorderBuffer:
 
     @property
     def has_output(self) -> bool:
-        """Whether anything was written since the last batch."""
+        """Whether there is output since the last commit."""
         return bool(self._uncommitted)
 
     def take(self) -> CommitBatch:
-        """What was written since the last batch."""
+        """Returns the output since the last commit."""
         pieces, self._uncommitted, self.uncommitted = self._uncommitted, [], 0
         next_index = self._open[0] if self._open else self._end_index
         self._beyond = {index for index in self._beyond if index > next_index}

@@ -1,7 +1,6 @@
-"""The loop of a run: read a window, ask its questions, write what ends, make that durable.
+"""The loop of a run: read a window, send its requests, write and sync the answers.
 
-One event loop; reading, and writing with its wait for the disk, are on threads beside it. Memory is bounded by the
-window, whatever the input's size.
+It runs on one event loop. Reads and writes run on threads. The window bounds the memory for inputs of any size.
 """
 
 from __future__ import annotations
@@ -17,29 +16,31 @@ from programs.batch.reorder_buffer import ReorderBuffer
 from programs.record import Record, RunError
 
 _WINDOW = (16, 4096)
-"""Records that are sorted by length, at least and at most: as many as are in flight. In a larger window the first line
-might be asked last, and what waits for it to be written would be lost with the run."""
+"""Minimum and maximum number of records that are sorted by length.
+
+In a larger window the first line could be the last to start. The answers that wait for it would be lost with the run.
+"""
 _WINDOW_BYTES = 32 << 20
 _WINDOWS_AHEAD = 8
-"""Windows that may wait for a line which takes long, to be written in order."""
+"""Windows that may wait for one slow line."""
 _COMMIT_S = 0.2
 _COMMIT_COMPRESSED_S = 2.0
-"""Between commits; what is compressed should not be cut small."""
+"""Seconds between commits of compressed output, so that frames are not too small."""
 _MAX_UNCOMMITTED = 32 << 20
-"""Characters written and not durable yet, above which nothing new is begun."""
+"""Unsynced characters above which no new record starts."""
 
 
 class Worker(Protocol):
-    """Whoever answers records."""
+    """Answers records."""
 
     async def open(self) -> int:
-        """Make ready; returns how many records to begin at once. Raises RunError."""
+        """Prepares the worker. Returns the number of records in flight. Raises RunError."""
 
     async def outcome(self, record: Record) -> Outcome:
-        """What a record gets. Raises RunError if nobody answers any more."""
+        """Returns a record's outcome. Raises RunError if the backend is gone."""
 
     def on_committed(self, keys: list[bytes]) -> None:
-        """Answers under these keys are durable."""
+        """Reports that the answers of these keys are durable."""
 
 
 class Run:
@@ -54,7 +55,7 @@ class Run:
         stats: RunStats,
         max_in_flight: int = 0,
     ) -> None:
-        """`max_in_flight`: questions at once; 0: as many as keep the backend at work."""
+        """`max_in_flight`: requests in flight. 0: the number that keeps the backend busy."""
         self._records = records
         self._worker = worker
         self._files = files
@@ -62,7 +63,7 @@ class Run:
         self._stats = stats
         self._max_in_flight = max_in_flight
         self._slots: asyncio.Semaphore | None = None
-        """None: there was nothing to do yet"""
+        """None until the first request."""
         self._window = _WINDOW[0]
         self._tasks: set[asyncio.Task[None]] = set()
         self._progressed = asyncio.Event()
@@ -71,7 +72,7 @@ class Run:
         self._can_commit = True
 
     async def run(self) -> None:
-        """Answer every record. Raises RunError; what has ended by then is kept if the disk allows."""
+        """Answers every record. Raises RunError. Finished answers are kept if the disk allows it."""
         committing = asyncio.create_task(self._commit_loop())
         try:
             await self._start_records()
@@ -84,7 +85,7 @@ class Run:
         await self._commit(is_last=True)
 
     async def _start_records(self) -> None:
-        """Begin every record; returns when all have ended."""
+        """Starts every record and waits for all."""
         while True:
             window, end = await asyncio.to_thread(self._read)
             self._reorder_buffer.begin([record.index for record in window], end)
@@ -101,14 +102,14 @@ class Run:
         await self._wait_until(lambda: not self._tasks)
 
     def _can_read_more(self) -> bool:
-        """Whether what has been read and is not durable is little enough."""
+        """Whether the amount of unsynced records allows reading on."""
         return (
             self._reorder_buffer.unfinished <= _WINDOWS_AHEAD * self._window
             and self._reorder_buffer.uncommitted <= _MAX_UNCOMMITTED
         )
 
     async def _open(self) -> asyncio.Semaphore:
-        """The backend, now that there is something to ask."""
+        """Opens the backend before the first request."""
         in_flight = await self._worker.open()
         in_flight = self._max_in_flight or in_flight
         self._window = min(max(_WINDOW[0], in_flight), _WINDOW[1])
@@ -117,7 +118,7 @@ class Run:
         return self._slots
 
     def _read(self) -> tuple[list[Record], int]:
-        """The next records that are not done yet, and where the next ones begin."""
+        """Returns the next records that are not done, and the index after them."""
         window: list[Record] = []
         weight = end = 0
         for record in self._records:
@@ -132,7 +133,7 @@ class Run:
         return window, end
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait. Raises what a line or a commit has failed with."""
+        """Waits for the condition. Raises the error of a failed line or commit."""
         while True:
             self._raise_failure()
             if condition():
@@ -158,7 +159,7 @@ class Run:
         self._progressed.set()
 
     async def _commit_loop(self) -> None:
-        """Commit what has ended, until the run closes; then once more."""
+        """Commits finished records until the run closes, then once more."""
         pause_s = _COMMIT_COMPRESSED_S if self._files.is_compressed else _COMMIT_S
         while not self._closing.is_set():
             if self._reorder_buffer.has_output:
@@ -170,7 +171,7 @@ class Run:
         await self._try_commit()
 
     async def _try_commit(self) -> None:
-        """A commit whose failure ends the run; after that there is none."""
+        """Commits. A failure ends the run and all later commits."""
         if not self._can_commit:
             return
         try:

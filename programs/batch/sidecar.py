@@ -1,7 +1,6 @@
-"""What a run remembers beside its output: a small SQLite file that a killed run is resumed from.
+"""The sidecar: a small SQLite file next to the output, from which a killed run resumes.
 
-It is written behind the output: what it calls done is on the disk by then. What the output has beyond that is cut off
-when the run is resumed, and made again.
+It is written after the output is synced. On resume the output is truncated to the sidecar's state.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _SCHEMA = (
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the run is; true of the disk."""
+    """The durable progress of a run."""
 
     next_index: int = 0
-    """Every record before it is done."""
+    """All records before this index are done."""
     beyond: list[int] = []
-    """Records behind it that are done too."""
+    """Done records after `next_index`."""
     has_begun: bool = False
-    """Whether the output has its opening."""
+    """Whether the output's header is written."""
     output_bytes: int = 0
     errors_bytes: int = 0
     answered: int = 0
@@ -40,10 +39,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sidecar:
-    """One run's memory. Any thread may call."""
+    """The sidecar of one run. Thread-safe."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing outlives the run. Raises RunError if the file cannot be used."""
+        """`path` None: keep the progress in memory. Raises RunError if the file is unusable."""
         self._lock = threading.Lock()
         self._path = path
         try:
@@ -58,7 +57,7 @@ class Sidecar:
             raise RunError(f"{path} cannot be used ({error}); delete it and the output, or give --fresh") from None
 
     def begin(self, settings: Mapping[str, str], input_digest: str) -> Progress:
-        """Begin a run, or go on with the one that was begun. Raises RunError if that was of something else."""
+        """Starts or resumes a run. Raises RunError if the file belongs to other settings or another input."""
         with self._lock:
             try:
                 if self.is_new:
@@ -67,17 +66,19 @@ class Sidecar:
                 row = self._database.execute("SELECT version, settings, input, progress FROM run").fetchone()
                 progress = msgspec.json.decode(row[3], type=Progress)
                 before = msgspec.json.decode(row[1], type=dict[str, str])
-            except sqlite3.OperationalError as error:  # locked, full, or away: --fresh would not help
+            except sqlite3.OperationalError as error:  # locked, full or unreachable: --fresh would not help
                 raise RunError(f"{self._path} cannot be used now ({error}); try again") from None
             except (sqlite3.Error, TypeError, msgspec.DecodeError) as error:
-                raise RunError(f"what was remembered of this output cannot be read ({error}); give --fresh") from None
+                raise RunError(f"{self._path} cannot be read ({error}); give --fresh") from None
         if row[0] != _VERSION:
-            raise RunError(f"{self._path} is of another version of this program; go on with that one, or give --fresh")
+            raise RunError(
+                f"{self._path} was written by another version of this program; use that version, or give --fresh"
+            )
         _check(before, settings)
         if row[2] != input_digest:
             raise RunError(
-                "the input is not what it was when this output was begun (its SHA-256 differs); "
-                "give the same file, another --output, or --fresh to begin anew"
+                "the input has changed since this output was started (its SHA-256 differs); "
+                "give the same file, another --output, or --fresh to start over"
             )
         return progress
 
@@ -90,7 +91,7 @@ class Sidecar:
             self._database.execute("INSERT INTO run VALUES (?, ?, ?, ?)", row)
 
     def commit(self, progress: Progress, answers: Mapping[bytes, str]) -> None:
-        """Remember that so much is done. Raises OSError, as when the disk is full."""
+        """Stores the progress. Raises OSError, for example on a full disk."""
         try:
             with self._lock, self._database:
                 self._database.execute("BEGIN")
@@ -101,16 +102,16 @@ class Sidecar:
             raise OSError(str(error)) from error
 
     def answer(self, key: bytes) -> str | None:
-        """What was answered to an equal line. Raises RunError."""
+        """Returns the stored answer to an equal line. Raises RunError."""
         try:
             with self._lock:
                 row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         except sqlite3.Error as error:
-            raise RunError(f"{self._path} cannot be read ({error}); the same command goes on from here") from None
+            raise RunError(f"{self._path} cannot be read ({error}); give the same command again to resume") from None
         return None if row is None else str(row[0])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Closes the file."""
         self._database.close()
 
 
@@ -120,6 +121,6 @@ def _check(then: Mapping[str, str], now: Mapping[str, str]) -> None:
         before, after = then.get(name, ""), now.get(name, "")
         if before != after:
             raise RunError(
-                f"{name} was {before or 'not given'} when this output was begun and is {after or 'not given'} now; "
-                "give the same, another --output, or --fresh to begin anew"
+                f"{name} was {before or 'not given'} when this output was started and is {after or 'not given'} now; "
+                "give the same value, another --output, or --fresh to start over"
             )

@@ -1,4 +1,4 @@
-"""From a record to the body of one of the service's routes, and from that route's answer to a text."""
+"""Tasks: they turn a record into a request body, and the route's answer into text."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ OUT_FIELDS = {
     "score": "scores",
 }
 JSON_TASKS = frozenset({"score"})
-"""Tasks whose answers are JSON values, not texts."""
+"""Tasks with JSON answers."""
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _SEEDS = 2**64
 
 
 class TaskRequest(NamedTuple):
-    """A question to a route."""
+    """A request to a route."""
 
     path: str
     body: dict[str, Any]
 
 
 class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of every record."""
+    """Options of a task for all records."""
 
     task: str
     field: str = "text"
@@ -43,21 +43,21 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
     source_lang: str = "auto"
     target_lang: str = ""
     decode: dict[str, Any] = {}
-    """Fields of the body, by their names in the HTTP interface; `seed` is that of the first record."""
+    """Body fields by their names in the HTTP API. `seed` is the first record's."""
 
 
 class Task(Protocol):
-    """One kind of work."""
+    """One kind of task."""
 
     def request(self, record: Record) -> TaskRequest:
-        """The question. Raises LineError if the record lacks what it needs."""
+        """Returns the request. Raises LineError if the record lacks a field."""
 
     def text(self, answer: Any) -> str:
-        """The text of a good answer. Raises LineError if it is none after all."""
+        """Returns the answer's text. Raises LineError if the answer is an error."""
 
 
 def make_task(task_options: TaskOptions) -> Task:
-    """The task of a plan."""
+    """Creates the task for the options."""
     match task_options.task:
         case "translate":
             return _Translate(task_options)
@@ -68,7 +68,7 @@ def make_task(task_options: TaskOptions) -> Task:
 
 
 def fill_template(template: str, fields: Mapping[str, Any]) -> str:
-    """`{name}` replaced by the record's field, `{{` and `}}` by braces. Raises LineError if there is no such field."""
+    """Replaces `{name}` by the record's field, `{{` and `}}` by braces. Raises LineError for an unknown field."""
 
     def value(placeholder: re.Match[str]) -> str:
         name = placeholder.group(1)
@@ -109,7 +109,7 @@ class _Translate:
 
 
 class _Score:
-    """A prompt, and `candidates`: a text or a list of them."""
+    """Scores `candidates`, a text or a list, after a prompt."""
 
     def __init__(self, task_options: TaskOptions) -> None:
         self._plan = task_options
@@ -125,12 +125,12 @@ class _Score:
         return TaskRequest(SCORE, {"contents": [text], "candidates": candidates})
 
     def text(self, answer: Any) -> str:
-        """The candidates' scores, as JSON."""
+        """Returns the candidates' scores as JSON."""
         return json.dumps(answer["scores"][0]["candidates"], ensure_ascii=False)
 
 
 class _Generate:
-    """chat, complete and fim: the native batch form with one row."""
+    """The tasks chat, complete and fim: one row in the native batch route."""
 
     def __init__(self, task_options: TaskOptions) -> None:
         self._plan = task_options

@@ -180,7 +180,7 @@ def test_the_service_goes_away_and_the_run_can_go_on(fake: Service, tmp_path: Pa
         time.sleep(0.01)
     running.close()
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and b"goes on from here" in errors
+    assert process.returncode == 1 and b"give the same command again to resume" in errors
     assert batch(fake, source, target) == 3
     assert read_jsonl(target) == terms_in(300)
 

@@ -228,4 +228,4 @@ def test_standard_output_that_nobody_reads_any_more(fake: Service, tmp_path: Pat
     process.stdout.close()
     told = process.stderr.read().decode()
     assert process.wait(60) == 1
-    assert "standard output takes no more (Broken pipe)" in told and "Traceback" not in told
+    assert "standard output cannot be written (Broken pipe)" in told and "Traceback" not in told
