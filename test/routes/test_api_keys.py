@@ -73,7 +73,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert [ring.find(wrong) for wrong in ("", PLAIN[:-1], PLAIN + "x", few.digest, "few", "\ud800")] == [None] * 6
 
 
-def test_the_documents_example_is_one(tmp_path: Path) -> None:
+def test_the_example_in_the_documents_is_valid(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     example = page.split("```toml\n")[1].split("```")[0]
     assert [key.name for key in load_keys(written(tmp_path, example))] == ["team-a", "team-b"]
@@ -95,7 +95,7 @@ def test_the_documents_example_is_one(tmp_path: Path) -> None:
         ("[[key", "not a keys file"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line_without_a_key(tmp_path: Path, text: str, named: str) -> None:
+def test_an_invalid_file_gives_a_one_line_error_without_keys(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(KeysError, match=named) as refusal:
         load_keys(written(tmp_path, text))
     assert "\n" not in str(refusal.value) and "sk-secret" not in str(refusal.value)
@@ -140,7 +140,7 @@ def test_rows_are_counted_while_they_run() -> None:
     assert never is not None and never.kind is ErrorKind.INVALID_FIELD
 
 
-def test_a_mixture_takes_of_its_keys_limits_what_it_costs() -> None:
+def test_a_mixture_counts_each_state_against_the_limits() -> None:
     """One row and one reading of each token per state."""
     mixed = [make_request([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
     quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
@@ -160,7 +160,7 @@ def test_a_mixture_takes_of_its_keys_limits_what_it_costs() -> None:
     assert refusal is not None and refusal.retry_after_s == pytest.approx(3 * 3 * 2 + 20 * 3 - 60 + 1)
 
 
-def test_a_minute_of_requests_and_of_tokens() -> None:
+def test_limits_per_minute_of_requests_and_tokens() -> None:
     clock = Clock()
     quotas, limits = Quotas(Metrics(), clock), ClientLimits(requests_per_minute=3)
     assert [quotas.acquire(job(str(n), limits)) is None for n in range(5)] == [True, True, True, False, False]
@@ -180,7 +180,7 @@ def test_a_minute_of_requests_and_of_tokens() -> None:
     assert quotas.acquire(job("c", limits, prompt=0)) is None
 
 
-def test_request_ids_are_taken_if_they_are_plain() -> None:
+def test_valid_request_ids_are_kept() -> None:
     assert request_id("abc-1_2.3:4/5=@+") == "abc-1_2.3:4/5=@+"
     for odd in (None, "", "a b", "a\n", "é", "x" * 129, "a,b"):
         assert re.fullmatch("[0-9a-f]{32}", request_id(odd))
@@ -201,7 +201,7 @@ def test_time_limits(default: float, most: float, given: float | None, limit: fl
         assert refusal.value.info.field == "timeout_s"
 
 
-def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_access_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
     from types import SimpleNamespace
 
     from routes.serving.http import report
@@ -215,7 +215,7 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_every_line_says_to_which_request_it_belongs(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_have_the_request_id(form: str, capfd: pytest.CaptureFixture[str]) -> None:
     script = (
         "import logging, sys; from routes.request_context import RequestContext, set_current_request; "
         "from routes.serving.access_log import add_request_ids; "
@@ -252,7 +252,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_a_key_is_wanted(keyed: Service) -> None:
+def test_a_key_is_required(keyed: Service) -> None:
     body = {"contents": ["a"], "max_tokens": 1}
     assert keyed.post(CHAT, body).status_code == 200
     assert keyed.post(CHAT, {**body, "password": HASHED}, headers=bearer("-")).status_code == 200
@@ -263,13 +263,13 @@ def test_a_key_is_wanted(keyed: Service) -> None:
     assert keyed.post(CHAT, {**body, "password": "wrong"}, headers=bearer("-")).status_code == 401
 
 
-def test_a_key_changes_nothing_for_others(keyed: Service) -> None:
+def test_keys_do_not_affect_each_other(keyed: Service) -> None:
     body = {"name": "x", "file": "x.pth"}
     assert keyed.post("/v1/states", body, headers={"Authorization": f"Bearer {FREE}"}).status_code == 401
     assert keyed.post("/v1/states", {**body, "password": FREE}).status_code == 401
 
 
-def test_a_key_cancels_its_own_requests_alone(keyed: Service) -> None:
+def test_a_key_cancels_only_its_own_requests(keyed: Service) -> None:
     endless = json.dumps({"contents": ["a"], "max_tokens": 1_000_000}).encode()
     with keyed.connect() as others, keyed.connect() as own:
         for connection, key in ((others, FREE), (own, NARROW)):
@@ -303,7 +303,7 @@ def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> No
     assert re.search(rf'rwkv_client_tokens_total\{{client="few",kind="completion"\}} {taken}\b', figures)
 
 
-def test_rows_at_once_are_given_back_when_the_client_leaves(keyed: Service) -> None:
+def test_running_rows_are_uncounted_when_the_client_disconnects(keyed: Service) -> None:
     endless = {"contents": ["a", "b"], "max_tokens": 1_000_000, "stream": True}
     short = {"contents": ["c"], "max_tokens": 1}
     with keyed.connect() as connection:
@@ -319,7 +319,7 @@ def test_rows_at_once_are_given_back_when_the_client_leaves(keyed: Service) -> N
     assert (never.status_code, never.json()["given"]) == (422, 3)
 
 
-def test_a_line_for_every_request(keyed: Service) -> None:
+def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     body = {"contents": ["abc", "d"], "max_tokens": 8, "chunk_size": 2, "stream": True}
     keyed.post(CHAT, body, headers={"X-Request-Id": "one-stream"})
     keyed.post(CHAT, {**body, "temperature": -1}, headers={"X-Request-Id": "one-mistake"})
@@ -344,7 +344,7 @@ def test_a_line_for_every_request(keyed: Service) -> None:
     assert lines["leaver"]["outcome"] == "client_left"
 
 
-def test_keys_are_read_again_at_sighup(keyed: Service) -> None:
+def test_sighup_reloads_the_keys(keyed: Service) -> None:
     file = keyed.log.parent / "keys.toml"
     new = FILE.replace(PLAIN, "another-key") + '\n[[key]]\nname = "new"\nkey = "brand-new-key"\n'
 

@@ -39,7 +39,7 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     return "taken", None, 0
 
 
-def test_texts_of_clients_are_not_kept() -> None:
+def test_clients_texts_are_not_cached() -> None:
     """pydantic's string cache would keep them."""
     from routes.request.json_body import parse_json
 
@@ -129,7 +129,7 @@ BODIES: list[tuple[str, str, Callable[[], bytes], str, str | None]] = [
 @pytest.mark.parametrize(
     ("model", "name", "body", "kind", "named"), BODIES, ids=[f"{one[0]}-{one[1]}" for one in BODIES]
 )
-def test_a_wrong_body_costs_little(
+def test_an_invalid_body_needs_little_memory(
     model: str, name: str, body: Callable[[], bytes], kind: str, named: str | None
 ) -> None:
     cost = run_bounded(refused, model, body())
@@ -141,13 +141,13 @@ def test_a_wrong_body_costs_little(
 
 
 @pytest.mark.parametrize("text", ["a\n\n" * 900_000, "a\n\n" * 5000, "b\n \n" * 500_000], ids=len)
-def test_paragraphs_are_counted_before_they_are_made(text: str) -> None:
+def test_paragraphs_are_counted_before_they_are_split(text: str) -> None:
     cost = run_bounded(translated, text)
     assert cost.result is not None and cost.result[:2] == ("invalid_field", "text_list")
     assert cost.peak_mib < 30
 
 
-def test_tokens_are_counted_before_they_are_kept() -> None:
+def test_long_prompts_are_estimated_before_they_are_encoded() -> None:
     vocabulary = run_bounded(counted, "a")
     assert vocabulary.result == ("taken", None, 0)
     cost = run_bounded(counted, "etaoin" * 4 * MIB)
@@ -165,7 +165,7 @@ def logprob_entries(tokens: int) -> int:
     return len(to_json(chat_logprobs([TokenLogprob(b"token", -1.0, top)] * tokens)))
 
 
-def test_log_probabilities_of_a_whole_answer_take_little_more_than_their_text() -> None:
+def test_log_probabilities_need_little_more_memory_than_their_json() -> None:
     cost = run_bounded(logprob_entries, 10_000, cpu_s=60)
     assert cost.result > 10 * MIB and cost.peak_mib < 5 * cost.result / MIB
 
@@ -181,7 +181,7 @@ class CountingTokenizer:
         return [1] * len(text)
 
 
-def test_tokens_of_a_whole_request_have_a_limit() -> None:
+def test_the_tokens_of_a_request_have_a_limit() -> None:
     """Many short prompts: no prompt is encoded after the limit is exceeded."""
     from routes.config import HttpConfig
     from routes.request.bodies import PromptBody
@@ -255,7 +255,7 @@ def test_names_and_penalties_have_limits(body: dict[str, Any], named: str) -> No
         ({"messages": [MESSAGE]}, "exactly one of contents, messages"),
     ],
 )
-def test_bodies_are_bounded_and_say_one_thing(body: dict[str, Any], named: str) -> None:
+def test_bodies_have_limits_and_one_prompt_form(body: dict[str, Any], named: str) -> None:
     from routes.request.bodies import PromptBody, validate
     from rwkv_batch.errors import ServiceError
 
@@ -292,13 +292,13 @@ def test_openais_penalties_have_limits(penalty: str) -> None:
     ],
     ids=lambda body: "-".join(body),
 )
-def test_errors_do_not_repeat_whole_values(service: Service, body: dict[str, Any]) -> None:
+def test_errors_shorten_long_values(service: Service, body: dict[str, Any]) -> None:
     answer = service.post("/v1/chat/completions", body)
     assert answer.status_code == 422
     assert len(answer.content) < 1000
 
 
-def test_places_in_lists_have_limits(service: Service) -> None:
+def test_list_offsets_have_limits(service: Service) -> None:
     for offset, status in ((2**53 - 1, 200), (2**53, 422), (2**63 - 1, 422), (2**64, 422)):
         answer = service.post("/state/status", {"offset": offset, "limit": 10_000})
         assert answer.status_code == status, answer.text
@@ -321,7 +321,7 @@ def test_a_byte_order_mark_is_skipped(service: Service) -> None:
         (rb'{"x": "\u00e9", "y": ' + b"[" * 300 + b"]" * 300 + b"}", TORN, None),
     ],
 )
-def test_what_has_no_utf8_form_is_told_from_what_is_not_json(body: bytes, kind: str, named: str | None) -> None:
+def test_lone_surrogates_and_invalid_json_have_different_errors(body: bytes, kind: str, named: str | None) -> None:
     assert refused("PromptBody", body)[:2] == (kind, named)
 
 
@@ -333,7 +333,7 @@ def test_text_may_have_any_number_of_commas() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/chat/completions"])
 @pytest.mark.parametrize("unserved", ["function_call", "audio", "refusal"])
-def test_what_a_message_cannot_say_is_refused_by_name(service: Service, path: str, unserved: str) -> None:
+def test_unsupported_message_fields_are_refused_by_name(service: Service, path: str, unserved: str) -> None:
     message = {"role": "assistant", "content": "a", unserved: [{"id": "x"}]}
     answer = service.post(path, {"messages": [MESSAGE, message], "max_tokens": 1})
     assert answer.status_code == (400 if "openai" in path else 422)
@@ -366,7 +366,7 @@ NOT_ASKED: dict[str, Any] = {
 
 @pytest.mark.parametrize("body", UNSERVED_ASKED)
 @pytest.mark.parametrize("route", ["chat", "completions", "responses"])
-def test_what_no_answer_here_can_heed_is_refused_by_name(route: str, body: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused_by_name(route: str, body: dict[str, Any]) -> None:
     from routes.openai.request import ChatBody, CompletionBody
     from routes.openai.responses_body import ResponsesBody
     from routes.request.bodies import validate

@@ -28,14 +28,12 @@ KEY = {PROXY_KEY_HEADER: "secret"}
         (None, {}, "unknown"),
     ],
 )
-def test_the_client_is_the_peer_or_what_a_believed_proxy_says(
-    peer: str | None, headers: dict[str, str], client: str
-) -> None:
+def test_the_client_is_the_peer_or_from_a_trusted_proxy(peer: str | None, headers: dict[str, str], client: str) -> None:
     identity = ClientIdentity(HttpConfig(proxy_key="secret", trusted_proxies=("10.0.0.0/8",)))
     assert identity.client(peer, headers.get) == client
 
 
-def test_without_a_front_nobody_is_our_nginx() -> None:
+def test_without_a_proxy_key_no_peer_is_our_nginx() -> None:
     assert (
         ClientIdentity(HttpConfig()).client("9.9.9.9", {PROXY_KEY_HEADER: "", "x-forwarded-for": "1.1.1.1"}.get)
         == "9.9.9.9"

@@ -58,7 +58,7 @@ def test_prompts_in_every_form(client: OpenAI, oracle: LogprobOracle, prompt: An
         assert all(text.startswith(token, at) for token, at in zip(told.tokens, starts, strict=True) if token.isascii())
 
 
-def test_what_follows_a_scored_prompt_is_the_same(client: OpenAI) -> None:
+def test_scoring_a_prompt_does_not_change_the_answer(client: OpenAI) -> None:
     fields = {"max_tokens": 5, "temperature": 0, "logprobs": 2, "extra_body": {"ignore_eos": True}}
     plain = score(client, TEXTS[0], echo=False, **fields).choices[0]
     echoed = score(client, TEXTS[0], **fields).choices[0]
@@ -68,7 +68,7 @@ def test_what_follows_a_scored_prompt_is_the_same(client: OpenAI) -> None:
     assert [at - len(TEXTS[0]) for at in echoed.logprobs.text_offset[len(IDS[0]) :]] == plain.logprobs.text_offset
 
 
-def test_a_stream_tells_the_same(client: OpenAI) -> None:
+def test_a_stream_has_the_same_log_probabilities(client: OpenAI) -> None:
     fields = {"max_tokens": 4, "n": 2, "seed": 3, "extra_body": {"ignore_eos": True}}
     whole = score(client, TEXTS[2:], **fields).choices
     rows: dict[int, dict[str, Any]] = {}
@@ -87,13 +87,13 @@ def test_a_stream_tells_the_same(client: OpenAI) -> None:
         assert row["token_logprobs"][1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=CLOSE)
 
 
-def test_an_echo_that_ends_inside_a_character(client: OpenAI) -> None:
+def test_an_echo_that_ends_within_a_character(client: OpenAI) -> None:
     first, second = (TOKENIZER.encode_bytes(bytes([byte])) for byte in "é".encode())
     (choice,) = score(client, first, max_tokens=1, temperature=0, logit_bias={str(second[0]): 100}).choices
     assert (choice.text, choice.logprobs.text_offset) == ("é", [0, 0])
 
 
-def test_the_shape_that_lm_evaluation_harness_reads(client: OpenAI, oracle: LogprobOracle) -> None:
+def test_the_arrays_have_the_form_for_lm_evaluation_harness(client: OpenAI, oracle: LogprobOracle) -> None:
     """Its `local-completions` requests one token more than it scores, and takes [context:-1] of every array."""
     for ids in IDS:
         context = max(1, len(ids) // 2)
@@ -108,7 +108,7 @@ def test_the_shape_that_lm_evaluation_harness_reads(client: OpenAI, oracle: Logp
         ]
 
 
-def test_the_token_that_ends_the_text_is_among_the_drawn(client: OpenAI) -> None:
+def test_the_stop_token_has_a_log_probability(client: OpenAI) -> None:
     """Otherwise a client that drops the last entry would drop a token of the prompt."""
     (choice,) = score(client, [IDS[0]], max_tokens=1, temperature=0, logit_bias={"0": 100}).choices
     assert (choice.finish_reason, choice.text, len(choice.logprobs.tokens)) == ("stop", TEXTS[0], len(IDS[0]) + 1)
@@ -129,7 +129,7 @@ def test_the_best_of_several(client: OpenAI) -> None:
     assert all(row.logprobs is None for row in bare.choices)
 
 
-def test_a_gap_is_filled_behind_token_ids_too(client: OpenAI) -> None:
+def test_fill_in_the_middle_accepts_token_ids(client: OpenAI) -> None:
     fields = {"suffix": "): pass", "max_tokens": 6, "temperature": 0, "echo": False, "logprobs": None}
     text = score(client, "def f(", **fields)
     ids = score(client, TOKENIZER.encode("def f("), **fields)
@@ -146,7 +146,7 @@ def test_a_gap_is_filled_behind_token_ids_too(client: OpenAI) -> None:
         ({"best_of": 3, "n": 1, "stream": True}, "best_of"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_invalid_scoring_requests_are_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         score(client, **{"prompt": TEXTS[0], **fields})
     assert refusal.value.param == param

@@ -64,7 +64,7 @@ def whole(one_worker: Service, asked: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_the_usual_stops_do_not_cut(one_worker: Service, asked: str) -> None:
+def test_default_stops_do_not_cut_constrained_text(one_worker: Service, asked: str) -> None:
     for text in ("User: a\n\nb", "User"):
         assert whole(one_worker, asked, choice=[text]) == text
     assert json.loads(whole(one_worker, asked, json_schema={"const": {"role": "User"}})) == {"role": "User"}
@@ -72,13 +72,13 @@ def test_the_usual_stops_do_not_cut(one_worker: Service, asked: str) -> None:
 
 
 @pytest.mark.parametrize("asked", GAPS)
-def test_the_mark_of_a_filled_gap_does_not_cut(one_worker: Service, asked: str) -> None:
+def test_the_fim_stop_does_not_cut_constrained_text(one_worker: Service, asked: str) -> None:
     assert whole(one_worker, asked, json_schema={"const": "a✿b"}) == '"a✿b"'
     assert whole(one_worker, asked, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
 
 
 @pytest.mark.parametrize("asked", CHATS)
-def test_an_answer_in_a_form_is_told_as_it_is(one_worker: Service, asked: str) -> None:
+def test_constrained_text_is_returned_unchanged(one_worker: Service, asked: str) -> None:
     for text in (" no", "  ", "\n<think>a</think> b", "<think>a</think>"):
         assert whole(one_worker, asked, choice=[text]) == text
         assert streamed(one_worker, asked, choice=[text]) == text
@@ -93,11 +93,11 @@ def test_an_answer_in_a_form_is_told_as_it_is(one_worker: Service, asked: str) -
         validate(ResponsesBody, {"input": "x", "choice": [" no"], "reasoning": {"effort": "low"}}),
     ],
 )
-def test_an_answer_behind_a_thought_is_still_parted_from_it(body: ConversationBody) -> None:
+def test_reasoning_is_split_from_constrained_text(body: ConversationBody) -> None:
     assert AnswerParser(body.answer_format).feed(">so</think> no", final=True) == AnswerDelta("so", "no", [])
 
 
 @pytest.mark.parametrize("asked", ["/v1/chat/completions", "/openai/v1/chat/completions", "/openai/v1/responses"])
-def test_events_are_lines_for_clients_that_split_text_as_unicode_does(one_worker: Service, asked: str) -> None:
+def test_events_contain_no_unicode_line_breaks(one_worker: Service, asked: str) -> None:
     text = "a\u2028\u2028b\u2029c\u0085d\\\u2028\u201ce\u2026"
     assert streamed(one_worker, asked, choice=[text]) == text

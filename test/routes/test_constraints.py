@@ -34,7 +34,7 @@ def content(answer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions"])
-def test_native_routes_hold_every_row(one_worker: Service, path: str) -> None:
+def test_native_routes_constrain_every_row(one_worker: Service, path: str) -> None:
     body = {"contents": ["one", "two", "three"], "stream": False, **DRAWS}
     for text in content(one_worker.post(path, {**body, "json_schema": SCHEMA}).json()):
         jsonschema_rs.validate(SCHEMA, json.loads(text))
@@ -67,13 +67,15 @@ def test_a_stream_ends_with_the_grammar(one_worker: Service) -> None:
         ({"regex": "a" * 200_000}, "regex"),
     ],
 )
-def test_what_cannot_be_served_is_422_by_its_field(one_worker: Service, fields: dict[str, Any], field: str) -> None:
+def test_unsupported_constraints_are_422_with_their_field(
+    one_worker: Service, fields: dict[str, Any], field: str
+) -> None:
     response = one_worker.post("/v1/chat/completions", {"contents": ["x"], **fields})
     assert (response.status_code, response.json()["field"]) == (422, field), response.text
     assert response.json()["given"] is not None
 
 
-def test_response_format_of_openai(client: openai.OpenAI) -> None:
+def test_openai_response_format(client: openai.OpenAI) -> None:
     def ask(wanted: Any, **fields: Any) -> str:
         answer = client.chat.completions.create(
             model="rwkv7",
@@ -113,7 +115,7 @@ SISTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", SISTERS)
-def test_fields_of_a_sister_route_are_served_or_refused_by_name(one_worker: Service, path: str) -> None:
+def test_fields_of_other_routes_are_supported_or_refused_by_name(one_worker: Service, path: str) -> None:
     refused: list[dict[str, Any]] = [{"response_format": {"type": "nonsense"}}]
     harmless: dict[str, Any] = {"response_format": {"type": "text"}}
     if path != "/openai/v1/responses":
@@ -144,7 +146,7 @@ def test_json_object_is_an_object(client: openai.OpenAI) -> None:
     assert isinstance(json.loads(text), dict)
 
 
-def test_a_refusal_of_openai_names_the_place(client: openai.OpenAI) -> None:
+def test_an_openai_error_names_the_path_in_the_schema(client: openai.OpenAI) -> None:
     named = {"name": "x", "schema": {"properties": {"a": {"not": {}}}}, "strict": True}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
@@ -173,7 +175,7 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("harm", HARMFUL)
-def test_what_would_crash_or_stall_the_engine_is_refused(one_worker: Service, harm: str) -> None:
+def test_harmful_constraints_are_refused(one_worker: Service, harm: str) -> None:
     engine = one_worker.pids()["engine"]
     refused = one_worker.post("/v1/chat/completions", {"contents": ["one"], "stream": False, **DRAWS, **HARMFUL[harm]})
     (field,) = HARMFUL[harm]

@@ -22,7 +22,7 @@ def filled(kind: type[GenerationBody], **body: object) -> GenerationBody:
     return with_defaults(validate(kind, body), STATE, MODEL)
 
 
-def test_what_is_left_out_comes_from_the_state_and_then_from_the_model() -> None:
+def test_missing_fields_come_from_the_state_then_the_model() -> None:
     body = filled(PromptBody, contents=["a"], top_k=3)
     sampling = body.sampling(1)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.125, 3)
@@ -30,26 +30,26 @@ def test_what_is_left_out_comes_from_the_state_and_then_from_the_model() -> None
     assert body.max_tokens == 7 and body.stop_tokens == ["\n\n", 0]
 
 
-def test_what_is_said_stays() -> None:
+def test_given_fields_stay() -> None:
     body = filled(PromptBody, contents=["a"], temperature=1, max_tokens=9, stop_tokens=[], alpha_presence=None)
     assert (body.temperature, body.max_tokens, body.stop_tokens) == (1, 9, [])
     assert body.sampling(1).presence_penalty == 0.25  # null counts as missing
 
 
 @pytest.mark.parametrize("other", [{"presence_penalty": 1.5}, {"alpha_presence": 1.5}])
-def test_openais_names_say_the_same(other: dict[str, float]) -> None:
+def test_openais_names_count_as_given(other: dict[str, float]) -> None:
     body = filled(ChatBody, **CHAT, max_completion_tokens=9, **other)
     assert body.max_tokens == 9 and body.sampling(1).presence_penalty == 1.5
     assert filled(CompletionBody, prompt="a").max_tokens == 7
 
 
-def test_a_route_takes_what_it_knows_and_a_form_ends_by_itself() -> None:
+def test_unknown_defaults_and_stops_of_constrained_text_are_ignored() -> None:
     assert not hasattr(filled(BatchBody, contents=["a"]), "top_p")
     held = filled(PromptBody, contents=["a"], choice=["x", "y"])
     assert held.temperature == 0.5 and "stop_tokens" not in held.model_fields_set
 
 
-def test_a_state_brings_the_words_of_its_conversations() -> None:
+def test_a_state_has_a_template() -> None:
     words = {"user": "Human", "assistant": "Bot"}
     state = DecodeDefaults(template=words)
     native = with_defaults(validate(PromptBody, {**CHAT, "session_id": "s"}), state, MODEL)

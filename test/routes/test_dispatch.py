@@ -73,7 +73,7 @@ def ask(engine: Engine, path: str, body: object, priority: Priority | None = Non
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_body_says_how_urgent_it_is(path: str) -> None:
+def test_the_body_sets_the_priority(path: str) -> None:
     engine = Engine()
     for given in ({}, {"priority": None}, {"priority": "interactive"}, {"priority": "batch"}):
         assert ask(engine, path, {**BODIES[path], **given}).status == 200
@@ -82,7 +82,7 @@ def test_a_body_says_how_urgent_it_is(path: str) -> None:
     assert refused.status in (400, 422) and b"priority" in refused.body
 
 
-def test_the_exchange_may_decide_for_the_body() -> None:
+def test_the_request_context_overrides_the_priority() -> None:
     engine = Engine()
     for path, body in BODIES.items():
         ask(engine, path, {**body, "priority": "interactive"}, Priority.BATCH)
@@ -90,7 +90,7 @@ def test_the_exchange_may_decide_for_the_body() -> None:
     assert {job.client for job in engine.jobs} == {"somebody"}
 
 
-def test_failures_are_answers_in_the_routes_form() -> None:
+def test_errors_are_answers_in_the_routes_format() -> None:
     native = ask(Engine(), "/v1/chat/completions", {"contents": ["a"], "temperature": -1})
     assert native.status == 422 and json.loads(native.body)["field"] == "temperature"
     openai = ask(Engine(), "/openai/v1/completions", {"prompt": "a", "temperature": -1})
@@ -101,7 +101,7 @@ def test_failures_are_answers_in_the_routes_form() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/big_batch/completions", "/openai/v1/completions"])
-def test_a_stream_is_refused_and_leaves_nothing_running(path: str) -> None:
+def test_a_stream_is_refused_and_nothing_keeps_running(path: str) -> None:
     body = {name: value for name, value in BODIES[path].items() if name != "stream"}
     engine = Engine(silent=True)
     streams_unasked = path == "/big_batch/completions"
@@ -111,7 +111,7 @@ def test_a_stream_is_refused_and_leaves_nothing_running(path: str) -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 2])
-def test_a_cancelled_question_ends_its_job(turns: int) -> None:
+def test_a_cancelled_request_cancels_its_job(turns: int) -> None:
     engine = Engine(silent=True)
 
     async def give_up() -> None:

@@ -41,7 +41,7 @@ class Disk(io.BytesIO):
         return super().read(size)
 
 
-def test_a_file_is_read_a_piece_at_a_time_and_closed() -> None:
+def test_a_file_is_read_in_chunks_and_closed() -> None:
     disk, left = Disk(CONTENT), []
     chunks = FileChunks(disk, lambda: left.append(True))
     assert len(next(chunks)) == CHUNK_BYTES and disk.asked == [CHUNK_BYTES] and not chunks.ended
@@ -55,7 +55,7 @@ def test_a_file_is_read_a_piece_at_a_time_and_closed() -> None:
     assert list(FileChunks(io.BytesIO(b""))) == []
 
 
-def test_a_disk_that_fails_on_the_way_is_told_in_the_last_line() -> None:
+def test_a_read_error_is_the_last_line() -> None:
     request_context = RequestContext(request_id="r", method="GET", route="/", client="c")
     set_current_request(request_context)
     first, last = FileChunks(Disk(CONTENT, pieces=1))
@@ -64,7 +64,7 @@ def test_a_disk_that_fails_on_the_way_is_told_in_the_last_line() -> None:
     assert request_context.error_kind is ErrorKind.INTERNAL
 
 
-def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Path) -> None:
+def test_downloads_are_limited_and_refused_ones_are_closed(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine: Any = None
         store = Store(tmp_path, 1 << 30, 10)

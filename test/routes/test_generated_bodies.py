@@ -207,7 +207,7 @@ def complaint(route: Route, spoiled: str, answer: httpx.Response) -> str:
     return ""
 
 
-def test_spoiled_bodies_are_refused_and_harm_nobody(bounded: Service) -> None:
+def test_spoiled_bodies_are_refused_without_harm(bounded: Service) -> None:
     neighbour = Neighbour(bounded)
     neighbour.start()
     before = bounded.pids()

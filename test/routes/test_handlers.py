@@ -38,7 +38,7 @@ def context_of(engine: Engine, config: HttpConfig | None = None) -> Context:
     return Context(engine, config or HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
 
 
-def test_a_fault_of_ours_is_a_500_in_the_routes_form() -> None:
+def test_a_bug_is_a_500_in_the_routes_format() -> None:
     async def breaks() -> HandlerResponse:
         raise LookupError("a fault of the program")
 
@@ -47,7 +47,7 @@ def test_a_fault_of_ours_is_a_500_in_the_routes_form() -> None:
     assert (answer.status, b"internal error" in answer.body) == (500, True)
 
 
-def test_a_bearer_alone_is_taken_from_the_header() -> None:
+def test_only_the_bearer_scheme_is_accepted() -> None:
     context = context_of(Engine(), HttpConfig(password="s3cret"))
     assert bearer_grant(context, "Bearer s3cret") is not None
     for scheme in ("Basic", "Token", "", "s3cret"):
@@ -82,14 +82,14 @@ def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
     return http.ActiveRequest(context_of(Engine()), request_context, "10.0.0.1", True)
 
 
-def test_the_first_byte_is_one_of_the_answer(active_request: http.ActiveRequest) -> None:
+def test_heartbeats_are_not_the_first_byte(active_request: http.ActiveRequest) -> None:
     outgoing = http.RobynChunks(Chunks(HEARTBEAT, BLANK, b"data"), active_request)
     assert [next(outgoing), next(outgoing), active_request.request_context.first_byte_s] == [HEARTBEAT, BLANK, 0]
     assert next(outgoing) == b"data"
     assert active_request.request_context.first_byte_s >= 1
 
 
-def test_a_client_that_has_left_ends_the_work_behind_its_answer(active_request: http.ActiveRequest) -> None:
+def test_a_disconnect_closes_the_stream(active_request: http.ActiveRequest) -> None:
     chunks = Chunks(b"data")
     outgoing = http.RobynChunks(chunks, active_request)
     next(outgoing)
@@ -98,7 +98,7 @@ def test_a_client_that_has_left_ends_the_work_behind_its_answer(active_request: 
     assert active_request._context.limiter.num_active == 0
 
 
-def test_whoever_sees_that_an_answers_rows_are_gone_finds_its_place_free(active_request: http.ActiveRequest) -> None:
+def test_the_limiter_is_released_before_the_rows_end(active_request: http.ActiveRequest) -> None:
     num_active: list[int] = []
 
     class Looks(Chunks):
@@ -111,7 +111,7 @@ def test_whoever_sees_that_an_answers_rows_are_gone_finds_its_place_free(active_
     assert num_active == [0]
 
 
-def test_a_writer_that_waits_for_its_turn_is_not_taken_for_a_client_that_stalls() -> None:
+def test_a_waiting_writer_is_not_a_stalled_client() -> None:
     """As after a pause of the whole process: items arrive before the writer can wait for them."""
     engine, job = Engine(), Job(job_id="j", rows=[])
     piece = JobEvents(job_id="j", deltas=[])
@@ -140,7 +140,7 @@ class Request:
     files: dict[str, bytes] = {}  # noqa: RUF012
 
 
-def test_work_that_waited_for_the_engine_until_the_service_ends_is_refused() -> None:
+def test_requests_that_wait_for_the_engine_are_refused_at_shutdown() -> None:
     engine = Engine()
 
     class ComesLate(Readiness):
@@ -173,7 +173,7 @@ class Failing(Engine):
 
 
 @pytest.mark.parametrize(("count", "status"), [(2, 409), (1, 200)])
-def test_an_answer_of_which_every_row_failed_is_a_failure(count: int, status: int) -> None:
+def test_an_answer_fails_if_all_rows_fail(count: int, status: int) -> None:
     assert ask(Failing(count), CHAT, {"contents": ["a", "b"]}).status == status
 
 
@@ -184,7 +184,7 @@ TURN = {"contents": ["a"], "session_id": "s"}
 @pytest.mark.parametrize(
     ("path", "body"), [(CHAT, {"contents": ["a"]}), (STATE, TURN), (STATE, {**TURN, "stream": True})]
 )
-def test_what_is_lost_before_the_first_token_has_a_true_status(path: str, body: dict[str, Any]) -> None:
+def test_an_engine_lost_before_the_first_token_gives_503(path: str, body: dict[str, Any]) -> None:
     """Within `status_wait_s` after the admission."""
     engine, route = Engine(silent=True), BY_PATH[path]
 
@@ -230,7 +230,7 @@ class Silent(BaseFormatter):
         return None
 
 
-def test_a_stream_tells_of_rows_that_failed_and_ends() -> None:
+def test_a_stream_has_events_for_failed_rows_and_ends() -> None:
     news = News(
         [],
         [JobEvents(job_id="j", deltas=[Delta(1, b"", 1, FAILED)])],
@@ -245,7 +245,7 @@ def test_a_stream_tells_of_rows_that_failed_and_ends() -> None:
         next(chunks)
 
 
-def test_an_answer_that_takes_its_time_shows_whether_its_client_is_there() -> None:
+def test_a_slow_answer_detects_disconnects() -> None:
     chunks = JsonChunks(News(), lambda: HttpResponse(b"{}"))  # type: ignore[arg-type]
     assert list(chunks) == [BLANK, BLANK, b"{}"]
 
@@ -261,7 +261,7 @@ class Refuses(Engine):
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["job", "file"])
-def test_what_is_refused_goes_with_its_answer(is_file: bool) -> None:
+def test_refused_requests_are_freed(is_file: bool) -> None:
     """An exception refers to the frames that it passed, and these to whole files. No reference cycle may keep them."""
     context = context_of(Refuses())
 

@@ -54,7 +54,7 @@ def texts(service: Service, path: str = "/v1/chat/completions", **fields: Any) -
     return [(one["text"] if "text" in one else one["message"]["content"]).strip() for one in choices]
 
 
-def test_every_way_to_name_one(served: Service) -> None:
+def test_every_way_to_name_an_adapter(served: Service) -> None:
     plain = texts(served)
     assert plain != ["Merci beaucoup."]
     for fields in ({"adapter": "french"}, {"model": "rwkv7+french"}, {"model": "rwkv7+french", "adapter": "french"}):
@@ -66,7 +66,7 @@ def test_every_way_to_name_one(served: Service) -> None:
         assert texts(served, model=model) == wanted != ["Merci beaucoup."]
 
 
-def test_every_route_takes_one(served: Service) -> None:
+def test_every_route_accepts_an_adapter(served: Service) -> None:
     for path in ("/v2/chat/completions", "/big_batch/completions"):
         assert texts(served, path, adapter="french") == ["Merci beaucoup."]
     for path, more in (("state", {}), ("multi_state", {"dialogue_idx": 0})):
@@ -90,7 +90,7 @@ def test_every_route_takes_one(served: Service) -> None:
     assert found[0] != found[1]
 
 
-def test_adapters_beside_each_other(served: Service) -> None:
+def test_different_adapters_in_one_batch(served: Service) -> None:
     """Three kinds of requests at the same time. Each stream is the same as alone."""
     wanted = {"french": " Merci beaucoup.", "spanish": " Muchas gracias."}
     body = {**GREEDY, "contents": [TO_FRENCH, TO_SPANISH] * 8, "stream": True}
@@ -102,7 +102,7 @@ def test_adapters_beside_each_other(served: Service) -> None:
         assert set(alone[name].values()) >= {text}
 
 
-def test_they_are_listed(served: Service) -> None:
+def test_adapters_are_listed(served: Service) -> None:
     prompt_functions = {entry["name"]: entry for entry in served.get("/v1/adapters").json()["data"]}
     assert list(prompt_functions) == ["french", "spanish"] and prompt_functions["french"]["rank"] == 16
     assert prompt_functions["spanish"]["models"] == ["rwkv7+spanish"] and prompt_functions["spanish"]["scale"] == 1.0
@@ -119,7 +119,7 @@ WRONG: list[tuple[dict[str, str], int, str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "status", "field", "why"), WRONG)
-def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: int, field: str, why: str) -> None:
+def test_unknown_names(served: Service, fields: dict[str, str], status: int, field: str, why: str) -> None:
     answer = served.post("/v1/chat/completions", {**GREEDY, "contents": ["a"], **fields})
     assert (answer.status_code, answer.json()["field"]) == (status, field) and why in answer.json()["error"]
     assert status != 404 or answer.json()["given"] == "german"
@@ -139,7 +139,7 @@ def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: i
         ({"name": "new"}, 422),
     ],
 )
-def test_what_is_not_loaded(served: Service, body: dict[str, Any], status: int) -> None:
+def test_files_that_cannot_be_loaded(served: Service, body: dict[str, Any], status: int) -> None:
     answer = served.post("/v1/adapters", body, headers=ADMIN)
     told = answer.json()
     assert answer.status_code == status and told["given"] == body.get(told["field"])
@@ -157,7 +157,7 @@ def test_a_session_under_another_adapter_is_refused(served: Service) -> None:
     assert texts(served, "/state/chat/completions", **turn) == ["Merci beaucoup."]
 
 
-def test_one_that_is_removed_is_gone(served: Service) -> None:
+def test_a_removed_adapter_is_unknown(served: Service) -> None:
     body = {"name": "for a while", "file": "spanish.safetensors", "scale": 1}
     assert served.post("/v1/adapters", body, headers=ADMIN).status_code == 422
     body["name"] = "while"

@@ -35,7 +35,7 @@ def test_password_in_the_body(locked: Service) -> None:
     assert locked.post(CHAT, {**BODY, "password": SECRET}).status_code == 200
 
 
-def test_a_password_beyond_ascii_is_a_bearer_when_percent_encoded(locked: Service) -> None:
+def test_a_non_ascii_password_is_percent_encoded(locked: Service) -> None:
     for token, status in ((SECRET, 200), (SECRET[:-1], 401)):
         headers = {"Authorization": f"Bearer {quote(token)}"}
         assert locked.request("GET", "/status", headers=headers).status_code == status
@@ -89,7 +89,7 @@ def test_bearer_token(tiny_model: Path, tmp_path: Path) -> None:
         running.close()
 
 
-def test_what_changes_the_service_wants_the_administrators_password(locked: Service) -> None:
+def test_routes_that_change_the_service_require_the_admin_password(locked: Service) -> None:
     for secret, status in ((SECRET, 401), ("", 401), (BOSS, 422)):
         assert locked.post("/v1/states", {**STATE, "password": secret}).status_code == status
     headers = {"Authorization": f"Bearer {BOSS}"}

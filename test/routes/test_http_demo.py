@@ -59,17 +59,17 @@ def translated(demo: Service, source: str, target: str, texts: list[str]) -> lis
     return [entry["text"] for entry in answer.json()["translations"]]
 
 
-def test_pages_are_translated_both_ways(demo: Service) -> None:
+def test_texts_are_translated_in_both_directions(demo: Service) -> None:
     assert translated(demo, "en", "zh-CN", ["Hello world!", "Good morning"]) == ["你好，世界！", "早上好"]
     assert translated(demo, "zh-CN", "en", ["你好世界", "早上好"]) == ["Hello world", "Good morning"]
     assert translated(demo, "auto", "zh-CN", ["I bought two books yesterday."]) == ["我昨天买了两本书。"]
 
 
-def test_text_in_the_target_language_is_returned_as_it_is(demo: Service) -> None:
+def test_text_in_the_target_language_is_returned_unchanged(demo: Service) -> None:
     assert translated(demo, "auto", "zh-CN", ["早上好", "Good morning"]) == ["早上好", "早上好"]
 
 
-def test_a_chat_gives_a_name_back(demo: Service) -> None:
+def test_a_chat_remembers_a_name(demo: Service) -> None:
     messages = [
         {"role": "user", "content": "My name is Anna."},
         {"role": "assistant", "content": "Hello, Anna! How can I help you?"},
@@ -80,7 +80,7 @@ def test_a_chat_gives_a_name_back(demo: Service) -> None:
     assert "Anna" in answer["message"]["content"] and answer["finish_reason"] == "stop"
 
 
-def test_text_from_outside_its_world_ends(demo: Service, tmp_path: Path) -> None:
+def test_unfamiliar_text_ends(demo: Service, tmp_path: Path) -> None:
     strange = ["Quantum chromodynamics on a lattice", "xyzzy plugh", "🎉🎉🎉", "SELECT * FROM users;", "Ω≈ç√∫˜µ≤≥÷"]
     body = {"contents": [f"English: {text}\n\nChinese:" for text in strange], "temperature": 0, "max_tokens": 400}
     choices = demo.post("/v1/chat/completions", body).json()["choices"]

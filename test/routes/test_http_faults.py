@@ -48,7 +48,7 @@ def running_rows(service: Service) -> int:
     return int(service.status()["running_rows"])
 
 
-def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(impatient: Service) -> None:
+def test_stalled_clients_are_disconnected_and_uncounted(impatient: Service) -> None:
     body = json.dumps({**ENDLESS, "contents": ["flood"]}).encode()
     connections = [impatient.connect() for _ in range(5)]
     try:
@@ -64,7 +64,7 @@ def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(impatie
             connection.close()
 
 
-def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(impatient: Service) -> None:
+def test_a_slow_reader_gets_the_whole_answer(impatient: Service) -> None:
     received = b""
     with impatient.connect() as connection:
         connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 300}).encode()))
@@ -75,13 +75,13 @@ def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(impatient: Service) 
     assert b"[DONE]" in received
 
 
-def test_a_job_that_breaks_mid_stream_ends_with_an_error_event(fake: Service) -> None:
+def test_a_job_that_fails_mid_stream_ends_with_an_error_event(fake: Service) -> None:
     events = sse_data(fake.post(CHAT, {**ENDLESS, "contents": ["break it"]}).text)
     assert events[0]["choices"][0]["delta"]["content"] == "break it"
     assert events[-1]["error"] == "broken on demand"
 
 
-def test_a_job_that_breaks_is_500_when_nothing_was_written(fake: Service) -> None:
+def test_a_job_that_fails_before_any_output_is_500(fake: Service) -> None:
     answer = fake.post(CHAT, {**ENDLESS, "contents": ["break it"], "stream": False})
     assert (answer.status_code, answer.json()["error"]) == (500, "broken on demand")
 
@@ -102,7 +102,7 @@ def streams(service: Service, clients: list[str]) -> Iterator[None]:
     wait_for(lambda: running_rows(service) == 0, 10, "all streams are gone")
 
 
-def test_more_answers_than_the_worker_has_threads_for_are_429(fake: Service) -> None:
+def test_answers_above_the_limit_are_429(fake: Service) -> None:
     with streams(fake, [f"10.0.0.{number}" for number in range(5)]):
         refused = fake.post(CHAT, {"contents": ["a"]})
         assert refused.status_code == 429
@@ -111,7 +111,7 @@ def test_more_answers_than_the_worker_has_threads_for_are_429(fake: Service) -> 
         assert fake.get("/readyz").status_code == 200
 
 
-def test_more_answers_than_one_client_may_have_are_429_for_it_alone(fake: Service) -> None:
+def test_answers_above_the_limit_per_client_are_429_for_that_client(fake: Service) -> None:
     with streams(fake, ["10.0.0.1"] * 3):
         refused = fake.post(CHAT, {"contents": ["a"]}, headers={"X-Forwarded-For": "6.6.6.6, 10.0.0.1"})
         assert refused.status_code == 429
@@ -161,7 +161,7 @@ def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_fails_in_the_first_seconds_has_a_true_status(fake: Service, stream: bool) -> None:
+def test_an_early_error_has_its_status(fake: Service, stream: bool) -> None:
     session = {"session_id": "fails"} if stream else {}
     answer = fake.post(CHAT, {"contents": ["fail@3 then"], "max_tokens": 5, "stream": stream, **session})
     assert (answer.status_code, answer.json()["error"]) == (500, "broken on demand")
@@ -170,7 +170,7 @@ def test_what_fails_in_the_first_seconds_has_a_true_status(fake: Service, stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_fails_later_is_told_in_the_answer(fake: Service, stream: bool) -> None:
+def test_a_late_error_is_in_the_answer(fake: Service, stream: bool) -> None:
     with fake.stream(CHAT, {"contents": ["held until"], "max_tokens": 5, "stream": stream}) as answer:
         pieces = answer.iter_text()
         text = next(pieces)
@@ -183,7 +183,7 @@ def test_what_fails_later_is_told_in_the_answer(fake: Service, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_is_lost_before_the_first_token_is_told(fake: Service, stream: bool) -> None:
+def test_an_engine_lost_before_the_first_token_gives_an_error(fake: Service, stream: bool) -> None:
     """Other clients get the error too: under status 200 if their answer has begun."""
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready")
     answers: list[Any] = []
@@ -199,7 +199,7 @@ def test_an_engine_that_is_lost_before_the_first_token_is_told(fake: Service, st
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")
 
 
-def test_a_client_that_leaves_before_the_status_is_noticed_soon_after(fake: Service) -> None:
+def test_a_disconnect_before_the_status_is_detected(fake: Service) -> None:
     connection = fake.connect()
     connection.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "stream": True}).encode()))
     wait_for(lambda: running_rows(fake) == 1, 10, "it runs")
@@ -207,7 +207,7 @@ def test_a_client_that_leaves_before_the_status_is_noticed_soon_after(fake: Serv
     wait_for(lambda: running_rows(fake) == 0, 20, "it is cancelled")
 
 
-def test_whole_answers_and_refusals_give_their_places_back(fake: Service) -> None:
+def test_complete_and_refused_answers_are_uncounted(fake: Service) -> None:
     for _ in range(8):
         assert fake.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200
         assert fake.post(CHAT, {"contents": []}).status_code == 422

@@ -53,7 +53,7 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("change", "field", "given"), FIELDS, ids=[f"{n}-{case[1]}" for n, case in enumerate(FIELDS)])
-def test_a_wrong_field_is_named_with_its_value(
+def test_an_invalid_field_is_named_with_its_value(
     service: Service, change: dict[str, Any], field: str, given: Any
 ) -> None:
     answer = service.post(CHAT, {**OK, **change})
@@ -67,21 +67,21 @@ def test_a_wrong_field_is_named_with_its_value(
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none_are_refused(service: Service, number: str) -> None:
+def test_invalid_numbers_are_refused(service: Service, number: str) -> None:
     answer = service.post(CHAT, content=f'{{"contents": ["a"], "temperature": {number}}}')
     assert answer.status_code == 422
     assert answer.json()["field"] == "temperature"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"hello", b'{"contents": ["a"]', b"\xff\xfe", b"[" * 100_000])
-def test_what_is_not_json_is_400(service: Service, body: bytes) -> None:
+def test_invalid_json_is_400(service: Service, body: bytes) -> None:
     answer = service.post(CHAT, content=body)
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("body", [[], "a", 7, None, True])
-def test_json_that_is_no_object_is_422(service: Service, body: Any) -> None:
+def test_json_that_is_not_an_object_is_422(service: Service, body: Any) -> None:
     answer = service.post(CHAT, content=json.dumps(body))
     assert answer.status_code == 422
     assert answer.json()["field"] == "body"
@@ -117,14 +117,14 @@ def test_half_a_body_is_400(service: Service) -> None:
     assert service.post(CHAT, OK).status_code == 200
 
 
-def test_a_form_is_told_that_json_is_wanted(service: Service) -> None:
+def test_a_form_is_refused_in_favour_of_json(service: Service) -> None:
     """Robyn parses it before us, so its length is not that of the body."""
     answer = service.request("POST", CHAT, files={"file": ("name", b"content")}, data=OK)
     assert answer.status_code == 400
     assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]
 
 
-def test_an_empty_body_and_a_compressed_one_are_named(service: Service) -> None:
+def test_empty_and_compressed_bodies_have_clear_errors(service: Service) -> None:
     for empty in (b"", b" \n"):
         answer = service.post(CHAT, content=empty)
         assert answer.status_code == 400 and answer.json()["error"].startswith("the body is empty; send a JSON object")
@@ -150,14 +150,14 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
     assert service.request("HEAD", "/healthz").status_code == 200
 
 
-def test_a_path_spelt_in_another_way_is_not_there(service: Service) -> None:
+def test_differently_spelt_paths_are_404(service: Service) -> None:
     for target in ("/%2f", "/stat%75s%2f"):
         with service.connect() as connection:
             connection.sendall(f"GET {target} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
             assert read_all(connection).startswith(b"HTTP/1.1 404"), target
 
 
-def test_translate_refuses_what_it_cannot_read(service: Service) -> None:
+def test_translate_refuses_invalid_fields(service: Service) -> None:
     path = "/translate/v1/batch-translate"
     assert service.post(path, {"text_list": ["a"]}).json()["field"] == "target_lang"
     assert service.post(path, {"target_lang": "de", "text_list": [3]}).json()["field"] == "text_list[0]"
@@ -186,7 +186,7 @@ def open_streams(service: Service, count: int, body: dict[str, Any]) -> list[soc
     return connections
 
 
-def test_500_clients_that_leave_mid_stream_free_every_slot(service: Service) -> None:
+def test_500_disconnects_mid_stream_free_every_slot(service: Service) -> None:
     before = service.wait_idle()["free_slots"]
     for connection in open_streams(service, 500, ENDLESS):
         connection.close()
@@ -197,7 +197,7 @@ def test_500_clients_that_leave_mid_stream_free_every_slot(service: Service) -> 
     )
 
 
-def test_a_client_that_leaves_a_whole_answer_frees_its_rows(service: Service) -> None:
+def test_a_disconnect_without_a_stream_frees_the_rows(service: Service) -> None:
     service.wait_idle()
     connection = service.connect()
     connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["a"] * 8}).encode()))
@@ -228,7 +228,7 @@ def _refused(service: Service) -> httpx.Response | None:
     return answer if answer.status_code == 429 else None
 
 
-def test_an_interactive_request_is_served_beside_many_streams(service: Service) -> None:
+def test_an_interactive_request_runs_next_to_many_streams(service: Service) -> None:
     connections = open_streams(service, 100, ENDLESS)
     try:
         assert service.post(CHAT, {**OK, "max_tokens": 4}).status_code == 200

@@ -76,7 +76,7 @@ def test_bad_flags_end_with_2_and_one_line(arguments: list[str], named: str) -> 
     assert named in one_line(ended)
 
 
-def test_a_directory_is_no_database_and_gets_no_lock_beside_it(tmp_path: Path) -> None:
+def test_a_directory_is_refused_as_database_without_a_lock_file(tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     folder.mkdir()
     ended = start("--state-db", str(folder))
@@ -157,7 +157,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(mortal: Servi
     wait_for(lambda: mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200, 60, "served again")
 
 
-def test_a_killed_http_worker_comes_back_and_the_others_go_on(mortal: Service) -> None:
+def test_a_killed_http_worker_restarts_and_the_others_continue(mortal: Service) -> None:
     mortal.wait_ready()
     readers = [Reader(mortal) for _ in range(16)]
     wait_for(lambda: mortal.status()["running_rows"] == 16, 30, "16 streams run")
@@ -174,7 +174,7 @@ def test_a_killed_http_worker_comes_back_and_the_others_go_on(mortal: Service) -
     mortal.wait_idle()
 
 
-def test_malformed_chunked_framing_costs_one_worker_at_most(mortal: Service) -> None:
+def test_malformed_chunks_end_one_worker_at_most(mortal: Service) -> None:
     mortal.wait_ready()
     readers = [Reader(mortal) for _ in range(12)]
     wait_for(lambda: mortal.status()["running_rows"] == 12, 30, "12 streams run")
@@ -191,7 +191,7 @@ def test_malformed_chunked_framing_costs_one_worker_at_most(mortal: Service) -> 
     mortal.wait_idle()
 
 
-def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path, tmp_path: Path) -> None:
+def test_sigterm_drains_and_exits_with_0(tiny_model: Path, tmp_path: Path) -> None:
     service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", "150")
     try:
         service.wait_ready()
@@ -229,7 +229,7 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
 
 
 @pytest.mark.parametrize(("drain_s", "signals"), [("0.5", 1), ("60", 2)])
-def test_a_stream_that_is_cut_at_the_end_is_told_so(
+def test_a_stream_cut_by_the_shutdown_gets_an_error(
     tiny_model: Path, tmp_path: Path, drain_s: str, signals: int
 ) -> None:
     service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", drain_s)
@@ -249,7 +249,7 @@ def test_a_stream_that_is_cut_at_the_end_is_told_so(
         service.close()
 
 
-def test_a_killed_engine_leaves_nothing_that_is_warned_of_at_the_end(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_causes_no_warnings_at_exit(tiny_model: Path, tmp_path: Path) -> None:
     service = Service(tmp_path, "--model-path", str(tiny_model), "--http-workers", "1")
     try:
         os.kill(service.wait_ready().pids()["engine"], signal.SIGKILL)

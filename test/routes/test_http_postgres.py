@@ -38,7 +38,7 @@ def sessions(service: Service) -> dict[str, str]:
     return {entry["session_id"]: entry["cache_level"] for entry in prompt_functions["sessions"]}
 
 
-def test_a_session_goes_on_at_another_service(tmp_path: Path, tiny_model: Path, server: Server) -> None:
+def test_a_session_continues_on_another_service(tmp_path: Path, tiny_model: Path, server: Server) -> None:
     address = server.database()
     options = ("--model-path", str(tiny_model), "--http-workers", "1", "--files-dir", "none")
     services = [Service(tmp_path, *options, state_db=address) for _ in range(2)]

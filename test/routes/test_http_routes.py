@@ -15,7 +15,7 @@ TRANSLATE = "/translate/v1/batch-translate"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "stop_tokens": []}
 
 
-def test_batch_answer_has_the_familys_shape(service: Service) -> None:
+def test_the_batch_format(service: Service) -> None:
     answer = service.post(CHAT, {**GREEDY, "contents": ["Hello", "English: a cat\n\nChinese:"], "model": "any"})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
@@ -35,7 +35,7 @@ def test_batch_answer_has_the_familys_shape(service: Service) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_a_stream_says_the_same_as_a_whole_answer(service: Service, chunk_size: int) -> None:
+def test_a_stream_has_the_same_text(service: Service, chunk_size: int) -> None:
     body = {**GREEDY, "contents": ["你好", "Привет", "Hello"], "max_tokens": 40}
     whole = service.post(CHAT, body).json()
     streamed = service.post(CHAT, {**body, "stream": True, "chunk_size": chunk_size})
@@ -49,7 +49,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(service: Service, chunk_size: 
     assert all(end["delta"] == {} and end["finish_reason"] == "length" for end in ends)
 
 
-def test_a_seed_fixes_the_text_alone_and_in_company(service: Service) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(service: Service) -> None:
     body = {"contents": ["Once upon a time"], "seed": 7, "max_tokens": 24, "temperature": 1.2}
     alone = service.post(CHAT, body).json()["choices"][0]["message"]["content"]
     company = {**body, "contents": ["Once upon a time", *(f"row {number}" for number in range(20))]}
@@ -60,7 +60,7 @@ def test_a_seed_fixes_the_text_alone_and_in_company(service: Service) -> None:
     assert other != alone
 
 
-def test_stops_are_strings_and_ids_and_are_not_shown(service: Service) -> None:
+def test_stops_are_strings_or_ids_and_are_not_returned(service: Service) -> None:
     text = service.post(CHAT, {**GREEDY, "contents": ["Hello"]}).json()["choices"][0]["message"]["content"]
     cut = text[3:6]
     for stream in (False, True):
@@ -104,7 +104,7 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(service: Service) ->
     assert service.post(CHAT, body).status_code == 200
 
 
-def test_timeout_ends_rows_with_what_they_have(service: Service) -> None:
+def test_a_timeout_ends_rows_with_partial_text(service: Service) -> None:
     body = {**GREEDY, "contents": ["Hello"], "max_tokens": 1_000_000}
     for seconds in (0.7, 7.0, 50.0):  # a busy machine may generate nothing for a while
         choice = json.loads(service.post(CHAT, {**body, "timeout_s": seconds}).text)["choices"][0]
@@ -135,9 +135,7 @@ def test_a_slow_answer_is_json_after_white_space(service: Service) -> None:
         {"grammar": 'start: "a"'},
     ],
 )
-def test_what_a_route_that_does_not_draw_freely_cannot_serve_is_refused(
-    service: Service, fields: dict[str, Any]
-) -> None:
+def test_routes_with_fixed_sampling_refuse_other_sampling_fields(service: Service, fields: dict[str, Any]) -> None:
     score = {"contents": ["x"], "candidates": ["y"]}
     translation = {"source_lang": "en", "target_lang": "de", "text_list": ["A word."]}
     for path, body in (("/v1/score", score), ("/translate/v1/batch-translate", translation)):
@@ -180,7 +178,7 @@ def test_translate_prompt_names_the_languages(
     assert text == answer["choices"][0]["message"]["content"].strip()
 
 
-def test_a_repeated_translation_costs_no_tokens(service: Service) -> None:
+def test_a_repeated_translation_generates_no_tokens(service: Service) -> None:
     body = {"source_lang": "en", "target_lang": "de", "text_list": ["a text that was not seen before"]}
     # Each HTTP worker has its own cache and requests reach random workers. After this many all have the text.
     for _ in range(40):

@@ -19,7 +19,7 @@ REQUESTS = {
 }
 
 
-def test_every_route_draws_with_the_sampler_that_the_operator_chose(tmp_path: Path) -> None:
+def test_every_route_uses_the_configured_sampler(tmp_path: Path) -> None:
     service = Service(tmp_path, "--samplers", "naive", "--http-workers", "1")
     try:
         service.wait_ready()

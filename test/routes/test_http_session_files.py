@@ -45,7 +45,7 @@ def bring(service: Service, session_id: str, content: bytes) -> httpx.Response:
     return service.post("/state/import", params={"session_id": session_id}, content=content)
 
 
-def test_a_session_goes_on_where_it_was_exported(service: Service) -> None:
+def test_an_imported_session_continues(service: Service) -> None:
     say(service, "carried", "User: one\n\nAssistant:")
     file = export(service, "carried")
     assert file.status_code == 200
@@ -55,7 +55,7 @@ def test_a_session_goes_on_where_it_was_exported(service: Service) -> None:
     assert say(service, "carried: copy ✿", "User: two") == say(service, "carried", "User: two")
 
 
-def test_head_of_a_file_says_whether_there_is_one(service: Service) -> None:
+def test_head_shows_whether_the_session_exists(service: Service) -> None:
     say(service, "headed", "User: one")
     url = f"{service.url}/state/export"
     found = httpx.head(url, params={"session_id": "headed"}, timeout=REQUEST_TIMEOUT_S)
@@ -64,7 +64,7 @@ def test_head_of_a_file_says_whether_there_is_one(service: Service) -> None:
     assert httpx.head(url, params={"session_id": "nobody"}, timeout=REQUEST_TIMEOUT_S).status_code == 404
 
 
-def test_head_has_no_file_made() -> None:
+def test_head_creates_no_file() -> None:
     """And the transfer limit is released."""
 
     async def scenario() -> None:
@@ -83,7 +83,7 @@ def test_head_has_no_file_made() -> None:
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_brought_is_refused_by_name(service: Service) -> None:
+def test_invalid_imports_are_refused_by_name(service: Service) -> None:
     say(service, "whole", "User: one")
     content = export(service, "whole").content
     assert export(service, "nobody").status_code == 404
@@ -97,7 +97,7 @@ def test_what_cannot_be_brought_is_refused_by_name(service: Service) -> None:
     assert service.post("/state/import", content=content).status_code == 422
 
 
-def test_a_state_of_no_numbers_is_refused(service: Service) -> None:
+def test_a_state_with_nan_is_refused(service: Service) -> None:
     say(service, "sound", "User: one")
     file = decode(export(service, "sound").content)
     name, data = max(file.parts.items(), key=lambda part: len(part[1]))
@@ -109,7 +109,7 @@ def test_a_state_of_no_numbers_is_refused(service: Service) -> None:
     assert bring(service, "unsound", replace(file).encode()).status_code == 200, "nothing is left of the refused one"
 
 
-def test_whatever_a_file_holds_is_a_4xx_that_says_so(service: Service) -> None:
+def test_any_invalid_file_is_a_4xx(service: Service) -> None:
     """There are more imports than transfer slots: each slot is released, and turns still work."""
     say(service, "sound", "User: one")
     content = export(service, "sound").content
@@ -187,7 +187,7 @@ class Holding:
         self.replies.append(reply)
 
 
-def test_few_files_are_under_way_at_once() -> None:
+def test_transfers_are_limited() -> None:
     """14 files of 110 MB at the same time exceeded the engine link's limit and broke every stream."""
 
     async def scenario() -> None:

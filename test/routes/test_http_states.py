@@ -95,7 +95,7 @@ def test_every_route_takes_a_state(tuned: Service) -> None:
     assert plain == said(tuned)
 
 
-def test_rows_of_a_stream_begin_from_the_state(tuned: Service) -> None:
+def test_rows_of_a_stream_start_from_the_state(tuned: Service) -> None:
     body = {**PLAIN, "contents": [PROMPT, "b"], "state": "poet", "stream": True}
     texts = row_texts(sse_data(tuned.post("/v1/chat/completions", body).text))
     assert texts == {0: said(tuned, state="poet"), 1: said(tuned, state="poet", contents=["b"])}
@@ -121,7 +121,7 @@ def test_two_states_in_one_request(tuned: Service) -> None:
     assert answer.status_code == 422 and answer.json()["field"] == "state"
 
 
-def test_a_session_that_began_otherwise(tuned: Service) -> None:
+def test_a_session_with_another_state_is_refused(tuned: Service) -> None:
     said(tuned, "/state/chat/completions", session_id="plain one")
     body = {**PLAIN, "contents": [PROMPT], "session_id": "plain one", "state": "poet"}
     answer = tuned.post("/state/chat/completions", body)
@@ -173,7 +173,7 @@ def test_a_form_without_one_good_file(tuned: Service, files: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("file", ["../poet.pth", "/etc/passwd", "no.pth", ""])
-def test_a_path_that_is_not_within_the_folder(tuned: Service, file: str) -> None:
+def test_a_path_outside_the_folder_is_refused(tuned: Service, file: str) -> None:
     answer = tuned.post("/v1/states", {"name": "bad", "file": file}, headers=ADMIN)
     assert answer.status_code == 422 and answer.json()["field"] == "file"
 
@@ -201,13 +201,13 @@ def test_mixtures(tuned: Service) -> None:
         ({"states": [{"name": "poet", "weight": "x"}]}, "number"),
     ],
 )
-def test_mixtures_that_cannot_be(tuned: Service, fields: dict[str, Any], why: str) -> None:
+def test_invalid_mixtures(tuned: Service, fields: dict[str, Any], why: str) -> None:
     answer = tuned.post("/v1/chat/completions", {**PLAIN, "contents": [PROMPT], **fields})
     assert answer.status_code == 422 and why in answer.json()["error"]
     assert answer.json()["field"].startswith("states")
 
 
-def test_decode_parameters_that_come_with_a_state(tuned: Service) -> None:
+def test_default_decode_parameters_of_a_state(tuned: Service) -> None:
     body = {"contents": [PROMPT], "stop_tokens": [], "ignore_eos": True, "stream": False}
     defaults = {"temperature": 0, "max_tokens": 8, "alpha_presence": 0.5}
     duo = [{"name": "poet", "weight": 2}, {}]
@@ -229,6 +229,6 @@ def test_decode_parameters_that_come_with_a_state(tuned: Service) -> None:
     ("defaults", "field"),
     [({"temperature": -1}, "defaults.temperature"), ({"max_tokens": 2**40}, "defaults.max_tokens")],
 )
-def test_decode_parameters_that_no_request_could_have(tuned: Service, defaults: dict[str, Any], field: str) -> None:
+def test_invalid_default_decode_parameters(tuned: Service, defaults: dict[str, Any], field: str) -> None:
     answer = tuned.post("/v1/states", {"name": "bad", "file": "clerk.pth", "defaults": defaults}, headers=ADMIN)
     assert answer.status_code == 422 and answer.json()["field"] == field, answer.text

@@ -30,12 +30,12 @@ LABELS = {
 
 
 @pytest.mark.parametrize("code", LABELS)
-def test_a_pages_labels_are_all_of_its_language(code: str) -> None:
+def test_labels_of_a_page_get_its_language(code: str) -> None:
     labels = LABELS[code].split("|")
     assert detect(labels) == [code] * len(labels)
 
 
-def test_what_is_surely_of_another_language_stays_so_on_a_page() -> None:
+def test_clear_text_in_another_language_keeps_it() -> None:
     labels = LABELS["en"].split("|")
     others = {
         "fr": "Bonjour tout le monde", "de": "Wie geht es dir heute?", "zh-CN": "你好，世界", "ru": "Доброе утро",
@@ -44,13 +44,13 @@ def test_what_is_surely_of_another_language_stays_so_on_a_page() -> None:
     assert detect([*labels, *others.values()])[len(labels) :] == list(others)
 
 
-def test_a_word_alone_is_judged_by_its_letters_and_most_are_english() -> None:
+def test_a_single_word_gets_the_language_of_its_script() -> None:
     for text in ("Home", "News", "Sports", "Menu", "Pull requests", "Hello <b0>world</b0>", "{1}Code{2}"):
         assert detect([text]) == ["en"], text
     assert detect(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
 
 
-def test_what_has_no_letters_is_kept_and_of_no_language() -> None:
+def test_text_without_letters_has_no_language() -> None:
     texts = ["42", "$49.99", "2026-11-23", "{0}", "<br>", "https://example.org/a", " ", "Good morning"]
     made = make_plan(TranslateBody(target_lang="pl", text_list=texts), TranslationCache(0), 100)
     assert made.sources == ["auto"] * 7 + ["en"]
@@ -58,13 +58,13 @@ def test_what_has_no_letters_is_kept_and_of_no_language() -> None:
     assert made.missing == [("en", "pl", "Good morning")]
 
 
-def test_a_translation_ends_at_a_label_and_not_at_any_line_with_a_colon() -> None:
+def test_a_translation_ends_only_at_known_labels() -> None:
     assert clean_answer(" Name: Ming\nAge: five\nNote: shy\n") == "Name: Ming\nAge: five\nNote: shy"
     for label in ("French", "Traditional Chinese", "User"):
         assert clean_answer(f" a cat\n{label}: ein Kater") == "a cat"
 
 
-def test_languages_are_found_out_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_language_detection_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of labels take a second. The event loop must stay free."""
     threads: list[threading.Thread] = []
 

@@ -96,13 +96,13 @@ class Machine:
         return asyncio.run(load(self.context, body)).status
 
 
-def test_a_machine_by_itself_asks_its_own_engine(tmp_path: Path) -> None:
+def test_a_single_machine_uses_its_own_engine(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
     assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
     assert (machine.own.checked, machine.other.checked) == (["new.pth"], [])
 
 
-def test_what_is_wrong_with_the_files_is_told_in_words_of_the_request(tmp_path: Path) -> None:
+def test_file_errors_name_the_requests_fields(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
     machine.own.has_files = False
     with pytest.raises(ServiceError) as refused:
@@ -113,7 +113,7 @@ def test_what_is_wrong_with_the_files_is_told_in_words_of_the_request(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_in_a_cluster_the_engine_of_another_machine_is_not_asked(tmp_path: Path, name: str) -> None:
+def test_in_a_cluster_only_local_engines_check_files(tmp_path: Path, name: str) -> None:
     """It lacks this machine's files. A model loaded here has them, whatever its name."""
     machine = Machine(tmp_path, ELSEWHERE, small=READY)
     assert machine.load(name) == 200
@@ -121,7 +121,7 @@ def test_in_a_cluster_the_engine_of_another_machine_is_not_asked(tmp_path: Path,
     assert (machine.own.checked, machine.other.checked) == ([], ["new.pth"])
 
 
-def test_in_a_cluster_nothing_is_unloaded_for_files_that_nobody_can_check(tmp_path: Path) -> None:
+def test_in_a_cluster_unchecked_files_unload_nothing(tmp_path: Path) -> None:
     machine = Machine(tmp_path, ELSEWHERE, small=ModelStatus.LOADING)
     with pytest.raises(ServiceError) as refused:
         machine.load("small")
@@ -129,13 +129,13 @@ def test_in_a_cluster_nothing_is_unloaded_for_files_that_nobody_can_check(tmp_pa
     assert machine.told == ["load small"] and machine.load("large") == 200
 
 
-def test_a_model_that_has_left_by_itself_is_replaced_as_well(tmp_path: Path) -> None:
+def test_a_model_already_unloaded_is_replaced_too(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
     machine.registered.pop()  # and this worker does not know it yet
     assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
 
 
-def test_other_reasons_not_to_unload_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_unload_errors_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, "", small=READY)
 
     async def unload(name: str, timeout_s: float | None) -> None:
@@ -147,7 +147,7 @@ def test_other_reasons_not_to_unload_are_told(tmp_path: Path, monkeypatch: pytes
     assert machine.told == []
 
 
-def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_path: Path) -> None:
+def test_an_adapter_with_outside_configuration_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     machine = Machine(folder, "")
@@ -164,7 +164,7 @@ def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_
         assert refused.value.info.field == "adapters"
 
 
-def test_a_request_may_choose_the_form_of_states_and_the_kernels(tmp_path: Path) -> None:
+def test_a_request_may_choose_wkv_state_and_kernels(tmp_path: Path) -> None:
     context = Machine(tmp_path, "").context
     spec = model_spec(context, LoadBody(file="new.pth", wkv_state="fp32", kernels="cpu"))
     assert (spec.wkv_state, spec.kernels) == ("fp32", "cpu")
@@ -175,7 +175,7 @@ def test_a_request_may_choose_the_form_of_states_and_the_kernels(tmp_path: Path)
             LoadBody(file="new.pth", **{field: "int9"})  # type: ignore[arg-type]
 
 
-def test_a_model_that_has_left_is_unknown_before_its_engine_is_let_go(tmp_path: Path) -> None:
+def test_an_unloaded_model_is_unknown_before_its_engine_stops(tmp_path: Path) -> None:
     """Otherwise a request in between would get the answer that the model is loading."""
     machine, seen = Machine(tmp_path, "", small=READY), list[object]()
     machine.other.stop = lambda: seen.append(machine.models.find("small"))  # type: ignore[method-assign]
@@ -186,7 +186,7 @@ def test_a_model_that_has_left_is_unknown_before_its_engine_is_let_go(tmp_path: 
 LOADING = ModelStatus.LOADING
 
 
-def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(tmp_path: Path) -> None:
+def test_requests_for_a_loading_model_wait_for_the_list(tmp_path: Path) -> None:
     """Another worker may have told the client that it is ready before this worker knew."""
     machine = Machine(tmp_path, "", small=LOADING, large=LOADING)
     machine.models._send_command = lambda command: None
@@ -207,7 +207,7 @@ def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(t
 
 
 @pytest.mark.parametrize("status", [LOADING, READY])
-def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: Path, status: ModelStatus) -> None:
+def test_a_model_known_to_another_worker_is_awaited(tmp_path: Path, status: ModelStatus) -> None:
     """Another worker may have told the client about the model before this worker knew it."""
     machine = Machine(tmp_path, "")
     requested: list[ModelCommand] = []
@@ -234,7 +234,7 @@ def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: 
     assert len(requested) == 2, "nobody else knows more of the service's own model"
 
 
-def test_one_model_is_looked_for_before_it_is_said_not_to_be_there(tmp_path: Path) -> None:
+def test_get_model_waits_for_the_list_before_404(tmp_path: Path) -> None:
     """GET /v1/models/{name} after another worker has started to load it."""
     machine = Machine(tmp_path, "")
 
@@ -254,7 +254,7 @@ def test_one_model_is_looked_for_before_it_is_said_not_to_be_there(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("engine_wait_s", "told_s"), [(0.01, 3600.0), (3600.0, 0.01)])
-def test_work_waits_so_long_for_a_model_and_no_longer(
+def test_the_wait_for_a_model_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_wait_s: float, told_s: float
 ) -> None:
     """A waiting request occupies a stream that other models' requests need."""
@@ -267,9 +267,7 @@ def test_work_waits_so_long_for_a_model_and_no_longer(
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
 
 
-def test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_requests_for_a_loading_model_are_refused_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client has 420 streams. Waiting requests must not use them up."""
     machine = Machine(tmp_path, "", small=LOADING)
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=3600)
@@ -293,9 +291,7 @@ def test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_
     assert [getattr(error, "info", error).kind for error in refused] == [ErrorKind.ENGINE_LOST] * 421
 
 
-def test_what_is_told_between_a_look_and_the_wait_is_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_between_check_and_wait_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, "", small=LOADING)
     monkeypatch.setattr("routes.model_registry._POLL_S", 3600.0)
     look = machine.models._find_by_request
@@ -309,7 +305,7 @@ def test_what_is_told_between_a_look_and_the_wait_is_not_missed(
     asyncio.run(asyncio.wait_for(machine.models.wait_until_known(machine.context, "small", 3600), 60))
 
 
-def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path) -> None:
+def test_a_wait_for_a_model_loaded_and_unloaded_ends(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "")
     tell = machine.tell
 
@@ -324,7 +320,7 @@ def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path)
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_models_are_listed_while_one_of_them_leaves_or_the_engine_is_lost(tmp_path: Path, leaves: bool) -> None:
+def test_models_are_listed_during_an_unload_or_engine_loss(tmp_path: Path, leaves: bool) -> None:
     machine = Machine(tmp_path, "", small=READY, large=READY)
     own, small, large = machine.registered
 

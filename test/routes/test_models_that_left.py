@@ -57,7 +57,7 @@ def kept() -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the descriptors of a process are not told here")
-def test_a_worker_keeps_nothing_of_models_that_have_left(folder: Path) -> None:
+def test_a_worker_keeps_nothing_of_unloaded_models(folder: Path) -> None:
     context = Context(None, HttpConfig(models_dir=str(folder)), RequestLimiter(4, 0), Readiness(1.0))  # type: ignore[arg-type]
     models = ModelRegistry(lambda command: None, lambda model: connect_model(context, model, "http-0"))
 

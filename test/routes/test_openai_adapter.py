@@ -37,7 +37,7 @@ def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("thinks", "text", "reasoning", "content"), TAGGED)
-def test_a_thought_is_parted_wherever_the_text_is_cut(thinks: bool, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_split_at_any_cut(thinks: bool, text: str, reasoning: str, content: str) -> None:
     assert part(thinks, [text]) == (reasoning, content)
     assert part(thinks, list(text)) == (reasoning, content)
     for at in range(len(text)):
@@ -49,7 +49,7 @@ def test_a_thought_is_parted_wherever_the_text_is_cut(thinks: bool, text: str, r
         assert part(thinks, pieces) == (reasoning, content)
 
 
-def test_an_answer_is_not_held_back() -> None:
+def test_an_answer_is_not_delayed() -> None:
     from routes.response.reasoning_parser import ReasoningParser
 
     parting = ReasoningParser(thinks=False)
@@ -75,7 +75,7 @@ def test_parameters_reach_the_sampler() -> None:
     assert params.top_logprobs == 3
 
 
-def test_the_familys_names_win_and_its_defaults_hold() -> None:
+def test_native_names_and_defaults_take_precedence() -> None:
     assert chat_body(presence_penalty=0.5, alpha_presence=1.5).sampling(0).presence_penalty == 1.5
     plain = chat_body().sampling(0)
     assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 50, 0.6)
@@ -84,7 +84,7 @@ def test_the_familys_names_win_and_its_defaults_hold() -> None:
     assert chat_body(logprobs=True).sampling(0).top_logprobs == 0
 
 
-def test_where_there_are_tools_penalties_are_those_given() -> None:
+def test_with_tools_penalties_default_to_0() -> None:
     with_tools = {"tools": [tool("f")]}
     params = chat_body(**with_tools).sampling(0)
     assert (params.presence_penalty, params.frequency_penalty, params.penalty_decay) == (0.0, 0.0, 0.996)
@@ -93,7 +93,7 @@ def test_where_there_are_tools_penalties_are_those_given() -> None:
     assert chat_body(**with_tools, tool_choice="none").sampling(0).presence_penalty == 2.0
 
 
-def test_names_of_limits_and_of_thinking() -> None:
+def test_alternative_names_of_fields() -> None:
     from routes.request.prompts import Think
 
     assert chat_body(max_completion_tokens=5, max_tokens=9).max_tokens == 5
@@ -144,7 +144,7 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_values_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     from routes.openai.errors import OPENAI_ERRORS
     from rwkv_batch.errors import ServiceError
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param:
     assert param.split("[", maxsplit=1)[0].split(".", maxsplit=1)[0] in error["message"]
 
 
-def test_harmless_forms_are_taken() -> None:
+def test_harmless_values_are_accepted() -> None:
     body = chat_body(
         tools=[], tool_choice="auto", response_format={"type": "text"}, user="me", stream_options=None, n=None,
         store=True, metadata={"a": "b"}, parallel_tool_calls=False, service_tier="auto",
@@ -196,7 +196,7 @@ def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> Non
     assert refusal.value.info.field == param
 
 
-def test_what_is_wanted_is_told_in_jsons_words() -> None:
+def test_errors_use_json_terms() -> None:
     from rwkv_batch.errors import ServiceError
 
     for fields, field in (({"messages": [1]}, "messages[0]"), ({"stream_options": True}, "stream_options")):
@@ -209,7 +209,7 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in stream.decode().split("\n\n") if event]
 
 
-def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
+def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
     from routes.openai.chat import ChatFormatter
     from routes.response.output_decoder import RowUpdate
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
@@ -253,7 +253,7 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
     }  # fmt: skip
 
 
-def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
+def test_finish_reasons_are_openais_with_end_reason() -> None:
     """OpenAI's clients know four finish reasons and fail at others. Only `length` means a cut answer."""
     from routes.openai.chat import ChatFormatter
     from routes.openai.completions import CompletionFormatter
@@ -280,7 +280,7 @@ def test_an_end_is_told_in_openais_words_and_the_truth_beside_it() -> None:
         assert [(choice["finish_reason"], choice.get("end_reason")) for choice in ends] == told
 
 
-def test_every_kind_of_failure_has_a_form() -> None:
+def test_every_error_kind_has_an_openai_form() -> None:
     from routes.openai.errors import OPENAI_ERRORS
     from rwkv_batch.errors import ErrorInfo, ErrorKind
 

@@ -34,7 +34,7 @@ def told(service: Service) -> dict[str, Any]:
     return found
 
 
-def test_text_whole_and_streamed(told: dict[str, Any]) -> None:
+def test_text_complete_and_streamed(told: dict[str, Any]) -> None:
     assert told["chat"]["content"] == told["stream"]["content"]
     assert told["chat"]["usage"]["completion_tokens"] == told["stream"]["usage"]["completion_tokens"] == 8
     assert told["responseStream"]["text"] == told["response"]
@@ -42,11 +42,11 @@ def test_text_whole_and_streamed(told: dict[str, Any]) -> None:
     assert told["models"] == ["rwkv7"] and told["scored"] > 1
 
 
-def test_json_under_a_schema(told: dict[str, Any]) -> None:
+def test_json_with_a_schema(told: dict[str, Any]) -> None:
     assert told["formed"]["reason"] == "stop" and set(json.loads(told["formed"]["content"])) == {"city"}
 
 
-def test_calls_whole_and_streamed(told: dict[str, Any]) -> None:
+def test_calls_complete_and_streamed(told: dict[str, Any]) -> None:
     (call,) = told["called"]["calls"]
     assert told["called"]["reason"] == "tool_calls" and call["type"] == "function"
     assert call["function"]["name"] == "get_weather" and set(json.loads(call["function"]["arguments"])) == {"city"}
@@ -55,5 +55,5 @@ def test_calls_whole_and_streamed(told: dict[str, Any]) -> None:
     assert told["calledInStream"]["events"] == [{"name": "get_weather", "arguments": call["function"]["arguments"]}]
 
 
-def test_what_is_refused_names_its_field(told: dict[str, Any]) -> None:
+def test_an_error_names_its_field(told: dict[str, Any]) -> None:
     assert told["refused"] == {"name": "BadRequestError", "status": 400, "param": "regex"}

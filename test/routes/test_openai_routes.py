@@ -67,7 +67,7 @@ def native(base: str) -> Iterator[OpenAI]:
         yield made
 
 
-def test_a_conversation_on_the_native_route_takes_openais_words(client: OpenAI, native: OpenAI) -> None:
+def test_the_native_route_accepts_openais_conversations(client: OpenAI, native: OpenAI) -> None:
     fields: dict[str, Any] = {"seed": 4, "presence_penalty": 0.5, "frequency_penalty": 0, "max_tokens": 40}
     told = chat(client, **fields)
     same = chat(native, **fields)
@@ -80,7 +80,7 @@ def test_a_conversation_on_the_native_route_takes_openais_words(client: OpenAI, 
         assert (short.message.content, short.finish_reason) == (text[: text.index(cut)], "stop")
 
 
-def test_a_stream_of_the_native_route_tells_its_end_and_usage_as_openais_clients_look_for_them(native: OpenAI) -> None:
+def test_a_native_stream_has_openais_end_and_usage(native: OpenAI) -> None:
     chunks = list(chat(native, stream=True, stream_options={"include_usage": True}))
     *said, last = chunks
     assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in said)
@@ -94,9 +94,7 @@ def test_a_stream_of_the_native_route_tells_its_end_and_usage_as_openais_clients
     "fields",
     [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"5": 1}}, {"tools": [{}]}],
 )
-def test_what_the_native_route_does_not_serve_is_refused_with_the_one_that_does(
-    native: OpenAI, fields: dict[str, Any]
-) -> None:
+def test_the_native_route_refuses_fields_and_names_the_openai_route(native: OpenAI, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as refused:
         chat(native, extra_body=fields)
     told = refused.value.response.json()
@@ -118,7 +116,7 @@ def test_one_model(base: str, place: str) -> None:
             assert unknown[:100] in error.message and model.id in error.message
 
 
-def test_any_name_is_the_one_model_that_is_served(client: OpenAI) -> None:
+def test_any_model_name_is_accepted(client: OpenAI) -> None:
     """Clients have built-in names. With --models-dir an unknown name is 404 (test_model_engines.py)."""
     for name in ("gpt-4o", "meta-llama/Llama-3-8B"):
         assert chat(client, model=name, max_tokens=1).model == name
@@ -157,12 +155,12 @@ def test_a_stream_says_the_same(client: OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_no_usage_unless_asked(client: OpenAI) -> None:
+def test_usage_only_on_request(client: OpenAI) -> None:
     chunks = list(chat(client, stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
-def test_log_probabilities_of_a_whole_answer_are_bounded(client: OpenAI) -> None:
+def test_log_probabilities_without_a_stream_are_limited(client: OpenAI) -> None:
     asked: dict[str, Any] = {"n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 5}
     with pytest.raises(BadRequestError) as refusal:
         chat(client, **asked)
@@ -257,7 +255,7 @@ def test_a_high_presence_penalty_never_repeats_a_token(client: OpenAI) -> None:
     assert len(set(tokens(0))) < 30
 
 
-def test_thoughts_come_apart(client: OpenAI) -> None:
+def test_reasoning_is_separate(client: OpenAI) -> None:
     for extra in ({"enable_think": True}, {"reasoning_effort": "high"}):
         fields = {"seed": 2, "max_tokens": 24, "extra_body": extra}
         message = chat(client, **fields).choices[0].message
@@ -269,7 +267,7 @@ def test_thoughts_come_apart(client: OpenAI) -> None:
     assert not hasattr(chat(client, extra_body={"enable_think": False}).choices[0].message, "reasoning_content")
 
 
-def test_a_session_reads_only_what_is_new(client: OpenAI) -> None:
+def test_a_session_computes_only_new_messages(client: OpenAI) -> None:
     session = f"openai-{uuid.uuid4().hex}"
     first = chat(client, extra_body={"session_id": session})
     told = [*ASK, {"role": "assistant", "content": first.choices[0].message.content}]
@@ -358,7 +356,7 @@ def test_a_negative_seed_is_a_seed(client: OpenAI) -> None:
     assert refusal.value.param == "seed"
 
 
-def test_a_developer_speaks_as_the_system(client: OpenAI) -> None:
+def test_a_developer_message_is_a_system_message(client: OpenAI) -> None:
     answers = [
         chat(client, seed=1, messages=[{"role": role, "content": "Be brief."}, ASK[1]], max_completion_tokens=7)
         for role in ("system", "developer")
@@ -368,7 +366,7 @@ def test_a_developer_speaks_as_the_system(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("begun", ["A river is", "A river is ", "  one\r\n\r\ntwo\n"])
-def test_the_assistants_last_message_is_gone_on_with(client: OpenAI, begun: str) -> None:
+def test_the_assistants_last_message_is_continued(client: OpenAI, begun: str) -> None:
     asked: dict[str, Any] = {"model": MODEL, "seed": 5, "max_tokens": 24, "extra_body": EXACT}
     messages = [*ASK, {"role": "assistant", "content": begun}]
     clean = begun.lstrip().replace("\r\n\r\n", "\n")
@@ -384,7 +382,7 @@ def test_the_assistants_last_message_is_gone_on_with(client: OpenAI, begun: str)
     assert new.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
-def test_what_cannot_be_gone_on_with_is_refused(client: OpenAI) -> None:
+def test_invalid_continuations_are_refused(client: OpenAI) -> None:
     for messages, extra, param in (
         (ASK, {}, "messages"),
         ([*ASK, {"role": "assistant", "content": "A"}], {"session_id": "s"}, "continue_final_message"),
@@ -419,7 +417,7 @@ def test_a_session_deleted_under_its_stream_is_an_api_error(client: OpenAI) -> N
             pass
 
 
-def test_a_timeout_ends_with_what_there_is(client: OpenAI) -> None:
+def test_a_timeout_returns_partial_text(client: OpenAI) -> None:
     for seconds in (0.5, 5.0, 50.0):  # a busy machine may generate nothing for a while
         choice = chat(client, max_tokens=1_000_000, extra_body={"timeout_s": seconds}).choices[0]
         assert choice.finish_reason == "length" and choice.to_dict()["end_reason"] == "timeout"

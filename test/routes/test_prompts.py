@@ -28,7 +28,7 @@ def test_every_think_mode(think: Think) -> None:
     assert prompts.chat(TALK, think) == SNAPSHOTS[think]
 
 
-def test_a_thought_may_hold_blank_lines_and_the_word_user() -> None:
+def test_reasoning_may_have_blank_lines_and_the_word_user() -> None:
     assert prompts.answer_stops(Think.OFF, may_call=False) == (0, 261, 24281)
     for think in (Think.ON, Think.SHORT, Think.MEDIUM, Think.LONG):
         stops = prompts.answer_stops(think, may_call=False)
@@ -48,7 +48,7 @@ def test_a_thought_may_hold_blank_lines_and_the_word_user() -> None:
         ("", ""),
     ],
 )
-def test_turns_lose_blank_lines_and_nothing_else(text: str, shown: str) -> None:
+def test_turns_lose_only_blank_lines(text: str, shown: str) -> None:
     assert prompts.chat(talk(("user", text)), Think.ON) == f"User: {shown}".rstrip(" ") + "\n\nAssistant: <think"
 
 
@@ -64,7 +64,7 @@ def test_a_hint_needs_a_user() -> None:
     assert prompts.chat(talk(("system", "s")), Think.LONG) == "System: s\n\nAssistant: <think"
 
 
-def test_what_a_session_has_not_read() -> None:
+def test_new_messages_of_a_session() -> None:
     assert prompts.new_messages(TALK) == TALK[3:]
     assert prompts.new_messages(TALK[:2]) == TALK[1:2]
     assert prompts.new_messages(TALK[:1]) == TALK[:1]

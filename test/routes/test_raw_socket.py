@@ -233,7 +233,7 @@ def service(front: str, tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.mark.timeout(1800 if IS_LONG else 180)
-def test_neighbours_of_abusers_are_served_as_ever(service: Service, front: str, record_property: Any) -> None:
+def test_other_clients_are_not_affected_by_abuse(service: Service, front: str, record_property: Any) -> None:
     before = service.pids()
     neighbours = Neighbours(service)
     try:

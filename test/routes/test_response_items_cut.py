@@ -20,7 +20,7 @@ from rwkv_batch.request import Finish, FinishReason
         ("<think>So it is.</think>\n\nYe", [("reasoning", "completed"), ("message", "incomplete")]),
     ],
 )
-def test_a_thought_that_is_whole_is_not_cut(said: str, items: list[tuple[str, str]]) -> None:
+def test_complete_reasoning_is_not_incomplete(said: str, items: list[tuple[str, str]]) -> None:
     body = ResponsesBody.model_validate({"model": "m", "input": "Is it so?"})
     end = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1)
     answer = ResponsesFormatter(body, len).full_body([RowResult(text=said, finish=end, logprobs=[])])

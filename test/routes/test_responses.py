@@ -106,7 +106,7 @@ def test_a_stream_says_the_same(client: OpenAI) -> None:
     assert len({event.response.id for event in events if hasattr(event, "response")}) == 1
 
 
-def test_the_conversation_is_the_chat_routes(client: OpenAI) -> None:
+def test_the_prompt_equals_the_chat_routes(client: OpenAI) -> None:
     calls = [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"unit": "c"}'}}]
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
@@ -146,7 +146,7 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI) -> None:
     assert plain.output_text.startswith("{")
 
 
-def test_thoughts_are_items_of_their_own(client: OpenAI) -> None:
+def test_reasoning_is_a_separate_item(client: OpenAI) -> None:
     fields: dict[str, Any] = {"reasoning": {"effort": "high"}, "max_output_tokens": 24}
     answer = asked(client, **fields)
     assert [item.type for item in answer.output] == ["reasoning"]
@@ -157,7 +157,7 @@ def test_thoughts_are_items_of_their_own(client: OpenAI) -> None:
     assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == thought
 
 
-def test_a_random_model_that_has_to_call_makes_valid_calls(client: OpenAI) -> None:
+def test_a_random_model_makes_valid_calls(client: OpenAI) -> None:
     named = {"type": "function", "name": "get_weather"}
     for choice in ("required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
         answer = asked(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=100)
@@ -172,7 +172,7 @@ def test_a_random_model_that_has_to_call_makes_valid_calls(client: OpenAI) -> No
 
 
 @pytest.mark.parametrize(("stop", "item"), [("unit", ("function_call", '{"')), ("name", ("message", None))])
-def test_a_call_that_a_stop_cuts_is_incomplete(client: OpenAI, stop: str, item: tuple[str, str | None]) -> None:
+def test_a_call_cut_by_a_stop_is_incomplete(client: OpenAI, stop: str, item: tuple[str, str | None]) -> None:
     fields: dict[str, Any] = {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "name": "get_weather"},
@@ -197,9 +197,7 @@ def test_a_call_that_a_stop_cuts_is_incomplete(client: OpenAI, stop: str, item: 
         ('```json\n{"na', "incomplete", ["incomplete"]),
     ],
 )
-def test_an_item_is_incomplete_only_if_it_is_cut_itself(
-    saying: OpenAI, said: str, status: str, items: list[str]
-) -> None:
+def test_only_a_cut_item_is_incomplete(saying: OpenAI, said: str, status: str, items: list[str]) -> None:
     """The unfinished opening of a call after it, which is left out, does not count."""
     fields: dict[str, Any] = {"model": MODEL, "input": f"say {said}", "tools": TOOLS}
     last = list(saying.responses.create(**fields, stream=True))[-1]
@@ -207,7 +205,7 @@ def test_an_item_is_incomplete_only_if_it_is_cut_itself(
         assert (answer.status, [item.status for item in answer.output]) == (status, items), answer.output
 
 
-def test_text_and_calls_are_items_whole_and_streamed(saying: OpenAI) -> None:
+def test_text_and_calls_are_items_complete_and_streamed(saying: OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "input": f"say Let me see.\n{CALL}\n{CALL}", "tools": TOOLS}
     answer = saying.responses.create(**fields)
     assert [item.type for item in answer.output] == ["message", "function_call", "function_call"]
@@ -232,7 +230,7 @@ def test_log_probabilities_of_the_text(client: OpenAI) -> None:
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
 
 
-def test_a_session_reads_only_what_is_new(client: OpenAI) -> None:
+def test_a_session_computes_only_new_messages(client: OpenAI) -> None:
     session = f"responses-{uuid.uuid4().hex}"
     first = asked(client, extra_body={"session_id": session})
     second = asked(client, input="Why?", extra_body={"session_id": session})
@@ -260,14 +258,14 @@ def test_a_session_reads_only_what_is_new(client: OpenAI) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_values_are_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refusal:
             asked(client, **fields, stream=stream)
         assert (refusal.value.param, refusal.value.type) == (param, "invalid_request_error")
 
 
-def test_a_failure_in_a_stream_is_told(saying: OpenAI) -> None:
+def test_a_stream_reports_an_error(saying: OpenAI) -> None:
     with pytest.raises(openai.APIError, match="broken on demand"):
         list(saying.responses.create(model=MODEL, input="break it", stream=True, max_output_tokens=100))
     with pytest.raises(openai.InternalServerError, match="broken on demand"):

@@ -143,12 +143,12 @@ def published(service: Service) -> Published:
     return Published(service)
 
 
-def test_every_route_is_asked() -> None:
+def test_every_route_is_tested() -> None:
     assert {route.path for route in ROUTES} == {path for path, _ in ASKED} | CARRIED
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else None)
-def test_what_is_answered_is_published(
+def test_answers_match_the_schema(
     service: Service, published: Published, path: str, body: dict[str, Any] | None
 ) -> None:
     route = next(route for route in ROUTES if route.path == path)
@@ -159,7 +159,7 @@ def test_what_is_answered_is_published(
         published.check("POST", path, service.post(path, {**(body or {}), "stream": stream}))
 
 
-def test_a_session_that_is_carried_and_deleted(service: Service, published: Published) -> None:
+def test_a_session_is_exported_imported_and_deleted(service: Service, published: Published) -> None:
     assert service.post(STATE, {**SHORT, "contents": ["one"], "session_id": "answers: carried"}).status_code == 200
     published.check("POST", "/state/status", service.post("/state/status", {}))
     file = service.get("/state/export", params={"session_id": "answers: carried"})
@@ -175,7 +175,7 @@ def test_a_session_that_is_carried_and_deleted(service: Service, published: Publ
         published.check("POST", "/state/delete", deleted)
 
 
-def test_a_tuned_state_that_comes_and_goes(service: Service, published: Published, tmp_path: Path) -> None:
+def test_a_tuned_state_is_loaded_and_removed(service: Service, published: Published, tmp_path: Path) -> None:
     content = write_state(tmp_path / "s.pth", random_state(1, layers=2, width=64)).read_bytes()
     for status in (200, 409):
         form = {"data": {"name": "answers"}, "files": {"file": ("s.pth", content)}}
@@ -193,7 +193,7 @@ def test_a_tuned_state_that_comes_and_goes(service: Service, published: Publishe
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "prompt"), [(STATE, {"contents": ["one"]}), (CHAT, {"messages": TALK["messages"]})])
-def test_a_failure_after_the_answer_has_begun(
+def test_an_error_after_the_start_of_the_answer(
     service: Service, published: Published, path: str, prompt: dict[str, Any], stream: bool
 ) -> None:
     session = f"answers: doomed {path} {stream}"
@@ -217,6 +217,6 @@ def test_a_failure_after_the_answer_has_begun(
     published.check("POST", path, answers[0])
 
 
-def test_an_adapter_that_is_not_there(service: Service, published: Published) -> None:
+def test_a_missing_adapter(service: Service, published: Published) -> None:
     published.check("DELETE", "/v1/adapters/{name}", service.request("DELETE", "/v1/adapters/none"))
     published.check("POST", "/v1/adapters", service.post("/v1/adapters", {"name": "x", "file": "no.pth"}))

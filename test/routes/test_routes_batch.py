@@ -39,14 +39,14 @@ def test_v2_puts_token_0_before_the_prompt(service: Service) -> None:
     assert texts_of(padded) != texts_of(plain)
 
 
-def test_v2_streams_what_it_answers(service: Service) -> None:
+def test_v2_streams_the_same_text(service: Service) -> None:
     body = {**EXACT, "contents": ["Hello", "你好"], "seed": 5}
     events = sse_data(service.post(V2, {**body, "stream": True, "chunk_size": 5}).text)
     assert [text for _, text in sorted(row_texts(events).items())] == texts_of(service.post(V2, body))
     assert ends_of(events) == {0: "length", 1: "length"}
 
 
-def test_big_batch_streams_unless_told(service: Service) -> None:
+def test_big_batch_streams_by_default(service: Service) -> None:
     body = {**EXACT, "contents": ["a", "b", "c"], "seed": 1}
     streamed = service.post(BIG, body)
     assert streamed.headers["content-type"].startswith("text/event-stream")
@@ -56,7 +56,7 @@ def test_big_batch_streams_unless_told(service: Service) -> None:
     assert ends_of(events) == {0: "length", 1: "length", 2: "length"}
 
 
-def test_big_batch_draws_by_temperature_alone(service: Service) -> None:
+def test_big_batch_uses_only_the_temperature(service: Service) -> None:
     body = {**EXACT, "contents": ["Once upon"], "seed": 11, "stream": False}
     exact = texts_of(service.post(BIG, body))
     assert exact == texts_of(service.post(V1, {**body, **NAKED}))
@@ -125,12 +125,12 @@ def test_fim_is_a_batch_of_gaps(service: Service) -> None:
         ({"suffix": None}, "suffix"),
     ],
 )
-def test_fim_refuses_gaps_without_two_sides(service: Service, change: dict[str, Any], field: str) -> None:
+def test_fim_refuses_unequal_sides(service: Service, change: dict[str, Any], field: str) -> None:
     refused = service.post(FIM, {**EXACT, "prefix": ["a"], "suffix": ["b"], **change})
     assert (refused.status_code, refused.json()["field"]) == (422, field)
 
 
-def test_a_flower_ends_a_gap(service: Service) -> None:
+def test_the_fim_stop_ends_a_row(service: Service) -> None:
     body = {"model": "rwkv7", "prompt": "a", "suffix": "b", "max_tokens": 5, "logit_bias": {"10060": 100}}
     choice = service.post("/openai/v1/completions", {**body, "alpha_presence": 0}).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
@@ -148,9 +148,7 @@ def test_a_flower_ends_a_gap(service: Service) -> None:
     ],
     ids=lambda case: case[0],
 )
-def test_every_route_keeps_its_time_and_notices_a_lost_client(
-    service: Service, body: tuple[str, dict[str, Any]]
-) -> None:
+def test_every_route_has_timeouts_and_detects_disconnects(service: Service, body: tuple[str, dict[str, Any]]) -> None:
     path, own = body
     endless = {**EXACT, "max_tokens": 1_000_000, **own}
     timed = service.post(path, {**endless, "stream": True, "timeout_s": 0.4})
@@ -164,7 +162,7 @@ def test_every_route_keeps_its_time_and_notices_a_lost_client(
     service.wait_idle(20)
 
 
-def test_routes_share_the_running_batch_without_a_trace(service: Service) -> None:
+def test_routes_share_the_running_batch(service: Service) -> None:
     fields = {**EXACT, "seed": 21, "stream": False}
     bodies = [
         (V1, {**fields, "contents": ["x", "y"]}),

@@ -87,7 +87,7 @@ def test_random_input_is_answered_as_documented(service: Service, operation: Any
     run()
 
 
-def test_the_service_tells_the_same_document(service: Service) -> None:
+def test_the_service_returns_the_same_document(service: Service) -> None:
     assert service.get("/openapi.json").json() == DOCUMENT
 
 
@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("section", sections(DOCUMENT), ids=lambda section: section.title)
-def test_every_curl_line_works(service: Service, folder: Path, section: Any) -> None:
+def test_every_curl_command_works(service: Service, folder: Path, section: Any) -> None:
     command = shlex.split(section.curl.replace(SERVER, service.url))
     ran = subprocess.run(
         [*command, "-sS", "-m", "150", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, cwd=folder
@@ -169,5 +169,5 @@ def test_docs_need_no_network(service: Service) -> None:
         assert f"<summary>{route.method} {route.path}</summary>" in answer.text
 
 
-def test_every_kind_of_failure_has_a_status() -> None:
+def test_every_error_kind_has_a_status() -> None:
     assert set(HTTP_STATUS) == set(ErrorKind)

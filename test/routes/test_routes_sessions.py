@@ -74,7 +74,7 @@ def prompts_of(number: int) -> list[str]:
     return [f"User: question {number}.{turn}, please?\n\nAssistant:" for turn in range(TURNS)]
 
 
-def test_many_sessions_interleaved_each_as_if_alone(service: Service) -> None:
+def test_interleaved_sessions_are_the_same_as_alone(service: Service) -> None:
     sessions = [(number, new_id("many")) for number in range(SESSIONS)]
     said: dict[int, list[str]] = {number: [] for number, _ in sessions}
     reference = {number: Alone(service) for number, _ in sessions}
@@ -113,7 +113,7 @@ def test_a_stop_is_not_part_of_the_state(service: Service) -> None:
     assert cached(again) == body["usage"]["prompt_tokens"] + len(kept)
 
 
-def test_a_blank_line_is_put_before_a_later_prompt(service: Service) -> None:
+def test_a_blank_line_is_added_before_a_later_prompt(service: Service) -> None:
     twins = new_id(), new_id()
     for session in twins:
         turn(service, session, "\n\nUser: a\n\nAssistant:")
@@ -123,7 +123,7 @@ def test_a_blank_line_is_put_before_a_later_prompt(service: Service) -> None:
     assert plain["usage"] == ready["usage"]
 
 
-def test_a_streamed_turn_is_the_same_and_is_kept(service: Service) -> None:
+def test_a_streamed_turn_is_the_same_and_is_stored(service: Service) -> None:
     twins = new_id(), new_id()
     whole = text_of(turn(service, twins[0], "Hello"))
     body = {**EXACT, "contents": ["Hello"], "session_id": twins[1], "seed": 1, "stream": True, "chunk_size": 3}
@@ -149,7 +149,7 @@ def test_a_turn_is_one_prompt_of_one_session(service: Service, change: dict[str,
     assert (refused.status_code, refused.json()["field"]) == (422, field)
 
 
-def test_two_turns_at_once_come_one_after_the_other(service: Service) -> None:
+def test_concurrent_turns_run_one_after_the_other(service: Service) -> None:
     session, prompts = new_id(), ["first", "second"]
     turn(service, session, "begin")
     answers: dict[str, str] = {}
@@ -201,7 +201,7 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         assert cached(turn(service, session, "begin")) == 0, "the session began anew"
 
 
-def test_a_turn_that_is_given_up_leaves_the_session_as_it_was(service: Service) -> None:
+def test_a_cancelled_turn_does_not_change_the_session(service: Service) -> None:
     session, twin = new_id(), new_id()
     for one in (session, twin):
         turn(service, one, "begin")
@@ -234,7 +234,7 @@ def test_sessions_are_listed_newest_first_and_deleted(service: Service) -> None:
     assert (missing.status_code, missing.json()["status"]) == (404, "not_found")
 
 
-def test_dialogues_branch_and_are_never_changed(service: Service) -> None:
+def test_dialogues_branch_and_never_change(service: Service) -> None:
     session = new_id("branch")
     root = turn(service, session, "Once", MULTI)
     assert root["dialogue_idx"] == 1
@@ -251,7 +251,7 @@ def test_dialogues_branch_and_are_never_changed(service: Service) -> None:
     assert {f"{session}:{number}" for number in (1, 2, 3, 4, 5)} == set(shown)
 
 
-def test_a_streamed_branch_tells_its_number_before_the_end(service: Service) -> None:
+def test_a_streamed_branch_returns_its_number_before_the_end(service: Service) -> None:
     session = new_id("branch")
     body = {**EXACT, "contents": ["Once"], "session_id": session, "stream": True}
     events = sse_data(service.post(MULTI, body).text)
@@ -268,7 +268,7 @@ def test_an_unknown_parent_is_404(service: Service, parent: int) -> None:
     assert service.post(MULTI, {**body, "dialogue_idx": -1}).status_code == 422
 
 
-def test_every_dialect_continues_the_same_session(service: Service) -> None:
+def test_every_route_continues_the_same_session(service: Service) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     told = [*asked, {"role": "assistant", "content": "whatever"}, {"role": "user", "content": "Why?"}]
     begin = "User: Hi\n\nAssistant: <think>\n</think>"

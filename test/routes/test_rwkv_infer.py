@@ -184,14 +184,14 @@ def test_a_mixtures_weights(infer: Service) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(infer: Service, name: str, body: dict[str, Any], field: str) -> None:
+def test_invalid_requests_are_refused_by_name(infer: Service, name: str, body: dict[str, Any], field: str) -> None:
     answer = verb(infer, name, **body)
     assert answer.status_code == 422 and answer.json()["field"] == field, answer.text
     assert not states(infer) and names(infer) == ["rwkv7"]
 
 
 @pytest.mark.parametrize("name", ["loadmodel", "loadstatemodel", "mrss_set_gatingweight", "removemodel"])
-def test_the_verbs_want_the_administrator(infer: Service, name: str) -> None:
+def test_the_routes_require_the_administrator(infer: Service, name: str) -> None:
     assert infer.post(f"/{name}", {}).status_code == 401
 
 

@@ -39,7 +39,7 @@ def check(told: dict[str, Any], oracle: LogprobOracle, prompt: list[int], candid
 
 
 @pytest.mark.parametrize("pad_zero", [False, True])
-def test_every_candidate_behind_every_prompt(service: Service, oracle: LogprobOracle, pad_zero: bool) -> None:
+def test_every_candidate_after_every_prompt(service: Service, oracle: LogprobOracle, pad_zero: bool) -> None:
     contents = [*CONTENTS, ""] if pad_zero else CONTENTS
     answer = asked(service, **{**EVERY, "contents": contents, "pad_zero": pad_zero, "model": "mine"})
     assert (answer["object"], answer["model"], answer["id"][:6]) == ("score", "mine", "score-")
@@ -64,7 +64,7 @@ def test_a_list_of_candidates_for_each_prompt(service: Service, oracle: LogprobO
     assert "token_logprobs" not in one
 
 
-def test_what_the_model_would_say_is_greedy(service: Service) -> None:
+def test_the_models_own_text_is_greedy(service: Service) -> None:
     body = {"prompt": CONTENTS[0], "max_tokens": 3, "temperature": 0, "logprobs": 1, "ignore_eos": True}
     body |= {"alpha_presence": 0, "alpha_frequency": 0, "logit_bias": {"0": -100}}
     said = service.post("/openai/v1/completions", body).json()["choices"][0]
@@ -76,7 +76,7 @@ def test_what_the_model_would_say_is_greedy(service: Service) -> None:
     assert told["is_greedy"]
 
 
-def test_a_prompt_is_read_once(service: Service) -> None:
+def test_a_prompt_is_computed_once(service: Service) -> None:
     content = "A long prompt that is read for all of its candidates. " * 40
     before = service.wait_idle()["computed_tokens"]
     asked(service, contents=[content], candidates=[f" {i}" for i in range(50)], use_prefix_cache=False)
@@ -104,18 +104,18 @@ def test_a_prompt_is_read_once(service: Service) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_scored_is_refused_by_name(service: Service, body: dict[str, Any], field: str) -> None:
+def test_invalid_scoring_requests_are_refused_by_name(service: Service, body: dict[str, Any], field: str) -> None:
     response = service.post(PATH, {"contents": ["The"], "candidates": [" a"], **body})
     assert (response.status_code, response.json()["field"]) == (422, field), response.text
 
 
-def test_out_of_time(service: Service) -> None:
+def test_a_timeout_is_504(service: Service) -> None:
     body = {"contents": ["long " * 15_000], "candidates": [" a", " b"], "timeout_s": 0.001, "use_prefix_cache": False}
     assert service.post(PATH, body).status_code == 504
 
 
 @pytest.mark.parametrize("place", ["", "/openai"])
-def test_the_tokenizer_as_a_harness_asks_for_it(service: Service, place: str) -> None:
+def test_the_tokenizer_routes(service: Service, place: str) -> None:
     info = service.get(f"{place}/tokenizer_info").json()
     assert service.post(f"{place}/tokenize", {"prompt": info["eos_token"]}).json()["tokens"] == [0]
     text = f"def f(x):\n\n{info['eos_token']}猫"

@@ -69,6 +69,6 @@ def test_a_long_prompt_is_tokenised_once() -> None:
     assert [length for length in tokenizer.lengths if length >= len(LONG)] == [len(LONG)]
 
 
-def test_another_text_for_a_session_that_exists_has_its_own_ids() -> None:
+def test_another_text_for_an_existing_session_is_encoded() -> None:
     tokenizer = Tokenizer()
     assert turn_of(LONG, tokenizer, resume="User: bye")[1] == tokenizer.encode("\n\nUser: bye")

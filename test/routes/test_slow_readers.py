@@ -34,13 +34,13 @@ def begun(service: Service, client: str) -> socket.socket:
     return connection
 
 
-def test_a_file_is_whole(fake: Service) -> None:
+def test_a_file_is_complete(fake: Service) -> None:
     file = fake.get(PATH)
     assert (file.status_code, len(file.content)) == (200, LARGE_FILE)
     assert file.headers["Content-Disposition"] == 'attachment; filename="session.safetensors"'
 
 
-def test_slow_readers_hold_no_more_files_than_there_are_places(fake: Service) -> None:
+def test_slow_readers_are_limited(fake: Service) -> None:
     wait_for(lambda: fake.get(PATH).status_code == 200, 20, "the places are free")
     readers = [begun(fake, "127.0.0.2") for _ in range(MAX_SESSION_TRANSFERS_PER_CLIENT)]
     assert fake.get(PATH).status_code == 200, "one client leaves room for others"

@@ -44,7 +44,7 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
         ),
     ],
 )
-def test_a_text_that_does_not_fit_is_told_in_words(model: Any, body: dict[str, Any], field: str, wanted: str) -> None:
+def test_pattern_errors_are_in_words(model: Any, body: dict[str, Any], field: str, wanted: str) -> None:
     with pytest.raises(ServiceError) as caught:
         validate(model, {"file": "a.pth", **body})
     assert caught.value.info.field == field
@@ -65,24 +65,24 @@ def test_a_text_that_does_not_fit_is_told_in_words(model: Any, body: dict[str, A
         ({"contents": ["a"], "session_id": True}, "session_id: must be a valid string, got true"),
     ],
 )
-def test_what_is_told_of_other_fields_is_in_the_same_words(body: dict[str, Any], told: str) -> None:
+def test_other_fields_have_the_same_wording(body: dict[str, Any], told: str) -> None:
     with pytest.raises(ServiceError) as caught:
         validate(PromptBody, body)
     assert str(caught.value).startswith(told)
 
 
-def test_what_is_told_of_text_without_a_utf8_form_is_the_text() -> None:
+def test_errors_show_text_without_utf8_form() -> None:
     with pytest.raises(ServiceError, match="session_id: must be text with a UTF-8 form") as caught:
         parse_json(b'{"contents": ["a"], "session_id": "a\\ud800"}')
     assert (caught.value.info.field, caught.value.info.given) == ("session_id", "a\\ud800")
 
 
-def test_a_file_that_is_too_short_is_told_so() -> None:
+def test_an_empty_file_name_is_refused() -> None:
     with pytest.raises(InvalidSessionFile, match="this is not a session file: it has 3 bytes"):
         decode(b"abc")
 
 
-def test_no_name_is_the_default() -> None:
+def test_an_empty_name_is_the_default() -> None:
     assert validate(LoadBody, {"file": "a.pth", "dtype": "", "kernels": None, "devices": ["0", "cuda:1", "cpu"]})
 
 
@@ -93,7 +93,7 @@ def test_documents_list_the_names() -> None:
 
 
 @pytest.mark.parametrize("model", [PromptBody, TurnBody, BranchBody, ChatBody, ResponsesBody, DeleteBody])
-def test_a_name_that_no_database_can_keep_is_refused_at_each_door(model: Any) -> None:
+def test_names_with_nul_are_refused_everywhere(model: Any) -> None:
     others = MESSAGES if model is ChatBody else {"contents": ["a"], "input": "a", "dialogue_idx": 0}
     assert validate(model, {**others, "session_id": "a\tb"}).session_id == "a\tb"
     for name in ("\0", "a\0b"):
@@ -103,11 +103,11 @@ def test_a_name_that_no_database_can_keep_is_refused_at_each_door(model: Any) ->
 
 
 @pytest.mark.parametrize("query", [ExportQuery, ImportQuery])
-def test_nor_does_a_file_go_by_such_a_name(query: Any) -> None:
+def test_exports_refuse_names_with_nul(query: Any) -> None:
     with pytest.raises(ServiceError, match=r"session_id: must be a name without the character U\+0000"):
         validate(query, {"session_id": "a\0"})
 
 
-def test_lengths_of_an_id_are_told_in_characters() -> None:
+def test_length_limits_are_in_characters() -> None:
     with pytest.raises(ServiceError, match="session_id: must have at most 256 characters"):
         validate(PromptBody, {"contents": ["a"], "session_id": "x" * 257})

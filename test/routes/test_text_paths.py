@@ -135,19 +135,19 @@ def all_texts(path: Callable[[str], None], names: list[str], times: int) -> list
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-def test_work_grows_with_the_text(path: Callable[[str], None]) -> None:
+def test_time_is_linear_in_the_text(path: Callable[[str], None]) -> None:
     cost = run_bounded(all_texts, path, list(TEXTS), 1)
     assert cost.result == list(TEXTS), f"killed: exit code {cost.exit_code}"
 
 
-def test_work_grows_with_a_thought() -> None:
+def test_time_is_linear_in_the_reasoning() -> None:
     """Text copied again with every piece is cheap per letter, so use fewer but longer texts."""
     names = ["spaces", "half tags"]
     cost = run_bounded(all_texts, thoughts, names, 3)
     assert cost.result == names, f"killed: exit code {cost.exit_code}"
 
 
-def test_paragraphs_are_parted_where_they_were() -> None:
+def test_paragraphs_are_split_by_the_definition() -> None:
     """Compare with the definition: the longest white space with two newlines and no letter between them."""
     from routes.translate import _pieces, count_paragraphs
 

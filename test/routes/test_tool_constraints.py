@@ -91,7 +91,7 @@ AUTO, MUST, ONE = box(), box(must_call=True), box(must_call=True, several=False)
         (AUTO, {"answer": SEVEN}, "Hello", ""),
     ],
 )
-def test_what_an_answer_may_be(
+def test_answers_accepted_by_the_grammar(
     compiler: GrammarCompiler, toolbox: ToolSet, fields: dict[str, Any], text: str, taken: str
 ) -> None:
     assert followed(compiler, text, toolbox, **fields) == taken
@@ -110,14 +110,14 @@ def test_what_an_answer_may_be(
         (WEATHER, '{"days": 1}', False),
     ],
 )
-def test_arguments_are_those_of_the_schema(
+def test_arguments_match_the_schema(
     compiler: GrammarCompiler, schema: dict[str, Any], arguments: str, is_taken: bool
 ) -> None:
     text = f'\n{{"name": "get_weather", "arguments": {arguments}}}\n```'
     assert (followed(compiler, text, box(schema, must_call=True), is_open=True) == f"{text}|") is is_taken
 
 
-def test_a_schema_that_cannot_be_held_to_is_refused_by_its_place_if_it_is_strict(compiler: GrammarCompiler) -> None:
+def test_an_unsupported_strict_schema_is_refused_by_its_path(compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"contains": {}}}}}}
     with pytest.raises(GrammarError) as refusal:
         compiler.compile(tool_call_constraint(box(schema, strict=True), is_open=True, thinks=False))
@@ -146,7 +146,7 @@ def checked(calls: Any) -> list[str]:
     return [call.function.name for call in calls]
 
 
-def test_a_random_model_that_has_to_call_makes_valid_calls(client: OpenAI) -> None:
+def test_a_random_model_makes_valid_calls(client: OpenAI) -> None:
     choices = asked(client, n=8, seed=1).choices
     for choice in choices:
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
@@ -168,7 +168,7 @@ def test_a_random_model_that_has_to_call_makes_valid_calls(client: OpenAI) -> No
     }
 
 
-def test_the_choice_of_a_tool_and_one_call_at_most(client: OpenAI) -> None:
+def test_tool_choice_and_single_calls(client: OpenAI) -> None:
     for name in SCHEMAS:
         for choice in (
             {"type": "function", "function": {"name": name}},
@@ -181,7 +181,7 @@ def test_the_choice_of_a_tool_and_one_call_at_most(client: OpenAI) -> None:
             assert [checked(one.message.tool_calls) for one in made] == [[name]] * 4
 
 
-def test_a_call_that_max_tokens_cuts(client: OpenAI) -> None:
+def test_a_call_cut_by_max_tokens(client: OpenAI) -> None:
     choice = asked(
         client, max_tokens=14, tool_choice={"type": "function", "function": {"name": "get_weather"}}
     ).choices[0]
@@ -192,7 +192,7 @@ def test_a_call_that_max_tokens_cuts(client: OpenAI) -> None:
         json.loads(call.function.arguments)
 
 
-def test_a_call_that_is_cut_before_its_name_is_no_content(client: OpenAI) -> None:
+def test_a_call_cut_before_its_name_is_not_content(client: OpenAI) -> None:
     for most in (1, 3):
         choice = asked(client, max_tokens=most).choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
@@ -202,7 +202,7 @@ def test_a_call_that_is_cut_before_its_name_is_no_content(client: OpenAI) -> Non
         assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_stop_inside_a_call_is_no_whole_call(client: OpenAI) -> None:
+def test_a_stop_inside_a_call_makes_it_incomplete(client: OpenAI) -> None:
     """Its finish reason shows that the arguments are cut: `arguments` comes before the name is certain."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     choice = asked(client, stop=["city"], tool_choice=named).choices[0]
@@ -213,7 +213,7 @@ def test_a_stop_inside_a_call_is_no_whole_call(client: OpenAI) -> None:
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", "", None)
 
 
-def test_auto_leaves_text_as_it_is(client: OpenAI) -> None:
+def test_auto_does_not_change_text(client: OpenAI) -> None:
     plain = {
         "seed": 3,
         "max_tokens": 40,
@@ -225,7 +225,7 @@ def test_auto_leaves_text_as_it_is(client: OpenAI) -> None:
     assert choice.finish_reason in ("stop", "length") and choice.message.content and not choice.message.tool_calls
 
 
-def test_an_answer_in_a_form_or_a_call(client: OpenAI) -> None:
+def test_response_format_or_a_call(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     for choice in asked(client, tool_choice="auto", response_format=form, n=8, seed=5).choices:
@@ -238,7 +238,7 @@ def test_an_answer_in_a_form_or_a_call(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("const", ["```json{", "<tool_call>{", f"```json{NOW.strip()}```"])
-def test_a_form_whose_strings_have_the_marks_of_calls(client: OpenAI, const: str) -> None:
+def test_a_schema_whose_strings_look_like_calls(client: OpenAI, const: str) -> None:
     """The bias favours an answer in the format over a call."""
     schema = {"name": "n", "schema": {"const": {"a": const}}, "strict": True}
     fields = {"tool_choice": "auto", "logit_bias": {str(TOKENIZER.encode_bytes(b"{")[0]): 100}}
@@ -258,7 +258,7 @@ def test_a_form_whose_strings_have_the_marks_of_calls(client: OpenAI, const: str
     assert (response.status, response.output_text) == ("completed", json.dumps({"a": const}))
 
 
-def test_a_strict_schema_that_cannot_be_served_is_a_bad_request(client: OpenAI) -> None:
+def test_an_unsupported_strict_schema_is_a_bad_request(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"contains": {}}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     with pytest.raises(openai.BadRequestError) as refusal:
@@ -266,7 +266,7 @@ def test_a_strict_schema_that_cannot_be_served_is_a_bad_request(client: OpenAI) 
     assert refusal.value.param == "tools[2].function.parameters.properties.a"
 
 
-def test_a_session_goes_on_after_its_call(client: OpenAI) -> None:
+def test_a_session_continues_after_a_call(client: OpenAI) -> None:
     extra = {"session_id": "tools"}
     message = asked(client, extra_body=extra, seed=4).choices[0].message
     messages = [{"role": "user", "content": "What is the weather in Paris?"}, message]

@@ -78,19 +78,19 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
-def test_calls_are_parted_wherever_the_text_is_cut(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_are_split_at_any_cut(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert reasoning_delta([text]) == (content, calls)
     assert reasoning_delta(list(text)) == (content, calls)
     for at in range(len(text)):
         assert reasoning_delta([text[:at], text[at:]]) == (content, calls)
 
 
-def test_an_answer_that_the_prompt_has_opened_as_a_call() -> None:
+def test_an_answer_opened_as_a_call_by_the_prompt() -> None:
     assert reasoning_delta([CALL.removeprefix("```json")], opens_with_call=True) == ("", [("f", '{"city": "Paris"}')])
     assert reasoning_delta(['\n{"na'], opens_with_call=True) == ("", [])
 
 
-def test_the_beginning_of_an_opening_is_text_unless_the_answer_has_to_be_a_call() -> None:
+def test_an_incomplete_opening_is_text_unless_calls_are_required() -> None:
     for must_call, content in ((False, "```js"), (True, "")):
         parting = AnswerParser(AnswerFormat(thinks=True, names=NAMES, must_call=must_call))
         parts = parting.feed("Hm.</think>\n```js", final=True)
@@ -101,7 +101,7 @@ def test_the_beginning_of_an_opening_is_text_unless_the_answer_has_to_be_a_call(
     "inside", ["```json{", "<tool_call>{", '```json\n{"name": "f", "arguments": {}}\n```', "```js "]
 )
 @pytest.mark.parametrize("before", ["", "\n "])
-def test_an_answer_in_a_form_may_have_the_marks_of_calls_in_its_strings(inside: str, before: str) -> None:
+def test_strings_of_constrained_text_may_look_like_calls(inside: str, before: str) -> None:
     for value in (inside, {"a": inside}, [inside, CALL]):
         text = before + json.dumps(value)
         for pieces in ([text], list(text), [text[:9], text[9:]]):
@@ -111,9 +111,7 @@ def test_an_answer_in_a_form_may_have_the_marks_of_calls_in_its_strings(inside: 
 @pytest.mark.parametrize(
     ("text", "content", "calls"), [one for one in ANSWERS if one[0].startswith(("```", "<"))] + ANSWERS[:1]
 )
-def test_an_answer_that_begins_with_a_call_beside_a_form_is_one(
-    text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_with_a_format_only_an_initial_call_is_a_call(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     if text.startswith("```json```json"):  # not a call, so no call can follow
         content, calls = text, []
     for before in ("", "\n "):
@@ -131,7 +129,7 @@ FRAGMENTS = (
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), st.booleans(), st.booleans(), st.data())
-def test_any_pieces_of_any_text_give_the_same(
+def test_any_split_of_any_text_gives_the_same(
     text: str, opens_with_call: bool, is_calls_or_text: bool, data: st.DataObject
 ) -> None:
     whole = reasoning_delta([text], opens_with_call, is_calls_or_text)
@@ -143,7 +141,7 @@ def test_any_pieces_of_any_text_give_the_same(
         assert whole == (text, [])
 
 
-def test_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     parting = AnswerParser(AnswerFormat(names=NAMES))
     told = [
         parting.feed(piece, False).calls
@@ -171,7 +169,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def test_the_line_of_a_function() -> None:
+def test_the_signature_of_a_function() -> None:
     line = signature("f", "Does\n f.", SCHEMA)
     assert line.startswith('f(a: string, b?: "x" | "y", c?: {next?: {next?: ')
     assert line.endswith(
@@ -180,7 +178,7 @@ def test_the_line_of_a_function() -> None:
     assert signature("g", "", {}) == "g()"
 
 
-def test_a_schema_that_refers_to_itself_in_every_way_makes_a_bounded_line() -> None:
+def test_a_recursive_schema_has_a_bounded_signature() -> None:
     shared = {"A": {"type": "object", "properties": {str(n): {"$ref": "#/$defs/A"} for n in range(50)}}}
     assert len(signature("f", "", {"$ref": "#/$defs/A", "$defs": shared})) < 100_000
     for broken in (
@@ -225,7 +223,7 @@ def test_a_conversation_with_calls() -> None:
     assert chat == "\n\n".join([f"System: Be kind.\n{LISTING}", *rounds])
 
 
-def test_arguments_that_are_no_json_are_repeated_as_they_are() -> None:
+def test_arguments_that_are_not_json_stay_unchanged() -> None:
     assert call_text("f", "{broken") == '```json\n{"name": "f", "arguments": {broken}\n```'
 
 
@@ -257,7 +255,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
 
 
-def test_calls_of_a_whole_answer(saying: OpenAI) -> None:
+def test_calls_of_a_complete_answer(saying: OpenAI) -> None:
     choice = asked(saying, SAID).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see. 🌍")
     assert calls_of(choice.message) == CALLED

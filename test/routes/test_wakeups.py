@@ -41,7 +41,7 @@ class Reading:
         return self.got
 
 
-def test_what_is_there_is_taken_at_once_and_together() -> None:
+def test_waiting_items_are_taken_together() -> None:
     wakeups, mailbox = ReaderWakeups(), Mailbox[int]()
     wakeups.put(mailbox, 1)
     wakeups.put(mailbox, 2)
@@ -49,7 +49,7 @@ def test_what_is_there_is_taken_at_once_and_together() -> None:
     assert wakeups.take(mailbox, 0) == []
 
 
-def test_a_reader_that_waits_is_called() -> None:
+def test_a_waiting_reader_is_woken() -> None:
     wakeups = ReaderWakeups()
     readings = [Reading(wakeups) for _ in range(20)]
     for number, reading in enumerate(readings):
@@ -57,7 +57,7 @@ def test_a_reader_that_waits_is_called() -> None:
     assert [reading.result() for reading in readings] == [[number] for number in range(20)]
 
 
-def test_those_without_news_yet_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_readers_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     wakeups = ReaderWakeups(max_woken=0)
     order: list[int] = []
     plain = ReaderWakeups._take_items
@@ -94,7 +94,7 @@ class TimingOutLock:
         raise AssertionError("it is never woken")
 
 
-def test_who_has_tired_of_waiting_takes_its_news_and_no_turn() -> None:
+def test_a_timed_out_reader_takes_its_items_without_a_wakeup() -> None:
     wakeups = ReaderWakeups(max_woken=0)
     wake_lock = TimingOutLock()
     timed_out = Reading(wakeups, wake_lock=wake_lock)
@@ -126,7 +126,7 @@ class LateLock:
         self.releases += 1
 
 
-def test_a_turn_given_just_when_the_reader_tires_is_its_own() -> None:
+def test_a_wakeup_just_after_the_timeout_is_consumed() -> None:
     wakeups, mailbox = ReaderWakeups(max_woken=1), Mailbox[int]()
     wake_lock = LateLock(wakeups, mailbox)
     mailbox.wake_lock = wake_lock  # type: ignore[assignment]
@@ -134,7 +134,7 @@ def test_a_turn_given_just_when_the_reader_tires_is_its_own() -> None:
     assert wake_lock.releases == 0 and wakeups._free == 1
 
 
-def test_whatever_happens_when_nothing_is_lost_and_all_turns_come_back() -> None:
+def test_no_item_and_no_wakeup_is_lost() -> None:
     wakeups = ReaderWakeups(max_woken=1)
     boxes: list[Mailbox[int]] = [Mailbox() for _ in range(8)]
     got = [0] * len(boxes)

@@ -62,7 +62,7 @@ def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, 
     assert found == {panel: [] for panel in PANELS}
 
 
-def test_nothing_is_wider_than_a_phone(fake: Service, open_page: Opener) -> None:
+def test_the_page_fits_a_phone(fake: Service, open_page: Opener) -> None:
     page = open_page(fake, **PHONE)
     fill(page)
     for panel in PANELS:
@@ -74,7 +74,7 @@ def test_nothing_is_wider_than_a_phone(fake: Service, open_page: Opener) -> None
         assert width <= PHONE["viewport"]["width"], panel
 
 
-def test_the_keyboard_is_enough(fake: Service, open_page: Opener) -> None:
+def test_the_keyboard_reaches_everything(fake: Service, open_page: Opener) -> None:
     page = open_page(fake)
     expect(page.locator("#tiers")).to_be_visible()
     reached = set()

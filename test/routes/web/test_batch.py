@@ -36,7 +36,7 @@ COUNT_FRAMES = """([most, rows]) => new Promise(resolve => {
 })"""
 
 
-def test_two_hundred_rows_stream_at_once(fake: Service, open_page: Opener) -> None:
+def test_two_hundred_rows_stream_together(fake: Service, open_page: Opener) -> None:
     page = open_page(fake, "batch")
     page.fill("#batch-template", "Row {line} says something. ")
     page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
@@ -51,7 +51,7 @@ def test_two_hundred_rows_stream_at_once(fake: Service, open_page: Opener) -> No
     expect(page.locator('.card[data-state="stopped"]')).to_have_count(ROWS)
 
 
-def test_a_table_is_filled_in_and_its_results_downloaded(demo: Service, open_page: Opener, tmp_path: Path) -> None:
+def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page: Opener, tmp_path: Path) -> None:
     page = open_page(demo, "batch")
     table = tmp_path / "greetings.csv"
     table.write_text('from,text,to\nEnglish,"Good morning",Chinese\nEnglish,"How are you?",Chinese\n', "utf-8")

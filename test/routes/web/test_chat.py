@@ -48,7 +48,7 @@ def test_an_answer_streams_in_and_the_session_remembers(demo: Service, open_page
     page.screenshot(path=shots / "chat.png")
 
 
-def test_a_turn_is_asked_again_edited_and_branched(demo: Service, open_page: Opener, shots: Path) -> None:
+def test_a_turn_is_regenerated_edited_and_branched(demo: Service, open_page: Opener, shots: Path) -> None:
     page = open_page(demo)
     greedy(page)
     say(page, "My name is Anna.")
@@ -74,7 +74,7 @@ def test_a_turn_is_asked_again_edited_and_branched(demo: Service, open_page: Ope
     assert "Anna" in answers(page, 6)[-1]
 
 
-def test_an_answer_is_stopped_and_the_chat_goes_on(fake: Service, open_page: Opener) -> None:
+def test_the_chat_continues_after_a_stopped_answer(fake: Service, open_page: Opener) -> None:
     page = open_page(fake)
     say(page, "word")
     expect(page.locator(".turn .markdown")).to_contain_text("word")
@@ -130,7 +130,7 @@ def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Op
         expect(page.locator(".tree .node")).to_have_count(1)
 
 
-def test_a_session_of_another_browser_is_gone_on_from(demo: Service, open_page: Opener) -> None:
+def test_a_session_of_another_browser_is_continued(demo: Service, open_page: Opener) -> None:
     turn = {"contents": ["User: My name is Anna.\n\nAssistant:"], "temperature": 0, "max_tokens": 30}
     assert demo.post("/multi_state/chat/completions", {**turn, "session_id": "elsewhere"}).status_code == 200
     page = open_page(demo)
@@ -141,7 +141,7 @@ def test_a_session_of_another_browser_is_gone_on_from(demo: Service, open_page: 
     assert "Anna" in answers(page, 2)[-1]
 
 
-def test_a_thought_is_folded_away(fake: Service, open_page: Opener) -> None:
+def test_reasoning_is_collapsed(fake: Service, open_page: Opener) -> None:
     page = open_page(fake)
     page.select_option("#think", "on")
     say(page, ">Let me see.</think>The answer.")

@@ -40,7 +40,7 @@ def equal(page: Page, service: Service) -> Callable[[], bool]:
     return compare
 
 
-def test_figures_are_those_of_metrics(demo: Service, open_page: Opener, shots: Path) -> None:
+def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots: Path) -> None:
     page = open_page(demo, "dashboard")
     expect(page.locator('[data-metric="rwkv_pool_slots_total"]')).to_be_visible()
     prompts = [f"English: I have {number} cats.\n\nChinese:" for number in range(20)]

@@ -55,7 +55,7 @@ def test_files_are_small_public_and_cached(locked: Service) -> None:
         assert locked_out.get(f"/web/{hidden}").status_code == 404
 
 
-def test_texts_are_there_in_both_languages_and_used() -> None:
+def test_texts_exist_in_both_languages_and_are_used() -> None:
     english, chinese = (read_keys(WEB / "text" / f"{name}.js") for name in ("en", "zh"))
     assert english == chinese
     code = "".join(path.read_text("utf-8") for path in WEB.rglob("*.js") if path.parent.name not in ("text", "vendor"))
@@ -70,7 +70,7 @@ def read_keys(path: Path) -> set[str]:
     return set(re.findall(r'^  "?([\w.]+)"?:', path.read_text("utf-8"), re.MULTILINE))
 
 
-def test_a_password_is_asked_once_and_kept_for_the_tab(locked: Service, open_page: Opener) -> None:
+def test_a_password_is_requested_once_per_tab(locked: Service, open_page: Opener) -> None:
     page = open_page(locked)
     dialog = page.locator("dialog[open]")
     expect(dialog).to_be_visible()
@@ -91,7 +91,7 @@ def test_a_password_is_asked_once_and_kept_for_the_tab(locked: Service, open_pag
     expect(dialog).to_be_visible()
 
 
-def test_the_page_speaks_chinese(fake: Service, open_page: Opener) -> None:
+def test_the_page_in_chinese(fake: Service, open_page: Opener) -> None:
     page = open_page(fake, locale="zh-CN")
     expect(page.get_by_role("button", name="新对话")).to_be_visible()
     assert page.locator("html").get_attribute("lang") == "zh-CN"
@@ -101,7 +101,7 @@ def test_the_page_speaks_chinese(fake: Service, open_page: Opener) -> None:
     expect(page.get_by_role("button", name="New chat")).to_be_visible()
 
 
-def test_a_lost_engine_is_told_and_the_page_goes_on(tmp_path: Path, open_page: Opener, shots: Path) -> None:
+def test_a_lost_engine_shows_a_notice_and_the_page_recovers(tmp_path: Path, open_page: Opener, shots: Path) -> None:
     service = Service(tmp_path, program="test/fake_app.py", PYTHONPATH=".")
     try:
         service.wait_ready()
@@ -163,7 +163,7 @@ def dropped_characters(page: Page) -> int:
 
 
 @pytest.mark.timeout(900)
-def test_a_tab_does_not_grow_with_what_streams_through_it(fake: Service, open_page: Opener) -> None:
+def test_a_tab_does_not_grow_with_long_streams(fake: Service, open_page: Opener) -> None:
     """Megabytes in one answer. With RWKV_LONG_TESTS=1, for ten minutes."""
     seconds = 600 if os.environ.get("RWKV_LONG_TESTS") else 0
     page = open_page(fake)
@@ -182,5 +182,5 @@ def test_a_tab_does_not_grow_with_what_streams_through_it(fake: Service, open_pa
     assert last < first + 20_000_000
 
 
-def test_the_page_leaves_nothing_running(fake: Service) -> None:
+def test_a_closed_page_leaves_nothing_running(fake: Service) -> None:
     wait_for(lambda: fake.status()["running_rows"] == 0, 20, "no row runs")

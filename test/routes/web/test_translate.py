@@ -73,7 +73,7 @@ def write_book(path: Path) -> None:
         book.writestr("style.css", "p {}" * 100)
 
 
-def test_files_are_translated_and_keep_their_form(demo: Service, open_page: Opener, tmp_path: Path) -> None:
+def test_files_are_translated_and_keep_their_format(demo: Service, open_page: Opener, tmp_path: Path) -> None:
     page = open_page(demo, "translate")
     for name, (content, translation) in FILES_KEY.items():
         file = tmp_path / name
