@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.tools.pool_bench import TURN_TOKENS, Bench, HostArena
-from state_pool.arena import ZERO_SLOT
+from state_pool.layout import ZERO_SLOT
 from state_pool.pool import StatePool
 from state_pool.session_page import Tier
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from state_pool.arena import ZERO_SLOT
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
+from state_pool.layout import ZERO_SLOT
 from state_pool.sessions import SessionIndex
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from state_pool.adapters import Adapters
-from state_pool.arena import Arena
 from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
@@ -19,6 +18,7 @@ from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
 from state_pool.expiry import Expiry, UsageTimes
 from state_pool.integrity import integrity_faults
+from state_pool.layout import Arena
 from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
 from state_pool.sessions import Lease, OnDurable, Session, SessionIndex, checked_key

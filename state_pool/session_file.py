@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError, SessionTooLarge
-from state_pool.resharding import SAME_LAYOUT_HINT, has_same_layers
+from state_pool.layout import ITEM_BYTES, LAYOUT_VERSION, SAME_LAYOUT_HINT, Layout, has_same_layers
 
 FORMAT = "rwkv-session-2"
 """The written format. "rwkv-session-1" is read too; its checksum covers only replay, part names and bytes."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from sortedcontainers import SortedList
 
 from state_pool.adapters import LoadedAdapter
-from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.errors import InvalidSessionId
+from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.session_page import Tier
 from state_pool.tuned_state import Origin, TunedState
 

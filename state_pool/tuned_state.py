@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state_pool.arena import HostState
+from state_pool.layout import HostState
 
 NO_BASE = 0
 """Number of the zero state among the bases of rows."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.tools.pool_driver import PoolDriver
-from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 from state_pool.sessions import Lease, Session, SessionKey
 
 STATE_WORDS = 32

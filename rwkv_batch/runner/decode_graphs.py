@@ -34,7 +34,7 @@ from rwkv_batch.runner.graph_pieces import GraphPieces, Pieces
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
-from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rwkv_batch.core.limits import Limits
 from rwkv_batch.errors import StartupError
 from rwkv_batch.runner.mixed_graphs import max_decode_rows, min_gathered_prefill_tokens
 from rwkv_batch.runner.pipeline import Pipeline
-from state_pool.arena import FIRST_FREE_SLOT
+from state_pool.layout import FIRST_FREE_SLOT
 
 CPU_ROWS = 256
 GPU_JUMP_FORWARD_ROWS = 32
@@ -47,7 +47,9 @@ class Memory:
         groups = self._config.micro_batches or self._pipeline.concurrency
         rows = self._config.max_running or self._max_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
         prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
-        with_decode = self._config.max_prefill_tokens_with_decode or (GPU_PREFILL_WITH_DECODE if on_gpu else prefill_tokens)
+        with_decode = self._config.max_prefill_tokens_with_decode or (
+            GPU_PREFILL_WITH_DECODE if on_gpu else prefill_tokens
+        )
         return Limits(
             max_running=rows,
             max_waiting_rows=self._config.max_waiting_rows,

@@ -21,7 +21,7 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.prefill_graphs import PrefillSize, empty_step, input_lengths, padded
 from rwkv_batch.runner.stage_graphs import run_stages
-from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
 from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_ON_FIRST_USE
 from sampling.sampler import Sampler
-from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.errors import DatabaseUnusable
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
 
 logger = logging.getLogger(__name__)

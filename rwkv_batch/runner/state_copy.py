@@ -11,11 +11,11 @@ from native.transfer import copy_pieces
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.state_format import find_invalid
 from rwkv_batch.runner.pipeline import Pipeline
-from state_pool.arena import HostState, InvalidStateValues
+from state_pool.layout import HostState, InvalidStateValues
 
 
 class HostTensors:
-    """One state in (pinned) host memory. Implements `state_pool.arena.HostState`."""
+    """One state in (pinned) host memory. Implements `state_pool.layout.HostState`."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         """Tensors by part, of the arena's layout: "stage0.wkv" [layers, H, 64, 64] or as its form
@@ -28,7 +28,7 @@ class HostTensors:
 
 
 class StateCopy:
-    """A copy under way; keep it until it is done. Implements `state_pool.arena.Copy`."""
+    """A copy under way; keep it until it is done. Implements `state_pool.layout.Copy`."""
 
     def __init__(self, host: HostTensors, events: list[torch.cuda.Event]) -> None:
         """Where the parts go or come from, and what is recorded behind them on each device."""
@@ -46,7 +46,7 @@ class StateCopy:
 
 
 class PipelineArena:
-    """Implements `state_pool.arena.Arena` over all stages. Engine thread only."""
+    """Implements `state_pool.layout.Arena` over all stages. Engine thread only."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._arenas: list[StateArena] = []

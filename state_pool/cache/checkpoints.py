@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from state_pool.arena import HostState
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
 from state_pool.disk.store import Store
 from state_pool.errors import SessionNotFound, StaleEpoch
+from state_pool.layout import HostState
 from state_pool.sessions import LINEAR, Fence, Session
 
 RETRY_DELAY_S = 1.0

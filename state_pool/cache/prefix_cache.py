@@ -11,11 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from state_pool.arena import HostState
 from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, PromptHistory
 from state_pool.cache.tiers import Tiers
-from state_pool.codec import pack_tokens
 from state_pool.config import PoolConfig
+from state_pool.layout import HostState, pack_tokens
 from state_pool.session_page import Tier
 from state_pool.tuned_state import NO_BASE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
+from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
 
 class Slots:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from state_pool.arena import ZERO_SLOT, Arena, Copy, HostState
 from state_pool.cache.checkpoints import Checkpoints
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Loaded
 from state_pool.disk.store import Store
+from state_pool.layout import ZERO_SLOT, Arena, Copy, HostState
 from state_pool.sessions import Session, SessionIndex
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from state_pool.codec import Layout, layout_text
 from state_pool.crash_points import reach
 from state_pool.disk import directory, statements
 from state_pool.disk.membership import Membership, begin_with_retry
@@ -19,6 +18,7 @@ from state_pool.disk.operations import (
 )
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound
+from state_pool.layout import Layout, layout_text
 
 SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
 

@@ -9,9 +9,9 @@ import sqlite3
 import time
 from dataclasses import dataclass
 
-from state_pool.codec import CHUNKS_PER_STATE
 from state_pool.disk.database import BUSY_TIMEOUT_S
 from state_pool.disk.state_store import Connection
+from state_pool.layout import CHUNKS_PER_STATE
 
 HEARTBEAT_INTERVAL_S = 0.5
 """Time between two heartbeats."""

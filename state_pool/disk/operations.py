@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from state_pool.arena import HostState
-from state_pool.codec import Layout
+from state_pool.layout import HostState, Layout
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import Fence, SessionKey
 from state_pool.tuned_state import Origin

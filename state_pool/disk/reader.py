@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from state_pool.arena import Arena, InvalidStateValues
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import CheckpointObjects, ObjectCorrupted
 from state_pool.disk.directory import find_session
@@ -25,7 +24,7 @@ from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Loader, SessionCorrupted
 from state_pool.disk.writer import Deliver
 from state_pool.errors import DatabaseReadFailed, DirectoryUnreachable, SessionReadFailed, SessionUnusable
-from state_pool.resharding import reshard_state
+from state_pool.layout import Arena, InvalidStateValues, reshard_state
 from state_pool.session_page import SessionEntry
 from state_pool.sessions import SessionKey
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from state_pool.codec import CHUNKS_PER_STATE
 from state_pool.disk.database import open_writer
 from state_pool.disk.statements import delete_chunks, delete_sessions
 from state_pool.disk.verify import Loader
 from state_pool.errors import DatabaseUnusable, SessionUnusable
+from state_pool.layout import CHUNKS_PER_STATE
 
 logger = logging.getLogger(__name__)
 

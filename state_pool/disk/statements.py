@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.disk.directory import check_fence
 from state_pool.disk.operations import Append, ListQuery, SessionRow, StoredObject
 from state_pool.disk.state_store import Connection
+from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
 from state_pool.tuned_state import format_origin

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from state_pool.arena import Arena
-from state_pool.codec import part_sizes
 from state_pool.config import PoolConfig
 from state_pool.disk.applier import SmallJob
 from state_pool.disk.checkpoint_objects import CheckpointObjects, load_key_prefix, open_checkpoint_store
@@ -24,6 +22,7 @@ from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.expiry import UsageTimes
+from state_pool.layout import Arena, part_sizes
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
 SWEEP_INTERVAL_S = 3600.0

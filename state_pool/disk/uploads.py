@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from state_pool.codec import Layout, part_sizes
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
 from state_pool.disk.operations import StoredObject
 from state_pool.disk.staging import StagedState, StagingQueue
 from state_pool.errors import TurnNotStored
+from state_pool.layout import Layout, part_sizes
 
 
 class Uploads:

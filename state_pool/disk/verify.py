@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from state_pool.codec import (
+from state_pool.disk.operations import ObjectLocation, StoredObject, StoredParts
+from state_pool.disk.state_store import Connection
+from state_pool.disk.statements import StateRow
+from state_pool.errors import SessionUnusable
+from state_pool.layout import (
     CHUNKS_PER_STATE,
     LAYOUT_VERSION,
+    SAME_LAYOUT_HINT,
     Layout,
     checksum,
     chunk_checksum,
+    has_same_layers,
     join_parts,
     layout_text,
     part_sizes,
     unpack_tokens,
 )
-from state_pool.disk.operations import ObjectLocation, StoredObject, StoredParts
-from state_pool.disk.state_store import Connection
-from state_pool.disk.statements import StateRow
-from state_pool.errors import SessionUnusable
-from state_pool.resharding import SAME_LAYOUT_HINT, has_same_layers
 
 _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 

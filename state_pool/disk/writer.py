@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from state_pool.codec import Layout, split_chunks
 from state_pool.crash_points import reach
 from state_pool.disk import statements
 from state_pool.disk.applier import Applier, SmallJob
@@ -27,6 +26,7 @@ from state_pool.disk.uploads import Uploads, check_age
 from state_pool.disk.wal import WriteAheadLog
 from state_pool.disk.writer_stats import WriterStats
 from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
+from state_pool.layout import Layout, split_chunks
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from state_pool.adapters import Adapters
-from state_pool.arena import ZERO_SLOT, HostState, InvalidStateValues
 from state_pool.cache.checkpoints import build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
@@ -16,7 +15,7 @@ from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, Stor
 from state_pool.disk.reader import LoadResult, LookupFailed
 from state_pool.disk.store import CompletionQueue, Store, build_session
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.resharding import reshard_state
+from state_pool.layout import ZERO_SLOT, HostState, InvalidStateValues, reshard_state
 from state_pool.session_file import InvalidSessionFile, SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
 from state_pool.tuned_state import is_mixture, join_fingerprint, split_fingerprint

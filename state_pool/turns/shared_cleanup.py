@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from state_pool.arena import Arena
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import DeleteOldest
 from state_pool.disk.store import Store
 from state_pool.expiry import Expiry
+from state_pool.layout import Arena
 from state_pool.sessions import Session, SessionIndex
 
 _MAX_DELETES_PER_JOB = 256

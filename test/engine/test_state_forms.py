@@ -17,9 +17,8 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.model.state_format import HEAD_BYTES, unpack_int8
 from rwkv_batch.runner.state_copy import HostTensors
-from state_pool.codec import CHUNKS_PER_STATE, chunk_checksum
 from state_pool.config import PoolConfig
-from state_pool.resharding import reshard_state
+from state_pool.layout import CHUNKS_PER_STATE, chunk_checksum, reshard_state
 from state_pool.session_file import SessionFile, decode
 from test.harness import call, make_request, run, started_engine, tiny_model, turn
 from test.state_files import random_state, write_state

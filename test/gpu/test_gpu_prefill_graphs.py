@@ -12,7 +12,7 @@ from rwkv_batch.runner.mixed_graphs import MixedGraphs, usable_mixed_sizes
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillGraphs
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import make_graph_stages
-from state_pool.arena import DUMMY_SLOT
+from state_pool.layout import DUMMY_SLOT
 from test.gpu.random_stage import GPU, VOCAB, random_stage
 from test.model.test_prefill_graphs import STEPS
 

@@ -20,8 +20,8 @@ from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.stage_graphs import make_graph_stages
-from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
+from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 from test.gpu.test_gpu_engine import same, translations
 from test.harness import call, free_slots, make_request, run, started_engine, submit, turn
 

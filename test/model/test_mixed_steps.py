@@ -14,7 +14,7 @@ import pytest
 
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.mixed_graphs import DECODE_SIZES, PROMPT_SIZES, MixedGraphs, MixedSize, usable_mixed_sizes
-from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 NOBODY = 777
 NAMES = ("tokens", "token_rows", "cu_seqlens", "read_slots", "write_slots", "logit_tokens", "req_slots", "req_slots32")

@@ -19,7 +19,7 @@ from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, padded, smallest_fitting
 from rwkv_batch.runner.stage import Stage
-from state_pool.arena import DUMMY_SLOT
+from state_pool.layout import DUMMY_SLOT
 
 LAYERS, WIDTH, VOCAB, RANKS = 2, 128, 300, (20, 24, 12, 40)
 SLOTS = 34

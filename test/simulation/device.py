@@ -12,7 +12,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
-from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 from test.pool_fakes import FakeCopy, FakeHost
 from test.simulation.violation import demand
 
@@ -58,7 +58,7 @@ def bans_end(request: GenerateRequest) -> bool:
 
 
 class Device:
-    """Implements `state_pool.arena.Arena`: slots of 16 bytes."""
+    """Implements `state_pool.layout.Arena`: slots of 16 bytes."""
 
     state_bytes = 16
     vocab = VOCAB_SIZE

@@ -7,7 +7,7 @@ from typing import Any
 
 from rwkv_batch.core.sequence import NO_REQ_SLOT, NO_SLOT, Phase, Sequence
 from rwkv_batch.engine import Engine
-from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
+from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
 from test.simulation.violation import demand
 

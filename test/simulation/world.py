@@ -18,9 +18,9 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
-import state_pool.codec
 import state_pool.crash_points
 import state_pool.disk.database
+import state_pool.layout
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.limits import Limits
@@ -29,9 +29,9 @@ from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
-from state_pool.arena import FIRST_FREE_SLOT
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolLost
+from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
 from state_pool.sessions import LeaseState, SessionKey
@@ -394,8 +394,8 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
             if id(value) in stand_ins:
                 replaced.append((module, attribute, value))
                 setattr(module, attribute, stand_ins[id(value)])
-    replaced.append((state_pool.codec, "CHUNK_BYTES", state_pool.codec.CHUNK_BYTES))
-    state_pool.codec.CHUNK_BYTES = CHUNK_BYTES
+    replaced.append((state_pool.layout, "CHUNK_BYTES", state_pool.layout.CHUNK_BYTES))
+    state_pool.layout.CHUNK_BYTES = CHUNK_BYTES
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from state_pool.arena import ZERO_SLOT
 from state_pool.cache.prefix_cache import MIN_TOKENS, PrefixHit
-from state_pool.codec import unpack_tokens
+from state_pool.layout import ZERO_SLOT, unpack_tokens
 from test.pool_fakes import Driver, expected_state
 
 MAX_ROWS = 3

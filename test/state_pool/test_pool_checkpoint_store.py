@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.codec import checksum_pieces
 from state_pool.disk import checkpoint_objects, reader, s3, wal
 from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
 from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreUnavailable
@@ -21,6 +20,7 @@ from state_pool.disk.operations import ObjectLocation, StoredObject
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
+from state_pool.layout import checksum_pieces
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
 from test.s3_server import KEY, SECRET
 

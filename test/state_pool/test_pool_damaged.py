@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.arena import InvalidStateValues
 from state_pool.disk.recover import salvage
 from state_pool.errors import DatabaseUnusable, SessionUnusable
+from state_pool.layout import InvalidStateValues
 from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, expected_state
 from test.state_pool.stored_sessions import WORDS, holds, raw, reopen, write_three
 

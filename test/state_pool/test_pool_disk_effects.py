@@ -11,11 +11,11 @@ import pytest
 
 from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
-from state_pool.arena import ZERO_SLOT
 from state_pool.disk import statements
 from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
 from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionReadFailed
+from state_pool.layout import ZERO_SLOT
 from state_pool.sessions import SessionKey
 from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
 from test.state_pool.stored_sessions import raw, write_three
@@ -35,7 +35,7 @@ def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, m
         if number == at:
             then(writer, row)
 
-    monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 64)
+    monkeypatch.setattr("state_pool.layout.CHUNK_BYTES", 64)
     monkeypatch.setattr(statements, "put_chunk", put_and_do)
     assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
     driver.settle()

@@ -190,7 +190,7 @@ def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch
     driver = opened(tmp_path)
     writer = get_store(driver).writer
     order: list[str] = []
-    monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("state_pool.layout.CHUNK_BYTES", 1024)
     from state_pool.disk import statements
 
     put = statements.put_chunk

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from state_pool.arena import ZERO_SLOT
 from state_pool.cache.prompt_history import PromptHistory, common_bytes
-from state_pool.codec import pack_tokens
+from state_pool.layout import ZERO_SLOT, pack_tokens
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 
 SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]

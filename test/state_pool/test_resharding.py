@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rwkv_batch.runner.layer_split import to_layer_ranges
-from state_pool.codec import Layout, part_sizes
-from state_pool.resharding import has_same_layers, reshard_state
+from state_pool.layout import Layout, has_same_layers, part_sizes, reshard_state
 
 WKV, SHIFT = ("uint8", (2, 7)), ("float16", (2, 3))
 SHARES = [(8.0,), (3.0, 5.0), (2.5, 3.0, 2.5), (0.5, 7.5), (7.5, 0.5), (1.0, 0.5, 0.5, 6.0), (2.5, 2.5, 2.5, 0.5)]
