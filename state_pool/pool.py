@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from state_pool.adapters import Adapters
 from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
@@ -19,11 +18,11 @@ from state_pool.errors import PoolLost
 from state_pool.expiry import Expiry, UsageTimes
 from state_pool.integrity import integrity_faults
 from state_pool.layout import Arena
+from state_pool.origins import NO_BASE, Adapters, Origin
 from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
 from state_pool.sessions import Lease, OnDurable, Session, SessionIndex, checked_key
 from state_pool.status import pool_stats
-from state_pool.tuned_state import NO_BASE, Origin
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.shared_cleanup import SharedCleanup
 from state_pool.turns.turns import Turns

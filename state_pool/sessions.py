@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from state_pool.adapters import LoadedAdapter
 from state_pool.errors import InvalidSessionId
 from state_pool.layout import ZERO_SLOT, HostState
+from state_pool.origins import LoadedAdapter, Origin, TunedState
 from state_pool.session_page import Tier
-from state_pool.tuned_state import Origin, TunedState
 
 LINEAR = -1
 """Dialogue number of a plain session. Dialogues of a branching session are numbered from 1."""

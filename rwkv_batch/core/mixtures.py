@@ -11,8 +11,8 @@ import math
 from rwkv_batch.core.sequence import NO_SLOT, Member, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
+from state_pool.origins import Origin, TunedState, mixed_origin
 from state_pool.pool import StatePool
-from state_pool.tuned_state import Origin, TunedState, mixed_origin
 
 MAX_MEMBERS = 16
 """Maximum states in a mixture."""

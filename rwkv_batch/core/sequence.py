@@ -16,10 +16,9 @@ from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
-from state_pool.adapters import LoadedAdapter
 from state_pool.layout import ZERO_SLOT
+from state_pool.origins import NO_BASE, LoadedAdapter, TunedState
 from state_pool.sessions import Lease
-from state_pool.tuned_state import NO_BASE, TunedState
 
 
 class Phase(enum.Enum):

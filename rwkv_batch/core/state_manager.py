@@ -25,9 +25,9 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import PoolError, SessionNotFound
+from state_pool.origins import NO_BASE, TunedState
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
-from state_pool.tuned_state import NO_BASE, TunedState
 
 
 def _session_of(sequence: Sequence) -> str | None:

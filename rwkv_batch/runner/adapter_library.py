@@ -24,9 +24,8 @@ from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.models_folder import check_adapter_within, path_within
 from rwkv_batch.runner.file_library import FileLibrary, check_name, with_requested_name
 from rwkv_batch.runner.pipeline import Pipeline
-from state_pool.adapters import Adapters
 from state_pool.errors import NameTaken, PoolError
-from state_pool.tuned_state import Origin
+from state_pool.origins import Adapters, Origin
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from rwkv_batch.runner.mixtures import num_states
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.step_graphs import StepGraphs
 from rwkv_batch.runner.step_sampling import StepSampler
-from state_pool.adapters import Adapters
+from state_pool.origins import Adapters
 
 
 class LaunchGroups:

@@ -31,8 +31,8 @@ from rwkv_batch.request import Job
 from rwkv_batch.runner.file_library import FileLibrary, check_name, with_requested_name
 from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
 from state_pool.errors import NameTaken, PoolError
+from state_pool.origins import Origin
 from state_pool.pool import StatePool
-from state_pool.tuned_state import Origin
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, PromptHisto
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.layout import HostState, pack_tokens
+from state_pool.origins import NO_BASE
 from state_pool.session_page import Tier
-from state_pool.tuned_state import NO_BASE
 
 MIN_TOKENS = KEY_TOKENS
 """Shortest prefix that is cached. Entries are looked up by this many tokens."""

@@ -11,8 +11,8 @@ from state_pool.disk.operations import Loaded
 from state_pool.disk.reader import LoadResult
 from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound
 from state_pool.layout import HostState
+from state_pool.origins import NO_BASE, Origin, TunedState, is_mixture
 from state_pool.sessions import Session
-from state_pool.tuned_state import NO_BASE, Origin, TunedState, is_mixture
 
 
 class TunedStates:

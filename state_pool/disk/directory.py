@@ -10,8 +10,8 @@ from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Relea
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.expiry import Gap, UsageTimes
+from state_pool.origins import parse_origin
 from state_pool.sessions import LINEAR, ROOT, Fence, SessionKey
-from state_pool.tuned_state import parse_origin
 
 NO_ENGINE = 0
 """Holder of entries that any engine may write."""

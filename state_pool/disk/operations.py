@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from state_pool.layout import HostState, Layout
+from state_pool.origins import Origin
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import Fence, SessionKey
-from state_pool.tuned_state import Origin
 
 Done = Callable[[Exception | None], None]
 """Called on the engine thread: None when the write is committed, else its error."""

@@ -13,9 +13,9 @@ from state_pool.disk.directory import check_fence
 from state_pool.disk.operations import Append, ListQuery, SessionRow, StoredObject
 from state_pool.disk.state_store import Connection
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
+from state_pool.origins import format_origin
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
-from state_pool.tuned_state import format_origin
 
 
 def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:

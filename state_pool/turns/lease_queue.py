@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from state_pool.adapters import Adapters, adapter_mismatch
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
@@ -13,8 +12,8 @@ from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
 from state_pool.disk.verify import SessionCorrupted
 from state_pool.errors import AdapterNotFound, OriginMismatch, PoolError, SessionReadFailed, SessionUnusable
+from state_pool.origins import Adapters, Origin, adapter_mismatch, is_mixture
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
-from state_pool.tuned_state import Origin, is_mixture
 
 _LOOK_AHEAD = 64
 """Waiting leases tried per step, to bound its cost."""

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from state_pool.adapters import Adapters, adapter_mismatch
 from state_pool.cache.checkpoints import build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
@@ -24,6 +23,7 @@ from state_pool.errors import (
     StaleEpoch,
     TurnNotStored,
 )
+from state_pool.origins import Adapters, Origin, adapter_mismatch
 from state_pool.sessions import (
     ROOT,
     Lease,
@@ -35,7 +35,6 @@ from state_pool.sessions import (
     SessionKey,
     checked_key,
 )
-from state_pool.tuned_state import Origin
 from state_pool.turns.acquisition import Acquisition
 from state_pool.turns.lease_queue import LeaseQueue, origin_mismatch
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rwkv_batch.request import GenerateRequest
-from state_pool.tuned_state import Origin
+from state_pool.origins import Origin
 from test.pool_fakes import FakeHost
 from test.simulation.history import Beginning
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from state_pool.adapters import Adapters
 from state_pool.cache.prefix_cache import PrefixCache
+from state_pool.origins import Adapters
 from test.simulation.world import OWN_WORLDS, Found, run
 
 SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 120
