@@ -14,13 +14,12 @@ from state_pool.disk.operations import (
     DeleteOldest,
     Quarantined,
     Release,
+    SmallJob,
     StoredObject,
 )
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound
 from state_pool.layout import Layout, layout_text
-
-SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
 
 
 class Applier:

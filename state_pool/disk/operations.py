@@ -1,15 +1,22 @@
-"""Jobs of the writer and reader threads, and their results. Plain data."""
+"""Jobs of the writer and reader threads: their data, the queue of states to store, their errors for clients."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from state_pool.disk.checkpoint_store import CheckpointStoreUnavailable
+from state_pool.disk.state_store import ServerUnavailable
+from state_pool.errors import DirectoryUnreachable, PoolError, TurnInDoubt, TurnNotStored
 from state_pool.layout import HostState, Layout
 from state_pool.origins import Origin
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import Fence, SessionKey
 
+Deliver = Callable[[Callable[[], None]], None]
+"""Passes a callback to the engine thread."""
 Done = Callable[[Exception | None], None]
 """Called on the engine thread: None when the write is committed, else its error."""
 
@@ -178,3 +185,121 @@ class Quarantined:
 
     row: int
     reason: str
+
+
+SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
+"""A job that fits into one transaction with others."""
+
+
+@dataclass(slots=True, eq=False)
+class StagedState:
+    """A state being written: first its chunks or its object, then its row."""
+
+    job: Checkpoint
+    done: Done
+    state: int = 0
+    """Its number, set before the first chunk."""
+    chunks: deque[memoryview] = field(default_factory=deque)
+    number: int = 0
+    num_bytes: int = 0
+    stored: StoredObject | None = None
+    """The object with its bytes."""
+    upload_started_at: float = 0.0
+    """Unix time when the upload started."""
+
+
+class StagingQueue:
+    def __init__(self) -> None:
+        self.waiting: deque[StagedState] = deque()
+        self.uploading: list[StagedState] = []
+        self.current: StagedState | None = None
+        """The state that the writer thread is writing."""
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.uploading) + (self.current is not None)
+
+    def next(self) -> StagedState | None:
+        """Return the state to write a chunk of next."""
+        if self.current is None and self.waiting:
+            self.current = self.waiting.popleft()
+        return self.current
+
+    def start_upload(self, staging: StagedState) -> bool:
+        """Move the state to the uploads, so that others are written meanwhile. Returns False if a delete removed it."""
+        if self.current is not staging:
+            return False
+        self.current = None
+        self.uploading.append(staging)
+        return True
+
+    def finish_upload(self, staging: StagedState) -> bool:
+        """Queue the uploaded state's row next. Returns False if a delete removed it."""
+        if staging not in self.uploading:
+            return False
+        self.uploading.remove(staging)
+        self.waiting.appendleft(staging)
+        return True
+
+    def finish(self, staging: StagedState) -> bool:
+        """Remove a written or failed state. Returns False if a delete removed it."""
+        if staging in self.uploading:
+            self.uploading.remove(staging)
+            return True
+        if self.current is not staging:
+            return False
+        self.current = None
+        return True
+
+    def forget(self, rows: set[int]) -> list[StagedState]:
+        """Remove and return the states of these sessions. Some chunks of them may be written."""
+        removed = [staged for staged in self.waiting if staged.job.session.row in rows]
+        for staged in removed:
+            self.waiting.remove(staged)
+        for staged in [*self.uploading, *([self.current] if self.current is not None else [])]:
+            if staged.job.session.row in rows:
+                self.finish(staged)
+                removed.append(staged)
+        return removed
+
+
+def is_environment_error(error: Exception) -> bool:
+    """Whether the cause is outside the job, so that an immediate retry would fail too."""
+    return isinstance(error, sqlite3.Error) and any(
+        word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O")
+    )
+
+
+def describe_error(error: Exception) -> str:
+    """Return the cause and the remedy in one line."""
+    if isinstance(error, CheckpointStoreUnavailable):
+        return str(error)
+    if not isinstance(error, sqlite3.Error):
+        return f"{type(error).__name__}: {error}"
+    text = str(error)
+    if isinstance(error, ServerUnavailable):
+        return f"the server of the session database does not answer ({text}); start it, or check the network"
+    if "full" in text:
+        return f"no space is left for the session database ({text}); free space on its disk"
+    if "moved" in text:
+        return "the session database's file has been moved or removed; move it back, or restart the service"
+    if "readonly" in text:
+        return f"the session database is read-only ({text}); make it writable again"
+    if "locked" in text or "busy" in text:
+        return f"another program holds a lock on the session database ({text}); close it"
+    return f"the session database cannot be written ({text}); check its disk"
+
+
+def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
+    """Return the error to report for a job. `in_doubt`: the outcome of a commit with the job is unknown."""
+    if error is not None and in_doubt and _ends_turn(job):
+        return TurnInDoubt("the connection to the session database was lost while it committed the turn")
+    if error is None or isinstance(error, PoolError):
+        return error
+    if isinstance(error, ServerUnavailable):
+        return DirectoryUnreachable(f"{describe_error(error)}; try again in a moment")
+    outcome = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
+    return TurnNotStored(f"{outcome}: {describe_error(error)}")
+
+
+def _ends_turn(job: SmallJob | Checkpoint) -> bool:
+    return isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)

@@ -15,14 +15,20 @@ from typing import TypeVar
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import CheckpointObjects, ObjectCorrupted
 from state_pool.disk.directory import find_session
-from state_pool.disk.error_messages import describe_error
-from state_pool.disk.operations import ListQuery, Loaded, ObjectLocation, StoredParts, StoredSession
+from state_pool.disk.operations import (
+    Deliver,
+    ListQuery,
+    Loaded,
+    ObjectLocation,
+    StoredParts,
+    StoredSession,
+    describe_error,
+)
 from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Loader, SessionCorrupted
-from state_pool.disk.writer import Deliver
 from state_pool.errors import DatabaseReadFailed, DirectoryUnreachable, SessionReadFailed, SessionUnusable
 from state_pool.layout import Arena, InvalidStateValues, reshard_state
 from state_pool.session_page import SessionEntry

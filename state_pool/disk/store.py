@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from state_pool.config import PoolConfig
-from state_pool.disk.applier import SmallJob
 from state_pool.disk.checkpoint_objects import CheckpointObjects, load_key_prefix, open_checkpoint_store
 from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import read_usage_times, stored_sessions
 from state_pool.disk.membership import Membership, remove_all_engines
-from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, StoredSession
+from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, SmallJob, StoredSession
 from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.writer import Writer

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
-from state_pool.disk.operations import StoredObject
-from state_pool.disk.staging import StagedState, StagingQueue
+from state_pool.disk.operations import StagedState, StagingQueue, StoredObject
 from state_pool.errors import TurnNotStored
 from state_pool.layout import Layout, part_sizes
 

@@ -12,13 +12,23 @@ from functools import partial
 
 from state_pool.crash_points import reach
 from state_pool.disk import statements
-from state_pool.disk.applier import Applier, SmallJob
+from state_pool.disk.applier import Applier
 from state_pool.disk.checkpoint_objects import CheckpointObjects
-from state_pool.disk.error_messages import describe_error, is_environment_error, reported_error
 from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, first_state_number
-from state_pool.disk.operations import Append, Checkpoint, Delete, Done
+from state_pool.disk.operations import (
+    Append,
+    Checkpoint,
+    Delete,
+    Deliver,
+    Done,
+    SmallJob,
+    StagedState,
+    StagingQueue,
+    describe_error,
+    is_environment_error,
+    reported_error,
+)
 from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
-from state_pool.disk.staging import StagedState, StagingQueue
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerUnavailable, StateStore
 from state_pool.disk.statements import GarbageState
 from state_pool.disk.thread import PoolThread
@@ -39,9 +49,6 @@ _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 _RECOUNT_INTERVAL_S = 60.0
 """Interval for counting object bytes anew, to include other engines' changes."""
-
-Deliver = Callable[[Callable[[], None]], None]
-"""Passes a callback to the engine thread."""
 
 
 class Writer:

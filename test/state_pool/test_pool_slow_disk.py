@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.disk.staging import StagedState
+from state_pool.disk.operations import StagedState
 from state_pool.disk.writer import Writer
 from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
