@@ -50,6 +50,8 @@ class Installed:
     folder: Path
     wheel: Path
     sdist: Path
+    tree: Path
+    """What was built."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -95,10 +97,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     wheel = dist / _build("wheel", unpacked, dist)
-    shutil.rmtree(tree)
     shutil.rmtree(unpacked)
     elsewhere.mkdir()
-    made = Installed(folder / "venv", elsewhere, wheel, sdist)
+    made = Installed(folder / "venv", elsewhere, wheel, sdist, tree)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made.venv)], check=True, timeout=60)
     for name in OF_THE_USER:
         where = made.packages / name
@@ -126,26 +127,21 @@ def _build(kind: str, tree: Path, into: Path) -> str:
 
 
 def test_it_has_every_source_under_one_name(installed: Installed) -> None:
-    places = {ROOT / "app.py": "app.py", **{path: str(path.relative_to(ROOT / HOME)) for path in _sources(HOME)}}
-    places |= {path: str(path.relative_to(ROOT)) for top in MOVED for path in _sources(top)}
-    places |= {path: str(path.relative_to(ROOT)) for path in (ROOT / "routes/web").rglob("*") if path.is_file()}
-    places |= {path: str(path.relative_to(ROOT)) for path in ROOT.glob("demo/tuned/*")}
-    assert len([path for path in places if path.suffix == ".cu"]) > 10
-    for path, place in places.items():
+    tree = installed.tree
+    found = [path for top in (HOME, *MOVED) for pattern in SOURCES for path in (tree / top).rglob(pattern)]
+    found += [path for path in (tree / "routes/web").rglob("*") if path.is_file()]
+    found += [tree / "app.py", tree / HOME / "py.typed", *tree.glob("demo/tuned/*")]
+    assert len([path for path in found if path.suffix == ".cu"]) > 10
+    for path in found:
+        place = str(path.relative_to(tree)).removeprefix(f"{HOME}/")
         copy = installed.packages / HOME / place
         assert copy.exists(), f"the wheel lacks {path}"
         is_same = copy.read_bytes().replace(b"rwkv_batch.", b"") == path.read_bytes().replace(b"rwkv_batch.", b"")
         assert is_same or place == "version.py", f"the wheel's {place} differs by more than names"
-    assert (installed.packages / HOME / "py.typed").exists()
     names = zipfile.ZipFile(installed.wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {HOME}
-    for path in (path for path in (ROOT / "deploy").rglob("*") if path.is_file()):
-        assert (installed.venv / "share/rwkv-batch" / path.relative_to(ROOT)).is_file(), f"the wheel lacks {path}"
-
-
-def _sources(top: str) -> list[Path]:
-    found = [path for pattern in SOURCES for path in (ROOT / top).rglob(pattern)]
-    return [path for path in found if path.relative_to(ROOT).parts[:2] != ("bench", "results")]
+    for path in (path for path in (tree / "deploy").rglob("*") if path.is_file()):
+        assert (installed.venv / "share/rwkv-batch" / path.relative_to(tree)).is_file(), f"the wheel lacks {path}"
 
 
 def test_no_module_of_it_imports_a_name_of_the_tree(installed: Installed) -> None:
@@ -212,6 +208,17 @@ def test_the_library_generates(installed: Installed, tiny_model: Path) -> None:
     )
     ran = installed.run(installed.python, "-c", program)
     assert ran.stdout.split() == ["2"], ran.stderr
+
+
+def test_the_public_api_is_typed(installed: Installed) -> None:
+    program = shutil.copy(ROOT / "test/typing/user_program.py", installed.folder)  # away from the tree's packages
+    config = installed.folder / "mypy.ini"
+    config.write_text(
+        "[mypy]\nstrict = True\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n", "utf-8"
+    )  # half the time
+    flags = [f"--config-file={config}", f"--python-executable={installed.python}", "--cache-dir=/dev/null"]
+    checked = installed.run(sys.executable, "-m", "mypy", *flags, str(program))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_a_chat_answers_on_the_terminal(installed: Installed) -> None:
