@@ -96,7 +96,7 @@ def test_a_named_pipe_is_read_once(fake: Service, tmp_path: Path, capsys: Any) -
     assert [line["text"] for line in read_jsonl(target)] == [line["text"] for line in lines]
     again = threading.Thread(target=lambda: pipe.open("w").close(), daemon=True)
     again.start()
-    assert batch(fake, pipe, target) == 1 and "cannot be read again" in refusal(capsys)
+    assert batch(fake, pipe, target) == 1 and "cannot be read twice" in refusal(capsys)
     again.join(60)
 
 
@@ -119,7 +119,7 @@ def test_outputs_that_are_no_files(fake: Service, tmp_path: Path, capsys: Any) -
     for target in (pipe, null):
         assert batch(fake, source, target) == 1
         told = capsys.readouterr().err
-        assert "no regular file" in told and told.count("\n") == 1, "one line, and nothing is left open"
+        assert "not a regular file" in told and told.count("\n") == 1, "one line, and nothing is left open"
     for target in (tmp_path / "absent" / "out.jsonl", Path("/proc/out.jsonl")):
         assert batch(fake, source, target) == 1 and "cannot be written" in refusal(capsys)
 

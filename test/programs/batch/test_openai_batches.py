@@ -119,7 +119,7 @@ def test_responses_and_scores_are_answered_too(service: Service) -> None:
 @pytest.mark.parametrize("field", ["contents", "messages", "nothing"])
 def test_a_line_means_a_route_whatever_its_body_lacks(url: str, field: str) -> None:
     """So that the route says what is wrong with the body."""
-    path = BatchTask().ask(Record(0, 1, {"url": url, "body": {field: "x"}})).path
+    path = BatchTask().request(Record(0, 1, {"url": url, "body": {field: "x"}})).path
     is_openais = url in ("/v1/chat/completions", "/v1/completions", "/v1/responses") and field != "contents"
     assert path == (f"/openai{url}" if is_openais else url)
 
@@ -210,7 +210,7 @@ def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
     batch = begun(client, [native_line(0), native_line(1, 100_000)], completion_window="1h")
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 30, "one line is done")
     store = Store(Path(f"{fake.state_db}.files"), 1 << 30, 100)
-    store.change(batch.id, lambda one: msgspec.structs.replace(one, expires_at=int(time.time())))
+    store.update(batch.id, lambda one: msgspec.structs.replace(one, expires_at=int(time.time())))
     kill_runner(fake)  # the next one reads it anew
     done = ended(client, batch.id)
     assert done.status == "expired" and done.expired_at
@@ -282,7 +282,7 @@ def test_keys_see_their_own_files_and_batches_alone(tmp_path: Path) -> None:
 def test_a_service_without_a_database_keeps_no_files(tmp_path: Path) -> None:
     service = fake_service(tmp_path, "--files-dir", "none")
     try:
-        with pytest.raises(openai.NotFoundError, match="keeps no files"):
+        with pytest.raises(openai.NotFoundError, match="stores no files"):
             client_of(service).files.list()
     finally:
         service.close()
@@ -326,7 +326,7 @@ def test_a_line_that_is_always_too_much_fails_alone_once_nothing_else_is_answere
         async def open(self) -> int:
             return 4
 
-        async def ask(self, path: str, body: dict[str, Any]) -> Reply:
+        async def request(self, path: str, body: dict[str, Any]) -> Reply:
             self.tries += 1
             if body["contents"] == ["n1"]:
                 return Reply(429, {"error": "the queue is full"}, 0.0)
