@@ -1,6 +1,6 @@
 """Frameworks on top of OpenAI's package: instructor, pydantic-ai, LangChain.
 
-Each test is skipped unless its framework is installed. docs/tools.md has the command.
+Each test is skipped unless its framework is installed. The command: pip install --target /tmp/agents instructor "pydantic-ai-slim[openai]" langchain langchain-openai, then PYTHONPATH=/tmp/agents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def url(service: Service) -> str:
 
 
 @pytest.fixture(scope="module")
-def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def echo_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a service that answers the text in the user's message."""
     flags = ("--http-workers", "1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
@@ -68,7 +68,7 @@ def test_instructor(url: str, mode: str) -> None:
     assert isinstance(order, Order)
 
 
-def test_pydantic_ai(url: str, saying: str) -> None:
+def test_pydantic_ai(url: str, echo_url: str) -> None:
     agents = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
@@ -76,7 +76,7 @@ def test_pydantic_ai(url: str, saying: str) -> None:
         model = kind(MODEL, provider=providers.OpenAIProvider(base_url=url, api_key="none"))
         agent = agents.Agent(model, output_type=Order, retries=0)
         assert isinstance(agent.run_sync("Two cups of tea, please.").output, Order)
-        model = kind(MODEL, provider=providers.OpenAIProvider(base_url=saying, api_key="none"))
+        model = kind(MODEL, provider=providers.OpenAIProvider(base_url=echo_url, api_key="none"))
         agent = agents.Agent(model, model_settings={"max_tokens": 64})
         units: list[str] = []
 
@@ -85,7 +85,7 @@ def test_pydantic_ai(url: str, saying: str) -> None:
         assert units == ["c"]
 
 
-def test_langchain(url: str, saying: str) -> None:
+def test_langchain(url: str, echo_url: str) -> None:
     chat_models = pytest.importorskip("langchain_openai")
     agents = pytest.importorskip("langchain.agents")
     for use_responses in (False, True):
@@ -96,7 +96,7 @@ def test_langchain(url: str, saying: str) -> None:
             assert isinstance(order, Order)
         units: list[str] = []
 
-        chat = chat_models.ChatOpenAI(base_url=saying, max_tokens=64, **options)
+        chat = chat_models.ChatOpenAI(base_url=echo_url, max_tokens=64, **options)
         agent = agents.create_agent(chat, [weather_tool(units)])
         said = agent.invoke({"messages": [{"role": "user", "content": f"say {CALL}"}]})["messages"]
         assert units == ["c"] and [message.type for message in said] == ["human", "ai", "tool", "ai"]

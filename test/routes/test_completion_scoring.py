@@ -33,8 +33,8 @@ def client(service: Service) -> Iterator[OpenAI]:
 
 
 def score(client: OpenAI, prompt: Any, **fields: Any) -> Any:
-    asked = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
-    return client.completions.create(**asked)
+    request_fields = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
+    return client.completions.create(**request_fields)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,25 @@ def test_prompts_in_every_form(client: OpenAI, oracle: LogprobOracle, prompt: An
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
     for choice, tokens in zip(answer.choices, ids, strict=True):
         text = TOKENIZER.decode_bytes(tokens).decode()
-        told = choice.logprobs
+        logprobs_of_choice = choice.logprobs
         assert (choice.text, choice.finish_reason) == (text, "length")
-        assert (told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]) == (None, None, 0)
-        assert told.token_logprobs[1:] == pytest.approx(oracle.of(tokens), abs=CLOSE)
-        for token, likeliest in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+        assert (
+            logprobs_of_choice.token_logprobs[0],
+            logprobs_of_choice.top_logprobs[0],
+            logprobs_of_choice.text_offset[0],
+        ) == (None, None, 0)
+        assert logprobs_of_choice.token_logprobs[1:] == pytest.approx(oracle.of(tokens), abs=CLOSE)
+        for token, likeliest in zip(
+            logprobs_of_choice.token_logprobs[1:], logprobs_of_choice.top_logprobs[1:], strict=True
+        ):
             assert len(likeliest) == 1 and token <= max(likeliest.values())
         starts = [len(TOKENIZER.decode_bytes(tokens[:at]).decode("utf-8", "ignore")) for at in range(len(tokens))]
-        assert told.text_offset == starts
-        assert all(text.startswith(token, at) for token, at in zip(told.tokens, starts, strict=True) if token.isascii())
+        assert logprobs_of_choice.text_offset == starts
+        assert all(
+            text.startswith(token, at)
+            for token, at in zip(logprobs_of_choice.tokens, starts, strict=True)
+            if token.isascii()
+        )
 
 
 def test_scoring_a_prompt_does_not_change_the_answer(client: OpenAI) -> None:
@@ -97,8 +107,8 @@ def test_the_arrays_have_the_form_for_lm_evaluation_harness(client: OpenAI, orac
     """Its `local-completions` requests one token more than it scores, and takes [context:-1] of every array."""
     for ids in IDS:
         context = max(1, len(ids) // 2)
-        asked = {"max_tokens": 1, "temperature": 0, "seed": 1234}
-        (choice,) = score(client, [ids], **asked).choices
+        request_fields = {"max_tokens": 1, "temperature": 0, "seed": 1234}
+        (choice,) = score(client, [ids], **request_fields).choices
         part = choice.logprobs.token_logprobs[context:-1]
         assert sum(part) == pytest.approx(sum(oracle.of(ids, context)), abs=CLOSE * len(ids))
         best = [int(row.argmax()) for row in oracle.logprobs(ids)[context - 1 : -1]]

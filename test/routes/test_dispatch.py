@@ -40,13 +40,13 @@ class Engine:
         self.jobs: list[Job] = []
         self.sinks: list[Any] = []
         self.cancelled: list[str] = []
-        self.asked = asyncio.Event()
+        self.submitted = asyncio.Event()
         self.refusal, self.silent = refusal, silent
 
     def submit(self, job: Job, sink: Any, admitted: Any) -> None:
         self.jobs.append(job)
         self.sinks.append(sink)
-        self.asked.set()
+        self.submitted.set()
         admitted(self.refusal)
         if self.refusal is None and not self.silent:
             finish = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)
@@ -63,13 +63,13 @@ class Engine:
 
 
 def ask(engine: Engine, path: str, body: object, priority: Priority | None = None) -> HttpResponse:
-    async def asked() -> HttpResponse:
+    async def submitted() -> HttpResponse:
         context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0), status_wait_s=None)  # type: ignore[arg-type]
         context.shared[CACHE_KEY] = TranslationCache(0)
         set_current_request(RequestContext(client="somebody", priority=priority))
         return await full_response(context, BY_PATH[path], body)
 
-    return asyncio.run(asked())
+    return asyncio.run(submitted())
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -118,7 +118,7 @@ def test_a_cancelled_request_cancels_its_job(turns: int) -> None:
         context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0), status_wait_s=None)  # type: ignore[arg-type]
         route = BY_PATH["/v1/chat/completions"]
         asking = asyncio.create_task(full_response(context, route, {"contents": ["a"]}))
-        await engine.asked.wait()
+        await engine.submitted.wait()
         for _ in range(turns):  # 2: after the admission
             await asyncio.sleep(0)
         asking.cancel()

@@ -31,12 +31,12 @@ class Disk(io.BytesIO):
 
     def __init__(self, content: bytes, pieces: int = 100) -> None:
         super().__init__(content)
-        self.asked: list[int | None] = []
+        self.sizes: list[int | None] = []
         self._pieces = pieces
 
     def read(self, size: int | None = -1) -> bytes:
-        self.asked.append(size)
-        if len(self.asked) > self._pieces:
+        self.sizes.append(size)
+        if len(self.sizes) > self._pieces:
             raise OSError(errno.EIO, "Input/output error")
         return super().read(size)
 
@@ -44,9 +44,9 @@ class Disk(io.BytesIO):
 def test_a_file_is_read_in_chunks_and_closed() -> None:
     disk, left = Disk(CONTENT), []
     chunks = FileChunks(disk, lambda: left.append(True))
-    assert len(next(chunks)) == CHUNK_BYTES and disk.asked == [CHUNK_BYTES] and not chunks.ended
+    assert len(next(chunks)) == CHUNK_BYTES and disk.sizes == [CHUNK_BYTES] and not chunks.ended
     rest = [next(chunks), next(chunks)]
-    assert sum(map(len, rest)) == len(CONTENT) - CHUNK_BYTES and set(disk.asked) == {CHUNK_BYTES}
+    assert sum(map(len, rest)) == len(CONTENT) - CHUNK_BYTES and set(disk.sizes) == {CHUNK_BYTES}
     assert chunks.ended and not left, "a client that does not take the last piece holds its thread"
     assert list(chunks) == [] and left == [True], "its place is free before its client is told of the end"
     chunks.close()

@@ -166,7 +166,7 @@ class Neighbour(threading.Thread):
         self._service = service
         self._over = threading.Event()
         self.expected = self._texts()
-        self.asked = 0
+        self.num_requests = 0
         self.differs: list[Any] = []
 
     def _texts(self) -> Any:
@@ -179,7 +179,7 @@ class Neighbour(threading.Thread):
         while not self._over.is_set():
             if (texts := self._texts()) != self.expected:
                 self.differs.append(texts)
-            self.asked += 1
+            self.num_requests += 1
 
     def stop(self) -> None:
         self._over.set()
@@ -232,8 +232,8 @@ def test_spoiled_bodies_are_refused_without_harm(bounded: Service) -> None:
     assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n".join(wrong[:20])
     statuses = Counter(status for status, _ in results)
     assert statuses[422] > BODIES // 3 and statuses[400] > BODIES // 20 and statuses[200] > BODIES // 20, statuses
-    assert neighbour.asked > 5 and not neighbour.differs
+    assert neighbour.num_requests > 5 and not neighbour.differs
     assert bounded.pids() == before
     assert "Traceback" not in bounded.log.read_text()
     bounded.wait_idle()
-    print(f"{len(results)} bodies: {dict(statuses)}; a neighbour asked {neighbour.asked} times")
+    print(f"{len(results)} bodies: {dict(statuses)}; a neighbour asked {neighbour.num_requests} times")

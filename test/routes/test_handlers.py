@@ -101,11 +101,11 @@ def test_a_disconnect_closes_the_stream(active_request: http.ActiveRequest) -> N
 def test_the_limiter_is_released_before_the_rows_end(active_request: http.ActiveRequest) -> None:
     num_active: list[int] = []
 
-    class Looks(Chunks):
+    class ClosingStream(Chunks):
         def close(self) -> None:
             num_active.append(active_request._context.limiter.num_active)
 
-    outgoing = http.RobynChunks(Looks(b"data"), active_request)
+    outgoing = http.RobynChunks(ClosingStream(b"data"), active_request)
     next(outgoing)
     del outgoing
     assert num_active == [0]
@@ -147,13 +147,13 @@ def test_requests_that_wait_for_the_engine_are_refused_at_shutdown() -> None:
         async def wait_for_engine(self) -> None:
             context.limiter.draining = True
 
-    async def asked() -> HandlerResponse:
+    async def run_request() -> HandlerResponse:
         set_current_request(RequestContext())
         return await http._run(context, BY_PATH[CHAT], Request())  # type: ignore[arg-type]
 
     context = Context(engine, HttpConfig(), RequestLimiter(8), ComesLate(0))  # type: ignore[arg-type]
     with pytest.raises(ServiceError) as refused:
-        asyncio.run(asked())
+        asyncio.run(run_request())
     assert refused.value.info.kind is ErrorKind.DRAINING
     assert engine.jobs == []
 
@@ -193,7 +193,7 @@ def test_an_engine_lost_before_the_first_token_gives_503(path: str, body: dict[s
         context.status_wait_s = 600
         set_current_request(RequestContext())
         asking = asyncio.ensure_future(response_or_error(route, route.handle(context, validate(route.body, body))))
-        await engine.asked.wait()
+        await engine.submitted.wait()
         engine.sinks[0](JobEvents(job_id=engine.jobs[0].job_id, deltas=[], done=True, error=LOST))
         return await asking
 
@@ -202,7 +202,7 @@ def test_an_engine_lost_before_the_first_token_gives_503(path: str, body: dict[s
     assert LOST.message.encode() in answer.body and engine.cancelled == []
 
 
-class News:
+class FakeStream:
     """A job's events."""
 
     def __init__(self, *batches: list[JobEvents]) -> None:
@@ -231,7 +231,7 @@ class Silent(BaseFormatter):
 
 
 def test_a_stream_has_events_for_failed_rows_and_ends() -> None:
-    news = News(
+    news = FakeStream(
         [],
         [JobEvents(job_id="j", deltas=[Delta(1, b"", 1, FAILED)])],
         [JobEvents(job_id="j", deltas=[Delta(0, b"", 1, ENDED)], done=True)],
@@ -246,7 +246,7 @@ def test_a_stream_has_events_for_failed_rows_and_ends() -> None:
 
 
 def test_a_slow_answer_detects_disconnects() -> None:
-    chunks = JsonChunks(News(), lambda: HttpResponse(b"{}"))  # type: ignore[arg-type]
+    chunks = JsonChunks(FakeStream(), lambda: HttpResponse(b"{}"))  # type: ignore[arg-type]
     assert list(chunks) == [BLANK, BLANK, b"{}"]
 
 

@@ -62,8 +62,8 @@ def test_every_way_to_name_an_adapter(served: Service) -> None:
     assert texts(served, adapter="") == texts(served, adapter=None) == plain
     assert texts(served, contents=[TO_SPANISH], adapter="spanish") == ["Muchas gracias."]
     for model in ("rwkv7+french:json", "rwkv7+french json"):
-        wanted = texts(served, adapter="french", state="json")
-        assert texts(served, model=model) == wanted != ["Merci beaucoup."]
+        expected = texts(served, adapter="french", state="json")
+        assert texts(served, model=model) == expected != ["Merci beaucoup."]
 
 
 def test_every_route_accepts_an_adapter(served: Service) -> None:
@@ -92,13 +92,13 @@ def test_every_route_accepts_an_adapter(served: Service) -> None:
 
 def test_different_adapters_in_one_batch(served: Service) -> None:
     """Three kinds of requests at the same time. Each stream is the same as alone."""
-    wanted = {"french": " Merci beaucoup.", "spanish": " Muchas gracias."}
+    expected = {"french": " Merci beaucoup.", "spanish": " Muchas gracias."}
     body = {**GREEDY, "contents": [TO_FRENCH, TO_SPANISH] * 8, "stream": True}
     alone = {
         name: row_texts(sse_data(served.post("/v1/chat/completions", {**body, "adapter": name}).text))
-        for name in wanted
+        for name in expected
     }
-    for name, text in wanted.items():
+    for name, text in expected.items():
         assert set(alone[name].values()) >= {text}
 
 
@@ -141,8 +141,8 @@ def test_unknown_names(served: Service, fields: dict[str, str], status: int, fie
 )
 def test_files_that_cannot_be_loaded(served: Service, body: dict[str, Any], status: int) -> None:
     answer = served.post("/v1/adapters", body, headers=ADMIN)
-    told = answer.json()
-    assert answer.status_code == status and told["given"] == body.get(told["field"])
+    received = answer.json()
+    assert answer.status_code == status and received["given"] == body.get(received["field"])
     prompt_functions = {one["name"]: one["file"] for one in served.get("/v1/adapters").json()["data"]}
     assert prompt_functions == {"french": str(TUNED / "french.safetensors"), "spanish": "spanish.safetensors"}
     assert texts(served, adapter="french") == ["Merci beaucoup."]

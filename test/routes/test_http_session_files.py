@@ -50,8 +50,8 @@ def test_an_imported_session_continues(service: Service) -> None:
     file = export(service, "carried")
     assert file.status_code == 200
     assert load_safetensors(file.content), "any safetensors reader can open it"
-    told = bring(service, "carried: copy ✿", file.content)
-    assert told.status_code == 200 and told.json()["num_tokens"] > 0
+    received = bring(service, "carried: copy ✿", file.content)
+    assert received.status_code == 200 and received.json()["num_tokens"] > 0
     assert say(service, "carried: copy ✿", "User: two") == say(service, "carried", "User: two")
 
 

@@ -43,7 +43,7 @@ def text_of(answer: httpx.Response) -> str:
     return text
 
 
-def said(service: Service, path: str = "/v1/chat/completions", **fields: Any) -> str:
+def generate(service: Service, path: str = "/v1/chat/completions", **fields: Any) -> str:
     return text_of(service.post(path, {**PLAIN, "contents": [PROMPT], "stream": False, **fields}))
 
 
@@ -62,25 +62,25 @@ def test_states_are_listed_alone_and_among_the_models(tuned: Service) -> None:
 
 
 def test_every_way_to_name_a_state(tuned: Service) -> None:
-    plain, expected = said(tuned), said(tuned, state="poet")
+    plain, expected = generate(tuned), generate(tuned, state="poet")
     assert plain != expected
-    assert said(tuned, model="rwkv7:poet") == said(tuned, model="rwkv7 poet") == expected
-    assert said(tuned, model="rwkv7:poet", state="poet") == expected
-    assert said(tuned, state=None) == said(tuned, state="") == plain
+    assert generate(tuned, model="rwkv7:poet") == generate(tuned, model="rwkv7 poet") == expected
+    assert generate(tuned, model="rwkv7:poet", state="poet") == expected
+    assert generate(tuned, state=None) == generate(tuned, state="") == plain
 
 
 def test_every_route_takes_a_state(tuned: Service) -> None:
-    expected, plain = said(tuned, state="poet"), said(tuned)
+    expected, plain = generate(tuned, state="poet"), generate(tuned)
     # /v2 adds token 0 to prompts, but not after a tuned state.
-    assert said(tuned, "/v2/chat/completions", state="poet") == expected
-    assert said(tuned, "/v2/chat/completions", state="poet", pad_zero=True) != expected
-    assert said(tuned, "/big_batch/completions", state="poet") == expected
-    assert said(tuned, "/state/chat/completions", state="poet", session_id="s") == expected
-    assert said(tuned, "/multi_state/chat/completions", state="poet", session_id="m", dialogue_idx=0) == expected
+    assert generate(tuned, "/v2/chat/completions", state="poet") == expected
+    assert generate(tuned, "/v2/chat/completions", state="poet", pad_zero=True) != expected
+    assert generate(tuned, "/big_batch/completions", state="poet") == expected
+    assert generate(tuned, "/state/chat/completions", state="poet", session_id="s") == expected
+    assert generate(tuned, "/multi_state/chat/completions", state="poet", session_id="m", dialogue_idx=0) == expected
     raw = {**PLAIN, "prompt": PROMPT, "alpha_presence": 0, "alpha_frequency": 0}
     plainly = {"alpha_presence": 0, "alpha_frequency": 0}
     completion = tuned.post("/openai/v1/completions", {**raw, "model": "rwkv7:poet"})
-    assert text_of(completion) == said(tuned, state="poet", **plainly)
+    assert text_of(completion) == generate(tuned, state="poet", **plainly)
     chat = {"messages": [{"role": "user", "content": "hi"}], **PLAIN}
     parsed = [tuned.post("/openai/v1/chat/completions", {**chat, "state": name}) for name in ("poet", None)]
     assert text_of(parsed[0]) != text_of(parsed[1])
@@ -92,13 +92,13 @@ def test_every_route_takes_a_state(tuned: Service) -> None:
         tuned.post("/translate/v1/batch-translate", {**body, "state": n}).json() for n in (None, "poet", None)
     ]
     assert translated[0] == translated[2] != translated[1]
-    assert plain == said(tuned)
+    assert plain == generate(tuned)
 
 
 def test_rows_of_a_stream_start_from_the_state(tuned: Service) -> None:
     body = {**PLAIN, "contents": [PROMPT, "b"], "state": "poet", "stream": True}
     texts = row_texts(sse_data(tuned.post("/v1/chat/completions", body).text))
-    assert texts == {0: said(tuned, state="poet"), 1: said(tuned, state="poet", contents=["b"])}
+    assert texts == {0: generate(tuned, state="poet"), 1: generate(tuned, state="poet", contents=["b"])}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_two_states_in_one_request(tuned: Service) -> None:
 
 
 def test_a_session_with_another_state_is_refused(tuned: Service) -> None:
-    said(tuned, "/state/chat/completions", session_id="plain one")
+    generate(tuned, "/state/chat/completions", session_id="plain one")
     body = {**PLAIN, "contents": [PROMPT], "session_id": "plain one", "state": "poet"}
     answer = tuned.post("/state/chat/completions", body)
     assert answer.status_code == 422 and "the empty state" in answer.json()["error"]
@@ -133,7 +133,7 @@ def test_loaded_by_path_and_removed(tuned: Service) -> None:
     assert tuned.post("/v1/states", body).status_code == 401
     added = tuned.post("/v1/states", body, headers=ADMIN)
     assert added.status_code == 200 and added.json()["name"] == "clerk" and added.json()["is_kept"]
-    assert said(tuned, state="clerk") not in (said(tuned), said(tuned, state="poet"))
+    assert generate(tuned, state="clerk") not in (generate(tuned), generate(tuned, state="poet"))
     again = tuned.post("/v1/states", {**body, "password": "the boss"})
     assert again.status_code == 409 and "already" in again.json()["error"]
     path = "/v1/states/clerk"
@@ -145,7 +145,7 @@ def test_loaded_by_path_and_removed(tuned: Service) -> None:
 
 def test_sent_as_a_form(tuned: Service, tmp_path: Path) -> None:
     file = write_state(tmp_path / "mine.safetensors", state_of(3).half())
-    content, before = file.read_bytes(), said(tuned)
+    content, before = file.read_bytes(), generate(tuned)
     for orientation in ("auto", "value_key"):
         sent = tuned.request(
             "POST",
@@ -156,7 +156,7 @@ def test_sent_as_a_form(tuned: Service, tmp_path: Path) -> None:
         )
         assert sent.status_code == 200, sent.text
         assert sent.json()["orientation"] == {"auto": "key_value"}.get(orientation, orientation)
-    texts = {said(tuned, state=f"mine-{orientation}") for orientation in ("auto", "value_key")}
+    texts = {generate(tuned, state=f"mine-{orientation}") for orientation in ("auto", "value_key")}
     assert len(texts | {before}) == 3
     for orientation in ("auto", "value_key"):
         tuned.request("DELETE", f"/v1/states/mine-{orientation}", headers=ADMIN).raise_for_status()
@@ -180,15 +180,15 @@ def test_a_path_outside_the_folder_is_refused(tuned: Service, file: str) -> None
 
 def test_mixtures(tuned: Service) -> None:
     duo = [{"name": "poet", "weight": 2}, {"weight": 1}]
-    expected = said(tuned, states=duo)
-    assert expected == said(tuned, states=[{"name": "poet", "weight": 4}, {"name": "", "weight": 2}])
-    assert said(tuned, states=[{"name": "poet"}]) == said(tuned, state="poet")
-    assert said(tuned, "/v2/chat/completions", states=duo) == expected
+    expected = generate(tuned, states=duo)
+    assert expected == generate(tuned, states=[{"name": "poet", "weight": 4}, {"name": "", "weight": 2}])
+    assert generate(tuned, states=[{"name": "poet"}]) == generate(tuned, state="poet")
+    assert generate(tuned, "/v2/chat/completions", states=duo) == expected
     body = {**PLAIN, "contents": [PROMPT] * 2, "states": duo, "stream": True}
     assert row_texts(sse_data(tuned.post("/v1/chat/completions", body).text)) == {0: expected, 1: expected}
     named = tuned.post("/v1/states", {"name": "duo", "states": duo}, headers=ADMIN)
     assert named.status_code == 200 and named.json()["mixture"] == [duo[0], {"name": "", "weight": 1}]
-    assert said(tuned, state="duo") == said(tuned, model="rwkv7:duo") == expected
+    assert generate(tuned, state="duo") == generate(tuned, model="rwkv7:duo") == expected
     tuned.request("DELETE", "/v1/states/duo", headers=ADMIN).raise_for_status()
 
 

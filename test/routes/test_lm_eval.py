@@ -1,6 +1,6 @@
 """lm-evaluation-harness' `local-completions` against a service: loglikelihood, rolling and generate tasks.
 
-Skipped unless `lm_eval` is on the PATH or RWKV_LM_EVAL names its program. docs/scoring.md describes the installation.
+Skipped unless `lm_eval` is on the PATH or RWKV_LM_EVAL names its program. docs/generation.md describes the installation.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Machine:
         config = HttpConfig(models_dir=str(folder), model_name="rwkv7")
         own = ServedModel(spec=ModelSpec(name="rwkv7", file=""), status=READY, address="own", since=0, is_own=True)
         self.own, self.other = Engine(not node), Engine(True)
-        self.told: list[str] = []
-        self.models = ModelRegistry(self.tell, lambda model: (self.context_of(self.other, config), self.other))  # type: ignore[arg-type,return-value]
+        self.commands: list[str] = []
+        self.models = ModelRegistry(self.send_command, lambda model: (self.context_of(self.other, config), self.other))  # type: ignore[arg-type,return-value]
         self.context = self.context_of(self.own, config)
         self.context.models = self.models
         loaded = [
@@ -75,12 +75,12 @@ class Machine:
     def has(self, name: str) -> bool:
         return any(one.spec.name == name for one in self.registered)
 
-    def tell(self, command: ModelCommand) -> None:
+    def send_command(self, command: ModelCommand) -> None:
         if command.is_barrier:
             self.models.command_answered(command.number, None)
             return
         name = command.spec.name if command.spec is not None else command.unload
-        self.told.append(f"{'load' if command.spec is not None else 'unload'} {name}")
+        self.commands.append(f"{'load' if command.spec is not None else 'unload'} {name}")
         refusal = f"name: {name} is here" if self.has(name) else None
         if command.unload:
             refusal = None if self.has(name) else f"name: no {name} here"
@@ -98,7 +98,7 @@ class Machine:
 
 def test_a_single_machine_uses_its_own_engine(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
-    assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
+    assert machine.load("small") == 200 and machine.commands == ["unload small", "load small"]
     assert (machine.own.checked, machine.other.checked) == (["new.pth"], [])
 
 
@@ -109,7 +109,7 @@ def test_file_errors_name_the_requests_fields(tmp_path: Path) -> None:
         machine.load("small")
     info = refused.value.info
     assert (info.message, info.field) == ("model_filename: new.pth does not exist", "model_filename")
-    assert info.given == "new.pth" and machine.told == []
+    assert info.given == "new.pth" and machine.commands == []
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
@@ -117,7 +117,7 @@ def test_in_a_cluster_only_local_engines_check_files(tmp_path: Path, name: str) 
     """It lacks this machine's files. A model loaded here has them, whatever its name."""
     machine = Machine(tmp_path, ELSEWHERE, small=READY)
     assert machine.load(name) == 200
-    assert machine.told == (["unload small", "load small"] if name == "small" else ["load large"])
+    assert machine.commands == (["unload small", "load small"] if name == "small" else ["load large"])
     assert (machine.own.checked, machine.other.checked) == ([], ["new.pth"])
 
 
@@ -126,13 +126,13 @@ def test_in_a_cluster_unchecked_files_unload_nothing(tmp_path: Path) -> None:
     with pytest.raises(ServiceError) as refused:
         machine.load("small")
     assert refused.value.info.kind is ErrorKind.NAME_TAKEN and refused.value.info.field == "model_viewname"
-    assert machine.told == ["load small"] and machine.load("large") == 200
+    assert machine.commands == ["load small"] and machine.load("large") == 200
 
 
 def test_a_model_already_unloaded_is_replaced_too(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", small=READY)
     machine.registered.pop()  # and this worker does not know it yet
-    assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
+    assert machine.load("small") == 200 and machine.commands == ["unload small", "load small"]
 
 
 def test_other_unload_errors_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_other_unload_errors_are_returned(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(machine.models, "unload", unload)
     with pytest.raises(ServiceError, match="the service ends"):
         machine.load("small")
-    assert machine.told == []
+    assert machine.commands == []
 
 
 def test_an_adapter_with_outside_configuration_is_refused(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_requests_for_a_loading_model_wait_for_the_list(tmp_path: Path) -> None:
         await asyncio.sleep(0.01)
         assert not any(one.done() for one in requested)
         ends = {"small": (READY, ""), "large": (ModelStatus.FAILED, "is not a model")}
-        told = [(one, *ends.get(one.spec.name, (READY, ""))) for one in machine.registered]
-        machine.models.update([msgspec.structs.replace(one, status=to, error=why) for one, to, why in told])
+        commands = [(one, *ends.get(one.spec.name, (READY, ""))) for one in machine.registered]
+        machine.models.update([msgspec.structs.replace(one, status=to, error=why) for one, to, why in commands])
         return await asyncio.gather(*requested, return_exceptions=True)
 
     small, large = asyncio.run(ask())
@@ -212,14 +212,14 @@ def test_a_model_known_to_another_worker_is_awaited(tmp_path: Path, status: Mode
     machine = Machine(tmp_path, "")
     requested: list[ModelCommand] = []
 
-    def tell(command: ModelCommand) -> None:
+    def send_command(command: ModelCommand) -> None:
         requested.append(command)
         if len(requested) == 1:  # the list arrives before the answer
             new = ServedModel(spec=ModelSpec(name="small", file=""), status=status, address="small", since=0)
             machine.models.update([*machine.registered, new])
         machine.models.command_answered(command.number, None)
 
-    machine.models._send_command = tell
+    machine.models._send_command = send_command
     try:
         found = asyncio.run(machine.context.wait_for_model("small"))
     except ServiceError as error:
@@ -242,26 +242,26 @@ def test_get_model_waits_for_the_list_before_404(tmp_path: Path) -> None:
         reply([])
 
     machine.own.call = prompt_functions  # type: ignore[method-assign,assignment]
-    told = ServedModel(spec=ModelSpec(name="small", file=""), status=LOADING, address="small", since=0)
+    commands = ServedModel(spec=ModelSpec(name="small", file=""), status=LOADING, address="small", since=0)
 
-    def tell(command: ModelCommand) -> None:
-        machine.models.update([*machine.registered, told])
+    def send_command(command: ModelCommand) -> None:
+        machine.models.update([*machine.registered, commands])
         machine.models.command_answered(command.number, None)
 
-    machine.models._send_command = tell
+    machine.models._send_command = send_command
     answer = asyncio.run(model(machine.context, Upload(ModelQuery(model="small"), b"")))
     assert json.loads(answer.body)["status"] == "loading"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("engine_wait_s", "told_s"), [(0.01, 3600.0), (3600.0, 0.01)])
+@pytest.mark.parametrize(("engine_wait_s", "known_after_s"), [(0.01, 3600.0), (3600.0, 0.01)])
 def test_the_wait_for_a_model_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_wait_s: float, told_s: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_wait_s: float, known_after_s: float
 ) -> None:
     """A waiting request occupies a stream that other models' requests need."""
     machine = Machine(tmp_path, "", small=LOADING)
     machine.models._send_command = lambda command: None
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=engine_wait_s)
-    monkeypatch.setattr("routes.model_registry._POLL_S", told_s)
+    monkeypatch.setattr("routes.model_registry._POLL_S", known_after_s)
     with pytest.raises(ServiceError) as refused:
         asyncio.run(machine.context.wait_for_model("small"))
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
@@ -283,9 +283,9 @@ def test_many_requests_for_a_loading_model_are_refused_quickly(tmp_path: Path, m
         machine.models.command_answered(first.number, None)
         second = await questions.get()  # for all requests since
         machine.models.command_answered(second.number, None)
-        told = await asyncio.gather(*requested, return_exceptions=True)
+        commands = await asyncio.gather(*requested, return_exceptions=True)
         assert first.is_barrier and second.is_barrier and questions.empty()
-        return told
+        return commands
 
     refused = asyncio.run(asyncio.wait_for(ask(), 30))
     assert [getattr(error, "info", error).kind for error in refused] == [ErrorKind.ENGINE_LOST] * 421
@@ -307,10 +307,10 @@ def test_a_list_between_check_and_wait_is_not_missed(tmp_path: Path, monkeypatch
 
 def test_a_wait_for_a_model_loaded_and_unloaded_ends(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "")
-    tell = machine.tell
+    send_command = machine.send_command
 
     def tell_and_undo(command: ModelCommand) -> None:
-        tell(command)
+        send_command(command)
         machine.models.update(machine.registered[:-1])
 
     machine.models._send_command = tell_and_undo

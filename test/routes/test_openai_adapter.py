@@ -31,9 +31,9 @@ TAGGED = [
 def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
     from routes.response.reasoning_parser import ReasoningParser
 
-    parting = ReasoningParser(thinks)
-    news = [parting.feed(piece, final=False) for piece in pieces] + [parting.feed("", final=True)]
-    return "".join(one.reasoning for one in news), "".join(one.content for one in news)
+    parser = ReasoningParser(thinks)
+    update = [parser.feed(piece, final=False) for piece in pieces] + [parser.feed("", final=True)]
+    return "".join(one.reasoning for one in update), "".join(one.content for one in update)
 
 
 @pytest.mark.parametrize(("thinks", "text", "reasoning", "content"), TAGGED)
@@ -52,8 +52,8 @@ def test_reasoning_is_split_at_any_cut(thinks: bool, text: str, reasoning: str, 
 def test_an_answer_is_not_delayed() -> None:
     from routes.response.reasoning_parser import ReasoningParser
 
-    parting = ReasoningParser(thinks=False)
-    assert [parting.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]
+    parser = ReasoningParser(thinks=False)
+    assert [parser.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]
 
 
 def chat_body(**fields: Any) -> Any:
@@ -102,10 +102,10 @@ def test_alternative_names_of_fields() -> None:
     assert chat_body(enable_think=True).think is Think.ON
     assert chat_body(enable_think=True, reasoning_effort="none").think is Think.OFF
     assert chat_body(reasoning_effort="high").think is Think.LONG
-    asked: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
-    assert chat_body(**asked).think is Think.ON
-    assert chat_body(**asked, enable_think=False).think is Think.OFF
-    assert chat_body(**asked, reasoning_effort="low").think is Think.SHORT
+    num_calls: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert chat_body(**num_calls).think is Think.ON
+    assert chat_body(**num_calls, enable_think=False).think is Think.OFF
+    assert chat_body(**num_calls, reasoning_effort="low").think is Think.SHORT
     assert chat_body(enable_think=True, chat_template_kwargs={"custom": 1}).think is Think.ON
 
 
@@ -271,13 +271,13 @@ def test_finish_reasons_are_openais_with_end_reason() -> None:
     rows = [RowResult("a", finish, []) for finish in finishes]
     chat = ChatFormatter(chat_body(n=5), "fp_x", 5, len)
     text = CompletionFormatter(CompletionBody(prompt="a", n=5), "fp_x", 5)
-    told = [("stop", None), ("length", None), *[("length", word) for word in ("timeout", "cancelled", "error")]]
+    error_text = [("stop", None), ("length", None), *[("length", word) for word in ("timeout", "cancelled", "error")]]
     for formatter in (chat, text):
         choices = formatter.full_body(rows)["choices"]
-        assert [(choice["finish_reason"], choice.get("end_reason")) for choice in choices] == told
+        assert [(choice["finish_reason"], choice.get("end_reason")) for choice in choices] == error_text
         assert [choice.get("error", {}).get("message") for choice in choices] == [None] * 4 + ["too little memory"]
         ends = [formatter.last_choice(row, reason) for row, reason in enumerate(reasons)]
-        assert [(choice["finish_reason"], choice.get("end_reason")) for choice in ends] == told
+        assert [(choice["finish_reason"], choice.get("end_reason")) for choice in ends] == error_text
 
 
 def test_every_error_kind_has_an_openai_form() -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def told(service: Service) -> dict[str, Any]:
+def output(service: Service) -> dict[str, Any]:
     command = ["node", str(SCRIPT), str(Path(SDK).resolve()), f"{service.url}/openai/v1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -34,26 +34,26 @@ def told(service: Service) -> dict[str, Any]:
     return found
 
 
-def test_text_complete_and_streamed(told: dict[str, Any]) -> None:
-    assert told["chat"]["content"] == told["stream"]["content"]
-    assert told["chat"]["usage"]["completion_tokens"] == told["stream"]["usage"]["completion_tokens"] == 8
-    assert told["responseStream"]["text"] == told["response"]
-    assert told["responseStream"]["last"] in ("response.completed", "response.incomplete")
-    assert told["models"] == ["rwkv7"] and told["scored"] > 1
+def test_text_complete_and_streamed(output: dict[str, Any]) -> None:
+    assert output["chat"]["content"] == output["stream"]["content"]
+    assert output["chat"]["usage"]["completion_tokens"] == output["stream"]["usage"]["completion_tokens"] == 8
+    assert output["responseStream"]["text"] == output["response"]
+    assert output["responseStream"]["last"] in ("response.completed", "response.incomplete")
+    assert output["models"] == ["rwkv7"] and output["scored"] > 1
 
 
-def test_json_with_a_schema(told: dict[str, Any]) -> None:
-    assert told["formed"]["reason"] == "stop" and set(json.loads(told["formed"]["content"])) == {"city"}
+def test_json_with_a_schema(output: dict[str, Any]) -> None:
+    assert output["formed"]["reason"] == "stop" and set(json.loads(output["formed"]["content"])) == {"city"}
 
 
-def test_calls_complete_and_streamed(told: dict[str, Any]) -> None:
-    (call,) = told["called"]["calls"]
-    assert told["called"]["reason"] == "tool_calls" and call["type"] == "function"
+def test_calls_complete_and_streamed(output: dict[str, Any]) -> None:
+    (call,) = output["called"]["calls"]
+    assert output["called"]["reason"] == "tool_calls" and call["type"] == "function"
     assert call["function"]["name"] == "get_weather" and set(json.loads(call["function"]["arguments"])) == {"city"}
-    (streamed,) = told["calledInStream"]["calls"]
+    (streamed,) = output["calledInStream"]["calls"]
     assert streamed["function"]["arguments"] == call["function"]["arguments"]
-    assert told["calledInStream"]["events"] == [{"name": "get_weather", "arguments": call["function"]["arguments"]}]
+    assert output["calledInStream"]["events"] == [{"name": "get_weather", "arguments": call["function"]["arguments"]}]
 
 
-def test_an_error_names_its_field(told: dict[str, Any]) -> None:
-    assert told["refused"] == {"name": "BadRequestError", "status": 400, "param": "regex"}
+def test_an_error_names_its_field(output: dict[str, Any]) -> None:
+    assert output["refused"] == {"name": "BadRequestError", "status": 400, "param": "regex"}

@@ -19,16 +19,16 @@ def test_the_password_and_the_queue(tiny_model: Path, tmp_path: Path) -> None:
     try:
         running.wait_ready()
         base = f"{running.url}/openai/v1"
-        with OpenAI(base_url=base, api_key="wrong", max_retries=0) as stranger:
+        with OpenAI(base_url=base, api_key="wrong", max_retries=0) as unauthorized:
             with pytest.raises(openai.AuthenticationError) as refusal:
-                chat(stranger)
+                chat(unauthorized)
             assert refusal.value.code == "invalid_api_key"
             with pytest.raises(openai.AuthenticationError):
-                stranger.models.list()
-        with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as friend:
-            assert chat(friend).choices
+                unauthorized.models.list()
+        with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as authorized:
+            assert chat(authorized).choices
             with pytest.raises(openai.RateLimitError) as full:
-                chat(friend, n=64)
+                chat(authorized, n=64)
             assert int(full.value.response.headers["retry-after"]) >= 1
     finally:
         running.close()

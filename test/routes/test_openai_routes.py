@@ -69,11 +69,11 @@ def native(base: str) -> Iterator[OpenAI]:
 
 def test_the_native_route_accepts_openais_conversations(client: OpenAI, native: OpenAI) -> None:
     fields: dict[str, Any] = {"seed": 4, "presence_penalty": 0.5, "frequency_penalty": 0, "max_tokens": 40}
-    told = chat(client, **fields)
+    answer_there = chat(client, **fields)
     same = chat(native, **fields)
-    assert same.choices[0].message.content == told.choices[0].message.content
+    assert same.choices[0].message.content == answer_there.choices[0].message.content
     assert chat(native, **{**fields, "max_completion_tokens": 5}).usage.completion_tokens == 5
-    text = told.choices[0].message.content
+    text = answer_there.choices[0].message.content
     cut = text[4:6]
     for stop in (cut, ["no such text", cut]):
         short = chat(native, **fields, stop=stop).choices[0]
@@ -97,14 +97,14 @@ def test_a_native_stream_has_openais_end_and_usage(native: OpenAI) -> None:
 def test_the_native_route_refuses_fields_and_names_the_openai_route(native: OpenAI, fields: dict[str, Any]) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as refused:
         chat(native, extra_body=fields)
-    told = refused.value.response.json()
-    assert "/openai/v1/chat/completions" in told["error"]
-    assert told["field"] in fields
+    answer_there = refused.value.response.json()
+    assert "/openai/v1/chat/completions" in answer_there["error"]
+    assert answer_there["field"] in fields
 
 
-@pytest.mark.parametrize("place", ["/openai/v1", "/v1"])
-def test_one_model(base: str, place: str) -> None:
-    url = base.removesuffix("/openai/v1") + place
+@pytest.mark.parametrize("prefix", ["/openai/v1", "/v1"])
+def test_one_model(base: str, prefix: str) -> None:
+    url = base.removesuffix("/openai/v1") + prefix
     with OpenAI(base_url=url, api_key=os.environ.get(PASSWORD) or "none", max_retries=0) as client:
         (model,) = client.models.list().data
         assert client.models.retrieve(model.id) == model
@@ -161,27 +161,27 @@ def test_usage_only_on_request(client: OpenAI) -> None:
 
 
 def test_log_probabilities_without_a_stream_are_limited(client: OpenAI) -> None:
-    asked: dict[str, Any] = {"n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 5}
+    large_fields: dict[str, Any] = {"n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 5}
     with pytest.raises(BadRequestError) as refusal:
-        chat(client, **asked)
+        chat(client, **large_fields)
     assert refusal.value.param == "logprobs" and "the limit is 2000000" in refusal.value.message
     assert "stream it" in refusal.value.message
-    with chat(client, **asked, stream=True) as stream:
+    with chat(client, **large_fields, stream=True) as stream:
         assert next(iter(stream)).choices
     parallel_calls = chat(client, n=2, seed=1, max_tokens=600, logprobs=True, top_logprobs=1, extra_body=FREE)
     for choice in parallel_calls.choices:
-        told = choice.logprobs.content
-        shown = b"".join(bytes(entry.bytes) for entry in told).decode(errors="replace")
-        assert len(told) > 256 and shown.strip() == choice.message.content.strip()
+        answer_there = choice.logprobs.content
+        shown = b"".join(bytes(entry.bytes) for entry in answer_there).decode(errors="replace")
+        assert len(answer_there) > 256 and shown.strip() == choice.message.content.strip()
 
 
 @pytest.mark.parametrize("seed", [{"seed": 70}, {}], ids=["given", "drawn"])
 def test_equal_prompts_with_n_answers_share_no_seed(client: OpenAI, seed: dict[str, Any]) -> None:
-    asked = {"model": MODEL, "max_tokens": 24, "temperature": 2.0, "extra_body": FREE, **seed}
-    choices = client.completions.create(prompt=["The"] * 4, n=4, **asked).choices
+    large_fields = {"model": MODEL, "max_tokens": 24, "temperature": 2.0, "extra_body": FREE, **seed}
+    choices = client.completions.create(prompt=["The"] * 4, n=4, **large_fields).choices
     assert len({choice.text for choice in choices}) == 16
     if seed:
-        last = client.completions.create(prompt="The", **{**asked, "seed": 70 + 3 * 4 + 1}).choices[0]
+        last = client.completions.create(prompt="The", **{**large_fields, "seed": 70 + 3 * 4 + 1}).choices[0]
         assert choices[3 * 4 + 1].text == last.text
 
 
@@ -270,8 +270,10 @@ def test_reasoning_is_separate(client: OpenAI) -> None:
 def test_a_session_computes_only_new_messages(client: OpenAI) -> None:
     session = f"openai-{uuid.uuid4().hex}"
     first = chat(client, extra_body={"session_id": session})
-    told = [*ASK, {"role": "assistant", "content": first.choices[0].message.content}]
-    second = chat(client, messages=[*told, {"role": "user", "content": "Why?"}], extra_body={"session_id": session})
+    answer_there = [*ASK, {"role": "assistant", "content": first.choices[0].message.content}]
+    second = chat(
+        client, messages=[*answer_there, {"role": "user", "content": "Why?"}], extra_body={"session_id": session}
+    )
     details = second.usage.prompt_tokens_details
     assert details.cached_tokens == first.usage.total_tokens
     alone = chat(client, messages=[{"role": "user", "content": "Why?"}])
@@ -365,13 +367,13 @@ def test_a_developer_message_is_a_system_message(client: OpenAI) -> None:
     assert [answer.usage.completion_tokens for answer in answers] == [7, 7]
 
 
-@pytest.mark.parametrize("begun", ["A river is", "A river is ", "  one\r\n\r\ntwo\n"])
-def test_the_assistants_last_message_is_continued(client: OpenAI, begun: str) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "seed": 5, "max_tokens": 24, "extra_body": EXACT}
-    messages = [*ASK, {"role": "assistant", "content": begun}]
-    clean = begun.lstrip().replace("\r\n\r\n", "\n")
+@pytest.mark.parametrize("started", ["A river is", "A river is ", "  one\r\n\r\ntwo\n"])
+def test_the_assistants_last_message_is_continued(client: OpenAI, started: str) -> None:
+    large_fields: dict[str, Any] = {"model": MODEL, "seed": 5, "max_tokens": 24, "extra_body": EXACT}
+    messages = [*ASK, {"role": "assistant", "content": started}]
+    clean = started.lstrip().replace("\r\n\r\n", "\n")
     raw = f"System: Be brief.\n\nUser: What is a river?\n\nAssistant: {clean}"
-    expected = client.completions.create(prompt=raw, **asked).choices[0].text
+    expected = client.completions.create(prompt=raw, **large_fields).choices[0].text
     answer = chat(client, messages=messages, seed=5, max_tokens=24)
     assert answer.choices[0].message.content == expected
     thinking = chat(client, messages=messages, seed=5, max_tokens=24, reasoning_effort="high")

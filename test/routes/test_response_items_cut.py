@@ -12,7 +12,7 @@ from rwkv_batch.request import Finish, FinishReason
 
 
 @pytest.mark.parametrize(
-    ("said", "items"),
+    ("answer_text", "items"),
     [
         ("<think>So it is", [("reasoning", "incomplete")]),
         ("<think>So it is.</think>", [("reasoning", "completed")]),
@@ -20,10 +20,10 @@ from rwkv_batch.request import Finish, FinishReason
         ("<think>So it is.</think>\n\nYe", [("reasoning", "completed"), ("message", "incomplete")]),
     ],
 )
-def test_complete_reasoning_is_not_incomplete(said: str, items: list[tuple[str, str]]) -> None:
+def test_complete_reasoning_is_not_incomplete(answer_text: str, items: list[tuple[str, str]]) -> None:
     body = ResponsesBody.model_validate({"model": "m", "input": "Is it so?"})
     end = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1)
-    answer = ResponsesFormatter(body, len).full_body([RowResult(text=said, finish=end, logprobs=[])])
-    told = msgspec.to_builtins(answer)
-    assert told["status"] == "incomplete"
-    assert [(item["type"], item["status"]) for item in told["output"]] == items
+    answer = ResponsesFormatter(body, len).full_body([RowResult(text=answer_text, finish=end, logprobs=[])])
+    statuses = msgspec.to_builtins(answer)
+    assert statuses["status"] == "incomplete"
+    assert [(item["type"], item["status"]) for item in statuses["output"]] == items

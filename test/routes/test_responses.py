@@ -48,7 +48,7 @@ def client(service: Service) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """A client of a service that answers the text in the user's message."""
     flags = ("--http-workers", "1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
@@ -60,7 +60,7 @@ def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         running.close()
 
 
-def asked(client: OpenAI, **fields: Any) -> Any:
+def respond(client: OpenAI, **fields: Any) -> Any:
     extra = {**EXACT, **fields.pop("extra_body", {})}
     fields = {"model": MODEL, "input": "What is a river?", "max_output_tokens": 12, "seed": 1, **fields}
     extra["seed"] = fields.pop("seed")
@@ -68,7 +68,7 @@ def asked(client: OpenAI, **fields: Any) -> Any:
 
 
 def test_a_whole_answer(client: OpenAI) -> None:
-    answer = asked(client, instructions="Be brief.", metadata={"a": "b"}, temperature=0.7, store=True)
+    answer = respond(client, instructions="Be brief.", metadata={"a": "b"}, temperature=0.7, store=True)
     strictly: Any = Response.model_validate(answer.model_dump(), strict=False)
     assert strictly.output_text == answer.output_text != ""
     assert answer.id.startswith("resp_")
@@ -87,9 +87,9 @@ def test_a_whole_answer(client: OpenAI) -> None:
 
 
 def test_a_stream_says_the_same(client: OpenAI) -> None:
-    whole = asked(client, max_output_tokens=30)
+    whole = respond(client, max_output_tokens=30)
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    events = list(asked(client, max_output_tokens=30, stream=True))
+    events = list(respond(client, max_output_tokens=30, stream=True))
     for event in events:
         adapter.validate_python(event.model_dump())
     kinds = [event.type for event in events]
@@ -127,7 +127,7 @@ def test_the_prompt_equals_the_chat_routes(client: OpenAI) -> None:
         {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
         {"role": "user", "content": "Thanks."},
     ]
-    answer = asked(client, input=items, tools=TOOLS, tool_choice="none")
+    answer = respond(client, input=items, tools=TOOLS, tool_choice="none")
     chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, seed=1, extra_body=EXACT)
     assert chat.usage is not None and chat.usage.prompt_tokens == answer.usage.input_tokens
     assert chat.choices[0].message.content == answer.output_text
@@ -140,7 +140,7 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI) -> None:
         assert isinstance(parsed.output_parsed, Pick) and parsed.status == "completed"
         with client.responses.stream(**fields, extra_body={"seed": seed}) as stream:
             assert stream.get_final_response().output_parsed == parsed.output_parsed
-    plain = asked(
+    plain = respond(
         client, text={"format": {"type": "json_object"}}, max_output_tokens=400, extra_body={"seed": 2, "top_k": 1}
     )
     assert plain.output_text.startswith("{")
@@ -148,19 +148,19 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI) -> None:
 
 def test_reasoning_is_a_separate_item(client: OpenAI) -> None:
     fields: dict[str, Any] = {"reasoning": {"effort": "high"}, "max_output_tokens": 24}
-    answer = asked(client, **fields)
+    answer = respond(client, **fields)
     assert [item.type for item in answer.output] == ["reasoning"]
     thought = answer.output[0].content[0].text
     assert thought and "<think" not in thought
     assert 0 < answer.usage.output_tokens_details.reasoning_tokens <= 25
-    events = list(asked(client, **fields, stream=True))
+    events = list(respond(client, **fields, stream=True))
     assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == thought
 
 
 def test_a_random_model_makes_valid_calls(client: OpenAI) -> None:
     named = {"type": "function", "name": "get_weather"}
     for choice in ("required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
-        answer = asked(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=100)
+        answer = respond(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_output_tokens=100)
         (call,) = answer.output
         assert (answer.status, call.type, call.status, call.name) == (
             "completed",
@@ -179,9 +179,9 @@ def test_a_call_cut_by_a_stop_is_incomplete(client: OpenAI, stop: str, item: tup
         "max_output_tokens": 100,
         "extra_body": {"stop_tokens": [stop]},
     }
-    last = list(asked(client, **fields, stream=True))[-1]
+    last = list(respond(client, **fields, stream=True))[-1]
     assert last.type == "response.incomplete"
-    for answer in (last.response, asked(client, **fields)):
+    for answer in (last.response, respond(client, **fields)):
         assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "stop")
         (only,) = answer.output
         assert (only.status, only.type, getattr(only, "arguments", None)) == ("incomplete", *item)
@@ -197,24 +197,24 @@ def test_a_call_cut_by_a_stop_is_incomplete(client: OpenAI, stop: str, item: tup
         ('```json\n{"na', "incomplete", ["incomplete"]),
     ],
 )
-def test_only_a_cut_item_is_incomplete(saying: OpenAI, said: str, status: str, items: list[str]) -> None:
+def test_only_a_cut_item_is_incomplete(echo_client: OpenAI, said: str, status: str, items: list[str]) -> None:
     """The unfinished opening of a call after it, which is left out, does not count."""
     fields: dict[str, Any] = {"model": MODEL, "input": f"say {said}", "tools": TOOLS}
-    last = list(saying.responses.create(**fields, stream=True))[-1]
-    for answer in (last.response, saying.responses.create(**fields)):
+    last = list(echo_client.responses.create(**fields, stream=True))[-1]
+    for answer in (last.response, echo_client.responses.create(**fields)):
         assert (answer.status, [item.status for item in answer.output]) == (status, items), answer.output
 
 
-def test_text_and_calls_are_items_complete_and_streamed(saying: OpenAI) -> None:
+def test_text_and_calls_are_items_complete_and_streamed(echo_client: OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "input": f"say Let me see.\n{CALL}\n{CALL}", "tools": TOOLS}
-    answer = saying.responses.create(**fields)
+    answer = echo_client.responses.create(**fields)
     assert [item.type for item in answer.output] == ["message", "function_call", "function_call"]
     assert (answer.status, answer.output_text) == ("completed", "Let me see.")
-    with saying.responses.stream(**fields) as stream:
+    with echo_client.responses.stream(**fields) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    told = [(item.type, getattr(item, "arguments", None)) for item in final.output]
-    assert told == [("message", None), ("function_call", '{"unit": "c"}'), ("function_call", '{"unit": "c"}')]
+    received = [(item.type, getattr(item, "arguments", None)) for item in final.output]
+    assert received == [("message", None), ("function_call", '{"unit": "c"}'), ("function_call", '{"unit": "c"}')]
     deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
     assert {event.output_index for event in deltas} == {1, 2}
     calls = [item for item in final.output if item.type == "function_call"]
@@ -222,18 +222,18 @@ def test_text_and_calls_are_items_complete_and_streamed(saying: OpenAI) -> None:
 
 
 def test_log_probabilities_of_the_text(client: OpenAI) -> None:
-    told: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    entries = asked(client, **told).output[0].content[0].logprobs
+    received: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    entries = respond(client, **received).output[0].content[0].logprobs
     assert len(entries) == 12 and all(len(entry.top_logprobs) == 2 for entry in entries)
-    events = asked(client, **told, stream=True)
+    events = respond(client, **received, stream=True)
     streamed = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
 
 
 def test_a_session_computes_only_new_messages(client: OpenAI) -> None:
     session = f"responses-{uuid.uuid4().hex}"
-    first = asked(client, extra_body={"session_id": session})
-    second = asked(client, input="Why?", extra_body={"session_id": session})
+    first = respond(client, extra_body={"session_id": session})
+    second = respond(client, input="Why?", extra_body={"session_id": session})
     assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens
 
 
@@ -261,12 +261,12 @@ def test_a_session_computes_only_new_messages(client: OpenAI) -> None:
 def test_unsupported_values_are_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refusal:
-            asked(client, **fields, stream=stream)
+            respond(client, **fields, stream=stream)
         assert (refusal.value.param, refusal.value.type) == (param, "invalid_request_error")
 
 
-def test_a_stream_reports_an_error(saying: OpenAI) -> None:
+def test_a_stream_reports_an_error(echo_client: OpenAI) -> None:
     with pytest.raises(openai.APIError, match="broken on demand"):
-        list(saying.responses.create(model=MODEL, input="break it", stream=True, max_output_tokens=100))
+        list(echo_client.responses.create(model=MODEL, input="break it", stream=True, max_output_tokens=100))
     with pytest.raises(openai.InternalServerError, match="broken on demand"):
-        saying.responses.create(model=MODEL, input="break it", max_output_tokens=100)
+        echo_client.responses.create(model=MODEL, input="break it", max_output_tokens=100)

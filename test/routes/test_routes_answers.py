@@ -207,11 +207,11 @@ def test_an_error_after_the_start_of_the_answer(
             answer.read()
             answers.append(answer)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    request_thread = threading.Thread(target=ask)
+    request_thread.start()
     assert has_begun.wait(REQUEST_TIMEOUT_S)
     service.post("/state/delete", {"session_id": session})
-    asking.join()
+    request_thread.join()
     assert answers[0].status_code == 200
     assert "was deleted while its turn ran" in answers[0].text
     published.check("POST", path, answers[0])

@@ -76,12 +76,12 @@ def prompts_of(number: int) -> list[str]:
 
 def test_interleaved_sessions_are_the_same_as_alone(service: Service) -> None:
     sessions = [(number, new_id("many")) for number in range(SESSIONS)]
-    said: dict[int, list[str]] = {number: [] for number, _ in sessions}
+    answers_by_number: dict[int, list[str]] = {number: [] for number, _ in sessions}
     reference = {number: Alone(service) for number, _ in sessions}
 
     def in_session(number: int, session: str, at: int) -> None:
         body = turn(service, session, prompts_of(number)[at], seed=number * 10 + at)
-        said[number].append(text_of(body))
+        answers_by_number[number].append(text_of(body))
 
     def by_itself(number: int) -> list[str]:
         alone = reference[number]
@@ -91,9 +91,9 @@ def test_interleaved_sessions_are_the_same_as_alone(service: Service) -> None:
         for at in range(TURNS):
             order = sessions[at:] + sessions[:at]
             list(pool.map(lambda one, at=at: in_session(*one, at), order))
-        expected = list(pool.map(by_itself, said))
-    assert list(said.values()) == expected
-    assert len({text for texts in said.values() for text in texts}) > SESSIONS
+        expected = list(pool.map(by_itself, answers_by_number))
+    assert list(answers_by_number.values()) == expected
+    assert len({text for texts in answers_by_number.values() for text in texts}) > SESSIONS
     deleted = service.post("/state/delete", {"session_id": "many-", "delete_prefix": True}).json()
     assert deleted["deleted"] == SESSIONS
 
@@ -101,9 +101,9 @@ def test_interleaved_sessions_are_the_same_as_alone(service: Service) -> None:
 def test_a_stop_is_not_part_of_the_state(service: Service) -> None:
     session, alone = new_id(), Alone(service)
     first = alone.turn("Hello")
-    drawn = alone.ids[-8:]
-    stop = next(token for token in drawn[2:] if token not in drawn[:2])
-    kept = drawn[: drawn.index(stop)]
+    generated = alone.ids[-8:]
+    stop = next(token for token in generated[2:] if token not in generated[:2])
+    kept = generated[: generated.index(stop)]
     body = turn(service, session, "Hello", stop_tokens=[stop])
     assert body["choices"][0]["finish_reason"] == "stop"
     assert first.startswith(text_of(body))

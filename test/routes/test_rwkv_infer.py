@@ -74,16 +74,16 @@ def infer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         running.close()
 
 
-def verb(service: Service, name: str, **body: Any) -> httpx.Response:
+def route(service: Service, name: str, **body: Any) -> httpx.Response:
     return service.post(f"/{name}", body, headers=ADMIN, timeout=300)
 
 
 def done(service: Service, name: str, **body: Any) -> None:
-    answer = verb(service, name, **body)
+    answer = route(service, name, **body)
     assert answer.status_code == 200 and answer.json() == {"status": "success"}, answer.text
 
 
-def said(service: Service, model: str, **fields: Any) -> str:
+def generate(service: Service, model: str, **fields: Any) -> str:
     answer = service.post(CHAT, {**BODY, "model": model, **fields})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
@@ -92,8 +92,8 @@ def said(service: Service, model: str, **fields: Any) -> str:
 def run(service: Service, command: str) -> Any:
     """Run a command as printed, except for the address and the admin password. Return its answer."""
     words = shlex.split(command.replace(PRINTED, service.url))
-    told = [*words, "-sS", "-H", "Authorization: " + ADMIN["Authorization"]]
-    return json.loads(subprocess.run(told, capture_output=True, check=True, timeout=300).stdout)
+    shown = [*words, "-sS", "-H", "Authorization: " + ADMIN["Authorization"]]
+    return json.loads(subprocess.run(shown, capture_output=True, check=True, timeout=300).stdout)
 
 
 def names(service: Service) -> list[str]:
@@ -110,23 +110,25 @@ def test_the_readmes_commands(infer: Service) -> None:
     success = {"status": "success"}
     assert run(infer, f"curl {PRINTED}/healthcheck") == {"message": "ok", "status_code": 200}
     assert run(infer, LOAD) == success
-    plain = said(infer, MODEL)
-    told = infer.get(f"/v1/models/{HERE}").json()
-    assert told["defaults"] == {"temperature": 1.0, "top_p": 0.3, "stop_tokens": [0, "\n\n"]}
-    answer = verb(infer, "loadmodel", model_filename=MIX[0], model_viewname=MODEL)
+    plain = generate(infer, MODEL)
+    shown = infer.get(f"/v1/models/{HERE}").json()
+    assert shown["defaults"] == {"temperature": 1.0, "top_p": 0.3, "stop_tokens": [0, "\n\n"]}
+    answer = route(infer, "loadmodel", model_filename=MIX[0], model_viewname=MODEL)
     assert answer.status_code == 422 and answer.json()["field"] == "model_filename", answer.text
-    assert said(infer, MODEL) == plain, "files are checked before anything is replaced"
+    assert generate(infer, MODEL) == plain, "files are checked before anything is replaced"
     assert run(infer, LOAD_WITH_ADAPTER) == run(infer, ADD_STATE) == run(infer, ADD_MIXTURE) == success
     prompt_functions = [one["id"] for one in run(infer, NAMES)]
     assert {one["object"] for one in run(infer, NAMES)} == {"models"}
     assert prompt_functions[:2] == [HERE, f"{HERE} State-Test"] and prompt_functions[-1] == f"{HERE} MRSS-Test"
     # A request may use the original or the listed names.
-    texts = {said(infer, f"{MODEL}{of}") for of in ("", " State Test", " MRSS Test")}
+    texts = {generate(infer, f"{MODEL}{of}") for of in ("", " State Test", " MRSS Test")}
     assert len(texts) == 3 and texts == {
-        said(infer, name) for name in (prompt_functions[0], prompt_functions[1], prompt_functions[-1])
+        generate(infer, name) for name in (prompt_functions[0], prompt_functions[1], prompt_functions[-1])
     }
-    assert said(infer, MODEL) != plain, "it is under the adapter now"
-    assert said(infer, "rwkv7") != said(infer, MODEL) and not states(infer)  # the service's own model has none of them
+    assert generate(infer, MODEL) != plain, "it is under the adapter now"
+    assert generate(infer, "rwkv7") != generate(infer, MODEL) and not states(
+        infer
+    )  # the service's own model has none of them
     chat = {"model": f"{MODEL} MRSS Test", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     chat |= {"mrss_gatingweight": ["0.01", "0.01", "0.9", "0.1"], "names": {"user": "user"}}
     assert infer.post("/chat/completions", chat).json()["object"] == "chat.completion"
@@ -136,24 +138,24 @@ def test_the_readmes_commands(infer: Service) -> None:
     assert answer.status_code == 404 and answer.json()["field"] == "state"
     assert infer.request("POST", "/removemodel", headers=ADMIN).json() == success
     assert infer.post(CHAT, {**BODY, "model": MODEL}).status_code == 404 and names(infer) == ["rwkv7"]
-    assert verb(infer, "removemodel").status_code == 404  # the service's own model stays
+    assert route(infer, "removemodel").status_code == 404  # the service's own model stays
 
 
 def test_a_mixtures_weights(infer: Service) -> None:
     done(infer, "mrss_loadstatemodel", state_viewname="Duo", state_filenames=MIX[:2], default_top_p=0.5)
     assert [one["weight"] for one in states(infer)["Duo"]["mixture"]] == [1, 1]
-    by_request = said(infer, "rwkv7 Duo", mrss_gatingweight=["1", "0"])
-    assert by_request == said(infer, "rwkv7 Duo.0") != said(infer, "rwkv7 Duo.1")
-    assert said(infer, "rwkv7", state="Duo", mrss_gatingweight=[0, 1]) == said(infer, "rwkv7 Duo.1")
+    by_request = generate(infer, "rwkv7 Duo", mrss_gatingweight=["1", "0"])
+    assert by_request == generate(infer, "rwkv7 Duo.0") != generate(infer, "rwkv7 Duo.1")
+    assert generate(infer, "rwkv7", state="Duo", mrss_gatingweight=[0, 1]) == generate(infer, "rwkv7 Duo.1")
     done(infer, "mrss_set_gatingweight", state_viewname="rwkv7 Duo", state_gatingweight=["1", "0"])
-    assert said(infer, "rwkv7 Duo") == by_request and states(infer)["Duo"]["defaults"] == {"top_p": 0.5}
+    assert generate(infer, "rwkv7 Duo") == by_request and states(infer)["Duo"]["defaults"] == {"top_p": 0.5}
     for weights, model in (([1], "rwkv7 Duo"), ([1, 0], "rwkv7 Duo.0"), ([1, 0], "rwkv7")):
         answer = infer.post(CHAT, {**BODY, "model": model, "mrss_gatingweight": weights})
         assert answer.status_code == 422 and answer.json()["field"] == "mrss_gatingweight", answer.text
     for weights in ([1], [1, -1], ["x", 1]):
-        answer = verb(infer, "mrss_set_gatingweight", state_viewname="Duo", state_gatingweight=weights)
+        answer = route(infer, "mrss_set_gatingweight", state_viewname="Duo", state_gatingweight=weights)
         assert answer.status_code == 422 and answer.json()["field"].startswith("state_gatingweight"), answer.text
-    assert verb(infer, "mrss_set_gatingweight", state_viewname="nobody").status_code == 404
+    assert route(infer, "mrss_set_gatingweight", state_viewname="nobody").status_code == 404
     done(infer, "removestatemodel")
     assert not states(infer)
 
@@ -185,7 +187,7 @@ def test_a_mixtures_weights(infer: Service) -> None:
     ],
 )
 def test_invalid_requests_are_refused_by_name(infer: Service, name: str, body: dict[str, Any], field: str) -> None:
-    answer = verb(infer, name, **body)
+    answer = route(infer, name, **body)
     assert answer.status_code == 422 and answer.json()["field"] == field, answer.text
     assert not states(infer) and names(infer) == ["rwkv7"]
 

@@ -22,41 +22,41 @@ def oracle(tiny_model: Path) -> LogprobOracle:
     return LogprobOracle(tiny_model)
 
 
-def asked(service: Service, **body: Any) -> dict[str, Any]:
+def scores_of(service: Service, **body: Any) -> dict[str, Any]:
     response = service.post(PATH, body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
 
 
-def check(told: dict[str, Any], oracle: LogprobOracle, prompt: list[int], candidate: list[int]) -> None:
-    wanted = oracle.of(prompt + candidate, len(prompt))
-    assert told["tokens"] == len(candidate)
-    assert told["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
-    assert told["logprob"] == pytest.approx(sum(wanted), abs=1e-4)
+def check(score: dict[str, Any], oracle: LogprobOracle, prompt: list[int], candidate: list[int]) -> None:
+    expected = oracle.of(prompt + candidate, len(prompt))
+    assert score["tokens"] == len(candidate)
+    assert score["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert score["logprob"] == pytest.approx(sum(expected), abs=1e-4)
     likeliest = oracle.logprobs(prompt + candidate)[len(prompt) - 1 : -1].argmax(dim=1).tolist()
-    assert told["is_greedy"] == (likeliest == candidate)
+    assert score["is_greedy"] == (likeliest == candidate)
 
 
 @pytest.mark.parametrize("pad_zero", [False, True])
 def test_every_candidate_after_every_prompt(service: Service, oracle: LogprobOracle, pad_zero: bool) -> None:
     contents = [*CONTENTS, ""] if pad_zero else CONTENTS
-    answer = asked(service, **{**EVERY, "contents": contents, "pad_zero": pad_zero, "model": "mine"})
+    answer = scores_of(service, **{**EVERY, "contents": contents, "pad_zero": pad_zero, "model": "mine"})
     assert (answer["object"], answer["model"], answer["id"][:6]) == ("score", "mine", "score-")
     prompts = [[0] * pad_zero + TOKENIZER.encode(content) for content in contents]
     candidates = [TOKENIZER.encode(candidate) for candidate in CANDIDATES]
     assert [row["index"] for row in answer["scores"]] == list(range(len(contents)))
     for row, prompt in zip(answer["scores"], prompts, strict=True):
-        assert [told["index"] for told in row["candidates"]] == [0, 1, 2, 3]
-        for told, candidate in zip(row["candidates"], candidates, strict=True):
-            check(told, oracle, prompt, candidate)
+        assert [score["index"] for score in row["candidates"]] == [0, 1, 2, 3]
+        for score, candidate in zip(row["candidates"], candidates, strict=True):
+            check(score, oracle, prompt, candidate)
     read = sum(map(len, prompts)) + len(prompts) * sum(map(len, candidates))
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == read
 
 
 def test_a_list_of_candidates_for_each_prompt(service: Service, oracle: LogprobOracle) -> None:
     lists = [[" Paris"], ["猫", "犬"], [" y", " z", " w"]]
-    answer = asked(service, contents=CONTENTS, candidates=lists)
+    answer = scores_of(service, contents=CONTENTS, candidates=lists)
     assert [len(row["candidates"]) for row in answer["scores"]] == [1, 2, 3]
     one = answer["scores"][1]["candidates"][1]
     prompt = TOKENIZER.encode(CONTENTS[1])
@@ -71,15 +71,15 @@ def test_the_models_own_text_is_greedy(service: Service) -> None:
     tokens = said["logprobs"]["tokens"]
     if TOKENIZER.encode("".join(tokens)) != [TOKENIZER.encode(token)[0] for token in tokens]:
         pytest.skip("the model's tokens are not those of its text")
-    (told,) = asked(service, contents=CONTENTS[:1], candidates=["".join(tokens)])["scores"][0]["candidates"]
-    assert told["logprob"] == pytest.approx(sum(said["logprobs"]["token_logprobs"]), abs=1e-4)
-    assert told["is_greedy"]
+    (score,) = scores_of(service, contents=CONTENTS[:1], candidates=["".join(tokens)])["scores"][0]["candidates"]
+    assert score["logprob"] == pytest.approx(sum(said["logprobs"]["token_logprobs"]), abs=1e-4)
+    assert score["is_greedy"]
 
 
 def test_a_prompt_is_computed_once(service: Service) -> None:
     content = "A long prompt that is read for all of its candidates. " * 40
     before = service.wait_idle()["computed_tokens"]
-    asked(service, contents=[content], candidates=[f" {i}" for i in range(50)], use_prefix_cache=False)
+    scores_of(service, contents=[content], candidates=[f" {i}" for i in range(50)], use_prefix_cache=False)
     read = service.status()["computed_tokens"] - before
     assert read < len(TOKENIZER.encode(content)) + 50 * 4
 
@@ -114,13 +114,13 @@ def test_a_timeout_is_504(service: Service) -> None:
     assert service.post(PATH, body).status_code == 504
 
 
-@pytest.mark.parametrize("place", ["", "/openai"])
-def test_the_tokenizer_routes(service: Service, place: str) -> None:
-    info = service.get(f"{place}/tokenizer_info").json()
-    assert service.post(f"{place}/tokenize", {"prompt": info["eos_token"]}).json()["tokens"] == [0]
+@pytest.mark.parametrize("prefix", ["", "/openai"])
+def test_the_tokenizer_routes(service: Service, prefix: str) -> None:
+    info = service.get(f"{prefix}/tokenizer_info").json()
+    assert service.post(f"{prefix}/tokenize", {"prompt": info["eos_token"]}).json()["tokens"] == [0]
     text = f"def f(x):\n\n{info['eos_token']}猫"
-    told = service.post(f"{place}/tokenize", {"prompt": text, "add_special_tokens": False}).json()
-    assert (told["tokens"], told["count"]) == (TOKENIZER.encode(text), len(told["tokens"]))
-    assert service.post(f"{place}/detokenize", {"tokens": [0, *told["tokens"]]}).json() == {"prompt": text}
-    refused = service.post(f"{place}/detokenize", {"tokens": [65536]})
-    assert refused.status_code == (400 if place else 422)
+    score = service.post(f"{prefix}/tokenize", {"prompt": text, "add_special_tokens": False}).json()
+    assert (score["tokens"], score["count"]) == (TOKENIZER.encode(text), len(score["tokens"]))
+    assert service.post(f"{prefix}/detokenize", {"tokens": [0, *score["tokens"]]}).json() == {"prompt": text}
+    refused = service.post(f"{prefix}/detokenize", {"tokens": [65536]})
+    assert refused.status_code == (400 if prefix else 422)

@@ -26,7 +26,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
-def begun(service: Service, client: str) -> socket.socket:
+def start_reading(service: Service, client: str) -> socket.socket:
     """Return a client with this address that has read only the beginning of its answer."""
     connection = socket.create_connection(("127.0.0.1", service.port), REQUEST_TIMEOUT_S, (client, 0))
     connection.sendall(f"GET {PATH} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
@@ -42,10 +42,10 @@ def test_a_file_is_complete(fake: Service) -> None:
 
 def test_slow_readers_are_limited(fake: Service) -> None:
     wait_for(lambda: fake.get(PATH).status_code == 200, 20, "the places are free")
-    readers = [begun(fake, "127.0.0.2") for _ in range(MAX_SESSION_TRANSFERS_PER_CLIENT)]
+    readers = [start_reading(fake, "127.0.0.2") for _ in range(MAX_SESSION_TRANSFERS_PER_CLIENT)]
     assert fake.get(PATH).status_code == 200, "one client leaves room for others"
     readers += [
-        begun(fake, f"127.0.0.{3 + number}")
+        start_reading(fake, f"127.0.0.{3 + number}")
         for number in range(MAX_SESSION_TRANSFERS - MAX_SESSION_TRANSFERS_PER_CLIENT)
     ]
     refused = fake.get(PATH)

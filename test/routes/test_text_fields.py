@@ -22,7 +22,7 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(
-    ("model", "body", "field", "wanted"),
+    ("model", "body", "field", "expected"),
     [
         (LoadBody, {"dtype": "fp7"}, "dtype", "must be one of auto, fp32, bf16, fp16, fp8, int8, int4, got fp7"),
         (LoadBody, {"wkv_state": "fp8"}, "wkv_state", "must be one of auto, fp32, fp16, int8, got fp8"),
@@ -44,16 +44,16 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
         ),
     ],
 )
-def test_pattern_errors_are_in_words(model: Any, body: dict[str, Any], field: str, wanted: str) -> None:
+def test_pattern_errors_are_in_words(model: Any, body: dict[str, Any], field: str, expected: str) -> None:
     with pytest.raises(ServiceError) as caught:
         validate(model, {"file": "a.pth", **body})
     assert caught.value.info.field == field
-    assert str(caught.value).startswith(f"{field}: {wanted}")
+    assert str(caught.value).startswith(f"{field}: {expected}")
     assert "pattern" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ({"contents": ["a"], "mrss_gatingweight": ["abc"]}, "mrss_gatingweight[0]: must be a valid number, got abc"),
         ({"contents": ["a"], "mrss_gatingweight": [1] * 17}, "mrss_gatingweight: must have at most 16 items, got [1"),
@@ -65,10 +65,10 @@ def test_pattern_errors_are_in_words(model: Any, body: dict[str, Any], field: st
         ({"contents": ["a"], "session_id": True}, "session_id: must be a valid string, got true"),
     ],
 )
-def test_other_fields_have_the_same_wording(body: dict[str, Any], told: str) -> None:
+def test_other_fields_have_the_same_wording(body: dict[str, Any], message: str) -> None:
     with pytest.raises(ServiceError) as caught:
         validate(PromptBody, body)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_errors_show_text_without_utf8_form() -> None:

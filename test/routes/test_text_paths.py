@@ -67,11 +67,11 @@ def thoughts(text: str) -> None:
     from routes.response.reasoning_parser import ReasoningParser
 
     for thinks, begins in ((True, ""), (True, ">x"), (False, "")):
-        parting = ReasoningParser(thinks)
-        parting.feed(begins, final=False)
+        parser = ReasoningParser(thinks)
+        parser.feed(begins, final=False)
         for at in range(0, len(text), 2):
-            parting.feed(text[at : at + 2], final=False)
-        parting.feed("", final=True)
+            parser.feed(text[at : at + 2], final=False)
+        parser.feed("", final=True)
 
 
 def answers(text: str) -> None:

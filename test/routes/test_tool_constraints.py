@@ -41,7 +41,7 @@ NOW = '\n{"name": "now", "arguments": {}}\n'
 TOKENIZER = Tokenizer()
 
 
-def box(
+def make_tools(
     schema: dict[str, Any] = WEATHER, *, must_call: bool = False, several: bool = True, strict: bool = False
 ) -> ToolSet:
     functions = (
@@ -56,21 +56,21 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE)
 
 
-def followed(compiler: GrammarCompiler, text: str, toolbox: ToolSet, **fields: Any) -> str:
+def accepted_part(compiler: GrammarCompiler, text: str, offered: ToolSet, **fields: Any) -> str:
     """Return the part of a text that the grammar accepts, with "|" where it may end."""
-    constraint = tool_call_constraint(toolbox, **{"is_open": False, "thinks": False, **fields})
+    constraint = tool_call_constraint(offered, **{"is_open": False, "thinks": False, **fields})
     state = compiler.compile(constraint).templates[0].deep_copy()
     ids = [token for letter in text.encode() for token in TOKENIZER.encode_bytes(bytes([letter]))]
-    taken = TOKENIZER.decode_bytes(ids[: state.try_consume_tokens(ids)]).decode()
-    return taken + ("|" if state.is_accepting() else "")
+    accepted = TOKENIZER.decode_bytes(ids[: state.try_consume_tokens(ids)]).decode()
+    return accepted + ("|" if state.is_accepting() else "")
 
 
 SEVEN = Constraint(form=Form.JSON_SCHEMA, source='{"enum": [7]}')
-AUTO, MUST, ONE = box(), box(must_call=True), box(must_call=True, several=False)
+AUTO, MUST, ONE = make_tools(), make_tools(must_call=True), make_tools(must_call=True, several=False)
 
 
 @pytest.mark.parametrize(
-    ("toolbox", "fields", "text", "taken"),
+    ("offered", "fields", "text", "accepted"),
     [
         (AUTO, {}, "Hello ``` there\n\n", "Hello ``` there\n\n|"),
         (AUTO, {}, f"Let me see.\n\n```json{CALL}", f"Let me see.\n\n```json{CALL}|"),
@@ -92,13 +92,13 @@ AUTO, MUST, ONE = box(), box(must_call=True), box(must_call=True, several=False)
     ],
 )
 def test_answers_accepted_by_the_grammar(
-    compiler: GrammarCompiler, toolbox: ToolSet, fields: dict[str, Any], text: str, taken: str
+    compiler: GrammarCompiler, offered: ToolSet, fields: dict[str, Any], text: str, accepted: str
 ) -> None:
-    assert followed(compiler, text, toolbox, **fields) == taken
+    assert accepted_part(compiler, text, offered, **fields) == accepted
 
 
 @pytest.mark.parametrize(
-    ("schema", "arguments", "is_taken"),
+    ("schema", "arguments", "is_accepted"),
     [
         ({}, '{"a": 1}', False),
         ({"properties": {"a": {}}}, '{"a": 1}', True),
@@ -111,18 +111,20 @@ def test_answers_accepted_by_the_grammar(
     ],
 )
 def test_arguments_match_the_schema(
-    compiler: GrammarCompiler, schema: dict[str, Any], arguments: str, is_taken: bool
+    compiler: GrammarCompiler, schema: dict[str, Any], arguments: str, is_accepted: bool
 ) -> None:
     text = f'\n{{"name": "get_weather", "arguments": {arguments}}}\n```'
-    assert (followed(compiler, text, box(schema, must_call=True), is_open=True) == f"{text}|") is is_taken
+    assert (
+        accepted_part(compiler, text, make_tools(schema, must_call=True), is_open=True) == f"{text}|"
+    ) is is_accepted
 
 
 def test_an_unsupported_strict_schema_is_refused_by_its_path(compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"contains": {}}}}}}
     with pytest.raises(GrammarError) as refusal:
-        compiler.compile(tool_call_constraint(box(schema, strict=True), is_open=True, thinks=False))
+        compiler.compile(tool_call_constraint(make_tools(schema, strict=True), is_open=True, thinks=False))
     assert (refusal.value.field, refusal.value.place) == ("tools[0].function.parameters", ".properties.a.properties.b")
-    compiler.compile(tool_call_constraint(box(schema), is_open=True, thinks=False))
+    compiler.compile(tool_call_constraint(make_tools(schema), is_open=True, thinks=False))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def client(service: Service) -> Iterator[OpenAI]:
         yield made
 
 
-def asked(client: OpenAI, **fields: Any) -> Any:
+def call_chat(client: OpenAI, **fields: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     fields = {"model": "rwkv7", "messages": messages, "tools": TOOLS, "tool_choice": "required", **fields}
     return client.chat.completions.create(**{"max_tokens": 1500, "temperature": 1.0, "top_p": 0.95, **fields})
@@ -147,11 +149,11 @@ def checked(calls: Any) -> list[str]:
 
 
 def test_a_random_model_makes_valid_calls(client: OpenAI) -> None:
-    choices = asked(client, n=8, seed=1).choices
+    choices = call_chat(client, n=8, seed=1).choices
     for choice in choices:
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         checked(choice.message.tool_calls)
-    chunks = asked(client, n=8, seed=1, stream=True)
+    chunks = call_chat(client, n=8, seed=1, stream=True)
     streamed: dict[tuple[int, int], str] = {}
     ends = {}
     for chunk in chunks:
@@ -177,12 +179,12 @@ def test_tool_choice_and_single_calls(client: OpenAI) -> None:
                 "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]},
             },
         ):
-            made = asked(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=2).choices
+            made = call_chat(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=2).choices
             assert [checked(one.message.tool_calls) for one in made] == [[name]] * 4
 
 
 def test_a_call_cut_by_max_tokens(client: OpenAI) -> None:
-    choice = asked(
+    choice = call_chat(
         client, max_tokens=14, tool_choice={"type": "function", "function": {"name": "get_weather"}}
     ).choices[0]
     assert choice.finish_reason == "length"
@@ -194,22 +196,22 @@ def test_a_call_cut_by_max_tokens(client: OpenAI) -> None:
 
 def test_a_call_cut_before_its_name_is_not_content(client: OpenAI) -> None:
     for most in (1, 3):
-        choice = asked(client, max_tokens=most).choices[0]
+        choice = call_chat(client, max_tokens=most).choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
-        chunks = list(asked(client, max_tokens=most, stream=True))
-        told = [chunk.choices[0].delta for chunk in chunks]
-        assert not any(delta.content or delta.tool_calls for delta in told)
+        chunks = list(call_chat(client, max_tokens=most, stream=True))
+        received = [chunk.choices[0].delta for chunk in chunks]
+        assert not any(delta.content or delta.tool_calls for delta in received)
         assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_a_stop_inside_a_call_makes_it_incomplete(client: OpenAI) -> None:
     """Its finish reason shows that the arguments are cut: `arguments` comes before the name is certain."""
     named = {"type": "function", "function": {"name": "get_weather"}}
-    choice = asked(client, stop=["city"], tool_choice=named).choices[0]
+    choice = call_chat(client, stop=["city"], tool_choice=named).choices[0]
     assert choice.finish_reason == "stop"
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"')
-    choice = asked(client, stop=["name"], tool_choice=named).choices[0]
+    choice = call_chat(client, stop=["name"], tool_choice=named).choices[0]
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", "", None)
 
 
@@ -221,20 +223,20 @@ def test_auto_does_not_change_text(client: OpenAI) -> None:
         "frequency_penalty": 0,
         "extra_body": {"stop_tokens": []},
     }
-    choice = asked(client, tool_choice="auto", **plain).choices[0]
+    choice = call_chat(client, tool_choice="auto", **plain).choices[0]
     assert choice.finish_reason in ("stop", "length") and choice.message.content and not choice.message.tool_calls
 
 
 def test_response_format_or_a_call(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    for choice in asked(client, tool_choice="auto", response_format=form, n=8, seed=5).choices:
+    for choice in call_chat(client, tool_choice="auto", response_format=form, n=8, seed=5).choices:
         if choice.message.tool_calls:
             checked(choice.message.tool_calls)
         else:
             jsonschema_rs.validate(schema, json.loads(choice.message.content))
     with pytest.raises(openai.BadRequestError, match="regex and tools exclude each other"):
-        asked(client, extra_body={"regex": "a"})
+        call_chat(client, extra_body={"regex": "a"})
 
 
 @pytest.mark.parametrize("const", ["```json{", "<tool_call>{", f"```json{NOW.strip()}```"])
@@ -243,11 +245,11 @@ def test_a_schema_whose_strings_look_like_calls(client: OpenAI, const: str) -> N
     schema = {"name": "n", "schema": {"const": {"a": const}}, "strict": True}
     fields = {"tool_choice": "auto", "logit_bias": {str(TOKENIZER.encode_bytes(b"{")[0]): 100}}
     form = {"response_format": {"type": "json_schema", "json_schema": schema}}
-    choice = asked(client, **fields, **form).choices[0]
+    choice = call_chat(client, **fields, **form).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("stop", json.dumps({"a": const}))
-    chunks = asked(client, **fields, **form, stream=True, extra_body={"chunk_size": 1})
-    told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert told == json.dumps({"a": const})
+    chunks = call_chat(client, **fields, **form, stream=True, extra_body={"chunk_size": 1})
+    received = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert received == json.dumps({"a": const})
     response = client.responses.create(
         model="rwkv7",
         input="Go.",
@@ -262,16 +264,16 @@ def test_an_unsupported_strict_schema_is_a_bad_request(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"contains": {}}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     with pytest.raises(openai.BadRequestError) as refusal:
-        asked(client, tools=[*TOOLS, tool], tool_choice="auto")
+        call_chat(client, tools=[*TOOLS, tool], tool_choice="auto")
     assert refusal.value.param == "tools[2].function.parameters.properties.a"
 
 
 def test_a_session_continues_after_a_call(client: OpenAI) -> None:
     extra = {"session_id": "tools"}
-    message = asked(client, extra_body=extra, seed=4).choices[0].message
+    message = call_chat(client, extra_body=extra, seed=4).choices[0].message
     messages = [{"role": "user", "content": "What is the weather in Paris?"}, message]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
-    second = asked(client, messages=messages, extra_body=extra, tool_choice="none", max_tokens=4)
+    second = call_chat(client, messages=messages, extra_body=extra, tool_choice="none", max_tokens=4)
     assert second.usage.prompt_tokens_details.cached_tokens > 60
     assert second.usage.prompt_tokens - second.usage.prompt_tokens_details.cached_tokens < 25 * len(message.tool_calls)
 

@@ -38,12 +38,12 @@ def reasoning_delta(
     pieces: list[str], opens_with_call: bool = False, is_calls_or_text: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
     """Return content and calls of an answer in these pieces."""
-    parting = AnswerParser(
+    parser = AnswerParser(
         AnswerFormat(names=NAMES, opens_with_call=opens_with_call, is_calls_or_text=is_calls_or_text, continues=True)
     )
     content, calls = "", dict[int, tuple[str, str]]()
     for at, piece in enumerate([*pieces, ""]):
-        parts = parting.feed(piece, final=at == len(pieces))
+        parts = parser.feed(piece, final=at == len(pieces))
         content += parts.content
         for call in parts.calls:
             name, arguments = calls.get(call.index, ("", ""))
@@ -92,8 +92,8 @@ def test_an_answer_opened_as_a_call_by_the_prompt() -> None:
 
 def test_an_incomplete_opening_is_text_unless_calls_are_required() -> None:
     for must_call, content in ((False, "```js"), (True, "")):
-        parting = AnswerParser(AnswerFormat(thinks=True, names=NAMES, must_call=must_call))
-        parts = parting.feed("Hm.</think>\n```js", final=True)
+        parser = AnswerParser(AnswerFormat(thinks=True, names=NAMES, must_call=must_call))
+        parts = parser.feed("Hm.</think>\n```js", final=True)
         assert (parts.reasoning, parts.content) == ("Hm.", content)
 
 
@@ -142,10 +142,9 @@ def test_any_split_of_any_text_gives_the_same(
 
 
 def test_arguments_are_streamed() -> None:
-    parting = AnswerParser(AnswerFormat(names=NAMES))
+    parser = AnswerParser(AnswerFormat(names=NAMES))
     told = [
-        parting.feed(piece, False).calls
-        for piece in ("Hi ```js", 'on\n{"name": "f", "argu', 'ments": {"a', '": 1', "}")
+        parser.feed(piece, False).calls for piece in ("Hi ```js", 'on\n{"name": "f", "argu', 'ments": {"a', '": 1', "}")
     ]
     assert [[(call.name, call.arguments) for call in calls] for calls in told] == [
         [], [], [("f", '{"a')], [("", '": 1')], [("", "}")],
@@ -190,7 +189,7 @@ def test_a_recursive_schema_has_a_bounded_signature() -> None:
         assert signature("f", "", broken).startswith("f(")
 
 
-def box(must_call: bool = False) -> ToolSet:
+def make_tools(must_call: bool = False) -> ToolSet:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     functions = tuple(Function(name, "", schema, False, "") for name in NAMES)
     return ToolSet(functions, functions, must_call, parallel_calls=True)
@@ -208,13 +207,13 @@ def test_a_conversation_with_calls() -> None:
         {"role": "tool", "tool_call_id": "call_f", "content": "first"},
     ]
     messages = [Message.model_validate(turn) for turn in turns]
-    said = [call_text(name, '{"city": "A\\n\\nB"}') for name in NAMES]
+    prompt_text = [call_text(name, '{"city": "A\\n\\nB"}') for name in NAMES]
     rounds = [
-        "User: Both.", f"Assistant: Yes.\n{said[0]}\n{said[1]}", "User: Function output:\nfirst",
+        "User: Both.", f"Assistant: Yes.\n{prompt_text[0]}\n{prompt_text[1]}", "User: Function output:\nfirst",
         "User: Function output:\nsecond", "Assistant: ```json",
     ]  # fmt: skip
-    assert said[0] == '```json\n{"name": "f", "arguments": {"city": "A\\n\\nB"}}\n```'
-    listing = box().listing
+    assert prompt_text[0] == '```json\n{"name": "f", "arguments": {"city": "A\\n\\nB"}}\n```'
+    listing = make_tools().listing
     assert listing == LISTING
     chat = prompts.chat(messages, Think.OFF, listing=listing, opening="```json")
     assert chat == "\n\n".join([f"System: {LISTING}", *rounds])
@@ -228,7 +227,7 @@ def test_arguments_that_are_not_json_stay_unchanged() -> None:
 
 
 @pytest.fixture(scope="module")
-def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """A client of a service that answers the text in the user's message."""
     running = Service(
         tmp_path_factory.mktemp("fake"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
@@ -241,7 +240,7 @@ def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         running.close()
 
 
-def asked(client: OpenAI, text: str, **fields: Any) -> Any:
+def call_chat(client: OpenAI, text: str, **fields: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": f"say {text}"}]
     return client.chat.completions.create(**{"model": "rwkv7", "messages": messages, "tools": TOOLS, **fields})
 
@@ -255,18 +254,18 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
 
 
-def test_calls_of_a_complete_answer(saying: OpenAI) -> None:
-    choice = asked(saying, SAID).choices[0]
+def test_calls_of_a_complete_answer(echo_client: OpenAI) -> None:
+    choice = call_chat(echo_client, SAID).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see. 🌍")
     assert calls_of(choice.message) == CALLED
     assert len({call.id for call in choice.message.tool_calls}) == 2
-    alone = asked(saying, CALL).choices[0].message
+    alone = call_chat(echo_client, CALL).choices[0].message
     assert alone.content is None and calls_of(alone) == CALLED[:1]
 
 
-def test_calls_of_a_stream(saying: OpenAI) -> None:
+def test_calls_of_a_stream(echo_client: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": f"say {SAID}"}]
-    with saying.chat.completions.stream(model="rwkv7", messages=messages, tools=TOOLS) as stream:
+    with echo_client.chat.completions.stream(model="rwkv7", messages=messages, tools=TOOLS) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion()
     assert [(event.index, event.name) for event in done] == [(0, "f"), (1, "g")]
@@ -274,7 +273,7 @@ def test_calls_of_a_stream(saying: OpenAI) -> None:
     assert calls_of(final.choices[0].message) == CALLED
     pieces = [
         call
-        for chunk in asked(saying, SAID, stream=True)
+        for chunk in call_chat(echo_client, SAID, stream=True)
         for choice in chunk.choices
         for call in choice.delta.tool_calls or ()
     ]
@@ -282,23 +281,23 @@ def test_calls_of_a_stream(saying: OpenAI) -> None:
     assert all(piece.function.name is None for piece in pieces if not piece.id)
 
 
-def test_without_calls_an_answer_is_text(saying: OpenAI) -> None:
+def test_without_calls_an_answer_is_text(echo_client: OpenAI) -> None:
     for fields in ({}, {"tool_choice": "none"}, {"tools": [TOOLS[1]]}):
         text = CALL if fields else "Hello."
-        choice = asked(saying, text, **fields).choices[0]
+        choice = call_chat(echo_client, text, **fields).choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
 
 
-def test_an_answer_that_must_be_a_call(saying: OpenAI) -> None:
+def test_an_answer_that_must_be_a_call(echo_client: OpenAI) -> None:
     text = CALL.removeprefix("```json\n")
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        made = asked(saying, text, tool_choice=choice).choices[0]
+        made = call_chat(echo_client, text, tool_choice=choice).choices[0]
         assert (made.finish_reason, calls_of(made.message)) == ("tool_calls", CALLED[:1])
 
 
-def test_a_round_trip_of_calls_and_results(saying: OpenAI) -> None:
-    first = asked(saying, SAID).choices[0].message
+def test_a_round_trip_of_calls_and_results(echo_client: OpenAI) -> None:
+    first = call_chat(echo_client, SAID).choices[0].message
     messages: list[Any] = [{"role": "user", "content": "Go."}, first]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls]
-    answer = saying.chat.completions.create(model="rwkv7", messages=messages, tools=TOOLS, max_tokens=1)
+    answer = echo_client.chat.completions.create(model="rwkv7", messages=messages, tools=TOOLS, max_tokens=1)
     assert answer.choices[0].message.content == "Function output:\nsunny"

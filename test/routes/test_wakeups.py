@@ -62,13 +62,13 @@ def test_new_readers_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     plain = ReaderWakeups._take_items
 
-    def noted(mailbox: Mailbox[int]) -> list[int]:
+    def recording(mailbox: Mailbox[int]) -> list[int]:
         items = plain(mailbox)
         order.extend(items)
         return items
 
     readings = [Reading(wakeups, read_before=number < 3) for number in range(5)]
-    monkeypatch.setattr(ReaderWakeups, "_take_items", staticmethod(noted))
+    monkeypatch.setattr(ReaderWakeups, "_take_items", staticmethod(recording))
     for number, reading in enumerate(readings):
         wakeups.put(reading.mailbox, number)
     time.sleep(0.01)
