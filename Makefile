@@ -1,6 +1,7 @@
 # make serve   the service; ARGS="--model-path FILE" and RWKV_... variables configure it
 # make test    the tests
 # make lint    formatting, lint and types
+# make docs    the site of the documents in build/site; broken links fail
 # make cluster-demo   three machines on one: a Ray cluster with the demo model, of which a node is killed
 # make install-nvcc   NVIDIA's compiler from pip (serve does it where a card is and no toolkit)
 # make install-gpu    that and FlashInfer
@@ -17,7 +18,7 @@ ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
 
-.PHONY: serve test cluster-demo lint format install install-dev install-gpu install-nvcc lock release audit clean
+.PHONY: serve test cluster-demo lint docs format install install-dev install-gpu install-nvcc lock release audit clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
@@ -33,6 +34,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(SOURCES)
