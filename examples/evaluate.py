@@ -1,4 +1,4 @@
-"""Runs lm-evaluation-harness against a running service, tasks of every kind (docs/scoring.md).
+"""Runs lm-evaluation-harness against a running service, tasks of every kind (docs/generation.md).
 
     pip install "lm_eval[api]"
     python examples/evaluate.py --url http://127.0.0.1:8000 --tasks arc_easy [--limit 100] [flags of lm_eval]

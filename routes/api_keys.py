@@ -69,7 +69,7 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     try:
         keys = msgspec.toml.decode(Path(path).read_bytes(), type=_File).key
     except OSError as error:
-        raise KeysError(f"{path} cannot be read: {error.strerror}; docs/access.md shows an example") from None
+        raise KeysError(f"{path} cannot be read: {error.strerror}; docs/operations.md shows an example") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise KeysError(f"{path} is not a keys file: {str(error).splitlines()[0]}") from None
     for number, api_key in enumerate(keys, 1):

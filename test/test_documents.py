@@ -14,17 +14,20 @@ DOCUMENTS = [
     "README.zh-CN.md",
     "CONTRIBUTING.md",
     "bench/results/README.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-NOTEBOOK = "docs/notebook.md"
-"""Tells of what was, files that are gone included."""
+MAX_PAGES = 12
+"""Pages in docs/, without their Chinese versions."""
+TRIES = "docs/tries.md"
+"""Names files and programs that are gone."""
 FOLDERS = "|".join(sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name.isidentifier()))
 PLACE = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 FILES_OF_A_FOLDER = re.compile(r"`([\w./]+/)`: ((?:`\w+\.py`(?:, | and )?)+)")
 PROGRAM = re.compile(r"python -m ([a-z][\w.]*\w)")
 RECORD = re.compile(r"`(?:bench/results/)?([\w*][\w.*-]*\.json)`")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
-NO_RECORDS = {"model.safetensors.index.json", "adapter_config.json"}
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+NO_RECORDS = {"model.safetensors.index.json", "adapter_config.json", "rwkv_sessions.db.adapters.json"}
 OTHERS = {"pytest", "venv", "pip"}
 """Programs that are not ours."""
 
@@ -45,14 +48,14 @@ def headings(document: Path) -> set[str]:
 def test_named_files_are_there(document: str) -> None:
     text = text_of(document)
     named = set(PLACE.findall(text))
-    if document != NOTEBOOK:
+    if document != TRIES:
         named |= {folder + name for folder, names in FILES_OF_A_FOLDER.findall(text) for name in names.split("`")[1::2]}
     assert not sorted(path for path in named if not (ROOT / path).exists())
 
 
 @documents
 def test_named_programs_are_there(document: str) -> None:
-    if document == NOTEBOOK:
+    if document == TRIES:
         return
     named = set(PROGRAM.findall(text_of(document))) - OTHERS
     places = {name: ROOT / name.replace(".", "/") for name in named}
@@ -71,7 +74,7 @@ def test_named_records_are_there(document: str) -> None:
 @documents
 def test_links_lead_somewhere(document: str) -> None:
     lost = []
-    for path, heading in LINK.findall(text_of(document)):
+    for path, heading in LINK.findall(FENCE.sub("", text_of(document))):
         target = (ROOT / document).parent / path if path else ROOT / document
         if not target.exists() or (heading and target.suffix == ".md" and heading not in headings(target)):
             lost.append(f"{path}#{heading}")
@@ -83,3 +86,19 @@ def test_the_architecture_names_every_folder() -> None:
     packages = ("routes", "rwkv_batch", "state_pool", "programs")
     folders = {path.parent.name for package in packages for path in (ROOT / package).glob("*/__init__.py")}
     assert not sorted(folder for folder in folders if f"  {folder}/" not in text)
+
+
+def test_there_are_few_pages_and_all_are_in_the_sites_menu() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert len([page for page in pages if "/" not in page]) <= MAX_PAGES
+    menu = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE))
+    assert menu - {"index.md", "zh/index.md"} == pages
+
+
+@documents
+def test_pages_are_short(document: str) -> None:
+    text = text_of(document)
+    if limit := {"README.md": 130, "README.zh-CN.md": 130, "CONTRIBUTING.md": 120, TRIES: 300}.get(document):
+        assert len(text.splitlines()) <= limit
+    if document == "docs/architecture.md":
+        assert len(text.split()) <= 1800

@@ -104,7 +104,7 @@ class PIPELINE:
             return "\ufffd"
 
     def sample_logits(self, logits: Any, temperature: float = 1.0, top_p: float = 0.85, top_k: int = 0) -> int:
-        """A token drawn from logits [V] of `forward`, as docs/sampling.md says; `torch.manual_seed` decides which.
+        """A token drawn from logits [V] of `forward`, as docs/generation.md says; `torch.manual_seed` decides which.
 
         temperature or top_p 0: the likeliest. Raises ValueError.
         """

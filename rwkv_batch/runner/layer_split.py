@@ -1,4 +1,4 @@
-"""Which layers go to which device: so that all stages take equal time, and none more memory than it has."""
+"""Splits layers between devices: stages take equal time and fit into memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
 HEAD_FACTOR, HEAD_FACTOR_TWO_STAGES = 0.88, 0.6
-"""What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
-states to read and write too, the more the larger a group of rows is: by the times of four stages the head of 7.2B is
-1.14 layers for groups of 80 rows and 1.09 for 240 (`h200-7.2b-stage-times-entrance.json`); by traces 0.9 for 960, and
-by one of two stages 0.7 for 480, which tokens/s do not show (docs/notebook.md). 0.88 is 1.1 layers of it."""
+"""Cost of a head weight, including sampling, relative to a layer's: for several stages and for two.
+
+A layer also reads and writes states, which cost more in larger groups of rows. Measured for 7.2B, the head costs 1.14
+layers in groups of 80 rows and 1.09 in groups of 240 (four stages, `h200-7.2b-stage-times-entrance.json`). Traces show
+0.9 for 960 rows, and 0.7 for 480 rows with two stages. 0.88 corresponds to 1.1 layers.
+"""
 CUT_GAIN = 0.04
-"""How much less the slowest stage must have to do for a layer to be cut: two halves take a little longer than a whole
-one, and a stage more keeps its weights."""
+"""A layer is cut only if the slowest stage's cost falls by this share.
+
+Two halves take a little longer than a layer, and both stages keep its weights.
+"""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
@@ -31,7 +35,7 @@ class LayerRange(NamedTuple):
     first: int
     last: int
     cuts: Cuts = WHOLE
-    """whether its first or last layer is cut in half, between time mix and channel mix"""
+    """whether the first or last layer is cut in half, between time mix and channel mix"""
 
 
 def split_layers(
@@ -42,10 +46,12 @@ def split_layers(
     given: Sequence[float],
     may_cut: bool = False,
 ) -> list[LayerRange]:
-    """The layers of each stage: as `given`, or so that stages take equal time within the devices' memory.
+    """Return the layers of each stage: as given, or so that stages take equal time.
 
-    `item_bytes` of a weight on each device; `memory_fraction` of a GPU's free memory that weights may take. `may_cut`: on
-    GPUs layers of RWKV-7 may be cut in half. Raises ValueError when it cannot be done.
+    item_bytes: bytes per weight on each device
+    memory_fraction: share of a GPU's free memory for weights
+    may_cut: on GPUs, layers of RWKV-7 may be cut in half
+    Raises ValueError if the layers do not fit.
     """
     layers = weights.shape.layers
     sizes = {name: tensor.numel() for name, tensor in weights.tensors.items()}
@@ -55,26 +61,26 @@ def split_layers(
         counts = check_layers(given, layers, len(devices))
         if weights.shape.version != X070 and any(count % 1 for count in counts):
             raise ValueError(
-                f"--pp-layers {_joined(given)} cuts a layer in half, which {weights.shape.version} is not served with; "
+                f"--pp-layers {_joined(given)} cuts a layer in half, which {weights.shape.version} does not support; "
                 "give whole numbers"
             )
     elif len(devices) == 1:
         counts = [layers]
     else:
-        most = [
+        max_layers = [
             _layers_that_fit(device, layer * item, memory_fraction / devices.count(device), layers)
             for device, item in zip(devices, item_bytes, strict=True)
         ]
         head = head_cost(sizes["head.weight"] / layer, len(devices))
         speeds = relative_speeds(devices)
-        counts = balance_layers(layers, head, speeds, most)
+        counts = balance_layers(layers, head, speeds, max_layers)
         if may_cut and weights.shape.version == X070 and {device.type for device in devices} == {"cuda"}:
-            counts = balance_half_layers(counts, head, speeds, most)
+            counts = balance_half_layers(counts, head, speeds, max_layers)
     return to_layer_ranges(counts)
 
 
 def to_layer_ranges(counts: Sequence[float]) -> list[LayerRange]:
-    """Counts of layers, in halves, one behind the other."""
+    """Convert counts of layers, in halves, to consecutive ranges."""
     ends = [0, *(round(2 * end) for end in itertools.accumulate(counts))]
     return [
         LayerRange(first // 2, -(-last // 2), Cuts(first % 2 == 1, last % 2 == 1))
@@ -83,70 +89,77 @@ def to_layer_ranges(counts: Sequence[float]) -> list[LayerRange]:
 
 
 def head_cost(size: float, stages: int) -> float:
-    """Of head and sampler, in layers; `size`: of the head's weights beside a layer's."""
+    """Return the cost of head and sampler in layers.
+
+    size: number of the head's weights relative to a layer's
+    """
     return size * (HEAD_FACTOR_TWO_STAGES if stages == 2 else HEAD_FACTOR)
 
 
 def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, layers: int) -> int:
     if device.type != "cuda":
-        return layers  # from a mapped file; what is too much for the host shows when it is read
+        return layers  # layers are read from a mapped file, so the limit is unknown
     free, _ = torch.cuda.mem_get_info(device)
     return int(min(layers, free * share // layer_bytes))
 
 
 def balance_layers(
-    layers: int, head: float, speeds: Sequence[float], most: Sequence[int], unit: float = 1.0
+    layers: int, head: float, speeds: Sequence[float], max_layers: Sequence[int], unit: float = 1.0
 ) -> list[float]:
-    """Layers of each stage, in order: the slowest stage is as fast as can be, the later ones take what is over, since
-    the first one also waits for the tokens that the last one draws.
+    """Balance layers between stages, in order, so that the slowest stage is as fast as possible.
 
-    `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
-    other; `most` layers that each has memory for; `unit`: in which they are dealt, whole or in halves. Raises
-    ValueError if they do not fit.
+    On a tie, later stages get more: the first one also waits for the tokens that the last one samples.
+    head: cost of head and sampler in layers, for the last stage
+    speeds: of the devices, relative to each other
+    max_layers: layers that fit into each device's memory
+    unit: whole layers (1) or halves (0.5)
+    Raises ValueError if they do not fit.
     """
     stages = len(speeds)
-    if sum(most) < layers or min(most) < 1:
+    if sum(max_layers) < layers or min(max_layers) < 1:
         raise ValueError(
-            f"the devices have memory for {', '.join(map(str, most))} layers, together {sum(most)}, of the model's "
-            f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
+            f"the devices have memory for {', '.join(map(str, max_layers))} layers, in total {sum(max_layers)}; the model "
+            f"has {layers}: add devices in --pp-devices, or use a smaller --dtype"
         )
     extra_cost = [0.0] * (stages - 1) + [head]
     counts = [1.0] * stages
     for _ in range(round((layers - stages) / unit)):
-        # Each further one goes where the stage is done first with it.
-        free = [i for i in range(stages) if counts[i] < most[i]]
+        # Add each layer to the stage that remains the fastest with it.
+        free = [i for i in range(stages) if counts[i] < max_layers[i]]
         counts[min(free, key=lambda i: ((counts[i] + unit + extra_cost[i]) / speeds[i], -i))] += unit
     return counts
 
 
 def balance_half_layers(
-    whole: Sequence[float], head: float, speeds: Sequence[float], most: Sequence[int]
+    whole: Sequence[float], head: float, speeds: Sequence[float], max_layers: Sequence[int]
 ) -> Sequence[float]:
-    """The deal with layers cut in half where the slowest stage has `CUT_GAIN` less to do then; else the `whole` ones.
+    """Return counts in half layers if they make the slowest stage `CUT_GAIN` faster, else `whole`.
 
-    `head`, `speeds` and `most` as in `balance_layers`; stages on both sides of a cut keep that layer's weights.
+    Arguments: see `balance_layers`. Stages on both sides of a cut keep that layer's weights.
     """
-    halves = balance_layers(round(sum(whole)), head, speeds, most, unit=0.5)
+    halves = balance_layers(round(sum(whole)), head, speeds, max_layers, unit=0.5)
     extra_cost = [0.0] * (len(speeds) - 1) + [head]
 
     def slowest(counts: Sequence[float]) -> float:
         return max((count + more) / speed for count, more, speed in zip(counts, extra_cost, speeds, strict=True))
 
-    fits = all(run.last - run.first <= fitting for run, fitting in zip(to_layer_ranges(halves), most, strict=True))
+    fits = all(
+        run.last - run.first <= fitting for run, fitting in zip(to_layer_ranges(halves), max_layers, strict=True)
+    )
     return halves if fits and slowest(halves) <= (1 - CUT_GAIN) * slowest(whole) else whole
 
 
 def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float]:
-    """`--pp-layers` as given. Raises ValueError unless it has a count for each device and they make up the model.
+    """Check `--pp-layers`. Raises ValueError unless the counts match the devices and the model.
 
-    A 0, from `--strategy`, is what the others leave.
+    A 0, from `--strategy`, means the remaining layers.
     """
     counts = [layers - sum(given) if count == 0 else count for count in given]
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1 or any(2 * count % 1 for count in counts):
         raise ValueError(
-            f"--pp-layers or --strategy gives {_joined(given)} layers, together {sum(given):g}, to {len(given)} "
-            f"device(s); the model has {layers} layers: give a number for each device ({stages} here), one at least, "
-            f"{layers} together"
+            f"--pp-layers or --strategy gives {_joined(given)} layers, in total {sum(given):g}, to {len(given)} "
+            f"device(s); the model has {layers} layers: give one number of at least 1 per device ({stages} devices), "
+            f"in total {layers}"
         )
     return counts
 
@@ -156,7 +169,7 @@ def _joined(counts: Sequence[float]) -> str:
 
 
 def relative_speeds(devices: Sequence[torch.device]) -> list[float]:
-    """Speeds of the devices relative to each other: equal for equal ones, else measured on a product of matrices."""
+    """Return the devices' relative speeds: equal for equal devices, else measured with a GEMV."""
     names = {_name(device) for device in devices}
     if len(names) == 1:
         return [1.0] * len(devices)
@@ -169,7 +182,7 @@ def _name(device: torch.device) -> str:
 
 
 def _matmuls_per_s(device: torch.device) -> float:
-    """Vectors through a matrix per second: bound by memory, as decoding is."""
+    """Return matrix-vector products per second: memory bound, like decoding."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(PROBE_MATRIX, PROBE_MATRIX, dtype=dtype, device=device)
     x = torch.ones(PROBE_MATRIX, 8, dtype=dtype, device=device)

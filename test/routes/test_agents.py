@@ -1,6 +1,9 @@
 """Frameworks on top of OpenAI's package: instructor, pydantic-ai, LangChain.
 
-Each test is skipped unless its framework is installed. The command: pip install --target /tmp/agents instructor "pydantic-ai-slim[openai]" langchain langchain-openai, then PYTHONPATH=/tmp/agents.
+Each test is skipped unless its framework is installed:
+
+pip install --target /tmp/agents instructor 'pydantic-ai-slim[openai]' langchain langchain-openai
+PYTHONPATH=/tmp/agents python -m pytest test/routes/test_agents.py
 """
 
 from __future__ import annotations
