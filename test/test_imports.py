@@ -55,10 +55,9 @@ ROOMS = {
     "state_pool.cache": "state_pool state_pool.disk",
     "state_pool.turns": "state_pool state_pool.disk state_pool.cache",
     "state_pool.status": "state_pool state_pool.disk state_pool.cache",
-    "state_pool.integrity": "state_pool state_pool.cache",
     "state_pool.session_listing": "state_pool state_pool.disk",
     "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.status "
-    "state_pool.integrity state_pool.session_listing",
+    "state_pool.session_listing",
     "state_pool.salvage": "state_pool.disk",
     # HTTP. Files beside the rooms are endpoints, as those in openai are.
     "routes.config": "",
@@ -66,21 +65,18 @@ ROOMS = {
     "routes.readiness": "",
     "routes.api_keys": "",
     "routes.request_context": "",
-    "routes.file_records": "",
-    "routes.file_store": "routes.file_records",
-    "routes.files_folder": "routes.config routes.file_store routes.file_records",
+    "routes.file_store": "routes.config",
     "routes.model_connections": "routes routes.context routes.readiness",
-    "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.readiness "
-    "routes.file_store routes.file_records",
-    "routes.request": "routes.config routes.context routes.file_store routes.file_records",
+    "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.readiness routes.file_store",
+    "routes.request": "routes.config routes.context routes.file_store",
     "routes.response": "routes.config routes.context routes.request_context routes.reader_wakeups routes.request "
-    "routes.file_store routes.file_records",
+    "routes.file_store",
     "routes.route": "routes.context routes.request routes.response",
     "routes.dispatch": "routes.context routes.request_context routes.request routes.response routes.route",
     "routes": "routes.context routes.request_context routes.request routes.response routes.route routes.openai "
-    "routes.file_store routes.file_records",
+    "routes.file_store",
     "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
-    "routes.file_store routes.file_records",
+    "routes.file_store",
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
@@ -95,10 +91,9 @@ ROOMS = {
     "programs.library": "programs programs.backends programs.settings",
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
-    "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context routes.request_context "
-    "routes.readiness routes.request routes.response routes.route routes.dispatch routes.files_folder routes.openai "
-    "routes.docs routes.table "
-    "routes.file_store routes.file_records",
+    "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "
+    "routes.request_context routes.readiness routes.request routes.response routes.route routes.dispatch "
+    "routes.file_store routes.openai routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 

@@ -30,7 +30,7 @@ from programs.serve.nginx_config import NginxConfig, find_nginx
 from programs.serve.nginx_process import nginx_process
 from programs.settings import Settings
 from routes.api_keys import KeysFile
-from routes.files_folder import NONE, has_store
+from routes.file_store import NONE, has_store
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.address import ClusterAddress
 from rwkv_batch.fleet.actors.plan import ClusterPlan

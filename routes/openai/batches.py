@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from routes.context import Context
-from routes.file_records import Batch, Status
+from routes.file_store import Batch, Status
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, list_page, new_id, not_found
 from routes.request.bodies import Body, Fields

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
-from routes.file_records import Purpose, StoredFile
-from routes.file_store import Store, StoreFullError
+from routes.file_store import Purpose, Store, StoredFile, StoreFullError
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern

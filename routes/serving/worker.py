@@ -31,7 +31,7 @@ from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.context import Context, RequestLimiter
-from routes.files_folder import open_store
+from routes.file_store import open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.readiness import Readiness

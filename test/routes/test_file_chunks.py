@@ -13,8 +13,7 @@ import pytest
 
 from routes.config import HttpConfig
 from routes.context import MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, Context, RequestLimiter
-from routes.file_records import Purpose, StoredFile
-from routes.file_store import Store
+from routes.file_store import Purpose, Store, StoredFile
 from routes.openai.files import FileQuery, get_file
 from routes.readiness import Readiness
 from routes.request_context import RequestContext, set_current_request

@@ -23,15 +23,15 @@ from programs.batch.sidecar import Sidecar
 from programs.record import Record, RunError
 from programs.serve.batches.lines import BatchFormat, BatchTask, validate_lines
 from routes.context import Context
-from routes.file_records import (
+from routes.file_store import (
     Batch,
     Counts,
     Purpose,
     Result,
     Status,
+    Store,
     StoredFile,
 )
-from routes.file_store import Store
 from rwkv_batch.request import ClientLimits
 
 IN_FLIGHT = 512

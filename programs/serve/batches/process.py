@@ -19,9 +19,7 @@ from programs.record import RunError
 from programs.serve.batches.job import BatchJob
 from routes.config import HttpConfig
 from routes.context import Context, RequestLimiter
-from routes.file_records import Batch, Status
-from routes.file_store import Store
-from routes.files_folder import open_store
+from routes.file_store import Batch, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.readiness import Readiness

@@ -17,8 +17,7 @@ from programs.batch.sidecar import Progress, Sidecar
 from programs.serve.batches import process as runner_process
 from programs.serve.batches.job import BatchJob
 from programs.serve.batches.process import BatchRunner
-from routes.file_records import ACTIVE_STATUSES, Batch, Purpose, Status, StoredFile
-from routes.file_store import Store
+from routes.file_store import ACTIVE_STATUSES, Batch, Purpose, Status, Store, StoredFile
 
 
 class FullDisk(Store):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from routes.file_records import Batch, Purpose, Result, Status, StoredFile
-from routes.file_store import Store
+from routes.file_store import Batch, Purpose, Result, Status, Store, StoredFile
 
 DAY_S = 86_400
 NOW = int(time.time())
