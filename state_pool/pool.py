@@ -6,7 +6,7 @@ No method waits for a disk or a device. Slow work is started here and finished b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
@@ -16,7 +16,6 @@ from state_pool.config import PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
 from state_pool.expiry import Expiry, UsageTimes
-from state_pool.integrity import integrity_faults
 from state_pool.layout import Arena
 from state_pool.origins import NO_BASE, Adapters, Origin
 from state_pool.session_file import SessionFile
@@ -282,13 +281,6 @@ class StatePool:
             "tuned_states": {"loaded": len(self.tuned), "in_slots": len(self.tuned.slots)},
             "adapters": {"loaded": len(self.adapters), "rows": self.adapters.num_refs},
         }
-
-    def check_integrity(self, rows: Iterable[int] | None = None) -> list[str]:
-        """Return the inconsistencies of the bookkeeping; empty if there are none.
-
-        `rows`: slots from `allocate` that the caller holds. None: no row and no job is running.
-        """
-        return integrity_faults(self._index, self._tiers, self._prefix, self.tuned, rows)
 
     def close(self) -> None:
         """Store every session's newest state, deliver pending callbacks, close the database. Blocks."""

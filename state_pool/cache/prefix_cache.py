@@ -193,23 +193,6 @@ class PrefixCache:
         """Slots that entries own."""
         return [entry.slot for entry in self._l1 if entry.slot is not None]
 
-    def faults(self) -> list[str]:
-        """Return the inconsistencies: entries on no tier or two, unreachable or duplicate entries."""
-        known = [entry for bucket in self._buckets.values() for entry in bucket]
-        faults: list[str] = []
-        if sorted(map(id, known)) != sorted(map(id, [*self._l1, *self._l2])):
-            faults.append(f"{len(known)} prefixes can be found, {len(self._l1)} + {len(self._l2)} are on the tiers")
-        if len({entry.ids for entry in known}) != len(known):
-            faults.append("a prefix is cached twice")
-        for entry in known:
-            tiers_of_it = [entry.slot is not None, entry.host is not None]
-            if tiers_of_it != [entry in self._l1, entry in self._l2] or all(tiers_of_it):
-                faults.append(f"a prefix of {entry.num_tokens} tokens has slot {entry.slot} and is on the wrong list")
-        lengths = [[len(entry.ids) for entry in bucket] for bucket in self._buckets.values()]
-        if any(found != sorted(found, reverse=True) for found in lengths):
-            faults.append("entries of one bucket are not sorted by length")
-        return faults
-
     def close(self) -> None:
         """Drop all entries. Copies that are still running are ignored at their end.
 

@@ -56,7 +56,3 @@ class Slots:
 
     def ref_count(self, slot: int) -> int:
         return self._ref_counts[slot]
-
-    def ref_counts(self) -> dict[int, int]:
-        """Return slot -> number of references, for consistency checks."""
-        return {slot: count for slot, count in enumerate(self._ref_counts) if count}

@@ -85,16 +85,6 @@ class Tiers:
         return self.slots.allocate()
 
     @property
-    def pins(self) -> dict[int, int]:
-        """Slot -> number of pins."""
-        return self._pins
-
-    @property
-    def copying(self) -> list[int]:
-        """Slots held by running copies."""
-        return [transfer.slot for transfer in self._transfers if transfer.slot != ZERO_SLOT]
-
-    @property
     def can_pin(self) -> bool:
         """Whether one more slot may be pinned. Half are reserved for rows, so waiting turns cannot hold all."""
         return len(self._pins) < max(1, self.slots.num_usable // 2)

@@ -19,6 +19,7 @@ from rwkv_batch.runner.adapter_library import AdapterLibrary
 from state_pool.config import PoolConfig
 from test.adapter_files import random_lora, write_adapter
 from test.harness import call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
+from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
 ADAPTERS = tuple(f"lora{i}" for i in range(8))
@@ -56,7 +57,7 @@ def engine_with_adapters(model: Path, db: str = "", **fields: Any) -> Iterator[E
     with started_engine(model, pool, **given, **fields) as engine:
         yield engine
         slots = engine.model_runner.pool
-        assert eventually_holds(engine, lambda: slots.check_integrity() == [] and slots.adapters.num_refs == 0)
+        assert eventually_holds(engine, lambda: integrity_faults(slots) == [] and slots.adapters.num_refs == 0)
 
 
 KINDS: dict[str, dict[str, Any]] = {

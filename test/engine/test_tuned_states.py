@@ -19,6 +19,7 @@ from rwkv_batch.request import GenerateRequest
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
 from test.model.test_model import oracle
+from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
 NAMES = ("pirate", "poet", "clerk")
@@ -46,7 +47,7 @@ def engine_with_states(model: Path, db: str = "", **fields: object) -> Iterator[
     pool = PoolConfig(**{"state_db": db, "l1_sessions": 4, "l2_sessions": 4, **fields.pop("pool", {})})  # type: ignore[dict-item]
     with started_engine(model, pool, **{"states": states, "models_dir": str(model.parent), **fields}) as engine:
         yield engine
-        assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
+        assert eventually_holds(engine, lambda: integrity_faults(engine.model_runner.pool) == [])
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])

@@ -19,6 +19,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.config import PoolConfig
 from test.harness import make_request, run, started_engine, turn
 from test.model.random_older_weights import random_older_weights
+from test.pool_integrity import integrity_faults
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +47,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
     fields: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 96, "prefill_tokens_per_step": 4096}
     with started_engine(model, pool, states=STATES, **fields) as engine:
         yield engine
-        assert engine.model_runner.pool.check_integrity() == []
+        assert integrity_faults(engine.model_runner.pool) == []
 
 
 def rows(count: int) -> list[GenerateRequest]:

@@ -15,6 +15,7 @@ from rwkv_batch.request import GenerateRequest, PromptLogprobs, TokenLogprob
 from sampling.params import SamplingParams
 from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit
 from test.logprob_oracle import LogprobOracle
+from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -97,7 +98,7 @@ def test_mixtures_answer_in_company_as_alone(engine: Engine) -> None:
     assert sum(a == b for a, b in zip(together.all_texts, alone, strict=True)) >= 0.9 * len(alone)
     assert [end.completion_tokens for _, end in sorted(together.finishes.items())] == [8 + i % 9 for i in range(60)]
     assert call(engine, "status")["decode_graphs"] == "used"
-    assert engine.model_runner.pool.check_integrity() == []
+    assert integrity_faults(engine.model_runner.pool) == []
 
 
 def test_one_state_mixed_with_itself_is_that_state(engine: Engine) -> None:

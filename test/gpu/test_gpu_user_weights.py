@@ -18,6 +18,7 @@ from state_pool.config import PoolConfig
 from test.adapter_files import random_experts, random_lora, write_adapter
 from test.engine.test_constraints import PERSON, choice, schema
 from test.harness import call, make_request, run, started_engine, turn
+from test.pool_integrity import integrity_faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TUNED = MODEL.parent / "tuned"
@@ -38,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     pool = PoolConfig(state_db=str(folder / "s.db"), l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, states=STATES, served_adapters=tuple(adapters), **FIELDS) as started:
         yield started
-        assert started.model_runner.pool.check_integrity() == []
+        assert integrity_faults(started.model_runner.pool) == []
 
 
 KINDS: list[tuple[str, dict[str, Any]]] = [

@@ -9,6 +9,7 @@ from rwkv_batch.core.sequence import NO_REQ_SLOT, NO_SLOT, Phase, Sequence
 from rwkv_batch.engine import Engine
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
+from test.pool_integrity import integrity_faults, ref_counts
 from test.simulation.violation import demand
 
 
@@ -105,14 +106,14 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     expected = owners + Counter(tiers._pins) + Counter(transfer.slot for transfer in tiers._transfers)
     readers = [*[one.shared for one in [*running, *_forked(engine), *members]], *(row.tuned_slot for row in everyone)]
     shared = Counter(base.slot for base in set(readers) if base is not None)
-    held = tiers.slots.held()
+    held = ref_counts(tiers.slots)
     for slot in {*held, *expected}:
         least, most = expected[slot], expected[slot] + shared[slot] + _unsettled(pool)
         demand(
             least <= held.get(slot, 0) <= most, f"slot {slot} is held {held.get(slot, 0)} times, not {least}..{most}"
         )
     free = sorted(tiers.slots._free)
-    demand(free == [s for s in range(FIRST_FREE_SLOT, len(tiers.slots._holders)) if s not in held], f"free {free}")
+    demand(free == [s for s in range(FIRST_FREE_SLOT, len(tiers.slots._ref_counts)) if s not in held], f"free {free}")
 
 
 def _unsettled(pool: Any) -> int:
@@ -158,7 +159,7 @@ def check_rest(engine: Engine, pool: StatePool) -> None:
     """What must hold when nothing runs and nothing is under way."""
     engine.state_manager.parked.clear()
     demand(not pool.adapters.num_refs, f"{pool.adapters.num_refs} adapters are held at rest")
-    faults = pool.check_integrity() + engine.jobs.check_integrity()
+    faults = integrity_faults(pool) + engine.jobs.check_integrity()
     demand(not faults, f"at rest: {faults}")
     demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")
     pins: Any = pool._tiers._pins

@@ -13,6 +13,7 @@ from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import Lease, LeaseState, SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_session, get_store
+from test.pool_integrity import integrity_faults
 from test.state_pool.test_pool_portable import export
 from test.state_pool.test_pool_prefix import Prompts, cache, head_of
 
@@ -118,7 +119,7 @@ def test_prefix_hit_during_eviction_keeps_the_slot(tmp_path: Path) -> None:
     assert hit is not None
     prompts.driver.settle()
     assert prompts.pool._prefix.sizes == (1, 0)
-    assert prompts.pool.check_integrity() == []
+    assert integrity_faults(prompts.pool) == []
     prompts.pool.unpin(hit)
     prompts.close()
 
@@ -130,7 +131,7 @@ def test_prefix_in_host_memory_hits_once_a_slot_is_free(tmp_path: Path) -> None:
     prompts.driver.settle()
     held = [prompts.driver.slot() for _ in range(prompts.pool.num_free)]
     assert prompts.pool.match_prefix([*head_of(1), 7]) is None
-    assert prompts.pool.check_integrity(rows=held) == []
+    assert integrity_faults(prompts.pool, rows=held) == []
     for slot in held:
         prompts.pool.free(slot)
     hit = prompts.pool.match_prefix([*head_of(1), 7])
@@ -204,7 +205,7 @@ def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path, how: str) -
     assert isinstance(outcome.calls[0], SessionNotFound)
     assert len(outcome.calls) == 1
     assert rows_of(tmp_path) == 0
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
 
 

@@ -22,6 +22,7 @@ from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
 from state_pool.layout import checksum_pieces
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
+from test.pool_integrity import integrity_faults
 from test.s3_server import KEY, SECRET
 
 Engines = Callable[..., Driver]
@@ -51,7 +52,7 @@ def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
     for driver in drivers:
         if driver.pool._store is not None and not driver.pool._store.writer._stopping:
             driver.settle()
-            assert driver.pool.check_integrity() == []
+            assert integrity_faults(driver.pool) == []
             driver.pool.close()
 
 

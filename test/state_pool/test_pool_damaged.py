@@ -13,6 +13,7 @@ from state_pool.disk.recover import salvage
 from state_pool.errors import DatabaseUnusable, SessionUnusable
 from state_pool.layout import InvalidStateValues
 from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, expected_state
+from test.pool_integrity import integrity_faults
 from test.state_pool.stored_sessions import WORDS, holds, raw, reopen, write_three
 
 
@@ -40,7 +41,7 @@ def test_a_damaged_row_is_quarantined_and_the_rest_works(tmp_path: Path, damage:
     assert holds(driver, "c")
     driver.settle()
     assert [entry["session_id"] for entry in driver.pool.stats()["quarantined"]] == ["a"]
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
     driver = reopen(tmp_path)
     assert driver.pool.stats()["quarantined_count"] == 1, "the quarantine outlives the process"

@@ -18,6 +18,7 @@ from state_pool.errors import SessionNotFound, SessionReadFailed
 from state_pool.layout import ZERO_SLOT
 from state_pool.sessions import SessionKey
 from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
+from test.pool_integrity import integrity_faults
 from test.state_pool.stored_sessions import raw, write_three
 from test.state_pool.test_pool_between import opened, reopened, rows_of
 from test.state_pool.test_pool_effects import chunks
@@ -126,7 +127,7 @@ def test_delete_removes_a_queued_state(tmp_path: Path, durability: str) -> None:
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
     driver = opened(tmp_path)
     assert driver.list_sessions().total == 0

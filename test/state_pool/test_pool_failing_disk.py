@@ -16,6 +16,7 @@ from state_pool.disk.operations import Checkpoint
 from state_pool.disk.state_store import Connection
 from state_pool.errors import PoolFull, SessionUnusable, TurnNotStored
 from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
+from test.pool_integrity import integrity_faults
 from test.state_pool.stored_sessions import WORDS, holds, reopen
 
 MODES = pytest.mark.parametrize("durability", ["log", "turn"])
@@ -82,7 +83,7 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     driver.turn("c", [ord("c"), 1])
     driver.turn("c", [2, 3])
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
     driver = reopen(tmp_path)
     assert all(holds(driver, name) for name in "abc")

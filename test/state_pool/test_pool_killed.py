@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state, fold
+from test.pool_integrity import integrity_faults
 
 CHILD = """
 import os, sys
@@ -122,7 +123,7 @@ def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest,
             assert child.reports
             child.check(here)
         here.settle()
-        assert here.pool.check_integrity() == []
+        assert integrity_faults(here.pool) == []
     finally:
         for child in children:
             child.close()

@@ -19,6 +19,7 @@ from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.sessions import LINEAR, Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
+from test.pool_integrity import integrity_faults
 from test.state_pool.prefix_model import MAX_ROWS, Prompts
 
 TOKENS = st.lists(st.integers(0, 65535), min_size=1, max_size=12)
@@ -94,7 +95,7 @@ class World:
         for done in [c for c in self.committing if c.outcome.known]:
             self.committing.remove(done)
             assert done.outcome.ok, done.outcome.calls
-        assert self.pool.check_integrity(rows=self.prompts.slots) == []
+        assert integrity_faults(self.pool, rows=self.prompts.slots) == []
         self.prompts.check()
 
     def check_start(self, turn: Open) -> None:
@@ -179,7 +180,7 @@ class World:
     def check_rest(self) -> None:
         """With nothing running: check slot owners, tiers and counts."""
         self.driver.settle()
-        assert self.pool.check_integrity() == []
+        assert integrity_faults(self.pool) == []
         status = self.driver.list_sessions(limit=10_000)
         names = sorted(session.session_id for session in status.sessions)
         assert names == sorted(name if n == LINEAR else f"{name}:{n}" for name, n in self.model)
@@ -338,7 +339,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def check(self) -> None:
         if hasattr(self, "pool"):
-            assert self.pool.check_integrity(rows=[*self.prompts.slots, *self.held]) == []
+            assert integrity_faults(self.pool, rows=[*self.prompts.slots, *self.held]) == []
             self.prompts.check()
 
     def teardown(self) -> None:
@@ -348,7 +349,7 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.pool.free(self.held.pop())
             for _ in range(8):
                 self.step()
-            assert self.pool.check_integrity() == []
+            assert integrity_faults(self.pool) == []
             sizes, config = self.pool._prefix.sizes, self.pool.config
             assert sizes[0] <= config.prefix_cache_slots
             assert sizes[1] <= config.prefix_cache_l2

@@ -19,6 +19,7 @@ from state_pool.session_file import InvalidSessionFile, SessionFile, decode
 from state_pool.turns.import_export import MAX_CONCURRENT
 from test.malformed_files import as_format_1, join, malformed_files, split, with_metadata
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
+from test.pool_integrity import integrity_faults
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
@@ -53,7 +54,7 @@ def test_export_and_import_from_every_tier(tmp_path: Path, durability: str) -> N
     driver.turn("fork", [2])
     assert np.array_equal(driver.state("fork"), expected_state([1, 2]))
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
     if durability != "memory":
         driver = Driver(FakeArena(), config_in(tmp_path))

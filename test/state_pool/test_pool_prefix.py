@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from state_pool.cache.prompt_history import PromptHistory, common_bytes
 from state_pool.layout import ZERO_SLOT, pack_tokens
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state
+from test.pool_integrity import integrity_faults
 
 SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]
 
@@ -52,7 +53,7 @@ class Prompts:
     def close(self) -> None:
         """Check that all slots are free again."""
         self.driver.settle()
-        assert self.pool.check_integrity() == []
+        assert integrity_faults(self.pool) == []
         self.pool.close()
 
 
@@ -188,7 +189,7 @@ def test_promoted_prefix_is_not_trimmed_meanwhile(tmp_path: Path) -> None:
     while prompts.pool.num_free:
         held.append(prompts.driver.slot())
     hit = prompts.pool.match_prefix([*head_of(1), 7])
-    assert prompts.pool.check_integrity(rows=held) == []
+    assert integrity_faults(prompts.pool, rows=held) == []
     assert hit is not None
     assert np.array_equal(prompts.driver.arena.memory[hit.slot], expected_state(head_of(1)))
     prompts.pool.unpin(hit)

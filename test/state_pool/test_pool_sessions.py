@@ -15,6 +15,7 @@ from state_pool.errors import DialogueNotFound, InvalidSessionId, SessionBusy, S
 from state_pool.session_page import Tier
 from state_pool.sessions import LeaseState, Session, SessionIndex, SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
+from test.pool_integrity import integrity_faults
 
 
 @pytest.fixture(params=["log", "turn", "lazy", "memory"])
@@ -24,7 +25,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path):
     driver = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
     yield driver
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
 
 
@@ -223,7 +224,7 @@ def test_release_after_record(tmp_path: Path, durability: str) -> None:
     assert outcome.ok == (durability != "turn")
     assert np.array_equal(driver.state("s"), expected_state([1] if durability == "turn" else [1, 2]))
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
 
 
@@ -251,7 +252,7 @@ def test_more_turns_than_slots_never_deadlock(tmp_path: Path, durability: str) -
     for i in range(12):
         assert np.array_equal(driver.state(f"s{i}"), expected_state([i, 100 + i]))
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
 
 

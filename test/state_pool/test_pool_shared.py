@@ -19,6 +19,7 @@ from state_pool.session_page import Tier
 from state_pool.sessions import Lease, LeaseState
 from state_pool.turns import acquisition
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_store, idle_writer
+from test.pool_integrity import integrity_faults
 
 Engines = Callable[..., Driver]
 
@@ -54,7 +55,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     for driver in drivers:
         if driver.pool._store is not None and not driver.pool._store.writer._stopping:
             driver.settle()
-            assert driver.pool.check_integrity() == []
+            assert integrity_faults(driver.pool) == []
             driver.pool.close()
 
 

@@ -12,6 +12,7 @@ from state_pool.disk.operations import StagedState
 from state_pool.disk.writer import Writer
 from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
+from test.pool_integrity import integrity_faults
 
 
 def small_pool(folder: Path, **changes: object) -> Driver:
@@ -34,7 +35,7 @@ def test_turns_do_not_wait_for_whole_states(tmp_path: Path, monkeypatch: pytest.
     for i, name in enumerate(names):
         assert np.array_equal(driver.state(name), expected_state([i, 0, i, 1, i, 2]))
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
     driver = small_pool(tmp_path)
     assert all(np.array_equal(driver.state(name), expected_state([i, 0, i, 1, i, 2])) for i, name in enumerate(names))
@@ -67,7 +68,7 @@ def test_all_simultaneous_turns_are_served(tmp_path: Path, monkeypatch: pytest.M
     assert all(outcome.ok for outcome in outcomes)
     monkeypatch.undo()
     driver.settle()
-    assert driver.pool.check_integrity() == []
+    assert integrity_faults(driver.pool) == []
     driver.pool.close()
 
 
