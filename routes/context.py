@@ -1,7 +1,8 @@
-"""The context of the handlers, and the limits on concurrent answers."""
+"""The context of the handlers, the limits on concurrent answers, and the wait for an engine."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -14,13 +15,60 @@ from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.file_store import Store
 from routes.reader_wakeups import ReaderWakeups
-from routes.readiness import Readiness
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ServedModel
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
+
+
+class Readiness:
+    """An HTTP worker's knowledge of its engine and the other workers. Thread-safe."""
+
+    def __init__(self, wait_s: float, all_workers_ready: bool = False) -> None:
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._waiters: set[Callable[[], object]] = set()
+        self._has_engine = False
+        self.all_workers_ready = all_workers_ready
+        """Whether all HTTP workers take work, from the supervisor."""
+
+    def engine_changed(self, is_connected: bool) -> None:
+        """Record that the engine has connected or disconnected."""
+        with self._lock:
+            self._has_engine = is_connected
+            waiting, self._waiters = (self._waiters, set()) if is_connected else (set(), self._waiters)
+        for wake in waiting:
+            wake()
+
+    def release_all(self) -> None:
+        """Wake all waiters for the shutdown, and let nobody wait."""
+        with self._lock:
+            waiting, self._waiters = self._waiters, set()
+            self._wait_s = 0.0
+        for wake in waiting:
+            wake()
+
+    async def wait_for_engine(self) -> None:
+        """Wait until the engine is connected, at most --engine-wait-s."""
+        loop, connected = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(connected.set)
+
+        with self._lock:
+            if self._has_engine or not self._wait_s:
+                return
+            self._waiters.add(wake)
+        try:
+            await asyncio.wait_for(connected.wait(), self._wait_s)
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._waiters.discard(wake)
+
 
 MAX_SESSION_TRANSFERS, MAX_FILE_DOWNLOADS = 2, 32
 """Concurrent answers of each kind per HTTP worker."""

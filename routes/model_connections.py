@@ -7,8 +7,7 @@ import dataclasses
 import msgspec
 
 from routes import translate
-from routes.context import Context
-from routes.readiness import Readiness
+from routes.context import Context, Readiness
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.served_model import ServedModel
 

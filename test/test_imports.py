@@ -62,12 +62,11 @@ ROOMS = {
     # HTTP. Files beside the rooms are endpoints, as those in openai are.
     "routes.config": "",
     "routes.reader_wakeups": "",
-    "routes.readiness": "",
+    "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.file_store",
     "routes.api_keys": "",
     "routes.request_context": "",
     "routes.file_store": "routes.config",
-    "routes.model_connections": "routes routes.context routes.readiness",
-    "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.readiness routes.file_store",
+    "routes.model_connections": "routes routes.context",
     "routes.request": "routes.config routes.context routes.file_store",
     "routes.response": "routes.config routes.context routes.request_context routes.reader_wakeups routes.request "
     "routes.file_store",
@@ -92,8 +91,8 @@ ROOMS = {
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
     "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "
-    "routes.request_context routes.readiness routes.request routes.response routes.route routes.dispatch "
-    "routes.file_store routes.openai routes.docs routes.table",
+    "routes.request_context routes.request routes.response routes.route routes.dispatch routes.file_store "
+    "routes.openai routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 

@@ -12,8 +12,7 @@ from programs.backends.backend import Reply
 from programs.backends.handlers import call_handler
 from programs.record import RunError
 from programs.settings import Settings
-from routes.context import Context, RequestLimiter
-from routes.readiness import Readiness
+from routes.context import Context, Readiness, RequestLimiter
 from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.calls import Reply as ResultCallback

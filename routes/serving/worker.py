@@ -30,11 +30,10 @@ from native.heap import mmap_large_blocks
 from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
-from routes.context import Context, RequestLimiter
+from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
-from routes.readiness import Readiness
 from routes.serving import preload
 from routes.serving.access_log import add_request_ids
 from routes.serving.http import register

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, RequestLimiter
+from routes.context import Context, Readiness, RequestLimiter
 from routes.dispatch import full_response
-from routes.readiness import Readiness
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HttpResponse
 from routes.table import ROUTES

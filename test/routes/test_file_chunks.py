@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, Context, RequestLimiter
+from routes.context import MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, Context, Readiness, RequestLimiter
 from routes.file_store import Purpose, Store, StoredFile
 from routes.openai.files import FileQuery, get_file
-from routes.readiness import Readiness
 from routes.request_context import RequestContext, set_current_request
 from routes.response.file_chunks import CHUNK_BYTES, FileChunks
 from routes.response.http_response import StreamedResponse

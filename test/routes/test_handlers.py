@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, RequestLimiter
+from routes.context import Context, Readiness, RequestLimiter
 from routes.dispatch import full_response, response_or_error
-from routes.readiness import Readiness
 from routes.request.bodies import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response.event_stream import EventStream

@@ -14,8 +14,7 @@ from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
 from routes.config import HttpConfig
-from routes.context import MAX_SESSION_TRANSFERS, Context, RequestLimiter
-from routes.readiness import Readiness
+from routes.context import MAX_SESSION_TRANSFERS, Context, Readiness, RequestLimiter
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HttpResponse
 from routes.route import Upload

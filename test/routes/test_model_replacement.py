@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, RequestLimiter
+from routes.context import Context, Readiness, RequestLimiter
 from routes.model_registry import ModelRegistry
 from routes.models import LoadBody, ModelQuery, model, model_spec, models
-from routes.readiness import Readiness
 from routes.route import Upload
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel

@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from routes.config import HttpConfig
-from routes.context import Context, RequestLimiter
+from routes.context import Context, Readiness, RequestLimiter
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
-from routes.readiness import Readiness
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD, Heartbeat, SocketLink, ToEngine, ToWorker, to_engine_decoder
 from test.serving import wait_for

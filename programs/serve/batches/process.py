@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection
 from programs.record import RunError
 from programs.serve.batches.job import BatchJob
 from routes.config import HttpConfig
-from routes.context import Context, RequestLimiter
+from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Batch, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
-from routes.readiness import Readiness
 from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.process import LogStyle, become_child
