@@ -1,4 +1,4 @@
-"""The service: settings in, an engine process and HTTP worker processes out. What runs them is `programs/serve/`."""
+"""The command `rwkv-batch`: runs `serve`, `batch`, `chat` or `bench`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 
 COMMANDS = ("serve", "batch", "chat", "bench")
 _NOT_INSTALLED = "test"
-"""What some measuring programs need and a wheel does not bring."""
+"""Package of test helpers that some benches need. The wheel does not contain it."""
 
 
 def log_style(settings: Settings) -> LogStyle:
-    """How every process logs."""
+    """Returns the log format and level of all processes."""
     return LogStyle(settings.service.log_format, settings.service.log_level)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the service, or the command that is the first word; returns the exit code."""
+    """Runs the command in the first word, by default the service. Returns the exit code."""
     if arguments[:1] == ["batch"]:
         from programs.batch import command
 
@@ -39,20 +39,20 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:
         return bench(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        sys.stderr.write(f"error: no command is called {arguments[0]!r}; there are {', '.join(COMMANDS)}\n")
+        sys.stderr.write(f"error: unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}\n")
         return 2
     return serve(arguments[1:] if arguments[:1] == ["serve"] else arguments)
 
 
 def run() -> NoReturn:
-    """The command `rwkv-batch` of an installed package."""
+    """Entry point of the command `rwkv-batch`."""
     sys.exit(main(sys.argv[1:]))
 
 
 def bench_programs(folder: Path) -> list[str]:
-    """Names of the programs in a folder, as `python -m bench.NAME` takes them: a room's own is called as the room.
+    """Returns the names of the programs in a folder, as `python -m bench.NAME` takes them.
 
-    What they print is JSON; processes that some of them start print none.
+    A program prints JSON. Helper processes do not.
     """
     texts = {file: file.read_text("utf-8") for file in folder.rglob("*.py")}
     files = [file for file, text in texts.items() if 'if __name__ == "__main__"' in text and "json.dumps(" in text]
@@ -61,26 +61,26 @@ def bench_programs(folder: Path) -> list[str]:
 
 
 def bench(arguments: list[str]) -> int:
-    """Run a program of bench/ by its name, as `python -m bench.NAME` does; returns the exit code."""
+    """Runs a program of bench/ by name, like `python -m bench.NAME`. Returns the exit code."""
     names = bench_programs(Path(__file__).parent / "bench")
     if not arguments or arguments[0] not in names:
-        sys.stderr.write(f"error: bench wants the name of a measuring program: {', '.join(names)}\n")
+        sys.stderr.write(f"error: bench needs the name of a program: {', '.join(names)}\n")
         return 2
     sys.argv = [f"bench {arguments[0]}", *arguments[1:]]
     try:
         runpy.run_module(".".join(filter(None, (__package__, "bench", arguments[0]))), run_name="__main__")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        remedy = f"needs {package}: pip install -r requirements-dev.txt, or make install-dev, brings it"
+        remedy = f"needs {package}; install it with pip install -r requirements-dev.txt or make install-dev"
         if package == _NOT_INSTALLED:
-            remedy = "needs the tests' fakes: run it in a clone of the repository"
+            remedy = "needs the test helpers; run it in a clone of the repository"
         sys.stderr.write(f"error: bench {arguments[0]} {remedy}\n")
         return 1
     return 0
 
 
 def serve(arguments: list[str]) -> int:
-    """Run the service; returns the exit code: 2 for a bad flag, 1 for what cannot be served."""
+    """Runs the service. Returns the exit code: 2 for a wrong flag, 1 for a failed start."""
     try:
         settings = parse_settings(arguments, os.environ)
     except SettingsError as error:
@@ -88,7 +88,7 @@ def serve(arguments: list[str]) -> int:
         return 2
     set_up_logging("supervisor", log_style(settings))
     try:
-        listeners = listen(settings)  # before a model is made, so that the port is ours from the start
+        listeners = listen(settings)  # before the model is created, so that the port is reserved from the start
         return Supervisor(with_default_model(settings), listeners=listeners).run()
     except StartupError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -8,9 +8,8 @@ import msgspec
 
 from programs.backends.backend import Reply
 from routes.context import Context
-from routes.dispatch import full_response
 from routes.request_context import RequestContext, set_current_request
-from routes.route import Route
+from routes.route import Route, full_response
 from routes.table import ROUTES
 from rwkv_batch.request import ClientLimits, Priority
 

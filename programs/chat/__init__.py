@@ -1,1 +1,1 @@
-"""`python app.py chat`: a conversation on a terminal, with an engine of its own or with a service at a URL."""
+"""The `chat` command: a conversation on a terminal, with a local engine or a service at a URL."""

@@ -11,10 +11,10 @@ import aiohttp
 
 from programs.backends.local_engine import LocalEngine
 from programs.chat.conversation import ConsoleError
-from routes.dispatch import response_or_error
 from routes.request.bodies import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HandlerResponse, HttpResponse
+from routes.route import response_or_error
 from routes.v1 import PATH, ROUTES
 
 _DATA, _DONE = b"data: ", b"[DONE]"
@@ -22,16 +22,16 @@ _READ_TIMEOUT_S = 60.0
 
 
 class AnswerSource(Protocol):
-    """Whoever answers."""
+    """Streams answers of the native chat route."""
 
     async def open(self) -> None:
-        """Make ready. Raises RunError or ConsoleError."""
+        """Prepares the source. Raises RunError or ConsoleError."""
 
     def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """The answer to a body, piece by piece. Raises ConsoleError. Closing it ends the work."""
+        """Yields the pieces of an answer. Raises ConsoleError. Closing the generator cancels the request."""
 
     async def close(self) -> None:
-        """Let go."""
+        """Releases the source."""
 
 
 class RemoteAnswers:
@@ -43,12 +43,12 @@ class RemoteAnswers:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """See Answers."""
+        """See AnswerSource."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_READ_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True)
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """See Answers."""
+        """See AnswerSource."""
         assert self._session is not None
         try:
             async with self._session.post(self._url, json=body) as answer:
@@ -64,23 +64,23 @@ class RemoteAnswers:
             raise ConsoleError(f"no answer from {self._url} ({type(error).__name__}: {error})") from None
 
     async def close(self) -> None:
-        """See Answers."""
+        """See AnswerSource."""
         if self._session is not None:
             await self._session.close()
 
 
 class LocalAnswers:
-    """An engine in this process, through the service's handler."""
+    """An engine in this process, called through the service's handler."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
 
     async def open(self) -> None:
-        """See Answers."""
+        """See AnswerSource."""
         await self._engine.open()
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """See Answers."""
+        """See AnswerSource."""
         route = ROUTES[0]
         assert route.body is not None
         set_current_request(RequestContext(method="POST", route=route.path, client="console"))
@@ -102,12 +102,12 @@ class LocalAnswers:
         return await route.handle(self._engine.context, validate(route.body, body))
 
     async def close(self) -> None:
-        """See Answers."""
+        """See AnswerSource."""
         await self._engine.close()
 
 
 def _texts(event: bytes) -> list[str]:
-    """What a server-sent event says. Raises ConsoleError if it is a failure."""
+    """Returns the texts of a server-sent event. Raises ConsoleError for an error event."""
     if not event.startswith(_DATA) or event == _DATA + _DONE:
         return []
     try:
@@ -116,7 +116,7 @@ def _texts(event: bytes) -> list[str]:
             raise ConsoleError(str(value["error"]))
         return [str(text) for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        raise ConsoleError("what answers is no service of ours; check --url") from None
+        raise ConsoleError("the server is not an rwkv-batch service; check --url") from None
 
 
 def _reason(body: bytes, status: int) -> str:

@@ -1,4 +1,4 @@
-"""`python app.py chat`: the loop of question and answer."""
+"""The loop of the `chat` command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HISTORY = "~/.rwkv_chat_history"
 _PROMPT = "> "
 
 ReadLine = Callable[[], Awaitable[str]]
-"""The next line. Raises EOFError at the end, KeyboardInterrupt where it is thrown away."""
+"""Reads the next line. Raises EOFError at the end, KeyboardInterrupt if the line is discarded."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,22 +43,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of `chat`; all others are the service's."""
+    """Returns the parser of `chat`. Other flags are the service's."""
     parser = _Parser(
         prog=program("chat"),
         allow_abbrev=False,
         description="Talk to the model on a terminal; /help there lists the commands. Flags of the engine "
         "(--model-path, --pp-devices, --dtype ...) are the service's.",
     )
-    parser.add_argument("--url", default="", help="a running service instead of an engine in this process")
-    parser.add_argument("--load", default="", metavar="FILE", help="a conversation that /save has written")
+    parser.add_argument("--url", default="", help="running service to use instead of an engine in this process")
+    parser.add_argument("--load", default="", metavar="FILE", help="conversation file written by /save")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="as /set does")
-    parser.add_argument("--history", default=_HISTORY, help=f"file of the lines typed; default: {_HISTORY}")
+    parser.add_argument("--history", default=_HISTORY, help=f"history file of the typed lines; default: {_HISTORY}")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Runs the command and returns the exit code."""
     try:
         given, rest = build_parser().parse_known_args(list(arguments))
         settings = parse_settings(rest, os.environ)
@@ -81,17 +81,17 @@ def main(arguments: Sequence[str]) -> int:
     except (RunError, StartupError, ConsoleError) as error:
         sys.stderr.write(f"error: {error}\n")
         return CANNOT_RUN
-    except KeyboardInterrupt:  # while the model was loaded, or a pipe was read
+    except KeyboardInterrupt:  # while loading the model or reading a pipe
         sys.stderr.write("\n")
         return INTERRUPTED
     return OK
 
 
 def _line_reader(history: str) -> ReadLine:
-    """Lines of the terminal, edited, with history; or those of a pipe."""
+    """Returns a reader of terminal lines with editing and history, or of a pipe."""
     if not sys.stdin.isatty():
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a byte that is no text must not end the conversation
+            sys.stdin.reconfigure(errors="replace")  # an invalid byte must not end the conversation
         return _read_pipe
     completer = WordCompleter(NAMES, sentence=True)
     session: PromptSession[str] = PromptSession(history=open_history(history), completer=completer)
@@ -104,16 +104,14 @@ def _line_reader(history: str) -> ReadLine:
 
 
 def open_history(path: str) -> History:
-    """The lines typed before; only this conversation's, where the file cannot be used."""
+    """Opens the history file. If it is unusable, keeps the history in memory."""
     file = Path(path).expanduser()
     try:
         with file.open("ab"):
             pass
         return FileHistory(str(file))
     except OSError as error:
-        sys.stderr.write(
-            f"lines typed are not remembered: {file} cannot be written ({error.strerror}); see --history\n"
-        )
+        sys.stderr.write(f"the history is not saved: {file} cannot be written ({error.strerror}); see --history\n")
         return InMemoryHistory()
 
 
@@ -125,7 +123,7 @@ async def _read_pipe() -> str:
 
 
 async def _chat_loop(console: Console, answers: AnswerSource, read_line: ReadLine) -> None:
-    """Ask and answer until the user leaves. Raises RunError, ConsoleError if there is nobody to answer."""
+    """Runs the conversation until the user leaves. Raises RunError or ConsoleError without a backend."""
     await answers.open()
     try:
         while not console.is_done:
@@ -141,7 +139,7 @@ async def _chat_loop(console: Console, answers: AnswerSource, read_line: ReadLin
 
 
 async def _handle_line(console: Console, answers: AnswerSource, line: str) -> None:
-    """One line: a command, or something said."""
+    """Handles one line: a command or a message."""
     try:
         if line.startswith("/"):
             output = console.handle_command(line)
@@ -154,7 +152,7 @@ async def _handle_line(console: Console, answers: AnswerSource, line: str) -> No
 
 
 async def _answer(console: Console, answers: AnswerSource, line: str) -> None:
-    """Say a line and write the answer while it comes; Ctrl-C ends it, and what was said by then stays."""
+    """Sends a message and prints the streamed answer. Ctrl-C stops it and keeps the partial answer."""
     console.conversation.say("user", line)
     pieces: list[str] = []
     writing = asyncio.ensure_future(_write(answers.stream(console.body()), pieces))
@@ -169,7 +167,7 @@ async def _answer(console: Console, answers: AnswerSource, line: str) -> None:
             console.conversation.say("assistant", "".join(pieces))
             sys.stdout.write("\n")
         else:
-            console.conversation.undo()  # it was never answered
+            console.conversation.undo()  # there is no answer to it
 
 
 async def _write(texts: AsyncGenerator[str, None], pieces: list[str]) -> None:

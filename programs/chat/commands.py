@@ -1,4 +1,4 @@
-"""What begins with a slash."""
+"""The slash commands."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from routes.request.unsupported_fields import ChatOnlyFields
 from rwkv_batch.errors import ServiceError
 
 SYSTEM = "system"
-"""A setting of ours: the instructions."""
+"""Setting of the system prompt, which is not a body field."""
 _RESERVED_FIELDS = frozenset({"contents", "messages", "prefix", "suffix", "stream", "session_id", "password", "model"})
 _SETTABLE = frozenset(PromptBody.model_fields) - _RESERVED_FIELDS - frozenset(ChatOnlyFields.model_fields)
 
 
 @dataclass(slots=True)
 class Console:
-    """A conversation and how its answers are drawn."""
+    """A conversation and its sampling settings."""
 
     conversation: Conversation = field(default_factory=Conversation)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of the body, and `system`."""
+    """Body fields, and `system`."""
     is_done: bool = False
 
     def body(self) -> dict[str, Any]:
-        """What is asked: the branch's messages, the settings."""
+        """Returns the request body: the branch's messages and the settings."""
         settings = {name: value for name, value in self.settings.items() if name != SYSTEM}
         system = self.settings.get(SYSTEM)
         before = [{"role": SYSTEM, "content": system}] if system else []
         return {"messages": [*before, *self.conversation.messages], "stream": True, "chunk_size": 1, **settings}
 
     def handle_command(self, line: str) -> str:
-        """Do what a line that begins with a slash says; returns what is to be told. Raises ConsoleError."""
+        """Executes a slash command and returns its output. Raises ConsoleError."""
         name, _, rest = line[1:].strip().partition(" ")
         command = _COMMANDS.get(name)
         if command is None:
@@ -42,7 +42,7 @@ class Console:
         return command(self, rest.strip())
 
     def set(self, name: str, value: Any) -> None:
-        """Change a setting; None: back to its default. Raises ConsoleError."""
+        """Changes a setting. None resets it to the default. Raises ConsoleError."""
         if name != SYSTEM and name not in _SETTABLE:
             raise ConsoleError(f"there is no setting {name!r}, only {', '.join(sorted({*_SETTABLE, SYSTEM}))}")
         if name == SYSTEM and not isinstance(value, str | None):
@@ -72,7 +72,7 @@ def _branch(console: Console, rest: str) -> str:
 def _undo(console: Console, rest: str) -> str:
     if rest and not rest.isdecimal():
         raise ConsoleError(f"/undo takes a number of turns, got {rest!r}")
-    return f"{console.conversation.undo(int(rest or 1))} turns taken back"
+    return f"{console.conversation.undo(int(rest or 1))} turns removed"
 
 
 def _save(console: Console, rest: str) -> str:
@@ -121,8 +121,8 @@ _COMMANDS: dict[str, Callable[[Console, str], str]] = {
     "quit": _quit,
 }
 _HELP_TEXTS = {
-    "branch": "NAME: go on in a copy of the conversation, or go back to one; without: list them",
-    "undo": "[N]: take back the last turns",
+    "branch": "NAME: continue in a copy of the conversation, or return to a branch; without NAME: list them",
+    "undo": "[N]: remove the last N turns",
     "save": "FILE: all branches and settings",
     "load": "FILE: as they were",
     "reset": "forget the conversation",

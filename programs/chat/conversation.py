@@ -1,4 +1,4 @@
-"""What was said, in branches that can be gone back to. Plain data: whoever answers is sent the messages of a branch."""
+"""A conversation with branches, as plain data. A request sends the messages of one branch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAIN = "main"
 
 
 class ConsoleError(Exception):
-    """A command cannot be done; the message says why."""
+    """A command failed. The message says why."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What somebody said."""
+    """One message."""
 
     role: Literal["user", "assistant", "system"]
     content: str
@@ -31,7 +31,7 @@ class Saved(msgspec.Struct, kw_only=True):
 
 
 class Conversation:
-    """Branches of messages, as OpenAI writes them; one is spoken on."""
+    """Branches of messages in OpenAI's form. One branch is active."""
 
     def __init__(self) -> None:
         self.branch = MAIN
@@ -39,15 +39,15 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Those of the branch that is spoken on."""
+        """Messages of the active branch."""
         return self.branches[self.branch]
 
     def say(self, role: str, text: str) -> None:
-        """Add a message."""
+        """Adds a message."""
         self.messages.append({"role": role, "content": text})
 
     def undo(self, turns: int = 1) -> int:
-        """Take back the last turns, question and answer; returns how many there were. Instructions stay."""
+        """Removes the last turns (question and answer) and returns their number. The system prompt stays."""
         done = 0
         while done < turns and any(message["role"] == "user" for message in self.messages):
             while self.messages.pop()["role"] != "user":
@@ -56,7 +56,7 @@ class Conversation:
         return done
 
     def switch_branch(self, name: str) -> bool:
-        """Speak on the branch of that name; a new one begins as a copy of this one. Returns whether it is new."""
+        """Switches to a branch. A new one starts as a copy. Returns whether it is new."""
         is_new = name not in self.branches
         if is_new:
             self.branches[name] = [dict(message) for message in self.messages]
@@ -64,11 +64,11 @@ class Conversation:
         return is_new
 
     def reset(self) -> None:
-        """Forget all branches."""
+        """Removes all branches."""
         self.__init__()  # type: ignore[misc]
 
     def save(self, path: str, settings: dict[str, Any]) -> None:
-        """Write everything to a file. Raises ConsoleError."""
+        """Writes the conversation to a file. Raises ConsoleError."""
         branches = {name: msgspec.convert(messages, list[Message]) for name, messages in self.branches.items()}
         content = msgspec.json.encode(Saved(branch=self.branch, branches=branches, settings=settings))
         try:
@@ -77,19 +77,19 @@ class Conversation:
             raise ConsoleError(f"{path} cannot be written: {error.strerror}") from None
 
     def load(self, path: str) -> dict[str, Any]:
-        """Read it back; returns the settings. Raises ConsoleError and stays as it is if that fails."""
+        """Reads a conversation and returns its settings. Raises ConsoleError and changes nothing on failure."""
         try:
             saved = msgspec.json.decode(Path(path).read_bytes(), type=Saved)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConsoleError(f"{path} cannot be read: {error}") from None
         if saved.branch not in saved.branches:
-            raise ConsoleError(f"{path} has no branch {saved.branch!r}, though it says so")
+            raise ConsoleError(f"{path} names the branch {saved.branch!r}, which it does not contain")
         self.branch, self.branches = saved.branch, msgspec.to_builtins(saved.branches)
         return saved.settings
 
 
 def as_value(text: str) -> Any:
-    """A setting's value as it is typed: JSON where it is any, else text."""
+    """Parses a typed value: JSON if possible, otherwise text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -102,6 +102,9 @@ _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if ch
 
 
 def printable(text: str) -> str:
-    """A text without what a terminal would obey: a model may say escape sequences, which move the cursor, change the
-    title or fill the clipboard. The conversation keeps them."""
+    """Returns a text without terminal escape sequences.
+
+    A model may write sequences that move the cursor, change the title or fill the clipboard. The conversation keeps
+    them.
+    """
     return text.translate(_CONTROLS)

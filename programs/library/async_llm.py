@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same as LLM for programs of coroutines."""
+"""`AsyncLLM`: LLM for asyncio programs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 
 class AsyncLLM:
-    """An LLM whose calls are awaited, on any event loop; a cancelled call cancels its rows."""
+    """An LLM with coroutine methods for any event loop. A cancelled call cancels its rows."""
 
     def __init__(self, model: str | Path | LLM | None = None, **settings: Any) -> None:
-        """As LLM, and it takes as long: `await asyncio.to_thread(AsyncLLM, …)`. Or the awaited form of an LLM."""
+        """Loads a model like LLM, or wraps an LLM. Loading blocks: use `await asyncio.to_thread(AsyncLLM, ...)`."""
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
 
     async def _run(self, work: Coroutine[Any, Any, Result]) -> Result:

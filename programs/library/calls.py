@@ -1,4 +1,4 @@
-"""What LLM and AsyncLLM both ask: coroutines for the engine's loop."""
+"""Calls that LLM and AsyncLLM share, as coroutines for the engine's loop."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from rwkv_batch.tokenizer import END_OF_TEXT
 
 _ROWS_PER_JOB = 1024
 _JOBS_AHEAD = 8
-"""Of a call, in the engine: what is read next waits there."""
+"""Jobs of one call that are in the engine at a time."""
 _STATEFUL_JOBS_AHEAD = 512
-"""The same of jobs with one row."""
+"""The same for jobs with one row."""
 _FORCING_BIAS = 1e9
-"""Added to a logit: no other can be drawn."""
+"""Logit bias that forces a token."""
 _OK = 200
 _MAX_SESSIONS = 1_000_000
 
@@ -47,7 +47,7 @@ RequestFactory = Callable[[Context, Sequence[Any], int, GenerateInput], Awaitabl
 
 
 class Call:
-    """One call of many prompts, cut into jobs."""
+    """One call with many prompts, split into jobs."""
 
     def __init__(
         self, engine: EngineThread, make_requests: RequestFactory, prompts: Sequence[Any], generate_input: GenerateInput
@@ -58,7 +58,7 @@ class Call:
         is_stateful = generate_input.source is not None
         size = 1 if is_stateful else max(1, _ROWS_PER_JOB // max(1, generate_input.params.n))
         if generate_input.session_id is not None:
-            size = max(1, len(prompts))  # of several prompts in a session the engine's parts say what is wrong
+            size = max(1, len(prompts))  # several prompts with one session are refused later
         self._jobs = [(at, prompts[at : at + size]) for at in range(0, len(prompts), size)]
         self._max_jobs = _STATEFUL_JOBS_AHEAD if is_stateful else _JOBS_AHEAD
 
@@ -68,7 +68,7 @@ class Call:
         return await submit_work(context, prompt_requests, first, self._generate_input.params.timeout_s)
 
     async def all_outputs(self) -> list[RequestOutput]:
-        """All answers, in the order of the prompts; on the engine's loop. Raises LLMError if all of them failed."""
+        """Returns all answers in the order of the prompts. Runs on the engine's loop. Raises LLMError if all failed."""
         slots = asyncio.Semaphore(self._max_jobs)
 
         async def one(first: int, prompts: Sequence[Any]) -> JobOutputs:
@@ -83,11 +83,11 @@ class Call:
             answers = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
-                task.cancel()  # of no effect on those that have ended
+                task.cancel()  # no effect on finished ones
         return _outputs(answers)
 
     def run_with_callback(self, callback: Callable[[Piece], None]) -> list[RequestOutput]:
-        """The same on the caller's thread; `callback` gets every piece as it is made."""
+        """Like `all_outputs`, on the caller's thread. `callback` gets every piece."""
         read = []
         for answers in self._jobs_in_order():
             read.append(answers)
@@ -97,13 +97,13 @@ class Call:
         return _outputs(read)
 
     def pieces(self) -> Iterator[Piece]:
-        """Answers as they are made; on the caller's thread. Left early, it cancels the rest. Raises LLMError."""
+        """Yields pieces on the caller's thread. Leaving early cancels the rest. Raises LLMError."""
         for answers in self._jobs_in_order():
             while not answers.is_done:
                 yield from answers.read()
 
     def _jobs_in_order(self) -> Iterator[JobOutputs]:
-        """The jobs in order, each begun before the one before it is read."""
+        """Yields the jobs in order and keeps several in flight."""
         left, begun = deque(self._jobs), deque[JobOutputs]()
         try:
             while left or begun:
@@ -116,7 +116,7 @@ class Call:
                 answers.close()
 
     async def pieces_async(self) -> AsyncIterator[Piece]:
-        """The same for a coroutine; on the caller's loop."""
+        """Like `pieces`, for a coroutine on the caller's loop."""
         loop = asyncio.get_running_loop()
         begun: JobOutputs | None = None
         try:
@@ -131,32 +131,32 @@ class Call:
 
 
 def _outputs(answers: Sequence[JobOutputs]) -> list[RequestOutput]:
-    """Of all jobs of a call. Raises LLMError if every answer failed."""
+    """Collects the outputs of all jobs. Raises LLMError if every answer failed."""
     if (error := all_failed(answers)) is not None:
         raise error
     return [output for part in answers for output in part.outputs]
 
 
 def generate_call(engine: EngineThread, prompts: Sequence[str | list[int]], generate_input: GenerateInput) -> Call:
-    """Continue prompts. Raises ValueError for a session beside a state."""
+    """Creates a call that continues prompts. Raises ValueError for both a session and a state."""
     if generate_input.session_id is not None and generate_input.source is not None:
         raise ValueError("give session_id or state, not both")
     return Call(engine, requests_from_prompts, prompts, generate_input)
 
 
 def chat_call(engine: EngineThread, conversations: Sequence[Any], generate_input: GenerateInput) -> Call:
-    """Answer conversations."""
+    """Creates a call that answers conversations."""
     return Call(engine, requests_from_conversations, conversations, generate_input)
 
 
 async def prefill(engine: EngineThread, prompt: str | list[int], source: State | None) -> State:
-    """Read a prompt, and keep the state."""
+    """Reads a prompt and returns the state."""
     _, state = await _read(engine, prompt, source, with_logits=False)
     return state
 
 
 async def forward(engine: EngineThread, tokens: list[int], source: State | None) -> tuple[bytes, State]:
-    """The same with the logits behind the last token: [V] fp32 in the machine's order."""
+    """Like `prefill`, with the logits after the last token: [V] fp32, native byte order."""
     output, state = await _read(engine, tokens, source, with_logits=True)
     assert output.logprobs is not None
     (end,) = output.logprobs
@@ -166,7 +166,7 @@ async def forward(engine: EngineThread, tokens: list[int], source: State | None)
 async def _read(
     engine: EngineThread, prompt: str | list[int], source: State | None, with_logits: bool
 ) -> tuple[CompletionOutput, State]:
-    """A turn whose answer ends at once, which leaves no trace, and the state behind it."""
+    """Runs a turn with an empty answer. Returns its output and the state after it."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0 if with_logits else None)
     generate_input = GenerateInput(params, source=source or root(engine))
     (prompt_request,) = await requests_from_prompts(engine.context, [prompt], 0, generate_input)
@@ -182,7 +182,7 @@ async def _read(
 
 
 async def _answer(engine: EngineThread, path: str, body: dict[str, Any]) -> Any:
-    """What a route answers. Raises LLMError."""
+    """Returns a route's answer. Raises LLMError."""
     reply = await call_handler(engine.context, path, body, client="library", priority=Priority.INTERACTIVE)
     if reply.status != _OK:
         run_with_callback = reply.value if isinstance(reply.value, dict) else {}
@@ -196,7 +196,7 @@ async def _answer(engine: EngineThread, path: str, body: dict[str, Any]) -> Any:
 
 
 async def translate(engine: EngineThread, texts: list[str], source: str, target: str) -> list[str]:
-    """Translations in the order of the texts."""
+    """Returns the translations in the order of the texts."""
     body = {"text_list": texts, "source_lang": source, "target_lang": target}
     return [one["text"] for one in (await _answer(engine, TRANSLATE, body))["translations"]]
 
@@ -204,7 +204,7 @@ async def translate(engine: EngineThread, texts: list[str], source: str, target:
 async def score(
     engine: EngineThread, contents: list[str], candidates: list[str] | list[list[str]], logprobs: bool
 ) -> list[list[Score]]:
-    """Of each content its candidates' scores."""
+    """Returns the candidates' scores per content."""
     body = {"contents": contents, "candidates": candidates, "logprobs": logprobs}
     run_with_callback = (await _answer(engine, SCORE, body))["scores"]
     return [[_score(one) for one in content["candidates"]] for content in run_with_callback]
@@ -220,24 +220,24 @@ def _score(run_with_callback: dict[str, Any]) -> Score:
 
 
 async def sessions(engine: EngineThread) -> dict[str, str]:
-    """Names of the sessions that are kept, newest first, and where their states lie."""
+    """Returns the sessions, newest first, with the tier of each state."""
     page = await call_engine(engine.context, ListSessions(_MAX_SESSIONS, 0))
     return {entry.session_id: CACHE_LEVELS[entry.tier] for entry in page.sessions if not is_state(entry.session_id)}
 
 
 async def delete_session(engine: EngineThread, session_id: str) -> bool:
-    """Whether there was one."""
+    """Deletes a session. Returns whether it existed."""
     count = await call_engine(engine.context, DeleteSessions(session_id))
     return count > 0
 
 
 async def save_session(engine: EngineThread, session_id: str, path: str | Path) -> None:
-    """Write a session's file."""
+    """Writes a session to a file."""
     content = await call_engine(engine.context, ExportSession(session_id))
     await asyncio.to_thread(Path(path).write_bytes, content)
 
 
 async def load_session(engine: EngineThread, session_id: str, path: str | Path) -> int:
-    """Make a session of a file; returns the tokens that it stands for."""
+    """Creates a session from a file. Returns its number of tokens."""
     content = await asyncio.to_thread(Path(path).read_bytes)
     return await call_engine(engine.context, ImportSession(session_id, content))

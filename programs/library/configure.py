@@ -1,4 +1,4 @@
-"""From keyword arguments to settings: every flag of the command by its name."""
+"""Turns keyword arguments into settings. Every flag of the command is an argument."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
 
 _FLAGS = {"model": "--model-path", "devices": "--pp-devices", "layers": "--pp-layers"}
-"""Arguments that are not called like their flag."""
+"""Arguments whose flag has another name."""
 
 
 def command_line_of(given: Mapping[str, Any]) -> list[str]:
-    """The command line that keyword arguments stand for; None: not given."""
+    """Returns the command line of keyword arguments. None means not given."""
     line = []
     for name, value in given.items():
         if value is not None:
@@ -34,9 +34,9 @@ def _text(value: Any) -> str:
 
 
 def start_engine(given: Mapping[str, Any]) -> EngineThread:
-    """An engine with these settings, then those of RWKV_… variables, then the command's defaults.
+    """Starts an engine. Arguments win over RWKV_... variables, which win over defaults.
 
-    Sessions are kept for as long as it runs, unless `state_db` names a file. Raises ValueError, LLMError.
+    Without `state_db`, sessions live as long as the engine. Raises ValueError or LLMError.
     """
     folder = None
     if given.get("state_db") is None:
@@ -45,7 +45,7 @@ def start_engine(given: Mapping[str, Any]) -> EngineThread:
     try:
         settings = with_default_model(parse_settings(command_line_of(given), os.environ))
         engine = EngineThread(settings, folder)
-        folder = None  # its own from now on
+        folder = None  # the engine owns it
         return engine
     except SettingsError as error:
         raise ValueError(str(error)) from None

@@ -1,4 +1,4 @@
-"""An engine in this process, and the event loop on a thread of its own that asks it."""
+"""An engine in this process, and a thread with the event loop that calls it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rwkv_batch.request import Priority
 
 Result = TypeVar("Result")
 _UNBOUNDED = 2**31 - 1
-_CLOSED = "this LLM was closed; make another one"
-_FORKED = "this LLM was made before this process was forked, and its threads are not here: make one in each process"
+_CLOSED = "this LLM is closed; create a new one"
+_FORKED = "this LLM was created before a fork, which does not copy its threads; create one in each process"
 _READERS = 128
-"""Streams that coroutines read at a time."""
+"""Streams that coroutines can read at a time."""
 
 
 class _LoopSubmitter:
-    """Asks the loop, and nothing more once it is to end: what came too late would never be answered.
+    """Submits work to the loop until it is closed. Later work would never be answered.
 
-    Any thread; also again within a call of its own, when an object ends there that forgets its state.
+    Thread-safe and reentrant: a finaliser may submit work during a call.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,21 +42,21 @@ class _LoopSubmitter:
         self._lock = threading.RLock()
 
     def submit_work(self, work: Coroutine[Any, Any, Result]) -> Future[Result] | None:
-        """None: it was closed, and `work` is not begun."""
+        """Returns None if the loop is closed. Then `work` does not start."""
         with self._lock:
             return asyncio.run_coroutine_threadsafe(work, self._loop) if self._is_open else None
 
     def close(self) -> None:
-        """What has been begun is on the loop by now."""
+        """Refuses further work. Submitted work is on the loop already."""
         with self._lock:
             self._is_open = False
 
 
 class EngineThread:
-    """A started engine; closed by `close`, when nobody has it any more, or with the program. Any thread may ask."""
+    """A started engine. `close`, garbage collection or the program's end closes it. Thread-safe."""
 
     def __init__(self, settings: Settings, folder: TemporaryFolder | None) -> None:
-        """Loads the model. `folder`: to be removed at the end. Raises LLMError."""
+        """Loads the model. `folder` is removed at the end. Raises LLMError."""
         self._process = os.getpid()
         self._local_engine = LocalEngine(_without_client_limits(settings), stores_sessions=True)
         self._loop = asyncio.new_event_loop()
@@ -86,17 +86,17 @@ class EngineThread:
 
     @property
     def context(self) -> Context:
-        """What the routes' parts get."""
+        """The context of the routes' functions."""
         return self._local_engine.context
 
     def close(self) -> None:
-        """End the rows that still run, the engine and its threads. A second time it does nothing."""
+        """Ends running rows, the engine and its threads. Idempotent."""
         self._finalizer()
 
     def submit_work(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Have `work` done on the loop; cancelling it cancels its job.
+        """Submits `work` to the loop. Cancelling the future cancels its job.
 
-        Raises LLMError if the engine was closed, or is in the process that this one was forked from.
+        Raises LLMError if the engine is closed or belongs to the parent of a fork.
         """
         if os.getpid() != self._process:
             work.close()
@@ -109,18 +109,18 @@ class EngineThread:
         return future
 
     def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` returns. Raises LLMError."""
+        """Runs `work` and returns its result. Raises LLMError."""
         future = self.submit_work(work)
         try:
             return future.result()
         except CancelledError:
             raise LLMError(_CLOSED, status=503) from None
         finally:
-            future.cancel()  # of no effect unless the wait was interrupted
+            future.cancel()  # no effect unless the wait was interrupted
 
 
 def _without_client_limits(settings: Settings) -> Settings:
-    """Without the limits that keep clients from each other."""
+    """Removes the limits per client."""
     http = msgspec.structs.replace(
         settings.http,
         max_contents=_UNBOUNDED,
@@ -145,7 +145,9 @@ async def _as_library_client(work: Coroutine[Any, Any, Result]) -> Result:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
-    loop.run_until_complete(asyncio.sleep(0))  # what came last begins: cancelled before, its work were never awaited
+    loop.run_until_complete(
+        asyncio.sleep(0)
+    )  # lets the last work start, because a cancelled coroutine that never started warns
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
@@ -163,9 +165,9 @@ def _finalizer(
     folder: TemporaryFolder | None,
     process: int,
 ) -> None:
-    """Knows nothing of the EngineThread, whose end it is."""
+    """Finaliser of EngineThread, without a reference to it."""
     if os.getpid() != process:
-        return  # a fork that ends: the engine and its sessions are its parent's
+        return  # in a forked child: engine and sessions belong to the parent
     calls.close()
     own.stop()
     loop.call_soon_threadsafe(loop.stop)

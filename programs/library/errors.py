@@ -1,4 +1,4 @@
-"""What calls of the library fail with."""
+"""Errors of the library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rwkv_batch.errors import ErrorInfo, ServiceError
 
 
 class LLMError(Exception):
-    """A call failed. The message names the thing, the limit, the value given and the remedy."""
+    """A call failed. The message names the value given, the limit and the remedy."""
 
     def __init__(self, message: str, *, status: int = 500, field: str | None = None, given: Any = None) -> None:
-        """`status`: as over HTTP; `field`: the argument at fault, where it is one, and `given` its value."""
+        """`status`: HTTP status. `field`: the faulty argument, or None. `given`: its value."""
         super().__init__(message)
         self.status = status
         self.field = field
@@ -20,6 +20,6 @@ class LLMError(Exception):
 
 
 def as_llm_error(error: ServiceError | ErrorInfo) -> LLMError:
-    """A failure of the engine or of a request's parts as the library tells it."""
+    """Converts an engine's or request's error."""
     info = error.info if isinstance(error, ServiceError) else error
     return LLMError(info.message, status=HTTP_STATUS[info.kind], field=info.field, given=info.given)

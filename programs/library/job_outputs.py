@@ -1,4 +1,4 @@
-"""A job's answers while they are made, and when they are."""
+"""The outputs of a running job."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LABEL = "library"
 
 
 class JobOutputs:
-    """Of a job under way. One reader at a time, on a thread that may wait."""
+    """Outputs of a running job. One reader at a time, on a thread that may block."""
 
     def __init__(
         self, context: Context, prompt_requests: Sequence[PromptRequest], first: int, stream: EventStream
     ) -> None:
-        """`first`: number of the first question in its call."""
+        """`first`: index of the job's first prompt in the call."""
         self._ids = context.tokenizer.id_by_bytes
         self._stream = stream
         self._first = first

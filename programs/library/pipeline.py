@@ -1,4 +1,4 @@
-"""`RWKV`, `PIPELINE` and `PIPELINE_ARGS` as the `rwkv` package has them, answered by the batched engine.
+"""`RWKV`, `PIPELINE` and `PIPELINE_ARGS` of the `rwkv` package, on the batched engine.
 
 from programs.library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
 """
@@ -21,7 +21,7 @@ _BAN_BIAS = -100.0
 
 
 class PIPELINE_ARGS:  # noqa: N801 - the name that scripts import
-    """How `PIPELINE.generate` draws; names and defaults are the package's."""
+    """Sampling parameters of `PIPELINE.generate`, with the package's names and defaults."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PIPELINE_ARGS:  # noqa: N801 - the name that scripts import
         token_stop: Sequence[int] = (),
         chunk_len: int = 256,
     ) -> None:
-        """`chunk_len` is of no effect: the engine decides how prompts are cut (prefill_chunk of its settings)."""
+        """`chunk_len` has no effect, because the engine splits prompts itself."""
         self.temperature = temperature
         self.top_p = top_p
         self.top_k = top_k
@@ -48,21 +48,20 @@ class PIPELINE_ARGS:  # noqa: N801 - the name that scripts import
 
 
 class RWKV(LLM):
-    """A model as scripts of the package load it."""
+    """A model, loaded as with the `rwkv` package."""
 
     def __init__(self, model: str, strategy: str | None = None, **settings: Any) -> None:
-        """`model` with or without `.pth`; `strategy` like "cuda fp16", as the package writes it; see LLM."""
+        """`model`: path with or without `.pth`. `strategy`: for example "cuda fp16". See LLM."""
         known = model.endswith((".pth", ".safetensors"))
         super().__init__(model if known else f"{model}.pth", strategy=strategy, **settings)
 
     def forward(
         self, tokens: int | Sequence[int], state: State | None = None, full_output: bool = False
     ) -> tuple[Any, State]:
-        """Read token ids behind `state` (None: behind nothing): the logits behind the last, and the state there.
+        """Reads token ids after `state` (None: empty) and returns the last logits and the new state.
 
-        Logits: a tensor [V] fp32 in host memory, the caller's own; with `full_output` and several tokens [T, V], which
-        costs a call for each token. `state` is not changed, so it may be used again; it is forgotten with the last
-        reference to it. Raises ValueError, LLMError.
+        Logits are a host tensor [V] fp32. With `full_output` and several tokens they are [T, V], which costs one call
+        per token. `state` does not change and may be reused. Raises ValueError or LLMError.
         """
         ids = _token_ids(tokens)
         if state is not None and not isinstance(state, State):
@@ -78,7 +77,7 @@ class RWKV(LLM):
         return as_tensor(told), after
 
     def generate_zero_state(self) -> State:
-        """Nothing has been read, as None says it too."""
+        """Returns the empty state, which None means too."""
         return root(self.engine)
 
 
@@ -86,32 +85,32 @@ class PIPELINE:
     """The package's `PIPELINE`. Calls from several threads, and several prompts of one call, run in one batch."""
 
     def __init__(self, model: LLM, WORD_NAME: str = WORLD) -> None:
-        """Raises ValueError for another vocabulary than World's, which RWKV-7 models have."""
+        """Raises ValueError for a vocabulary other than World."""
         if WORD_NAME != WORLD:
             raise ValueError(f"WORD_NAME must be {WORLD!r}, the vocabulary of RWKV-7's models, got {WORD_NAME!r}")
         self.model = model
         self.tokenizer = model.get_tokenizer()
 
     def encode(self, x: str) -> list[int]:
-        """Token ids of a text."""
+        """Returns the token ids of a text."""
         return self.tokenizer.encode(x)
 
     def decode(self, x: list[int]) -> str:
-        """Text of token ids; U+FFFD alone if it is not whole."""
+        """Returns the text of token ids, or U+FFFD if it is not complete UTF-8."""
         try:
             return self.tokenizer.decode_bytes(x).decode()
         except UnicodeDecodeError:
             return "\ufffd"
 
     def sample_logits(self, logits: Any, temperature: float = 1.0, top_p: float = 0.85, top_k: int = 0) -> int:
-        """A token drawn from logits [V] of `forward`, as docs/generation.md says; `torch.manual_seed` decides which.
+        """Samples a token from logits [V] of `forward`, as docs/generation.md says.
 
-        temperature or top_p 0: the likeliest. Raises ValueError.
+        `torch.manual_seed` sets the seed. temperature 0 or top_p 0 is greedy. Raises ValueError.
         """
         return sample_one(logits, temperature, top_p, int(top_k))
 
     def prefill(self, ctx: str | list[int], state: State | None = None) -> State:
-        """What the model has read after `ctx`, for `generate(state=…)`; see LLM.prefill."""
+        """Reads `ctx` and returns the state for `generate(state=...)`. See LLM.prefill."""
         return self.model.prefill(ctx, state=state)
 
     def generate(
@@ -122,11 +121,11 @@ class PIPELINE:
         callback: Callable[[str], None] | None = None,
         state: State | None = None,
     ) -> Any:
-        """The text that follows `ctx`; of several prompts, a list of texts.
+        """Returns the text after `ctx`, or a list of texts for several prompts.
 
-        callback: gets the text as it is made, of one prompt only. state: from `prefill`, and left as it was.
-        Ends at `token_stop` or after `token_count` tokens, as the package does; other ends there are none. Raises
-        ValueError for a callback beside several prompts.
+        callback: gets the streamed text, for one prompt only. state: from `prefill`; it does not change.
+        Generation ends at `token_stop` or after `token_count` tokens. Raises ValueError for a callback with several
+        prompts.
         """
         params = _params(args or PIPELINE_ARGS(), token_count)
         is_one = isinstance(ctx, str)
@@ -138,13 +137,13 @@ class PIPELINE:
                 ctx, params, state=state, callback=lambda piece: send(piece.text) if piece.text else None
             )
         else:
-            raise ValueError("callback is told the text of one prompt: give one ctx, or use LLM.generate(stream=True)")
+            raise ValueError("callback needs one prompt, got several; give one ctx, or use LLM.generate(stream=True)")
         texts = [output.outputs[0].text for output in outputs]
         return texts[0] if is_one else texts
 
 
 def _token_ids(tokens: int | Sequence[int]) -> list[int]:
-    """As the package takes them: one, or several."""
+    """Returns a list of one or several token ids."""
     ids = [operator.index(one) for one in tokens] if isinstance(tokens, Sequence) else [operator.index(tokens)]
     if not ids:
         raise ValueError("tokens must have at least one token id, got none")

@@ -1,4 +1,4 @@
-"""From prompts to the engine's rows, by the parts that make those of the routes."""
+"""Turns prompts into engine rows with the routes' functions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.request import GenerateRequest
 
 Prompt = str | list[int] | Mapping[str, Any]
-"""A text, token ids, or one of both as vLLM has them: {"prompt": …}, {"prompt_token_ids": […]}."""
+"""A text, token ids, or vLLM's forms {"prompt": ...} and {"prompt_token_ids": [...]}."""
 Message = Mapping[str, Any]
-"""As OpenAI writes it: {"role": "user", "content": "…"}."""
+"""OpenAI's form: {"role": "user", "content": "..."}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class PromptRequest:
     row: GenerateRequest
     prompt: str | None
     form: AnswerFormat | None = None
-    """Of a conversation's answer."""
+    """Format of a conversation's answer."""
     source: State | None = None
-    """What the answer's state comes from."""
+    """State before the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """What holds for all prompts of a call."""
+    """Options of all prompts of a call."""
 
     params: SamplingParams
     streams: bool = False
@@ -48,7 +48,7 @@ class GenerateInput:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """One prompt or several as a list. Raises TypeError, ValueError."""
+    """Returns one or several prompts as a list. Raises TypeError or ValueError."""
     given: Any = prompts if isinstance(prompts, str | Mapping) else list(prompts)
     is_one = isinstance(given, str | Mapping) or (given and all(isinstance(one, int) for one in given))
     return [_as_prompt(one) for one in ([given] if is_one else given)]
@@ -64,24 +64,26 @@ def _as_prompt(prompt: Any) -> str | list[int]:
         try:
             given.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"a prompt has a lone surrogate at character {error.start}, which is no text") from None
+            raise ValueError(
+                f"a prompt has a lone surrogate at character {error.start}, which is not valid text"
+            ) from None
     return given
 
 
 def as_texts(texts: str | Sequence[str]) -> list[str]:
-    """One text or several as a list."""
+    """Returns one or several texts as a list."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
-    """One conversation or several as a list."""
+    """Returns one or several conversations as a list."""
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
 async def requests_from_prompts(
     context: Context, prompts: Sequence[str | list[int]], first: int, generate_input: GenerateInput
 ) -> list[PromptRequest]:
-    """Prompts from number `first` of the call on. Raises ServiceError."""
+    """Builds the requests of prompts from index `first` on. Raises ServiceError."""
     texts = list(prompts)
     body = completion_body(texts, generate_input.params, first, generate_input.session_id, generate_input.streams)
     stops = row_stops(body)
@@ -100,7 +102,7 @@ async def requests_from_prompts(
 async def requests_from_conversations(
     context: Context, conversations: Sequence[list[Message]], first: int, generate_input: GenerateInput
 ) -> list[PromptRequest]:
-    """Conversations from number `first` of the call on. Raises ServiceError."""
+    """Builds the requests of conversations from index `first` on. Raises ServiceError."""
     found = []
     for number, messages in enumerate(conversations, first):
         body = chat_body(

@@ -1,6 +1,6 @@
-"""States as values: what has been read so far, to go on from any number of times. Built on the engine's sessions.
+"""States as immutable values that any number of calls can continue. Built on the engine's sessions.
 
-What nobody has any more is deleted from the engine.
+A state without references is deleted from the engine.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession
 from rwkv_batch.request import Finish, SessionTurn
 
 _ROOT_DIALOGUE = 0
-"""The dialogue in which nothing was read; the engine keeps none."""
+"""The empty dialogue, which the engine does not store."""
 _PREFIX = "library-state-"
 
 
 def new_name() -> str:
-    """Of a session that nobody else has."""
+    """Returns a unique session name."""
     return _PREFIX + uuid.uuid4().hex
 
 
 def is_state(session_id: str) -> bool:
-    """Whether a session is a state's, and no client's."""
+    """Whether a session belongs to a State."""
     return session_id.startswith(_PREFIX)
 
 
 class State:
-    """What a model has read: immutable, so that it needs no copy to be gone on from twice. Its engine keeps it.
+    """An immutable state of a model, kept by the engine as long as this object lives.
 
-    It is a dialogue, which branches at no cost, or, come from a file, a session, which is copied for every use. The
-    engine keeps it for as long as the program has this object.
+    It is a dialogue, which branches at no cost. A state from a file is a session, which is copied for every use.
     """
 
     def __init__(self, engine: EngineThread, session_id: str, dialogue: int | None) -> None:
@@ -51,7 +50,7 @@ class State:
             self._finalizer.detach()
 
     def __copy__(self) -> State:
-        """Itself: nothing changes it."""
+        """Returns itself, because a state is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> State:
@@ -59,25 +58,25 @@ class State:
 
     @classmethod
     async def load(cls, engine: EngineThread, path: str | Path) -> State:
-        """The state of a file that `save`, or `/state/export` of a service with the same model, has written."""
+        """Loads a file of `save`, or of `/state/export` of a service with the same model."""
         content = await asyncio.to_thread(Path(path).read_bytes)
         name = new_name()
         await call_engine(engine.context, ImportSession(name, content))
         return cls(engine, name, None)
 
     def save(self, path: str | Path) -> None:
-        """Write it as a safetensors file, which `load_state` and `/state/import` take. Raises LLMError, OSError."""
+        """Writes a safetensors file for `load_state` and `/state/import`. Raises LLMError or OSError."""
         Path(path).write_bytes(self._engine.wait(self._content()))
 
     def delete(self) -> None:
-        """Forget it; states that went on from it stay. All end with their engine. Raises LLMError."""
+        """Deletes the state. States derived from it stay. Raises LLMError."""
         self._engine.wait(call_engine(self._engine.context, DeleteSessions(self._name)))
         self._finalizer.detach()
 
     async def fork(self, context: Context) -> State:
-        """Itself, or the copy that one turn uses up. Raises ServiceError."""
+        """Returns the state, or a copy for one turn. Raises ServiceError."""
         if context is not self._engine.context:
-            raise ValueError("a state belongs to the LLM that made it: save it, and load it into the other one")
+            raise ValueError("this state belongs to another LLM; save it there and load it here")
         if self._dialogue is not None:
             return self
         copy = State(self._engine, new_name(), None)
@@ -85,11 +84,11 @@ class State:
         return copy
 
     def turn(self, prompt: list[int]) -> SessionTurn:
-        """The turn that reads `prompt` (token ids) behind it; of what `fork` gave."""
+        """Returns the turn that reads `prompt` (token ids) after this state. Call it on the result of `fork`."""
         return SessionTurn(session_id=self._session_id, resume_prompt=prompt, branch_from=self._dialogue)
 
     def after(self, finish: Finish) -> State:
-        """The state that this turn has led to."""
+        """Returns the state after the turn."""
         return self if self._dialogue is None else State(self._engine, self._session_id, finish.dialogue_idx)
 
     async def _content(self) -> bytes:
@@ -97,11 +96,11 @@ class State:
 
 
 def root(engine: EngineThread) -> State:
-    """Nothing has been read."""
+    """Returns the empty state."""
     return State(engine, new_name(), _ROOT_DIALOGUE)
 
 
 def _delete_in_engine(engine: EngineThread, name: str) -> None:
-    """Nobody has a state any more. Comes on any thread, wherever Python happens to be, so it waits for nothing."""
-    with contextlib.suppress(LLMError):  # the engine has ended, and its states with it
+    """Deletes a state without references. A finaliser calls it on any thread, so it must not block."""
+    with contextlib.suppress(LLMError):  # the engine has ended together with its states
         engine.submit_work(call_engine(engine.context, DeleteSessions(name)))

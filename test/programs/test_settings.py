@@ -180,14 +180,14 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sreve"]) == 2
-    assert capsys.readouterr().err == "error: no command is called 'sreve'; there are serve, batch, chat, bench\n"
+    assert capsys.readouterr().err == "error: unknown command 'sreve'; the commands are serve, batch, chat, bench\n"
 
 
 def test_the_bench_command_lists_what_measures_and_no_process_that_it_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["bench", "nothing"]) == 2
-    names = capsys.readouterr().err.removeprefix("error: bench wants the name of a measuring program: ").strip()
+    names = capsys.readouterr().err.removeprefix("error: bench needs the name of a program: ").strip()
     assert {"cpu", "gpu", "serve", "batch", "chaos", "quality"} <= set(names.split(", "))
     assert not {"tools.http_load", "quality_states"} & set(names.split(", "))
 

@@ -1,1 +1,1 @@
-"""What a file of lines looks like: a reader and a writer for each form."""
+"""File formats: a reader and a writer per format."""

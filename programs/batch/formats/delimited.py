@@ -10,11 +10,11 @@ from programs.batch.inputs import MAX_LINE_BYTES, Line
 from programs.record import Record, RunError
 
 _MAX_COLUMNS = 10_000
-"""Columns of a table."""
+"""Maximum columns of a table."""
 
 
 class Delimited:
-    """A table: its columns are kept, and one is added."""
+    """A table. Its columns are kept and one is added."""
 
     def __init__(self, delimiter: str, field: str, out_field: str) -> None:
         self._delimiter = delimiter
@@ -23,7 +23,7 @@ class Delimited:
         self._columns: list[str] = []
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See Form."""
+        """See FileFormat."""
         csv.field_size_limit(MAX_LINE_BYTES)
         counted = _LineCounter(lines)
         rows = csv.reader(counted, delimiter=self._delimiter)
@@ -42,7 +42,7 @@ class Delimited:
                 if not row:
                     continue
             except csv.Error as error:
-                problem = f"is no row of the table: {error}"
+                problem = f"is not a row of the table: {error}"
             if counted.is_cut:
                 problem = f"has a line of more than {MAX_LINE_BYTES} bytes, which is the limit"
             fields, problem = self._fields(row or [], problem)
@@ -72,11 +72,11 @@ class Delimited:
         return columns
 
     def header(self) -> str:
-        """See Form."""
+        """See FileFormat."""
         return self._row([*self._columns, self._out_field])
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See Form. A row that has failed is in the file of errors alone."""
+        """See FileFormat. A failed row is in the error file only."""
         return "" if answer is None else self._row([*record.fields.values(), answer])
 
     def _row(self, cells: Iterable[str]) -> str:
@@ -86,13 +86,13 @@ class Delimited:
 
 
 class _LineCounter(Iterator[str]):
-    """Lines as csv wants them, counted."""
+    """Lines for the csv module, with a counter."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._lines = iter(lines)
         self.number = self.size = 0
         self.is_cut = False
-        """whether a line was too long to be whole"""
+        """Whether a line was truncated."""
 
     def __next__(self) -> str:
         line = next(self._lines)

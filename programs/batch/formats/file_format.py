@@ -1,4 +1,4 @@
-"""The forms by name, and what each must do."""
+"""Names of the file formats, and their interface."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FORMAT_NAMES = ("jsonl", "csv", "tsv", "text", "srt", "vtt")
 
 
 class FileFormat(Protocol):
-    """How lines are read and answers written."""
+    """Reads lines and writes answers."""
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """Every record; one that cannot be read says so in `problem`. Raises RunError if none of them can be."""
+        """Yields every record. An invalid one has a `problem`. Raises RunError if the whole file is invalid."""
 
     def header(self) -> str:
-        """What the output begins with; known once the first record has been read."""
+        """Returns the output's header. Call it after the first record was read."""
 
     def write(self, record: Record, answer: str | None) -> str:
-        """What the output says of a record; None: it has failed."""
+        """Formats a record's output. `answer` None: the record failed."""
 
 
 def format_of(path: str) -> str | None:
-    """The form that a file's name tells; None if it does not."""
+    """Returns the format of a file name, or None."""
     name = PurePath(path)
     if compression_of(path):
         name = name.with_suffix("")
@@ -45,12 +45,12 @@ def format_of(path: str) -> str | None:
 
 
 def compression_of(path: str) -> str:
-    """ "gz", "zst" or "", by the file's name."""
+    """Returns "gz", "zst" or "" by the file's name."""
     return COMPRESSIONS.get(PurePath(path).suffix.lower(), "")
 
 
 def unreadable_reason(line: Line) -> str:
-    """What is wrong with a line's bytes; "" if nothing is."""
+    """Returns the fault in a line's bytes, or ""."""
     if line.is_too_long:
         return f"has {line.size} bytes, the limit of a line is {MAX_LINE_BYTES}"
     try:
@@ -61,5 +61,5 @@ def unreadable_reason(line: Line) -> str:
 
 
 def unknown_format(path: str, remedy: str) -> RunError:
-    """The refusal of a name that does not tell its form."""
-    return RunError(f"the form of {path} is not known by its name; {remedy}: {', '.join(FORMAT_NAMES)}")
+    """Returns the error for a name without a known format."""
+    return RunError(f"the format of {path} cannot be seen in its name; {remedy}: {', '.join(FORMAT_NAMES)}")

@@ -1,4 +1,4 @@
-"""JSON Lines: an object a line, or a text."""
+"""JSON Lines: one object or text per line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from programs.batch.inputs import Line
 from programs.record import Record
 
 MAX_DEPTH = 200
-"""Lists and objects inside each other in a line: deeper ones can be read and then not be written."""
+"""Maximum nesting of a line. Deeper values could be read but not written."""
 
 
 class Jsonl:
-    """Objects keep what they have and get one field more."""
+    """Objects keep their fields and get one more."""
 
     def __init__(self, field: str, out_field: str, is_json: bool = False) -> None:
         """`is_json`: answers are JSON values."""
@@ -24,7 +24,7 @@ class Jsonl:
         self._out_field = out_field
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See Form. Empty lines are no records."""
+        """See FileFormat. Empty lines are skipped."""
         index = 0
         for line in lines:
             if not line.data.strip():
@@ -43,23 +43,23 @@ class Jsonl:
         if isinstance(value, str):
             value = {self._field: value}
         if is_too_deep(value):
-            return {}, f"has more than {MAX_DEPTH} lists and objects inside each other"
+            return {}, f"has more than {MAX_DEPTH} nested lists and objects"
         if not isinstance(value, dict):
             return {}, f"must be a JSON object or a text, got {type(value).__name__}"
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
-            return {}, "has a lone surrogate, which has no UTF-8 form"
+            return {}, "has a lone surrogate, which UTF-8 cannot encode"
         except ValueError:
             return {}, "has a number that JSON cannot write, like NaN or one beyond 1e308"
         return value, ""
 
     def header(self) -> str:
-        """See Form."""
+        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See Form. A record that has failed is in the file of errors alone."""
+        """See FileFormat. A failed record is in the error file only."""
         if answer is None:
             return ""
         value = json.loads(answer) if self._is_json else answer
@@ -67,7 +67,7 @@ class Jsonl:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a JSON value is nested beyond MAX_DEPTH."""
+    """Whether a JSON value is nested deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inside = [one for one in level if isinstance(one, dict | list)]

@@ -1,4 +1,4 @@
-"""From a form's name to its reader and writer."""
+"""Creates file formats by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from programs.record import Record, RunError
 
 
 def make_format(name: str, field: str, out_field: str, is_json: bool = False) -> FileFormat:
-    """The form of that name; `is_json`: answers are JSON values."""
+    """Creates the format of that name. `is_json`: answers are JSON values."""
     match name:
         case "jsonl":
             return Jsonl(field, out_field, is_json)
@@ -29,7 +29,7 @@ def make_format(name: str, field: str, out_field: str, is_json: bool = False) ->
 
 
 def combine_formats(source: str, target: str, field: str, out_field: str, is_json: bool = False) -> FileFormat:
-    """Read in one form, written in the same or as JSON Lines. Raises RunError for other pairs."""
+    """Combines an input format with the same output format or JSON Lines. Raises RunError for other pairs."""
     if source == target:
         return make_format(source, field, out_field, is_json)
     if target != "jsonl":
@@ -38,14 +38,14 @@ def combine_formats(source: str, target: str, field: str, out_field: str, is_jso
 
 
 class _AsJsonl:
-    """Another form's records as JSON Lines, with their numbers."""
+    """Writes another format's records as JSON Lines with their indexes."""
 
     def __init__(self, source: FileFormat, out_field: str, is_json: bool) -> None:
         self._source = source
         self._jsonl = Jsonl("", out_field, is_json)
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See Form. What is passed on verbatim has no place here."""
+        """See FileFormat. Verbatim text is dropped."""
         for record in self._source.read(lines):
             record.fields = {
                 "index": record.index,
@@ -55,9 +55,9 @@ class _AsJsonl:
             yield record
 
     def header(self) -> str:
-        """See Form."""
+        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See Form."""
+        """See FileFormat."""
         return "" if record.verbatim is not None else self._jsonl.write(record, answer)

@@ -1,4 +1,4 @@
-"""SubRip (.srt) and WebVTT (.vtt): blocks between blank lines; the text of a cue is answered, all else is kept."""
+"""SubRip (.srt) and WebVTT (.vtt). The text of each cue is answered, everything else is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 class Subtitles:
-    """Cues keep their number and time; one whose text cannot be answered keeps its text."""
+    """Cues keep their number and time. A failed cue keeps its text."""
 
     def __init__(self, field: str, has_header: bool) -> None:
         self._field = field
@@ -22,7 +22,7 @@ class Subtitles:
         self._header = ""
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See Form."""
+        """See FileFormat."""
         index = 0
         for block in _blocks(lines):
             if self._has_header and not self._header and not any(_ARROW in line.text for line in block):
@@ -43,11 +43,11 @@ class Subtitles:
         return Record(index, block[0].number, fields, problem, size=size, cue_header="\n".join(cue_header))
 
     def header(self) -> str:
-        """See Form."""
+        """See FileFormat."""
         return self._header
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See Form."""
+        """See FileFormat."""
         if record.verbatim is not None:
             return f"{record.verbatim}\n\n"
         text = answer if answer is not None else str(record.fields.get(self._field, ""))
@@ -55,7 +55,7 @@ class Subtitles:
 
 
 def _blocks(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    """Lines that stand together; a block is never longer than a line may be."""
+    """Yields blocks of lines between blank lines. MAX_LINE_BYTES bounds a block."""
     block: list[Line] = []
     size = 0
     for line in lines:

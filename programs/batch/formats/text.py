@@ -1,4 +1,4 @@
-"""Plain text: a text a line, an answer a line."""
+"""Plain text: one text and one answer per line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from programs.record import Record
 
 
 class Text:
-    """Line n of the output answers line n of the input; of one that has failed it is empty."""
+    """Line n of the output answers line n of the input. It is empty if the line failed."""
 
     def __init__(self, field: str) -> None:
         self._field = field
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See Form."""
+        """See FileFormat."""
         for index, line in enumerate(lines):
             if problem := unreadable_reason(line):
                 yield Record(index, line.number, problem=problem, size=line.size)
@@ -26,10 +26,10 @@ class Text:
                 yield Record(index, line.number, {self._field: line.text}, size=line.size)
 
     def header(self) -> str:
-        """See Form."""
+        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
-        r"""See Form. A line break inside an answer is written as \n."""
+        r"""See FileFormat. A line break inside an answer becomes \n."""
         text = record.verbatim if record.verbatim is not None else answer or ""
         return text.replace("\r\n", "\n").replace("\r", "\n").replace("\n", "\\n") + "\n"

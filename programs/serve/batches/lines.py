@@ -45,20 +45,20 @@ class BatchTask:
 
 @dataclass(slots=True)
 class BatchFormat:
-    """See Form. A line's id is made of the batch's and its number, so that it is one whenever it runs."""
+    """See FileFormat. A line's id is made of the batch's and its number, so that it is one whenever it runs."""
 
     batch_id: str
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See Form."""
+        """See FileFormat."""
         return Jsonl("", "").read(lines)
 
     def header(self) -> str:
-        """See Form."""
+        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See Form."""
+        """See FileFormat."""
         if answer is None:
             return ""
         response = {"status_code": OK, "request_id": self._id(record), "body": json.loads(answer)}

@@ -23,14 +23,13 @@ from programs.record import Record
 from programs.serve.batches.lines import BatchTask
 from routes.config import HttpConfig
 from routes.context import MAX_FILE_DOWNLOADS, Context, Readiness, RequestLimiter
-from routes.dispatch import response_or_error
 from routes.file_store import Store
 from routes.openai.batches import ENDPOINTS
 from routes.openai.batches import ROUTES as BATCHES
 from routes.openai.files import ROUTES as FILES
 from routes.request.bodies import validate
 from routes.response.http_response import HttpResponse
-from routes.route import Upload
+from routes.route import Upload, response_or_error
 from test.programs.batch.runs import fake_service
 from test.serving import Service, wait_for
 

@@ -42,13 +42,13 @@ def said(console: Console) -> list[str]:
 def test_branches_are_copies_that_can_be_gone_back_to() -> None:
     console = spoken("a", "b")
     assert "new branch other" in console.handle_command("/branch other")
-    assert console.handle_command("/undo") == "1 turns taken back"
+    assert console.handle_command("/undo") == "1 turns removed"
     console.conversation.say("user", "c")
     assert said(console) == ["a", "A", "c"]
     console.handle_command("/branch main")
     assert said(console) == ["a", "A", "b", "B"]
     assert console.handle_command("/branch") == "* main (4 messages)\n  other (3 messages)"
-    assert console.handle_command("/undo 5") == "2 turns taken back" and said(console) == []
+    assert console.handle_command("/undo 5") == "2 turns removed" and said(console) == []
     console.handle_command("/reset")
     assert console.handle_command("/branch") == "* main (0 messages)"
 
@@ -170,7 +170,7 @@ def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     output, errors = process.communicate("\n".join(lines) + "\n", timeout=START_TIMEOUT_S)
     assert (process.returncode, errors) == (0, "")
     told = output.splitlines()[3:]
-    assert told[:3] == ["HiHi", "1 turns taken back", "HoHo"]
+    assert told[:3] == ["HiHi", "1 turns removed", "HoHo"]
     assert "temperature" in told[3] and any("broken on demand" in line for line in told[4:6])
     assert "never said" not in output
     assert [one["content"] for one in json.loads(talk.read_text())["branches"]["main"]][:2] == ["Ho", "HoHo"]

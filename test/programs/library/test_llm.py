@@ -209,7 +209,7 @@ def test_two_in_one_process_and_their_ends(llm: LLM, tiny_model: Path) -> None:
     other = LLM(tiny_model, dtype="fp32", devices="cpu", max_running=4)
     assert texts(other, PROMPTS) == texts(llm, PROMPTS)
     state = other.prefill("Hello")
-    with pytest.raises(ValueError, match="belongs to the LLM"):
+    with pytest.raises(ValueError, match="belongs to another LLM"):
         texts(llm, " World", state=state)
     before = {thread.name for thread in threading.enumerate()}
     failed: list[Exception] = []
