@@ -1,7 +1,10 @@
-"""A route as data, for registration, metrics and the OpenAPI document."""
+"""Routes as data, and running a route's handler with its errors turned into answers.
+
+Route data serves registration, metrics and the OpenAPI document. HTTP requests and batch files share the runner."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +12,24 @@ from typing import Any
 from pydantic import BaseModel
 
 from routes.context import Context
-from routes.request.bodies import Body, Fields
-from routes.response.http_response import JSON, NATIVE_ERRORS, ErrorFormat, HandlerResponse
-from rwkv_batch.errors import ErrorKind
+from routes.request.bodies import Body, Fields, GenerationBody, validate
+from routes.request.decode_defaults import with_defaults
+from routes.request.generate_requests import offload_if_large
+from routes.request.mixture_weights import with_mixture_weights
+from routes.request.model_names import requested_state
+from routes.request_context import current_request
+from routes.response.event_stream import call_engine
+from routes.response.http_response import (
+    JSON,
+    NATIVE_ERRORS,
+    ErrorFormat,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    error_response,
+)
+from rwkv_batch.calls import ListStates, StateInfo
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
@@ -67,3 +85,70 @@ class Route:
     """Content type of a successful answer that is not streamed."""
     example: dict[str, Any] | None = None
     """A valid body or query, for the documentation."""
+
+
+logger = logging.getLogger(__name__)
+
+_INTERNAL_ERROR = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log has details")
+_STREAM_NOT_ALLOWED = ErrorInfo(
+    kind=ErrorKind.INVALID_FIELD,
+    message="stream: must be false for an answer that is written to a file",
+    field="stream",
+    given=True,
+)
+
+
+async def response_or_error(route: Route, response: Awaitable[HandlerResponse]) -> HandlerResponse:
+    """Await the handler's answer. An error becomes an answer in the route's error format."""
+    try:
+        return await response
+    except ServiceError as error:
+        current_request().error_kind = error.info.kind
+        return error_response(error.info, route.error_format)
+    except Exception:  # a bug becomes a 500 answer and does not end the worker
+        logger.exception("%s %s failed", route.method, route.path)
+        current_request().error_kind = _INTERNAL_ERROR.kind
+        return error_response(_INTERNAL_ERROR, route.error_format)
+
+
+async def model_context(context: Context, route: Route, data: object) -> Context:
+    """Return the context of the model that a request names. Raises ServiceError, also while the model loads."""
+    if not isinstance(data, dict) or route.is_about_models:
+        return context
+    return await context.wait_for_model(data.get("model"))
+
+
+async def with_defaults_applied(context: Context, parsed: object) -> object:
+    """Return the body with the missing decode parameters filled in from its tuned state and model.
+
+    Raises ServiceError.
+    """
+    if not isinstance(parsed, GenerationBody):
+        return parsed
+    name = "" if parsed.states else requested_state(parsed, context.config)
+    states = await call_engine(context, ListStates()) if name else []
+    state = next((info for info in states if info.name == name), StateInfo(name=""))
+    if parsed.mrss_gatingweight:
+        parsed = with_mixture_weights(parsed, state.mixture)
+    return with_defaults(parsed, state.defaults, context.defaults)
+
+
+async def full_response(context: Context, route: Route, data: object, characters: int = 0) -> HttpResponse:
+    """Return the route's answer to a body that did not come by HTTP. Never a stream.
+
+    `context.status_wait_s` must be None. `set_current_request` must have set the task's request context.
+    """
+    response = await response_or_error(route, _run_handler(context, route, data, characters))
+    if isinstance(response, StreamedResponse):
+        response.chunks.close()
+        return error_response(_STREAM_NOT_ALLOWED, route.error_format)
+    return response
+
+
+async def _run_handler(context: Context, route: Route, data: object, characters: int) -> HandlerResponse:
+    assert route.body is not None
+    if isinstance(data, dict) and data.get("stream") is True:
+        raise ServiceError.from_info(_STREAM_NOT_ALLOWED)
+    context = await model_context(context, route, data)
+    body = await offload_if_large(characters, validate, route.body, data)
+    return await route.handle(context, await with_defaults_applied(context, body))

@@ -70,8 +70,7 @@ ROOMS = {
     "routes.request": "routes.config routes.context routes.file_store",
     "routes.response": "routes.config routes.context routes.request_context routes.reader_wakeups routes.request "
     "routes.file_store",
-    "routes.route": "routes.context routes.request routes.response",
-    "routes.dispatch": "routes.context routes.request_context routes.request routes.response routes.route",
+    "routes.route": "routes.context routes.request routes.response routes.request_context",
     "routes": "routes.context routes.request_context routes.request routes.response routes.route routes.openai "
     "routes.file_store",
     "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
@@ -91,8 +90,8 @@ ROOMS = {
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
     "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "
-    "routes.request_context routes.request routes.response routes.route routes.dispatch routes.file_store "
-    "routes.openai routes.docs routes.table",
+    "routes.request_context routes.request routes.response routes.route routes.file_store routes.openai routes.docs "
+    "routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 

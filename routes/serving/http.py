@@ -15,7 +15,6 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.dispatch import model_context, response_or_error, with_defaults_applied
 from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
 from routes.request.generate_requests import offload_if_large
@@ -31,7 +30,7 @@ from routes.response.http_response import (
     StreamedResponse,
     error_response,
 )
-from routes.route import Route, Upload
+from routes.route import Route, Upload, model_context, response_or_error, with_defaults_applied
 from routes.serving.access_log import CLIENT_DISCONNECTED, DONE, log_access
 from routes.serving.auth import Grant, anonymous_grant, bearer_grant, grant
 from routes.serving.client_identity import ClientIdentity

@@ -10,9 +10,9 @@ import pytest
 
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
-from routes.dispatch import full_response
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HttpResponse
+from routes.route import full_response
 from routes.table import ROUTES
 from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.errors import ErrorKind, ServiceError

@@ -11,14 +11,13 @@ import pytest
 
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
-from routes.dispatch import full_response, response_or_error
 from routes.request.bodies import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response.event_stream import EventStream
 from routes.response.generate import BLANK, HEARTBEAT, BaseFormatter, JsonChunks, SseChunks
 from routes.response.http_response import DONE, HandlerResponse, HttpResponse
 from routes.response.output_decoder import OutputDecoder, RowUpdate
-from routes.route import Upload
+from routes.route import Upload, full_response, response_or_error
 from routes.serving import http
 from routes.serving.auth import bearer_grant
 from routes.session_files import ImportQuery, import_session
