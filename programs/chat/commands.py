@@ -8,7 +8,7 @@ from typing import Any
 
 from programs.chat.conversation import ConsoleError, Conversation, as_value
 from routes.request.bodies import PromptBody, validate
-from routes.request.unsupported_fields import ChatOnlyFields
+from routes.request.fields import ChatOnlyFields
 from rwkv_batch.errors import ServiceError
 
 SYSTEM = "system"

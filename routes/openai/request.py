@@ -22,11 +22,9 @@ from routes.request.bodies import (
     Texts,
 )
 from routes.request.call_grammar import tool_call_constraint
-from routes.request.constraints import THINK_END, at_most_one
-from routes.request.fields import Fields, Pattern
+from routes.request.fields import THINK_END, Fields, Pattern, UnsupportedOpenAIFields, at_most_one
 from routes.request.generate_requests import row_stops
 from routes.request.tool_set import ToolSet, begins_with_call
-from routes.request.unsupported_fields import UnsupportedOpenAIFields
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.grammar.constraint import Constraint

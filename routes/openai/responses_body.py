@@ -13,10 +13,8 @@ from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, build_tool_set
 from routes.request import prompts
 from routes.request.bodies import Message
-from routes.request.constraints import THINK_END
-from routes.request.fields import Fields
+from routes.request.fields import THINK_END, UNSUPPORTED_VERBOSITY, Fields, Unsupported
 from routes.request.tool_set import ToolSet
-from routes.request.unsupported_fields import UNSUPPORTED_VERBOSITY, Unsupported
 from sampling.grammar.constraint import Constraint
 
 MAX_METADATA = 16

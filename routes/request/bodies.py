@@ -13,10 +13,19 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from routes.request.constraints import ConstraintFields
-from routes.request.error_value import describe_value, error_field_name, error_value
-from routes.request.fields import Fields, Number, Pattern, SessionId
-from routes.request.unsupported_fields import ChatOnlyFields, FixedSamplingFields, Unsupported
+from routes.request.fields import (
+    ChatOnlyFields,
+    ConstraintFields,
+    Fields,
+    FixedSamplingFields,
+    Number,
+    Pattern,
+    SessionId,
+    Unsupported,
+    describe_value,
+    error_field_name,
+    error_value,
+)
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE

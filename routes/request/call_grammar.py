@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from routes.request.constraints import THINK_END
+from routes.request.fields import THINK_END
 from routes.request.tool_set import (
     FENCE,
     FENCE_END,

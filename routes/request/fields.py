@@ -1,13 +1,17 @@
-"""Types and the base class of all request models."""
+"""Types and base classes of all request models, values in errors, unsupported fields, and constraints."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import reprlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -16,7 +20,65 @@ from pydantic import (
     GetJsonSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticSerializationError, core_schema, to_json
+
+from rwkv_batch.errors import ErrorKind, ServiceError
+from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, Constraint, Form
+
+_CHARACTERS = 200
+_NAME_CHARACTERS = 64
+
+
+class _JsonRepr(reprlib.Repr):
+    """A short repr in JSON's notation."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        """See reprlib.Repr."""
+        return json.dumps(x if len(x) <= self.maxstring else f"{x[: self.maxstring]}...", ensure_ascii=False)
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        """See reprlib.Repr."""
+        return json.dumps(x)
+
+    def repr_NoneType(self, x: None, level: int) -> str:  # noqa: N802 - reprlib's own form
+        """See reprlib.Repr."""
+        return json.dumps(x)
+
+
+_short = _JsonRepr()
+_short.maxstring = _short.maxother = _CHARACTERS
+
+
+def error_value(value: Any) -> Any:
+    """Return the value as an error may repeat it: at most 200 characters."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**53:
+        return value
+    if isinstance(value, float) and abs(value) < float("inf"):
+        return value
+    if not isinstance(value, str):
+        return _encodable(_short.repr(value))[:_CHARACTERS]
+    text = _encodable(value[:_CHARACTERS])
+    return text if len(value) <= _CHARACTERS else f"{text}... ({len(value)} characters)"
+
+
+def describe_value(value: Any) -> str:
+    """Return the value for use within a sentence."""
+    if value == "":
+        return "an empty text"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(error_value(value))
+
+
+def error_field_name(name: str) -> str:
+    """Return a field name that the client chose, shortened to 64 characters."""
+    text = _encodable(name[:_NAME_CHARACTERS]) or '""'
+    return text if len(name) <= _NAME_CHARACTERS else f"{text}..."
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
 
 _MAX_NUMBER_LENGTH = 32
 
@@ -87,3 +149,158 @@ class Fields(BaseModel):
     @classmethod
     def _null_is_default(cls, value: Any) -> Any:
         return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
+
+
+def reject_values(remedy: str, *allowed: Any) -> AfterValidator:
+    """Return a validator that refuses any value except empty ones and those in `allowed`."""
+
+    return _reject_if(remedy, lambda value: bool(value) and value not in allowed)
+
+
+def _reject_if(remedy: str, is_rejected: Callable[[Any], bool]) -> AfterValidator:
+    def reject(value: Any) -> Any:
+        if is_rejected(value):
+            raise PydanticCustomError("unserved", "{remedy}", {"remedy": remedy})
+        return value
+
+    return AfterValidator(reject)
+
+
+_TOOLS_NOT_SUPPORTED = (
+    "functions are supported on /openai/v1/chat/completions and /openai/v1/responses only; leave it out"
+)
+_N_NOT_SUPPORTED = "is not supported on this route, except for 1; use /openai/v1/chat/completions"
+_LOGPROBS_NOT_SUPPORTED = "is not supported on this route; use /openai/v1/chat/completions"
+Unsupported = Annotated[Any, reject_values("is not supported by this service yet; leave it out")]
+
+
+_SEARCH_NOT_SUPPORTED = "is not supported: the service has no web search; leave it out"
+UNSUPPORTED_VERBOSITY = reject_values(
+    "is not supported, except for medium; say in the prompt how long the answer is to be, or set max_tokens", "medium"
+)
+"""Models here have no setting for the length of answers."""
+
+
+class ChatOnlyFields(Fields):
+    """OpenAI's fields that only the conversation routes support."""
+
+    response_format: Annotated[
+        Any, reject_values("is not supported on this route; use json_schema", {"type": "text"})
+    ] = Field(None, description="Refused, except for text. Use `json_schema`.")
+    tools: Annotated[Any, reject_values(_TOOLS_NOT_SUPPORTED)] = Field(
+        None, description="Refused. Supported under `/openai`."
+    )
+    tool_choice: Annotated[Any, reject_values(_TOOLS_NOT_SUPPORTED, "none", "auto")] = Field(
+        None, description="Refused, except for none and auto."
+    )
+    n: Annotated[Any, reject_values(_N_NOT_SUPPORTED, 1)] = Field(
+        None, description="Refused, except for 1. Supported under `/openai`."
+    )
+    logprobs: Annotated[Any, reject_values(_LOGPROBS_NOT_SUPPORTED)] = Field(
+        None, description="Refused. Supported under `/openai`."
+    )
+    top_logprobs: Annotated[Any, reject_values(_LOGPROBS_NOT_SUPPORTED)] = Field(None, description="Refused.")
+    logit_bias: Annotated[Any, reject_values(_LOGPROBS_NOT_SUPPORTED)] = Field(
+        None, description="Refused. Supported under `/openai`."
+    )
+
+
+class UnsupportedOpenAIFields(Fields):
+    """OpenAI's fields that this service does not support."""
+
+    functions: Annotated[Any, reject_values("is the old form of tools, which is not supported; use tools")] = Field(
+        None, description="Refused. Use `tools`."
+    )
+    function_call: Annotated[
+        Any, reject_values("is the old form of tool_choice, which is not supported; use tool_choice", "none", "auto")
+    ] = Field(None, description="Refused, except for none and auto. Use `tool_choice`.")
+    audio: Unsupported = Field(None, description="Not supported; refused.")
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = Field(["text"], description="Only text.")
+    web_search_options: Annotated[Any, _reject_if(_SEARCH_NOT_SUPPORTED, lambda value: value not in (None, False))] = (
+        Field(None, description="Refused, including an empty object.")
+    )
+    verbosity: Annotated[Any, UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, except for medium.")
+
+
+_MIXTURES_NOT_SUPPORTED = "is not supported on this route, which uses one state; name it in state"
+_CONSTRAINTS_NOT_SUPPORTED = "is not supported on this route, whose text is not constrained; use /v1/chat/completions"
+_NoMixture = Annotated[Any, reject_values(_MIXTURES_NOT_SUPPORTED)]
+_NoConstraint = Annotated[Any, reject_values(_CONSTRAINTS_NOT_SUPPORTED)]
+
+
+class FixedSamplingFields(Fields):
+    """Sampling fields that routes with fixed sampling refuse."""
+
+    states: _NoMixture = Field(None, description="Refused. Use `state` for one state.")
+    mrss_gatingweight: _NoMixture = Field(None, description="Refused. Use `state` for one state.")
+    grammar: _NoConstraint = Field(None, description="Refused. The text cannot be constrained.")
+    regex: _NoConstraint = Field(None, description="Refused.")
+    choice: _NoConstraint = Field(None, description="Refused.")
+    json_schema: _NoConstraint = Field(None, description="Refused.")
+
+
+THINK_END = "</think>"
+"""End of a thought. The constraint applies to the text after it."""
+Choice = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARACTERS)]
+
+
+class ConstraintFields(Fields):
+    """Constraints on the text of every row. At most one may be given."""
+
+    grammar: str | None = Field(
+        None, min_length=1, max_length=MAX_SOURCE_CHARACTERS, description="The text matches this Lark grammar."
+    )
+    regex: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SOURCE_CHARACTERS,
+        description="The whole text matches this regular expression, in Rust's syntax.",
+    )
+    choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
+        None, description="The text is one of these."
+    )
+    json_schema: dict[str, Any] | bool | None = Field(
+        None, description="The text is JSON that is valid under this schema."
+    )
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a thought comes before the constrained text."""
+        return False
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint of the rows. Raises ServiceError for a schema that is nested too deeply."""
+        after = THINK_END if self.thinks else ""
+        if self.grammar is not None:
+            return Constraint(form=Form.LARK, source=self.grammar, field="grammar", after=after)
+        if self.regex is not None:
+            return Constraint(form=Form.REGEX, source=self.regex, field="regex", after=after)
+        if self.choice is not None:
+            return Constraint(form=Form.CHOICE, source=to_json(self.choice).decode(), field="choice", after=after)
+        if self.json_schema is not None:
+            source = _as_source(self.json_schema)
+            return Constraint(form=Form.JSON_SCHEMA, source=source, field="json_schema", after=after)
+        return None
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> Self:
+        named = ("grammar", "regex", "choice", "json_schema")
+        at_most_one(name for name in named if getattr(self, name) is not None)
+        return self
+
+
+def _as_source(schema: dict[str, Any] | bool) -> str:
+    try:
+        return to_json(schema).decode()
+    except PydanticSerializationError:
+        message = "json_schema: is nested too deeply; nest fewer schemas or use $ref"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="json_schema") from None
+
+
+def at_most_one(given: Iterable[str]) -> None:
+    """Check that at most one constraint is given. Raises PydanticCustomError for more."""
+    names = list(given)
+    if len(names) > 1:
+        what = " and ".join(names)
+        raise PydanticCustomError("constraint", "{what} exclude each other", {"what": what, "field": names[-1]})

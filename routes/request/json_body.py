@@ -8,7 +8,7 @@ import re
 
 import pydantic_core
 
-from routes.request.error_value import error_field_name, error_value
+from routes.request.fields import error_field_name, error_value
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 MAX_VALUES = 2_000_000
