@@ -11,8 +11,7 @@ from pydantic import Field
 
 from routes.context import Context, Models
 from routes.openai.errors import OPENAI_ERRORS
-from routes.request.bodies import Body
-from routes.request.decode_defaults import DefaultsFields, as_defaults
+from routes.request.bodies import Body, DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
 from routes.request.model_names import adapter_names, state_names
 from routes.response.event_stream import call_engine

@@ -8,8 +8,7 @@ import msgspec
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import Body, MixedState
-from routes.request.decode_defaults import Defaults, as_defaults
+from routes.request.bodies import Body, Defaults, MixedState, as_defaults
 from routes.request.model_names import state_names
 from routes.resource_routes import ResourceType, make_routes
 from routes.response.event_stream import call_engine

@@ -1,18 +1,21 @@
-"""Request bodies as strict pydantic models.
+"""Request bodies as strict pydantic models, and the defaults and mixture weights applied to them.
 
 null means the default. Unknown fields are ignored. Fixed limits are checked here; limits set by flags (number of
-contents, tokens) are checked in generate_requests.py.
+contents, tokens) are checked in jobs.py.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
+import msgspec
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
+from routes.config import HttpConfig
 from routes.request.fields import (
     ChatOnlyFields,
     ConstraintFields,
@@ -26,7 +29,8 @@ from routes.request.fields import (
     error_field_name,
     error_value,
 )
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
@@ -470,3 +474,70 @@ def _locate(data: Any, error: Any) -> tuple[str, Any]:
             if path[at + 1 :] == ("[key]",):  # the key is wrong, not its value
                 given = step
     return location, given
+
+
+_ALIASES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
+"""Fields of two names: if a request gives either, the default does not apply."""
+
+
+class DefaultsFields(Fields):
+    """Default decode parameters, with the same limits as the requests' fields."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
+    top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
+    alpha_presence: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
+    alpha_frequency: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
+    alpha_decay: float | None = Field(
+        None, ge=0, le=1, description="Decay of the occurrence count per generated token."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Maximum number of generated tokens per row.")
+    template: Template | None = Field(None, description="Labels of a conversation's prompt.")
+    stop_tokens: StopTokens | None = Field(
+        None, description="Token ids and strings that end a row. Not used for constrained text."
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """Decode a form's text as JSON."""
+    return from_json(value) if isinstance(value, str) else value
+
+
+Defaults = Annotated[DefaultsFields, BeforeValidator(_parsed)]
+
+
+def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefaults:
+    """Convert to the engine's type. Raises ServiceError for values that no request may have."""
+    if fields is None:
+        return DecodeDefaults()
+    limit = config.max_tokens_limit
+    if fields.max_tokens is not None and fields.max_tokens > limit:
+        raise invalid("defaults.max_tokens", f"must be at most {limit} (--max-tokens-limit)", fields.max_tokens)
+    return msgspec.convert(fields.model_dump(exclude_none=True), DecodeDefaults)
+
+
+def with_defaults(body: GenerationBody, defaults: DecodeDefaults, model_defaults: DecodeDefaults) -> GenerationBody:
+    """Return the body with its missing fields filled in. The state's values take precedence over the model's."""
+    filled = {
+        name: value
+        for name, value in (model_defaults.given | defaults.given).items()
+        if name in type(body).model_fields and not {name, _ALIASES.get(name, name)} & body.model_fields_set
+    }
+    if "stop_tokens" in filled and body.constraint is not None:  # a constraint defines where the text ends
+        del filled["stop_tokens"]
+    if "template" in filled:
+        filled["template"] = Template.model_validate(filled["template"])
+    return body.model_copy(update=filled) if filled else body
+
+
+Mixing = TypeVar("Mixing", bound=MixtureFields)
+
+
+def with_mixture_weights(body: Mixing, mixture: Sequence[tuple[str, float]]) -> Mixing:
+    """Return the body with its weights applied to `mixture`, a list of (name, weight). Raises ServiceError."""
+    weights = body.mrss_gatingweight
+    if len(weights) != len(mixture):
+        what = f"the mixture's {len(mixture)} states" if mixture else "a mixture that `model` or `state` names"
+        raise invalid("mrss_gatingweight", f"must be a weight for each of {what}, got {len(weights)}", weights)
+    members = [MixedState(name=name, weight=weight) for (name, _), weight in zip(mixture, weights, strict=True)]
+    return body.model_copy(update={"states": members, "state": None})
