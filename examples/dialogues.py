@@ -1,8 +1,8 @@
-"""Many dialogues at once with a running service, each in a session of its own, whose state the service keeps.
+"""Holds many dialogues at a time with a running service, each in its own session.
 
     python examples/dialogues.py --url http://127.0.0.1:8000 [--dialogues 320]
 
-Only what is new is sent with each turn: the session has read the rest. All dialogues share the running batch.
+Each turn sends only the new message. All dialogues share the running batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TURNS = ("Hello! My number is {n}.", "What is a river?", "Tell me more, briefly.
 
 
 async def talk(client: aiohttp.ClientSession, url: str, name: str, n: int, max_tokens: int) -> int:
-    """One dialogue; returns how many tokens it was told."""
+    """Hold one dialogue; return the number of tokens received."""
     tokens = 0
     for turn in TURNS:
         message = {"role": "user", "content": turn.format(n=n)}
@@ -30,7 +30,6 @@ async def talk(client: aiohttp.ClientSession, url: str, name: str, n: int, max_t
 
 
 async def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--dialogues", type=int, default=320)

@@ -3,7 +3,7 @@
     pip install "lm_eval[api]"
     python examples/evaluate.py --url http://127.0.0.1:8000 --tasks arc_easy [--limit 100] [flags of lm_eval]
 
-The service tokenises; no tokenizer is fetched. A password is taken from OPENAI_API_KEY.
+The service tokenises, so no tokenizer is downloaded. OPENAI_API_KEY holds the password.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 
 
 def command(lm_eval: str, given: argparse.Namespace, rest: list[str]) -> list[str]:
-    """What is run: prompts in batches of 16, eight requests at a time; their rows share the service's steps."""
+    """Return the command: batches of 16 prompts, eight requests at a time."""
     model = f"model={given.model},base_url={given.url}/openai/v1/completions,num_concurrent=8,max_length=4096"
     if password := os.environ.get("OPENAI_API_KEY"):
         model += f",auth_token={password}"  # for the tokenizer's routes
@@ -25,7 +25,7 @@ def command(lm_eval: str, given: argparse.Namespace, rest: list[str]) -> list[st
 
 
 def main() -> int:
-    """Command line; returns lm_eval's exit code."""
+    """Return lm_eval's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="rwkv7", help="the service's name for it")

@@ -1,8 +1,8 @@
-"""Translate a book: its paragraphs become lines, the lines are answered, the answers become a book again.
+"""Translates a book paragraph by paragraph with `app.py batch`.
 
     python examples/translate_book.py BOOK.txt BOOK.de.txt --target-lang de [--url http://127.0.0.1:8000]
 
-Stopped or killed, the same command goes on. A paragraph that could not be translated stays as it was.
+The same command continues a stopped run. A paragraph without a translation stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ APP = Path(__file__).resolve().parent.parent / "app.py"
 
 
 def main() -> int:
-    """Command line; returns the exit code of `app.py batch`."""
+    """Return the exit code of `app.py batch`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("book", type=Path)
     parser.add_argument("output", type=Path)

@@ -1,12 +1,11 @@
-"""A web backend with a conversation for each of its visitors, kept by the service as a session under their cookie.
+"""A web backend with one conversation per visitor. The service keeps each as a session, named by a cookie.
 
     python examples/web_backend.py --url http://127.0.0.1:8000 --port 8080
     curl -N -b jar -c jar http://127.0.0.1:8080/say -d "My name is Ada."
     curl -N -b jar -c jar http://127.0.0.1:8080/say -d "What is my name?"
     curl -b jar -X DELETE http://127.0.0.1:8080/say
 
-It holds nothing itself: only the new message is sent on, so a turn costs what is new of it, and after a restart all
-go on.
+The backend stores nothing and sends only the new message. After a restart, all conversations continue.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_TOKENS = web.AppKey("max_tokens", int)
 
 
 async def deltas(client: ClientSession, body: dict[str, object]) -> AsyncIterator[str]:
-    """What the model says, as it says it. Raises ValueError if it cannot."""
+    """Yield the answer in pieces. Raises ValueError with the service's error."""
     async with client.post("/v1/chat/completions", json=body) as answer:
         if answer.status != web.HTTPOk.status_code:
             raise ValueError((await answer.json())["error"])
@@ -41,7 +40,7 @@ async def deltas(client: ClientSession, body: dict[str, object]) -> AsyncIterato
 
 
 async def say(request: web.Request) -> web.StreamResponse:
-    """One turn of the visitor's conversation: plain text in, plain text out while it comes."""
+    """Answer one message: plain text in, streamed plain text out."""
     session = request.cookies.get(COOKIE) or secrets.token_urlsafe(16)
     body = {
         "messages": [{"role": "user", "content": await request.text()}],
@@ -59,14 +58,14 @@ async def say(request: web.Request) -> web.StreamResponse:
     answer.set_cookie(COOKIE, session, httponly=True, samesite="Lax")
     await answer.prepare(request)
     await answer.write(first.encode())
-    async for text in texts:  # one that breaks off here closes the connection, which is how the visitor sees it
+    async for text in texts:  # an error here closes the connection, so the visitor sees it
         await answer.write(text.encode())
     await answer.write(b"\n")
     return answer
 
 
 async def forget(request: web.Request) -> web.Response:
-    """End the visitor's conversation."""
+    """Delete the visitor's session."""
     session = request.cookies.get(COOKIE)
     if session:
         async with request.app[CLIENT].post("/state/delete", json={"session_id": session}) as answer:
@@ -77,7 +76,7 @@ async def forget(request: web.Request) -> web.Response:
 
 
 def backend(url: str, max_tokens: int) -> web.Application:
-    """The application, for any server that runs aiohttp's."""
+    """Return the aiohttp application."""
     app = web.Application(client_max_size=MAX_BYTES)
     app[MAX_TOKENS] = max_tokens
 
@@ -91,7 +90,6 @@ def backend(url: str, max_tokens: int) -> web.Application:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--port", type=int, default=8080)
