@@ -89,7 +89,7 @@ def measure_engine(options: argparse.Namespace) -> dict[str, float]:
     from programs.settings.model_file import with_default_model
     from routes.config import HttpConfig
     from routes.request.bodies import DEFAULT_STOPS, PromptBody
-    from routes.request.generate_requests import build_rows
+    from routes.request.jobs import build_rows
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import Job, JobEvents, Priority
     from rwkv_batch.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import SamplingBody, Texts
-from routes.request.generate_requests import build_rows, offload_if_large, row_stops
-from routes.request.jobs import make_job
+from routes.request.jobs import build_rows, make_job, offload_if_large, row_stops
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.generate import run
 from routes.response.http_response import HandlerResponse

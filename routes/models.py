@@ -13,7 +13,7 @@ from routes.context import Context, Models
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
-from routes.request.model_names import adapter_names, state_names
+from routes.request.jobs import adapter_names, state_names
 from routes.response.event_stream import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import LoadedModel, Model, ModelList

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 
 from routes.context import Context
 from routes.request.bodies import Body, Fields, GenerationBody, validate, with_defaults, with_mixture_weights
-from routes.request.generate_requests import offload_if_large
-from routes.request.model_names import requested_state
+from routes.request.jobs import offload_if_large, requested_state
 from routes.request_context import current_request
 from routes.response.event_stream import call_engine
 from routes.response.http_response import (

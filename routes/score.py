@@ -13,9 +13,15 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request.bodies import ModelFields, PriorityFields, Texts
 from routes.request.fields import FixedSamplingFields
-from routes.request.generate_requests import encode, encode_all, greedy_row, offload_if_large
-from routes.request.jobs import make_job
-from routes.request.model_names import requested_adapter, requested_state
+from routes.request.jobs import (
+    encode,
+    encode_all,
+    greedy_row,
+    make_job,
+    offload_if_large,
+    requested_adapter,
+    requested_state,
+)
 from routes.response.generate import RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse
 from routes.response.output_decoder import OutputDecoder

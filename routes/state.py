@@ -10,9 +10,7 @@ from pydantic import Field
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, SessionId
-from routes.request.generate_requests import build_rows, offload_if_large, row_stops
-from routes.request.jobs import make_job
-from routes.request.session_turn import as_turn
+from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large, row_stops
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import call_engine
 from routes.response.generate import run

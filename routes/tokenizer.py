@@ -12,7 +12,7 @@ from pydantic import Field
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body
-from routes.request.generate_requests import offload_if_large
+from routes.request.jobs import offload_if_large
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Detokenized, Tokenized, TokenizerInfo
 from routes.route import Route

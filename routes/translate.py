@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from routes.context import Context
 from routes.request import languages, prompts
 from routes.request.bodies import AUTO, TranslateBody
-from routes.request.generate_requests import encode_all, greedy_row, offload_if_large
-from routes.request.jobs import make_job
+from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
 from routes.response.generate import RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.output_decoder import OutputDecoder

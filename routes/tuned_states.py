@@ -9,7 +9,7 @@ from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import Body, Defaults, MixedState, as_defaults
-from routes.request.model_names import state_names
+from routes.request.jobs import state_names
 from routes.resource_routes import ResourceType, make_routes
 from routes.response.event_stream import call_engine
 from routes.response.http_response import HandlerResponse, json_response

@@ -13,8 +13,7 @@ from programs.library.states import State
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
 from routes.openai.formatter import openai_rows
-from routes.request.generate_requests import row_stops
-from routes.request.session_turn import as_turn
+from routes.request.jobs import as_turn, row_stops
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.request import GenerateRequest
 

@@ -23,9 +23,7 @@ from routes.openai.logprob_arrays import LogprobArrays
 from routes.openai.request import CompletionBody
 from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
-from routes.request.generate_requests import encode, row_stops
-from routes.request.jobs import make_job
-from routes.request.session_turn import as_turn
+from routes.request.jobs import as_turn, encode, make_job, row_stops
 from routes.response.generate import RowResult, run
 from routes.response.http_response import HandlerResponse
 from routes.response.output_decoder import OutputDecoder, RowUpdate

@@ -12,8 +12,7 @@ import msgspec
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import OpenAIBody
-from routes.request.generate_requests import build_rows, offload_if_large
-from routes.request.model_names import requested_adapter
+from routes.request.jobs import build_rows, offload_if_large, requested_adapter
 from routes.response.batch_formatter import usage
 from routes.response.event_stream import call_engine
 from routes.response.generate import BaseFormatter, RowResult

@@ -23,7 +23,7 @@ from routes.request.bodies import (
 )
 from routes.request.call_grammar import tool_call_constraint
 from routes.request.fields import THINK_END, Fields, Pattern, UnsupportedOpenAIFields, at_most_one
-from routes.request.generate_requests import row_stops
+from routes.request.jobs import row_stops
 from routes.request.tool_set import ToolSet, begins_with_call
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.tokenizer import VOCAB_SIZE

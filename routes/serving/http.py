@@ -17,7 +17,7 @@ from robyn import Headers, Request, Response, Robyn, StreamingResponse
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
-from routes.request.generate_requests import offload_if_large
+from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
 from routes.response.generate import BLANK, HEARTBEAT

@@ -65,7 +65,7 @@ def translated(text: str) -> tuple[str, str | None, int]:
 def counted(text: str) -> tuple[str, str | None, int]:
     """Like `refused`, for a prompt far above the token limit."""
     from routes.config import HttpConfig
-    from routes.request.generate_requests import encode
+    from routes.request.jobs import encode
     from rwkv_batch.errors import ServiceError
     from rwkv_batch.tokenizer import Tokenizer
 
@@ -185,7 +185,7 @@ def test_the_tokens_of_a_request_have_a_limit() -> None:
     """Many short prompts: no prompt is encoded after the limit is exceeded."""
     from routes.config import HttpConfig
     from routes.request.bodies import PromptBody
-    from routes.request.generate_requests import build_rows
+    from routes.request.jobs import build_rows
     from rwkv_batch.errors import ServiceError
 
     body = PromptBody(contents=["four"] * 1000)

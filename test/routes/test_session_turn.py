@@ -9,8 +9,7 @@ import pytest
 
 from routes.config import HttpConfig
 from routes.request import prompts
-from routes.request.generate_requests import build_rows
-from routes.request.session_turn import as_turn
+from routes.request.jobs import as_turn, build_rows
 from routes.state import TurnBody
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams

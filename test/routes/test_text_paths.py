@@ -114,7 +114,7 @@ def bodies(text: str) -> None:
 def tokens(text: str) -> None:
     """Encode a prompt within the limit and far above it."""
     from routes.config import HttpConfig
-    from routes.request.generate_requests import encode
+    from routes.request.jobs import encode
     from rwkv_batch.errors import ServiceError
     from rwkv_batch.tokenizer import Tokenizer
 
