@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from routes.response.http_status import HTTP_STATUS
+from routes.response.http_response import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ServiceError
 
 

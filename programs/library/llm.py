@@ -1,4 +1,4 @@
-"""`LLM`: an engine in this process, in vLLM's words."""
+"""`LLM`: an engine in this process, with vLLM's interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Callback = Callable[[Piece], None]
 
 
 class LLM:
-    """A model, loaded; any thread may call it, and what is asked at a time runs in one batch."""
+    """A loaded model. Thread-safe. Concurrent calls run in one batch."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class LLM:
         strategy: str | None = None,
         **settings: Any,
     ) -> None:
-        """Loads the model; None: the demo's. `settings`: any flag of docs/settings.md by its name (max_running=64).
+        """Loads a model. None: the demo model. `settings`: any flag of docs/settings.md, e.g. max_running=64.
 
-        Raises ValueError for a setting that cannot be used, LLMError for a model that cannot be served.
+        Raises ValueError for an invalid setting, LLMError if the model cannot be served.
         """
         named = {"model": model, "dtype": dtype, "devices": devices, "strategy": strategy}
         self.engine = start_engine({**named, **settings})
@@ -82,12 +82,14 @@ class LLM:
         state: State | None = None,
         **params: Any,
     ) -> list[RequestOutput] | Iterator[Piece]:
-        """Continue one prompt or many (texts or token ids); outputs in the order of the prompts.
+        """Continues one prompt or many (texts or token ids). Outputs are in the order of the prompts.
 
-        sampling_params: or its fields as arguments. stream: pieces as they are made instead; `callback` gets each of
-        them, and the outputs are returned. session_id: the one prompt continues that session and is folded into it.
-        state: every prompt goes on from it and leaves it as it was; `output.state` is what came of it.
-        Raises LLMError if every prompt failed; else what failed says so in `error`. TypeError for wrong arguments.
+        sampling_params: or its fields as arguments.
+                stream: return an iterator of pieces instead. `callback` gets every piece, and the outputs are returned.
+                session_id: the prompt continues that session.
+                state: every prompt continues from it. It does not change. `output.state` is the new state.
+        Raises LLMError if every prompt failed. Otherwise failed outputs have an `error`. Raises TypeError for wrong
+                arguments.
         """
         generate_input = GenerateInput(
             merge_params(sampling_params, params), stream or callback is not None, session_id, state
@@ -130,10 +132,10 @@ class LLM:
         enable_think: bool = False,
         **params: Any,
     ) -> list[RequestOutput] | Iterator[Piece]:
-        """Answer a conversation, or several at once, in the model's prompt form; arguments are those of `generate`.
+        """Answers one conversation or several in the model's chat form. See `generate` for the arguments.
 
-        enable_think: let the model think first; the thought is `reasoning`. session_id: only what follows the last
-        answer is read, once the session exists.
+        enable_think: the model thinks first. The thought is in `reasoning`.
+                session_id: an existing session reads only the messages after the last answer.
         """
         generate_input = GenerateInput(
             merge_params(sampling_params, params), stream or callback is not None, session_id, think=enable_think
@@ -146,14 +148,14 @@ class LLM:
     ) -> list[RequestOutput] | Iterator[Piece]:
         if stream:
             if callback is not None:
-                raise ValueError("give stream or callback, not both: a stream's pieces are its caller's")
+                raise ValueError("give stream or callback, not both")
             return call.pieces()
         return self.engine.wait(call.all_outputs()) if callback is None else call.run_with_callback(callback)
 
     # Other questions ---------------------------------------------------------------------------------------------
 
     def translate(self, texts: str | Sequence[str], source: str = "auto", target: str = "en") -> list[str]:
-        """Translations in the order of the texts; languages by ISO code or name. Raises LLMError."""
+        """Returns the translations in the order of the texts. Languages: ISO code or name. Raises LLMError."""
         return self.engine.wait(calls.translate(self.engine, as_texts(texts), source, target))
 
     def score(
@@ -163,46 +165,46 @@ class LLM:
         *,
         logprobs: bool = False,
     ) -> list[list[Score]]:
-        """How likely each candidate is behind each content: the same candidates for all, or a list for each.
+        """Scores candidates after each content. Candidates: one list for all contents, or one list per content.
 
-        logprobs: tell those of single tokens too. Raises LLMError.
+        logprobs: return the tokens' log-probabilities too. Raises LLMError.
         """
         return self.engine.wait(calls.score(self.engine, as_texts(contents), list(candidates), logprobs))  # type: ignore[arg-type]  # validated there
 
     # States and sessions -----------------------------------------------------------------------------------------
 
     def prefill(self, prompt: str | list[int], *, state: State | None = None) -> State:
-        """Read a prompt, behind `state` if one is given, and keep what the model has read. Raises LLMError."""
+        """Reads a prompt after `state`, if given, and returns the new state. Raises LLMError."""
         return self.engine.wait(calls.prefill(self.engine, prompt, state))
 
     def load_state(self, path: str | Path) -> State:
-        """The state that `State.save` wrote, for the same model. Raises LLMError, OSError."""
+        """Loads a state that `State.save` wrote for the same model. Raises LLMError or OSError."""
         return self.engine.wait(State.load(self.engine, path))
 
     def sessions(self) -> dict[str, str]:
-        """Names of the sessions that are kept, newest first, and where their states lie. Raises LLMError."""
+        """Returns the sessions, newest first, with the tier of each state. Raises LLMError."""
         return self.engine.wait(calls.sessions(self.engine))
 
     def delete_session(self, session_id: str) -> bool:
-        """Whether there was one. Raises LLMError."""
+        """Deletes a session. Returns whether it existed. Raises LLMError."""
         return self.engine.wait(calls.delete_session(self.engine, session_id))
 
     def save_session(self, session_id: str, path: str | Path) -> None:
-        """Write a session as a file, as `/state/export` does. Raises LLMError, OSError."""
+        """Writes a session to a file, like `/state/export`. Raises LLMError or OSError."""
         self.engine.wait(calls.save_session(self.engine, session_id, path))
 
     def load_session(self, session_id: str, path: str | Path) -> int:
-        """Make a session of a file; returns the tokens that it stands for. Raises LLMError, OSError."""
+        """Creates a session from a file. Returns its number of tokens. Raises LLMError or OSError."""
         return self.engine.wait(calls.load_session(self.engine, session_id, path))
 
     # The rest ----------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Tokenizer:
-        """Text to token ids (`encode`) and back to bytes (`decode_bytes`)."""
+        """Returns the tokenizer: `encode` and `decode_bytes`."""
         return self.engine.context.tokenizer
 
     def close(self) -> None:
-        """End the engine: rows that still run are cancelled, what it keeps in memory is gone. Twice does no harm."""
+        """Ends the engine. Cancels running rows and drops all in memory. Idempotent."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -1,9 +1,8 @@
-"""Processes that are forked from another one, which has imported all they need, and may not have yet.
+"""Processes that are forked from a server process, which has imported all they need.
 
-HTTP workers are, so that one that takes over need not import for two seconds; so are engines of models that are loaded
-while serving: to import torch and to make the tokenizer's tables takes three seconds of a core, which streams would
-miss with every model that comes. The process that forks is started with the first, and starts no thread. Nobody waits
-for it, and what it has forked outlives it: the system says when that ends, it says how.
+HTTP workers are forked, because their imports take two seconds. So are engines of loaded models: importing torch and
+building the tokenizer's tables takes three seconds of a core, which running streams would lack. The server starts no
+thread. Callers never wait for it, and its forks outlive it: the system reports their end, the server their exit code.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 SUPERVISOR = "RWKV_SUPERVISOR"
-"""Environment variable of a process that forks others: the number of the one that started it."""
+"""Environment variable of a fork server: the process id of the supervisor."""
 _FIRST = "programs.serve.fork_server"
-"""What it imports first; nobody else does."""
+"""Module that the fork server imports first."""
 MAX_PENDING_FORKS = 64
-"""Processes that wait to be forked at a time: the server's socket holds 128, and who asks it for more has to wait."""
+"""Maximum pending forks. The server's socket queues 128, and a further request would block."""
 _EXIT_CODE_UNKNOWN = 255
-"""Exit code of a process whose server had gone, as multiprocessing has it."""
+"""Exit code of a process whose server is gone, as in multiprocessing."""
 _STATUS_TIMEOUT_S = 1.0
-"""How long a server is waited for that is to say how a process ended; it may be stopped."""
+"""Seconds to wait for the server's report of an exit code. The server may be stopped."""
 
 
 class _Server(ForkServer):
-    """Imports, then forks what it was asked for."""
+    """The fork server."""
 
     def __init__(self, preload: list[str]) -> None:
         super().__init__()
         self.set_forkserver_preload(preload)
         self.is_unresponsive = False
-        """It has not said in time how a process ended."""
+        """Whether a report of an exit code timed out."""
         self._pending: set[int] = set()
-        """For each process that it is yet to fork: from where its word comes."""
+        """Status descriptors of pending forks."""
         self._abandoned: set[int] = set()
-        """Those of them that nobody listens to any more."""
+        """Pending forks without a reader."""
 
     def request_process(self, descriptors: list[int]) -> tuple[int, int]:
-        """Ask for a process that has these; returns from where word of it comes, and where its work is written to.
+        """Requests a process with these descriptors. Returns its status descriptor and its payload descriptor.
 
-        Raises OSError: it cannot be forked now.
+        Raises OSError if it cannot be forked now.
         """
         for status_fd in wait(list(self._abandoned), 0):
             assert isinstance(status_fd, int)
@@ -57,10 +56,10 @@ class _Server(ForkServer):
             self._pending.discard(status_fd)
             os.close(status_fd)
         if len(self._pending) >= MAX_PENDING_FORKS:
-            raise BlockingIOError(errno.EAGAIN, f"{MAX_PENDING_FORKS} processes wait to be forked already")
+            raise BlockingIOError(errno.EAGAIN, f"{MAX_PENDING_FORKS} processes are waiting to be forked; retry later")
         try:
             status_fd, input_fd = self.connect_to_new_process(descriptors)
-        except ConnectionRefusedError:  # it was killed a moment ago, and does not count as ended yet
+        except ConnectionRefusedError:  # the server was killed and is not reaped yet
             self._stop()  # type: ignore[attr-defined]
             status_fd, input_fd = self.connect_to_new_process(descriptors)
         self._pending.add(status_fd)
@@ -75,19 +74,19 @@ class _Server(ForkServer):
             del os.environ[SUPERVISOR]
 
     def mark_forked(self, status_fd: int) -> None:
-        """That process waits no more."""
+        """Records that the process was forked."""
         self._pending.discard(status_fd)
 
     def abandon(self, status_fd: int) -> None:
-        """Nobody listens to that any more; whether its process is yet to be forked is still seen by it."""
+        """Drops the reader of a status. The pending fork is still tracked by it."""
         if status_fd in self._pending:
             self._abandoned.add(status_fd)
         else:
             os.close(status_fd)
 
     def end(self) -> None:
-        """End it at once, whatever it does."""
-        server: Any = self  # what multiprocessing has for its own tests
+        """Kills the server."""
+        server: Any = self  # multiprocessing offers this to its own tests only
         with server._lock:
             if server._forkserver_pid is not None:
                 os.kill(server._forkserver_pid, signal.SIGKILL)
@@ -95,14 +94,14 @@ class _Server(ForkServer):
 
 
 class _NoProcess:
-    """Takes the place of a process that was killed before it was forked."""
+    """Replaces a process that was killed before its fork."""
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         return 0
 
 
 class _Forked(popen_forkserver.Popen):
-    """A process that the server forks once it can: nobody waits for that, and it may be killed before."""
+    """A process that the server forks later. Callers do not wait for it, and may kill it before."""
 
     pid: int | None  # type: ignore[assignment]
     _fds: list[int]
@@ -110,7 +109,7 @@ class _Forked(popen_forkserver.Popen):
     def __init__(self, process: ForkedProcess) -> None:
         self._server = process.server
         self._last_signal = 0
-        """The last signal that it was sent."""
+        """The last signal sent."""
         super().__init__(process)
 
     def _launch(self, process_obj: ForkedProcess) -> None:
@@ -122,7 +121,7 @@ class _Forked(popen_forkserver.Popen):
         self._close_input = util.Finalize(self, os.close, (self._input_fd,))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code; None: it runs, or is yet to be forked. Waits for neither, whatever `flag` is."""
+        """Returns the exit code, or None while the process is pending or runs. Never waits."""
         while self.returncode is None and wait([self.sentinel], 0):
             if self.sentinel == self._status_fd:
                 self._read_status()
@@ -131,7 +130,7 @@ class _Forked(popen_forkserver.Popen):
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The exit code, once there is one; None: there is none after so many seconds."""
+        """Waits for the exit code. Returns None after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             left = None if deadline is None else deadline - time.monotonic()
@@ -141,7 +140,7 @@ class _Forked(popen_forkserver.Popen):
         return self.returncode
 
     def _read_status(self) -> None:
-        """Take the server's word: the number of the process, then its exit code."""
+        """Reads the server's reports: the process id, then the exit code."""
         try:
             number = read_signed(self._status_fd)
         except (OSError, EOFError):
@@ -151,13 +150,13 @@ class _Forked(popen_forkserver.Popen):
         if self.pid is None:
             self.pid = number
             self._server.mark_forked(self._status_fd)
-            self._follow()  # before it has its work, so that it cannot have ended and another one have its number
+            self._follow()  # before it gets its work, so that its process id cannot be reused yet
             self._send_payload(self._data)
         else:
             self.returncode = number
 
     def _follow(self) -> bool:
-        """Have the system say when it ends; False: that cannot be had, as where there are no descriptors left."""
+        """Opens a pidfd for the end of the process. Returns False if that fails, e.g. without free descriptors."""
         try:
             assert self.pid is not None
             self.sentinel = os.pidfd_open(self.pid)
@@ -170,13 +169,13 @@ class _Forked(popen_forkserver.Popen):
         if self.pid is None:
             self._server.mark_forked(self._status_fd)
             self.returncode = _EXIT_CODE_UNKNOWN
-        elif not self._follow():  # nobody would see its end
+        elif not self._follow():  # its end would go unnoticed
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
             self.returncode = _EXIT_CODE_UNKNOWN
 
     def _reported_exit_code(self) -> int:
-        """How it ended: the server's word, if that comes soon."""
+        """Returns the server's report of the exit code, if it comes in time."""
         self._server.is_unresponsive = not wait(
             [self._status_fd], 0 if self._server.is_unresponsive else _STATUS_TIMEOUT_S
         )
@@ -194,14 +193,14 @@ class _Forked(popen_forkserver.Popen):
             self.returncode = -number
             return
         self._last_signal = number
-        with contextlib.suppress(ProcessLookupError):  # it has just ended, and the server is yet to say so
+        with contextlib.suppress(ProcessLookupError):  # it has just ended and the report is pending
             if self.sentinel == self._status_fd:
                 os.kill(self.pid, number)
             else:
                 signal.pidfd_send_signal(self.sentinel, number)
 
     def _send_payload(self, data: bytes) -> None:
-        """Give the process what it is to do."""
+        """Sends the process its work."""
         with contextlib.suppress(BrokenPipeError), open(self._input_fd, "wb", closefd=False) as pipe:
             pipe.write(data)
 
@@ -215,7 +214,7 @@ class ForkedProcess(BaseProcess):
 
     @property
     def sentinel(self) -> int:
-        """What becomes readable when something is known of it: its server's word, then its own end."""
+        """Descriptor that becomes readable at the server's report, then at the end of the process."""
         return self._popen.sentinel
 
     @staticmethod
@@ -227,30 +226,30 @@ class ForkedProcess(BaseProcess):
 
 
 class ForkedContext(ForkServerContext):
-    """Processes from a server of their own, which has imported `preload`. What they do is in no `__main__`."""
+    """Context of processes from one server that imported `preload`. They do not run `__main__`."""
 
     def __init__(self, *preload: str) -> None:
         self._server = _Server([_FIRST, __name__, *preload])
 
     def Process(self, **arguments: Any) -> ForkedProcess:  # type: ignore[override] # noqa: N802 - likewise
-        """A process that is not started."""
+        """Creates a process without starting it."""
         process = ForkedProcess(**arguments)
         process.server = self._server
         return process
 
     def end(self) -> None:
-        """End the server; what it has forked goes on."""
+        """Ends the server. Its forks continue."""
         self._server.end()
 
 
 def _preparation_data(name: str) -> dict[str, Any]:
-    """What a process is told before its work, but for the main module, which each would run anew."""
+    """Returns multiprocessing's preparation data without the main module, which each fork would run again."""
     data = spawn.get_preparation_data(name)
     return {key: value for key, value in data.items() if not key.startswith("init_main_from")}
 
 
 def _pickled(preparation: dict[str, Any], process: ForkedProcess | _NoProcess, popen: _Forked) -> bytes:
-    """What a forked process reads first."""
+    """Returns the payload that a forked process reads first."""
     data = io.BytesIO()
     set_spawning_popen(popen)
     try:

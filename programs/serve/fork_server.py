@@ -1,7 +1,6 @@
-"""What a process that forks others imports before all else: it does not outlive the supervisor.
+"""First import of a fork server: it makes the server die with the supervisor.
 
-Without this it would go on with its imports, for half a minute where others want the cores. What it forks is not meant:
-that ends by its pipe.
+Without it the server could go on importing for half a minute. Its forks are not affected: they end by their pipe.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_supervisor(supervisor: str | None) -> None:
-    """Be killed when the thread ends that started this process, the supervisor's main one."""
+    """Asks the kernel to kill this process when the supervisor's main thread ends."""
     if sys.platform != "linux" or supervisor is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(supervisor):  # it was killed a moment ago
+    if os.getppid() != int(supervisor):  # the supervisor was killed meanwhile
         os._exit(1)
 
 

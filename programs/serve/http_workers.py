@@ -1,9 +1,8 @@
-"""The HTTP worker processes: one to each listening socket, and spares that take over from one that ends.
+"""The HTTP worker processes: one per listening socket, and spares.
 
-Every worker is forked from a process that has imported all it needs, says that it stands by, and is then given a
-socket to serve or kept as a spare. Robyn aborts its whole process on some malformed requests, so a worker that has
-served is replaced at once, however often that happens; one that cannot start is tried again after growing waits, and
-when none serves and none can start, the service ends with the reason.
+A worker is forked, reports ready, and then gets a socket or stays a spare. Robyn aborts its process on some malformed
+requests. So a worker that has served is replaced at once, any number of times. A worker that fails to start is
+retried with growing delays. If none serves and none can start, the service ends with the reason.
 """
 
 from __future__ import annotations
@@ -27,16 +26,18 @@ logger = logging.getLogger("supervisor")
 
 SPARES = 4
 _MAX_FAILED_STARTS = 5
-"""So many in a row, and none serves: give up."""
+"""Failed starts in a row, without a serving worker, after which the service ends."""
 PRELOAD_MODULE = "routes.serving.preload"
 HANG_S = 120.0
-"""A worker whose event loop has not come round for so long serves nobody, and still is given its part of the
-connections: it is ended, and a spare takes its place."""
+"""Seconds without a heartbeat of the event loop after which a worker is killed and replaced.
+
+A hanging worker would still receive its share of the connections.
+"""
 _LOOK_S = 5.0
 
 
 def fork_context() -> ForkedContext:
-    """Where HTTP workers are forked: a process that has imported what they need and has started no thread."""
+    """Returns the context that forks HTTP workers."""
     return ForkedContext(PRELOAD_MODULE, __name__)
 
 
@@ -50,25 +51,25 @@ def http_process(*arguments: Any) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """One HTTP worker process, which is started once."""
+    """One HTTP worker process. It is started once."""
 
     child: Child
     is_standby: bool = False
     socket: int | None = None
-    """Number of the listening socket it was given."""
+    """Index of its listening socket. None: a spare."""
     serves: bool = False
     has_engine: bool = False
     failure_reason: str = ""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(HANG_S, time.monotonic, _LOOK_S))
     heartbeats: int = 0
-    """How often it has answered that its event loop comes round."""
+    """Number of heartbeats of its event loop."""
     heartbeat_pending: bool = False
-    """It is to answer that; it is never asked twice, so that one that is stopped leaves the pipe free."""
+    """Whether a heartbeat is requested. There is one request at a time, so a stopped worker cannot fill the pipe."""
 
 
 @dataclass(eq=False)
 class HttpWorkers:
-    """Keeps every listening socket served."""
+    """Keeps a worker on every listening socket."""
 
     context: ForkedContext
     arguments: tuple[Any, ...]
@@ -80,13 +81,13 @@ class HttpWorkers:
     failures: int = 0
     next_template: float = 0.0
     failed_at: float = -math.inf
-    """time.monotonic of the last failed start"""
+    """time.monotonic() of the last failed start."""
     is_ready: bool = False
     reported_models: tuple[ServedModel, ...] = ()
     next_heartbeat: float = 0.0
 
     def poll(self) -> None:
-        """Listen to the workers, replace those that have ended. Raises StartupError when none can start."""
+        """Reads messages and replaces ended workers. Raises StartupError if none can start."""
         for worker in list(self.workers):
             self._listen(worker)
             if not worker.child.is_alive:
@@ -100,20 +101,20 @@ class HttpWorkers:
         self._send_models()
 
     def wait_s(self) -> float | None:
-        """Seconds to the next start that is planned or the next look at those that serve; None if there is none."""
+        """Seconds until the next planned start or heartbeat check, or None."""
         waits = [self.next_template] if len(self.workers) < self.num_sockets + SPARES else []
         waits += [self.next_heartbeat] if any(worker.serves for worker in self.workers) else []
         return max(0.0, min(waits) - time.monotonic()) if waits else None
 
     def drain(self) -> None:
-        """Take no new work; those that have none end at once."""
+        """Makes the workers refuse new requests. Spares end at once."""
         for worker in self.workers:
             worker.child.send_command("drain" if worker.socket is not None else "finish")
 
     def reload(self) -> None:
-        """Read the file of keys again; spares are given the keys when they begin to serve."""
+        """Reloads the keys file. Spares get the keys when they start to serve."""
         if not self.keys.is_configured:
-            logger.warning("SIGHUP asks to read --keys-file again, and there is none: nothing changes")
+            logger.warning("SIGHUP reloads --keys-file, but the service has none; start it with --keys-file")
             return
         self.keys.read()
         for worker in self.workers:
@@ -121,22 +122,21 @@ class HttpWorkers:
                 worker.child.send_command(("keys", self.keys.keys))
 
     def finish(self) -> None:
-        """End when the last answer is out."""
+        """Ends the workers after their last answers."""
         for worker in self.workers:
             worker.child.send_command("finish")
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes readable when a worker speaks or ends."""
+        """Returns objects that become readable when a worker sends a message or ends."""
         return [one for worker in self.workers for one in worker.child.waitables]
 
     @property
     def any_alive(self) -> bool:
-        """Whether any worker runs."""
         return any(worker.child.is_alive for worker in self.workers)
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kills all workers."""
         for worker in self.workers:
             worker.child.kill()
 
@@ -170,7 +170,7 @@ class HttpWorkers:
                     worker.failure_reason = value
 
     def _check_heartbeats(self) -> None:
-        """Ask those that serve whether their event loops come round; end one that does not answer."""
+        """Requests heartbeats and kills workers that do not answer."""
         now = time.monotonic()
         if now < self.next_heartbeat:
             return
@@ -179,14 +179,14 @@ class HttpWorkers:
             if not worker.serves:
                 continue
             if worker.watchdog.hangs(worker.heartbeats):
-                worker.failure_reason = f"its event loop had not come round for {HANG_S:g} s"
+                worker.failure_reason = f"its event loop did not respond for {HANG_S:g} s"
                 worker.child.end()
             elif not worker.heartbeat_pending:
                 worker.heartbeat_pending = True
                 worker.child.send_command("look")
 
     def _assign_sockets(self) -> None:
-        """Give every socket without a worker to one that stands by."""
+        """Assigns sockets without a worker to spares."""
         taken = {worker.socket for worker in self.workers}
         free = [number for number in range(self.num_sockets) if number not in taken]
         spares = [worker for worker in self.workers if worker.is_standby and worker.socket is None]
@@ -198,15 +198,15 @@ class HttpWorkers:
 
     def _reap(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        self._send_readiness()  # before all else: until the others hear of it, they call all ready
+        self._send_readiness()  # first, because the others report ready until they hear of it
         was_forked, cause = worker.child.was_forked, worker.child.reap()
         if worker.serves:
             cause = worker.failure_reason or cause
-            logger.error("process %s ended (%s); a spare takes its place", worker.child.name, cause)
+            logger.error("process %s ended (%s); a spare replaces it", worker.child.name, cause)
         elif worker.is_standby and worker.socket is None:
-            logger.error("process %s ended (%s); another one is made", worker.child.name, cause)
+            logger.error("process %s ended (%s); a new one starts", worker.child.name, cause)
             self.next_template = time.monotonic() + backoff_s(1)
-        elif was_forked or worker.child.started > self.failed_at:  # all that one lost process was to fork fail once
+        elif was_forked or worker.child.started > self.failed_at:  # a lost fork server fails all its pending forks once
             self._record_failed_start(worker.failure_reason or cause)
 
     def _record_failed_start(self, cause: str) -> None:
@@ -216,10 +216,10 @@ class HttpWorkers:
         delay = backoff_s(self.failures)
         self.failed_at = time.monotonic()
         self.next_template = self.failed_at + delay
-        logger.error("an HTTP worker did not start (%s); the next is tried in %.1f s", cause, delay)
+        logger.error("an HTTP worker did not start (%s); retry in %.1f s", cause, delay)
 
     def _send_readiness(self) -> None:
-        """Tell every worker when all sockets have begun or ceased to be served by workers that have the engine."""
+        """Tells every worker whether all sockets have workers that are connected to the engine."""
         is_ready = sum(worker.serves and worker.has_engine for worker in self.workers) == self.num_sockets
         if is_ready != self.is_ready:
             self.is_ready = is_ready
@@ -228,7 +228,7 @@ class HttpWorkers:
                     worker.child.send_command(("all", is_ready))
 
     def _send_models(self) -> None:
-        """Tell every worker when a model has come, gone or changed."""
+        """Sends every worker the list of models when it changes."""
         registered = self.engines.registered
         if registered != self.reported_models:
             self.reported_models = registered

@@ -1,7 +1,7 @@
-"""The listening sockets, made before anything else and held until the end, whichever process reads them.
+"""The listening sockets. The supervisor opens them first and holds them until the end.
 
-A connection that comes while a worker is being replaced waits in its socket's queue instead of being refused, and the
-port is ours from the first moment on: another server finds it in use.
+While a worker is replaced, new connections wait in the socket's queue instead of being refused. The port is reserved
+from the first moment on.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ BACKLOG = 1024
 
 @dataclass(frozen=True)
 class Listeners:
-    """Sockets that listen: one for each HTTP worker, and the public one where a proxy stands in front."""
+    """Listening sockets: one per HTTP worker, and the public one for nginx."""
 
     workers: list[socket.socket]
     front: socket.socket | None = None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Closes the sockets."""
         for one in (*self.workers, *([self.front] if self.front else [])):
             one.close()
 
 
 def open_direct(host: str, port: int, count: int, stall_timeout_s: float) -> Listeners:
-    """`count` sockets that share the address, among which the kernel spreads connections. Raises StartupError."""
+    """Opens `count` sockets on one address. The kernel spreads connections over them. Raises StartupError."""
     exclusive = _bind(host, port)
-    exclusive.listen(
-        BACKLOG
-    )  # of two who come at the same moment one fails here: the claim shares the port with nobody
+    exclusive.listen(BACKLOG)  # an exclusive socket, so that one of two services that start at the same time fails here
     try:
         exclusive.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         workers = []
@@ -49,14 +47,14 @@ def open_direct(host: str, port: int, count: int, stall_timeout_s: float) -> Lis
 
 
 def open_behind_proxy(host: str, port: int, count: int, stall_timeout_s: float) -> Listeners:
-    """The public address for a proxy, and a port of the loopback interface for each worker. Raises StartupError."""
+    """Opens the public address for nginx and a loopback port per worker. Raises StartupError."""
     front = _bind(host, port)
     front.listen(BACKLOG)
     return Listeners([_listen(_bind("127.0.0.1", 0), stall_timeout_s) for _ in range(count)], front)
 
 
 def open_listeners(host: str, port: int, count: int, stall_timeout_s: float, *, front: bool) -> Listeners:
-    """Listen on `host`, `port` for `count` HTTP workers. Raises StartupError if the address cannot be had."""
+    """Opens the sockets for `count` HTTP workers. Raises StartupError if the address is not available."""
     try:
         return (open_behind_proxy if front else open_direct)(host, port, count, stall_timeout_s)
     except OSError as error:
@@ -84,9 +82,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(listener: socket.socket, stall_timeout_s: float) -> socket.socket:
-    """Its connections inherit the time after which the kernel cuts off a client that reads nothing.
+    """Sets the time after which the kernel disconnects a client that reads nothing.
 
-    Robyn only notices such a client when its connection ends, and holds its place until then.
+    Connections inherit it. Robyn notices such a client only at the end of its connection.
     """
     if sys.platform == "linux":
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))

@@ -1,4 +1,4 @@
-"""When Debian's nginx stands in front, and its configuration as text."""
+"""Decides whether nginx runs in front, and writes its configuration."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rwkv_batch.errors import StartupError
 logger = logging.getLogger("supervisor")
 
 _SYSTEM_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
-"""Where nginx lies on systems that keep these out of a user's PATH."""
+"""Folders of nginx that may be missing in a user's PATH."""
 _MAX_CONNECTIONS = 16_384
 _RESERVED_FILES = 64
-"""Descriptors of an nginx process that are no connections."""
+"""Descriptors of an nginx process besides its connections."""
 _OPENAI_PREFIX = "/openai/"
 _UPSTREAM_IDLE_S = 10
-"""Of a connection to a worker. Robyn closes none itself, so none is used while it is being closed."""
+"""Idle seconds of a connection to a worker. Robyn never closes idle ones, so none closes during use."""
 
 
 def find_nginx(settings: Settings) -> str | None:
-    """Path of the nginx that stands in front; None if none does. Raises StartupError if it is asked for and missing."""
+    """Returns the path of nginx, or None without a front. Raises StartupError if nginx is required but missing."""
     wanted, host = settings.service.front, settings.http.host
     is_public = not ipaddress.ip_address(host).is_loopback
     if wanted == "none" or (wanted == "auto" and not is_public):
@@ -39,9 +39,9 @@ def find_nginx(settings: Settings) -> str | None:
         raise StartupError("--front nginx: nginx is not installed (Debian, Ubuntu: apt-get install nginx-light)")
     if path is None:
         logger.warning(
-            "NO PROXY IN FRONT: %s is reachable from outside, and one malformed packet ends an HTTP worker with all "
-            "its streams; install nginx (apt-get install nginx-light), or say --front none if a proxy of yours "
-            "buffers requests before they come here",
+            "NO PROXY IN FRONT: %s is reachable from outside. One malformed packet ends an HTTP worker with all "
+            "its streams. Install nginx (apt-get install nginx-light), or give --front none if your own proxy "
+            "buffers requests",
             host,
         )
     return path
@@ -186,7 +186,7 @@ http {{
             proxy_set_header Connection "";
             proxy_set_header Host $http_host;
             proxy_set_header X-Forwarded-For $remote_addr;
-# Bodies are JSON or session files with any Content-Type. Robyn would answer forms with a 500.
+            # Bodies are JSON or session files with any Content-Type. Robyn would answer forms with a 500.
             proxy_set_header Content-Type "";
             proxy_set_header {key_header} {key};
             proxy_request_buffering on;

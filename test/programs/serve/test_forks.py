@@ -263,7 +263,7 @@ def test_those_that_wait_to_be_forked_are_bounded(gate: Path, tmp_path: Path) ->
     last = child(context, tmp_path, "last")
     assert _descriptors() < before + MAX_PENDING_FORKS + 20
     for _ in range(2 * MAX_PENDING_FORKS):
-        with pytest.raises(BlockingIOError, match="wait to be forked already"):
+        with pytest.raises(BlockingIOError, match="waiting to be forked"):
             child(context, tmp_path, "refused")
     opened(gate)
     said(last)

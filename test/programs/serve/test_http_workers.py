@@ -57,7 +57,7 @@ def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fa
             connection.sendall(MALFORMED)
             read_all(connection)
     wait_for(lambda: _changed(fake, before), 30, "both workers are others")
-    told = "(SIGABRT); a spare takes its place"
+    told = "(SIGABRT); a spare replaces it"
     wait_for(lambda: fake.log.read_text().count(told) == 16, 10, "each end is told")
     assert "is tried in" not in fake.log.read_text()
 
@@ -333,7 +333,7 @@ def test_a_worker_whose_event_loop_hangs_is_ended_and_one_that_answers_is_not(mo
     looked(20)
     assert [one.ended for one in children] == [True, False, False]
     assert hung.told == ["look"] and spare.told == [] and len(healthy.told) > HANG_S // 10
-    assert "had not come round for 120 s" in workers.workers[0].failure_reason
+    assert "did not respond for 120 s" in workers.workers[0].failure_reason
 
 
 def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
     try:
         before = workers(service.wait_ready())
         os.kill(before["http-0"], signal.SIGSTOP)
-        told = "process http-0 ended (its event loop had not come round for 5 s); a spare takes its place"
+        told = "process http-0 ended (its event loop did not respond for 5 s); a spare replaces it"
         wait_for(lambda: told in service.log.read_text(), 30, "it is told")
         service.wait_ready()
         now = workers(service)
