@@ -10,12 +10,11 @@ from typing import Annotated
 from pydantic import Field
 
 from routes.context import Context, Models
-from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
 from routes.request.jobs import adapter_names, state_names
 from routes.response.event_stream import call_engine
-from routes.response.http_response import HandlerResponse, json_response
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload
 from rwkv_batch.calls import ListAdapters, ListStates

@@ -10,8 +10,14 @@ from routes.context import Context
 from routes.request.fields import Fields, SessionId
 from routes.request_context import current_request
 from routes.response.event_stream import call_engine
-from routes.response.file_chunks import FileChunks
-from routes.response.http_response import FILE, HandlerResponse, HttpResponse, StreamedResponse, json_response
+from routes.response.http_response import (
+    FILE,
+    FileChunks,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    json_response,
+)
 from routes.response.response_models import Imported
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.calls import ExportSession, ImportSession

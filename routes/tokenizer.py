@@ -10,10 +10,9 @@ from typing import Annotated
 from pydantic import Field
 
 from routes.context import Context
-from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body
 from routes.request.jobs import offload_if_large
-from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
+from routes.response.http_response import NATIVE_ERRORS, OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Detokenized, Tokenized, TokenizerInfo
 from routes.route import Route
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE

@@ -14,12 +14,11 @@ from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.file_store import Batch, Status
-from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, list_page, new_id, not_found
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern
 from routes.request_context import current_request
-from routes.response.http_response import HandlerResponse, json_response
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 

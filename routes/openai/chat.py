@@ -8,7 +8,6 @@ from typing import Any
 
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
-from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.formatter import (
     OpenAIFormatter,
     fingerprint,
@@ -22,7 +21,7 @@ from routes.openai.response_models import ChatAnswer, ChatChunk
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
 from routes.response.generate import RowResult, run
-from routes.response.http_response import HandlerResponse
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Route

@@ -10,7 +10,6 @@ import msgspec
 
 from routes import models
 from routes.context import Context
-from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.formatter import (
     OpenAIFormatter,
     check_logprobs,
@@ -25,7 +24,7 @@ from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
 from routes.request.jobs import as_turn, encode, make_job, row_stops
 from routes.response.generate import RowResult, run
-from routes.response.http_response import HandlerResponse
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.response.response_models import ModelList
 from routes.route import SESSION_ERRORS, Route

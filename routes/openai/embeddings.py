@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from routes.context import Context
-from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body
-from routes.response.http_response import HandlerResponse
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError
 

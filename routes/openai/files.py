@@ -12,12 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
-from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern
 from routes.request_context import current_request
-from routes.response.file_chunks import FileChunks
-from routes.response.http_response import FILE, HandlerResponse, HttpResponse, StreamedResponse, json_response
+from routes.response.http_response import (
+    FILE,
+    OPENAI_ERRORS,
+    FileChunks,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    json_response,
+)
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
-from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.formatter import logprob_entries, token_counter
 from routes.openai.output_items import Event, OutputItems
 from routes.openai.responses_body import ResponsesBody
@@ -17,7 +16,7 @@ from routes.openai.responses_models import ResponseEvent, ResponseObject
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
 from routes.response.generate import BaseFormatter, RowResult, run
-from routes.response.http_response import ErrorFormat, HandlerResponse, sse
+from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, sse
 from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.errors import ErrorInfo

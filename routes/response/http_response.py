@@ -1,17 +1,40 @@
-"""Handlers' results, and the formats of errors."""
+"""Handlers' results, the formats and HTTP statuses of errors, and files as streams."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 import msgspec
 
 from routes.request_context import current_request
-from routes.response.http_status import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ErrorKind
+
+HTTP_STATUS = {
+    ErrorKind.NOT_JSON: 400,
+    ErrorKind.INVALID_FIELD: 422,
+    ErrorKind.UNAUTHORIZED: 401,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.METHOD_NOT_ALLOWED: 405,
+    ErrorKind.MODEL_NOT_FOUND: 404,
+    ErrorKind.BODY_TOO_LARGE: 413,
+    ErrorKind.SESSION_NOT_FOUND: 404,
+    ErrorKind.SESSION_BUSY: 409,
+    ErrorKind.SESSION_UNUSABLE: 409,
+    ErrorKind.STATE_NOT_FOUND: 404,
+    ErrorKind.ADAPTER_NOT_FOUND: 404,
+    ErrorKind.NAME_TAKEN: 409,
+    ErrorKind.OVERLOADED: 429,
+    ErrorKind.DRAINING: 503,
+    ErrorKind.ENGINE_LOST: 503,
+    ErrorKind.TIMEOUT: 504,
+    ErrorKind.CANCELLED: 409,
+    ErrorKind.INTERNAL: 500,
+}
+
 
 JSON = "application/json"
 SSE = "text/event-stream"
@@ -105,3 +128,78 @@ def sse(value: Any) -> bytes:
     for character, escape in _UNICODE_LINE_BREAKS:
         data = data.replace(character, escape)
     return b"data: " + data + b"\n\n"
+
+
+PREFIX = "/openai/"
+"""All paths under this prefix use this format."""
+_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+_CODES = {ErrorKind.UNAUTHORIZED: "invalid_api_key", ErrorKind.OVERLOADED: "rate_limit_exceeded"}
+_SERVER_ERROR = 500
+OPENAI_STATUS = HTTP_STATUS | {ErrorKind.INVALID_FIELD: 400}
+"""OpenAI answers 400 to every invalid body, and SDKs rely on it."""
+
+
+def _openai_error(info: ErrorInfo) -> dict[str, Any]:
+    """Return `{"error": {"message", "type", "param", "code"}}`."""
+    status = OPENAI_STATUS[info.kind]
+    kind = "server_error" if status >= _SERVER_ERROR else _TYPES.get(status, "invalid_request_error")
+    code = _CODES.get(info.kind, info.kind.value)
+    error: dict[str, Any] = {"message": info.message, "type": kind, "param": info.field, "code": code}
+    return {"error": error | ({"request_id": current_request().request_id} if current_request().request_id else {})}
+
+
+OPENAI_ERRORS = ErrorFormat(_openai_error, OPENAI_STATUS)
+
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 18
+"""Bytes per chunk passed to Robyn."""
+
+
+class FileChunks:
+    """Implements `Chunks`. Calls `on_close` once, when the file has been read or the client has left.
+
+    If the disk fails, the last line is a JSON error: Robyn cannot end a stream as failed.
+    """
+
+    def __init__(self, file: BinaryIO, on_close: Callable[[], None] = lambda: None) -> None:
+        self._file = file
+        self._on_close: Callable[[], None] | None = on_close
+        self.ended = False
+
+    def __iter__(self) -> FileChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        """Return the next chunk."""
+        if self.ended:
+            return self._end()
+        try:
+            piece = self._file.read(CHUNK_BYTES)
+        except OSError as error:
+            logger.error("a file cannot be read to its end: %s", error)
+            current_request().error_kind = ErrorKind.INTERNAL
+            self.ended = True
+            message = f"the file cannot be read to its end: {error}; fetch it again"
+            return b"\n" + to_json(error_body(ErrorInfo(kind=ErrorKind.INTERNAL, message=message))) + b"\n"
+        self.ended = len(piece) < CHUNK_BYTES
+        return piece or self._end()
+
+    def close(self) -> None:
+        """See Chunks."""
+        self._file.close()
+        self._call_on_close()
+
+    def _end(self) -> NoReturn:
+        """End the stream. Raises StopIteration.
+
+        `on_close` runs before the client sees the end: a client that has the whole file finds its slot free.
+        """
+        self._call_on_close()
+        raise StopIteration
+
+    def _call_on_close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()

@@ -15,7 +15,6 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
 from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
@@ -23,6 +22,8 @@ from routes.request_context import REQUEST_ID, RequestContext, current_request, 
 from routes.response.generate import BLANK, HEARTBEAT
 from routes.response.http_response import (
     NATIVE_ERRORS,
+    OPENAI_ERRORS,
+    PREFIX,
     SSE,
     Chunks,
     HandlerResponse,

@@ -16,8 +16,7 @@ from routes.context import MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, Co
 from routes.file_store import Purpose, Store, StoredFile
 from routes.openai.files import FileQuery, get_file
 from routes.request_context import RequestContext, set_current_request
-from routes.response.file_chunks import CHUNK_BYTES, FileChunks
-from routes.response.http_response import StreamedResponse
+from routes.response.http_response import CHUNK_BYTES, FileChunks, StreamedResponse
 from routes.route import Upload
 from rwkv_batch.errors import ErrorKind, ServiceError
 

@@ -145,7 +145,7 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
     ],
 )
 def test_unsupported_values_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    from routes.openai.errors import OPENAI_ERRORS
+    from routes.response.http_response import OPENAI_ERRORS
     from rwkv_batch.errors import ServiceError
 
     with pytest.raises(ServiceError) as refusal:
@@ -281,7 +281,7 @@ def test_finish_reasons_are_openais_with_end_reason() -> None:
 
 
 def test_every_error_kind_has_an_openai_form() -> None:
-    from routes.openai.errors import OPENAI_ERRORS
+    from routes.response.http_response import OPENAI_ERRORS
     from rwkv_batch.errors import ErrorInfo, ErrorKind
 
     types = {kind: OPENAI_ERRORS.body(ErrorInfo(kind=kind, message="m"))["error"] for kind in ErrorKind}

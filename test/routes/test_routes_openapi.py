@@ -24,7 +24,7 @@ from schemathesis.specs.openapi import checks
 from routes.docs.openapi import openapi_document
 from routes.docs.reference import SERVER, answer_schemas, markdown, sections
 from routes.reference import API_PAGE
-from routes.response.http_status import HTTP_STATUS
+from routes.response.http_response import HTTP_STATUS
 from routes.table import ROUTES
 from rwkv_batch.errors import ErrorKind
 from test.serving import Service
