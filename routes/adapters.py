@@ -11,7 +11,7 @@ from routes.context import Context
 from routes.request.bodies import Body
 from routes.request.jobs import adapter_names
 from routes.resource_routes import ResourceType, make_routes
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import AdapterEntry, AdapterList
 from routes.route import Upload

@@ -9,8 +9,7 @@ from routes.request.bodies import BatchBody
 from routes.request.jobs import native_job
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter, make_decoder
-from routes.response.event_stream import call_engine
-from routes.response.generate import run
+from routes.response.generate import call_engine, run
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import Route

@@ -12,9 +12,8 @@ from routes.request import prompts
 from routes.request.bodies import SamplingBody, Texts
 from routes.request.jobs import build_rows, make_job, offload_if_large, row_stops
 from routes.response.batch_formatter import BatchFormatter
-from routes.response.generate import run
+from routes.response.generate import OutputDecoder, run
 from routes.response.http_response import HandlerResponse
-from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.route import Route
 

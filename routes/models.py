@@ -13,7 +13,7 @@ from routes.context import Context, Models
 from routes.request.bodies import Body, DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
 from routes.request.jobs import adapter_names, state_names
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload

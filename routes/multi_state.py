@@ -9,9 +9,8 @@ from pydantic import Field
 from routes import state
 from routes.context import Context
 from routes.response.batch_formatter import BatchFormatter
-from routes.response.generate import RowResult, run
+from routes.response.generate import OutputDecoder, RowResult, RowUpdate, run
 from routes.response.http_response import HandlerResponse, sse
-from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.response.response_models import BatchChunk, DialogueAnswer, DialogueMade
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import Finish

@@ -15,7 +15,7 @@ from routes.context import Context
 from routes.request.bodies import Body, Fields, GenerationBody, validate, with_defaults, with_mixture_weights
 from routes.request.jobs import offload_if_large, requested_state
 from routes.request_context import current_request
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.response.http_response import (
     JSON,
     NATIVE_ERRORS,

@@ -22,7 +22,7 @@ from routes.openai import chat
 from routes.request.bodies import Body, Weights, validate
 from routes.request.fields import Number
 from routes.request.jobs import base_name, sanitize_name, state_names
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import RwkvInferDone, RwkvInferHealth
 from routes.route import Handler, Route

@@ -22,9 +22,8 @@ from routes.request.jobs import (
     requested_adapter,
     requested_state,
 )
-from routes.response.generate import RowResult, run_full
+from routes.response.generate import OutputDecoder, RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse
-from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import Scores
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from routes.context import Context
 from routes.request.fields import Fields, SessionId
 from routes.request_context import current_request
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.response.http_response import (
     FILE,
     FileChunks,

@@ -12,10 +12,8 @@ from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, SessionId
 from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large, row_stops
 from routes.response.batch_formatter import BatchFormatter
-from routes.response.event_stream import call_engine
-from routes.response.generate import run
+from routes.response.generate import OutputDecoder, call_engine, run
 from routes.response.http_response import HandlerResponse, json_response
-from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import BatchAnswer, BatchChunk, Deleted, SessionList
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.calls import DeleteSessions, ListSessions

@@ -16,7 +16,7 @@ from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
 from routes.request.jobs import offload_if_large
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, HttpResponse, json_response
 from routes.response.response_models import Health, Status, TokenCount
 from routes.route import Route

@@ -17,9 +17,8 @@ from routes.context import Context
 from routes.request import languages, prompts
 from routes.request.bodies import AUTO, TranslateBody
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
-from routes.response.generate import RowResult, run_full
+from routes.response.generate import OutputDecoder, RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
-from routes.response.output_decoder import OutputDecoder
 from routes.response.response_models import Translations
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid

@@ -25,7 +25,7 @@ from programs.library.prompt_requests import (
 )
 from programs.library.states import State, is_state, root
 from routes.context import Context
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from routes.score import PATH as SCORE
 from routes.state import CACHE_LEVELS
 from routes.translate import LABEL as TRANSLATE

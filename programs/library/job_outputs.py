@@ -10,8 +10,7 @@ from programs.library.outputs import CompletionOutput, Piece, RequestOutput
 from programs.library.prompt_requests import PromptRequest
 from routes.context import Context
 from routes.response.answer_parser import AnswerParser
-from routes.response.event_stream import EventStream, submit
-from routes.response.output_decoder import OutputDecoder, RowUpdate
+from routes.response.generate import EventStream, OutputDecoder, RowUpdate, submit
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Finish, Job, TokenLogprob
 

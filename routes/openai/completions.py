@@ -23,9 +23,8 @@ from routes.openai.request import CompletionBody
 from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
 from routes.request.jobs import as_turn, encode, make_job, row_stops
-from routes.response.generate import RowResult, run
+from routes.response.generate import OutputDecoder, RowResult, RowUpdate, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
-from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.response.response_models import ModelList
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import PromptLogprobs, TokenLogprob

@@ -15,9 +15,8 @@ from routes.openai.responses_body import ResponsesBody
 from routes.openai.responses_models import ResponseEvent, ResponseObject
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
-from routes.response.generate import BaseFormatter, RowResult, run
+from routes.response.generate import BaseFormatter, OutputDecoder, RowResult, RowUpdate, run
 from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, sse
-from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Finish, FinishReason

@@ -10,9 +10,8 @@ from typing import Any
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody
-from routes.response.generate import BaseFormatter, RowResult, run
+from routes.response.generate import BaseFormatter, OutputDecoder, RowResult, RowUpdate, run
 from routes.response.http_response import HandlerResponse, error_body, sse
-from routes.response.output_decoder import OutputDecoder, RowUpdate
 from rwkv_batch.request import Finish, Job
 
 

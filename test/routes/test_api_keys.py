@@ -191,7 +191,7 @@ def test_valid_request_ids_are_kept() -> None:
     [(0, 0, None, None), (0, 0, 7, 7), (5, 0, None, 5), (5, 0, 9, 9), (5, 3, None, 3), (0, 3, None, 3), (5, 9, 8, 8)],
 )
 def test_time_limits(default: float, most: float, given: float | None, limit: float | None) -> None:
-    from routes.response.event_stream import time_limit
+    from routes.response.generate import time_limit
 
     config = HttpConfig(default_timeout_s=default, max_timeout_s=most)
     assert time_limit(config, given) == limit

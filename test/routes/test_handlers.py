@@ -13,10 +13,17 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.request.bodies import validate
 from routes.request_context import RequestContext, set_current_request
-from routes.response.event_stream import EventStream
-from routes.response.generate import BLANK, HEARTBEAT, BaseFormatter, JsonChunks, SseChunks
+from routes.response.generate import (
+    BLANK,
+    HEARTBEAT,
+    BaseFormatter,
+    EventStream,
+    JsonChunks,
+    OutputDecoder,
+    RowUpdate,
+    SseChunks,
+)
 from routes.response.http_response import DONE, HandlerResponse, HttpResponse
-from routes.response.output_decoder import OutputDecoder, RowUpdate
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import http
 from routes.serving.auth import bearer_grant

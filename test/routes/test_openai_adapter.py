@@ -211,7 +211,7 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
 
 def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
     from routes.openai.chat import ChatFormatter
-    from routes.response.output_decoder import RowUpdate
+    from routes.response.generate import RowUpdate
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)

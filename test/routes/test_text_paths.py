@@ -77,7 +77,7 @@ def thoughts(text: str) -> None:
 def answers(text: str) -> None:
     """Decode the engine's bytes in small pieces, as text and as OpenAI's tokens."""
     from routes.openai.logprob_arrays import LogprobArrays
-    from routes.response.output_decoder import RowDecoder
+    from routes.response.generate import RowDecoder
     from rwkv_batch.request import TokenLogprob
 
     data = text.encode("utf-8", "surrogatepass")

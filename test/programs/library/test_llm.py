@@ -21,7 +21,7 @@ from programs.library import (
     engine_thread,
 )
 from programs.settings import parse_settings
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from rwkv_batch.calls import CountJobs
 from test.serving import Service, wait_for
 

@@ -19,7 +19,7 @@ import torch
 
 from programs.library import LLMError, State
 from programs.library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
-from routes.response.event_stream import call_engine
+from routes.response.generate import call_engine
 from rwkv_batch.calls import GetStatus
 from state_pool.sessions import Session
 from test.programs.library.pipelines import (
