@@ -80,6 +80,7 @@ lock: $(RELEASE)/.installed
 
 audit: $(RELEASE)/.installed
 	$(RELEASE)/bin/pip-audit --progress-spinner off --disable-pip -r requirements/gpu.lock -r requirements/cluster.lock
+	$(RELEASE)/bin/hadolint deploy/Dockerfile
 
 release: audit
 	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python requirements/release.py \

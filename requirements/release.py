@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,7 +22,10 @@ LICENCES = TOP / "requirements" / "licences.md"
 def main(locks: list[str]) -> int:
     """Build, describe, sum up."""
     shutil.rmtree(DIST, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(TOP)], check=True)
+    describe = ["git", "-C", str(TOP), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(TOP)]
+    subprocess.run(build, check=True, env={**os.environ, "SOURCE_COMMIT": commit})  # the wheel is built without git
     version = next(DIST.glob("*.whl")).name.split("-")[1]
     for lock in locks:
         sbom(Path(lock), version, DIST / f"rwkv-batch-{version}.{Path(lock).stem}.cdx.json")
@@ -33,9 +37,10 @@ def main(locks: list[str]) -> int:
 
 
 def sbom(lock: Path, version: str, target: Path) -> None:
-    """A lock as a CycloneDX document; adds our version, and licences, which a lock does not have."""
+    """A lock as a CycloneDX document. Adds what a lock does not say: our version, licences, who needs whom."""
     command = ["cyclonedx-py", "requirements", str(lock), "--pyproject", str(TOP / "pyproject.toml")]
-    subprocess.run([*command, "--output-format", "JSON", "--output-file", str(target)], check=True)
+    command += ["--output-format", "JSON", "--output-file", str(target)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     document = json.loads(target.read_text("utf-8"))
     own = {
         "version": version,
@@ -49,6 +54,8 @@ def sbom(lock: Path, version: str, target: Path) -> None:
         if (licence := named.get(component["name"])) and licence != "not named":
             component["licenses"] = [{"license": {"name": licence}}]
         component.pop("description", None)  # the lock's line, hashes and all
+    refs = [component["bom-ref"] for component in document["components"]]
+    document["dependencies"] = [{"ref": document["metadata"]["component"]["bom-ref"], "dependsOn": refs}]
     target.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 

@@ -213,9 +213,13 @@ def test_the_library_generates(installed: Installed, tiny_model: Path) -> None:
 def test_the_public_api_is_typed(installed: Installed) -> None:
     program = shutil.copy(ROOT / "test/typing/user_program.py", installed.folder)  # away from the tree's packages
     config = installed.folder / "mypy.ini"
-    config.write_text(
-        "[mypy]\nstrict = True\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n", "utf-8"
-    )  # half the time
+    lines = [
+        "[mypy]",
+        "strict = True",
+        "[mypy-torch.*,numpy.*]",
+        "follow_imports = skip",
+    ]  # torch takes most of the time
+    config.write_text("\n".join(lines), "utf-8")
     flags = [f"--config-file={config}", f"--python-executable={installed.python}", "--cache-dir=/dev/null"]
     checked = installed.run(sys.executable, "-m", "mypy", *flags, str(program))
     assert checked.returncode == 0, checked.stdout + checked.stderr
