@@ -13,7 +13,7 @@ import socket
 import msgspec
 
 from programs.settings import Settings
-from routes.serving.client_identity import PROXY_KEY_HEADER
+from routes.serving.access import PROXY_KEY_HEADER
 from rwkv_batch.errors import StartupError
 
 logger = logging.getLogger("supervisor")

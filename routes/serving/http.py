@@ -32,9 +32,16 @@ from routes.response.http_response import (
     error_response,
 )
 from routes.route import Route, Upload, model_context, response_or_error, with_defaults_applied
-from routes.serving.access_log import CLIENT_DISCONNECTED, DONE, log_access
-from routes.serving.auth import Grant, anonymous_grant, bearer_grant, grant
-from routes.serving.client_identity import ClientIdentity
+from routes.serving.access import (
+    CLIENT_DISCONNECTED,
+    DONE,
+    ClientIdentity,
+    Grant,
+    anonymous_grant,
+    bearer_grant,
+    grant,
+    log_access,
+)
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe

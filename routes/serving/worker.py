@@ -35,7 +35,7 @@ from routes.file_store import open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.serving import preload
-from routes.serving.access_log import add_request_ids
+from routes.serving.access import add_request_ids
 from routes.serving.http import register
 from routes.serving.listen_socket import serve
 from routes.serving.thread_states import drop_ended

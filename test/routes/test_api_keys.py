@@ -218,7 +218,7 @@ def test_the_access_log_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> N
 def test_log_lines_have_the_request_id(form: str, capfd: pytest.CaptureFixture[str]) -> None:
     script = (
         "import logging, sys; from routes.request_context import RequestContext, set_current_request; "
-        "from routes.serving.access_log import add_request_ids; "
+        "from routes.serving.access import add_request_ids; "
         "from rwkv_batch.ipc.process import LogStyle, set_up_logging; "
         "set_up_logging('p', LogStyle(sys.argv[1])); add_request_ids(); logging.getLogger('x').warning('before'); "
         "set_current_request(RequestContext(request_id='r-1')); logging.getLogger('x').warning('within')"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from routes.config import HttpConfig
-from routes.serving.client_identity import PROXY_KEY_HEADER, ClientIdentity
+from routes.serving.access import PROXY_KEY_HEADER, ClientIdentity
 
 KEY = {PROXY_KEY_HEADER: "secret"}
 

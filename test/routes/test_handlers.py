@@ -26,7 +26,7 @@ from routes.response.generate import (
 from routes.response.http_response import DONE, HandlerResponse, HttpResponse
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import http
-from routes.serving.auth import bearer_grant
+from routes.serving.access import bearer_grant
 from routes.session_files import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents

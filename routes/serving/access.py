@@ -1,0 +1,191 @@
+"""Clients of a request: their address, their permission by password or API key, and the access log.
+
+The client is the peer of the socket, unless the peer is a trusted proxy. Trusted are our own nginx, which sends a
+secret key, and the addresses of --trusted-proxies. X-Forwarded-For from others is ignored. Proxies append addresses to
+this header, so it is read from its end.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from routes.api_keys import ApiKey
+from routes.config import HttpConfig
+from routes.context import Context
+from routes.request_context import RequestContext, current_request
+
+PROXY_KEY_HEADER = "x-rwkv-front"
+"""Header with the secret key of our own nginx."""
+_FORWARDED = "x-forwarded-for"
+_UNKNOWN = "unknown"
+_IPV6_PREFIX = 64
+"""Network size that a provider gives one customer. It counts as one client."""
+
+Header = Callable[[str], str | None]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class ClientIdentity:
+    """Identifies clients. One per HTTP worker."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self._proxy_key = config.proxy_key
+        self._trusted: Sequence[Network] = [ipaddress.ip_network(text) for text in config.trusted_proxies]
+
+    def client(self, peer: str | None, header: Header) -> str:
+        """Return the address of the client (IPv6: its /64 network).
+
+        peer: address of the socket's peer
+        header: returns the value of a request header
+        """
+        address = _parse(peer)
+        chain = (header(_FORWARDED) or "").split(",")
+        if self._is_our_nginx(header):
+            address = _parse(chain.pop()) or address
+        while address is not None and chain and self._is_trusted(address):
+            before = _parse(chain.pop())
+            if before is None:
+                break
+            address = before
+        return _as_text(address)
+
+    def _is_our_nginx(self, header: Header) -> bool:
+        given = header(PROXY_KEY_HEADER)
+        return (
+            bool(self._proxy_key)
+            and given is not None
+            and hmac.compare_digest(given.encode(), self._proxy_key.encode())
+        )
+
+    def _is_trusted(self, address: Address) -> bool:
+        return any(address in network for network in self._trusted)
+
+
+def _parse(text: str | None) -> Address | None:
+    try:
+        address = ipaddress.ip_address((text or "").strip().strip("[]"))
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _as_text(address: Address | None) -> str:
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
+    return _UNKNOWN if address is None else str(address)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Permission to run a request, and its API key."""
+
+    key: ApiKey | None = None
+
+
+_UNRESTRICTED = Grant()
+
+
+def anonymous_grant(context: Context, is_admin: bool = False) -> Grant | None:
+    """Return what anyone may do: everything if there is neither password nor keys."""
+    config = context.config
+    expected = config.password or context.keys.is_configured or (is_admin and config.admin_password)
+    return None if expected else _UNRESTRICTED
+
+
+def bearer_grant(context: Context, header: str | None, is_admin: bool = False) -> Grant | None:
+    """Return what the `Authorization` header permits."""
+    scheme, _, token = (header or "").partition(" ")
+    if scheme.lower() != "bearer":
+        return None
+    return grant(context, token.strip(), is_admin, is_header=True)
+
+
+def grant(context: Context, secret: str, is_admin: bool = False, is_header: bool = False) -> Grant | None:
+    """Return what a secret permits. It may be a key, the password or the admin password."""
+    config = context.config
+    passwords = [config.admin_password or config.password] if is_admin else [config.password, config.admin_password]
+    # Compare with every password, so that the time does not depend on the result.
+    matches = [
+        bool(expected) and _equal(_decode_secret(secret, expected, is_header), expected) for expected in passwords
+    ]
+    found = context.keys.find(secret)
+    if found is not None and not is_admin:
+        return Grant(found)
+    return _UNRESTRICTED if any(matches) else None
+
+
+def _decode_secret(secret: str, expected: str, is_header: bool) -> str:
+    """Decode a percent-encoded password: Robyn drops header values with other characters."""
+    return unquote(secret) if is_header and not _is_printable(expected) else secret
+
+
+def _equal(given: str, password: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), password.encode("utf-8", "surrogatepass"))
+
+
+def _is_printable(password: str) -> bool:
+    return password.isascii() and password.isprintable()
+
+
+logger = logging.getLogger("access")
+
+DONE, CLIENT_DISCONNECTED = "done", "client_left"
+"""Outcomes of requests, in addition to the error kinds."""
+PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
+"""Polled every few seconds, so they are logged at level debug."""
+
+
+class RequestIds(logging.Filter):
+    """Adds the id of the logging thread's request."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See logging.Filter. Never drops a record."""
+        if current_request().request_id and not hasattr(record, "fields"):
+            record.fields = {"request_id": current_request().request_id}
+        return True
+
+
+def add_request_ids() -> None:
+    """Add request ids to all log lines of this process."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RequestIds())
+
+
+def log_access(request_context: RequestContext, status: int, outcome: str) -> None:
+    """Log a finished request. `outcome` is DONE, CLIENT_DISCONNECTED or the error kind."""
+    level = logging.DEBUG if request_context.route in PROBES else logging.INFO
+    if logger.isEnabledFor(level):
+        extra = {"fields": _fields(request_context, status, outcome)}
+        logger.log(level, "%s %s %d", request_context.method, request_context.route, status, extra=extra)
+
+
+def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "request_id": request_context.request_id,
+        "client": request_context.client,
+        "method": request_context.method,
+        "route": request_context.route,
+        "status": status,
+        "outcome": outcome,
+        "total_s": round(time.monotonic() - request_context.started, 4),
+    }
+    if request_context.rows:
+        fields |= {
+            "rows": request_context.rows,
+            "prompt_tokens": request_context.prompt_tokens,
+            "completion_tokens": request_context.completion_tokens,
+        }
+    if request_context.queue_s is not None:
+        fields["queue_s"] = round(request_context.queue_s, 4)
+    if request_context.is_stream and request_context.first_byte_s:
+        fields["ttft_s"] = round(request_context.first_byte_s, 4)
+    return fields
