@@ -8,19 +8,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from state_pool.crash_points import reach
-from state_pool.disk import statements
-from state_pool.disk.applier import Applier
+from state_pool.disk import directory, statements
 from state_pool.disk.checkpoint_objects import CheckpointObjects
-from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, first_state_number
+from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_with_retry, first_state_number
 from state_pool.disk.operations import (
+    Acquire,
     Append,
     Checkpoint,
     Delete,
+    DeleteNamed,
+    DeleteOldest,
     Deliver,
     Done,
+    Quarantined,
+    Release,
     SmallJob,
     StagedState,
     StagingQueue,
@@ -30,13 +35,13 @@ from state_pool.disk.operations import (
 )
 from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerUnavailable, StateStore
+from state_pool.disk.state_writes import StateWrites
 from state_pool.disk.statements import GarbageState
 from state_pool.disk.thread import PoolThread
-from state_pool.disk.uploads import Uploads, check_age
+from state_pool.disk.uploads import Uploads
 from state_pool.disk.wal import WriteAheadLog
-from state_pool.disk.writer_stats import WriterStats
-from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
-from state_pool.layout import Layout, split_chunks
+from state_pool.errors import PoolError, SessionNotFound
+from state_pool.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,23 @@ _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 _RECOUNT_INTERVAL_S = 60.0
 """Interval for counting object bytes anew, to include other engines' changes."""
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """Counters of the writer thread. Other threads only read them."""
+
+    commits: int = 0
+    turns: int = 0
+    states: int = 0
+    state_bytes: int = 0
+    failures: int = 0
+    used_bytes: int = 0
+    """Bytes of the database in use, without free pages."""
+    object_bytes: int = 0
+    """Bytes of states in a checkpoint store."""
+    degraded: str | None = None
+    """The last write error; None after a success."""
 
 
 class Writer:
@@ -79,8 +101,7 @@ class Writer:
         self.member = member
         self._database = database
         self._connection = connection
-        self._layout = layout
-        self._applier = Applier(connection, layout, fingerprint, retain, member)
+        self._fingerprint = fingerprint
         self._queue = queue
         self._deliver = deliver
         self._changed = threading.Condition()
@@ -92,9 +113,10 @@ class Writer:
             self._uploads = Uploads(objects, layout, self._staged, self._changed, self._state_failed)
         self._next_count = 0.0
         self._stopping = False
-        self.next_row, self._next_state = statements.first_numbers(connection)
+        self.next_row, first_state = statements.first_numbers(connection)
         if member is not None:
             self.next_row = member.first_row
+        self._states = StateWrites(connection, layout, fingerprint, retain, member, first_state)
         self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
         self._measure()
         self._rounds = 0
@@ -235,9 +257,9 @@ class Writer:
         garbage: list[GarbageState] = []
 
         def write() -> None:
-            self._applier.begin()
+            self._begin()
             for job in jobs:
-                garbage.extend(self._applier.apply(job))
+                garbage.extend(self._apply(job))
             reach("before_commit")
             self._commit()
             reach("after_commit")
@@ -249,6 +271,45 @@ class Writer:
         self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
         return None
+
+    def _begin(self) -> None:
+        """Begin a write transaction.
+
+        An engine that others removed rejoins under a new number. Fences protect its work.
+        """
+        if self.member is None:
+            self._connection.execute("BEGIN IMMEDIATE")
+            return
+        begin_with_retry(self._connection)
+        if not self.member.is_registered:
+            self._connection.execute("ROLLBACK")
+            self.member.join()
+            begin_with_retry(self._connection)
+
+    def _apply(self, job: SmallJob) -> list[GarbageState]:
+        """Run a job's statements. Returns the states that it makes garbage."""
+        connection = self._connection
+        match job:
+            case Append():
+                reach("before_append")
+                statements.append_turn(connection, job, self._fingerprint)
+                reach("after_append")
+            case Delete():
+                reach("before_delete")
+                return statements.delete_sessions(connection, job.rows)
+            case Quarantined():
+                connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
+            case Acquire():
+                assert self.member is not None
+                directory.acquire(connection, job, self.member.number, self.member.new_epoch())
+            case Release():
+                directory.release(connection, job)
+            case DeleteNamed():
+                reach("before_delete")
+                return statements.delete_sessions(connection, directory.remove_named(connection, job))
+            case DeleteOldest():
+                return statements.delete_sessions(connection, directory.remove_oldest(connection, job))
+        return []
 
     def _try(self, work: Callable[[], None]) -> Exception | None:
         """Run `work`. On an error, roll back and return the error; the thread continues."""
@@ -268,7 +329,7 @@ class Writer:
 
     def _heartbeat(self, member: Membership) -> None:
         """Write a heartbeat. The partial states of lost engines become garbage."""
-        self._applier.begin()
+        self._begin()
         lost = member.heartbeat()
         self._connection.execute("COMMIT")
         for engine in lost:
@@ -276,44 +337,16 @@ class Writer:
             first, last = first_state_number(engine), first_state_number(engine + 1)
             self._garbage.extend(statements.orphaned_states(self._connection, first, last))
 
-    def _begin_chunks(self, staging: StagedState) -> None:
-        self._applier.begin()
-        if staging.stored is not None:  # any number is fine; its fence decides
-            check_age(staging)
-        elif staging.number == 0:
-            staging.state = self._new_state()
-        elif self.member is not None and not self.member.owns(staging.state):
-            raise TurnNotStored("other engines declared this engine lost during a write; the state is stored again")
-
-    def _new_state(self) -> int:
-        if self.member is not None:
-            return self.member.new_state()
-        self._next_state += 1
-        return self._next_state - 1
-
     def _write_state(self, staging: StagedState) -> None:
         """Write chunks until done or until a turn waits. The last transaction writes the state's row."""
         if self._uploads is not None and staging.stored is None:
-            self._uploads.begin(staging, self._new_state())
+            self._uploads.begin(staging, self._states.new_number())
             return
-        written = 0
         try:
-            if staging.number == 0 and staging.stored is None:
-                reach("before_checkpoint")
-                staging.chunks.extend(split_chunks(staging.job.host.parts(), list(self._layout)))
-                staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
-            self._begin_chunks(staging)
-            while staging.chunks and (written == 0 or not self._small_jobs):
-                statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
-                written += len(staging.chunks.popleft())
-                staging.number += 1
-                reach("within_checkpoint")
-            done = not staging.chunks
-            old = (
-                self._applier.publish_state(staging.job, staging.state, staging.num_bytes, staging.stored)
-                if done
-                else []
-            )
+            self._states.split(staging)
+            self._begin()
+            written = self._states.put_chunks(staging, lambda: not self._small_jobs)
+            replaced = [] if staging.chunks else self._states.publish(staging)
             self._commit()
         except Exception as error:  # noqa: BLE001 - copies and SQLite may fail: fails the state, not the thread
             self._roll_back(error)
@@ -323,20 +356,20 @@ class Writer:
         if staging.chunks:
             self._chunks_written(staging)
         else:
-            self._state_written(staging, old)
+            self._state_written(staging, replaced)
 
     def _chunks_written(self, staging: StagedState) -> None:
         with self._changed:
             if self._staged.current is not staging:  # a delete came first, maybe before the first chunk
                 self._garbage.append(staging.state)
 
-    def _state_written(self, staging: StagedState, old: list[GarbageState]) -> None:
+    def _state_written(self, staging: StagedState, replaced: list[GarbageState]) -> None:
         reach("after_checkpoint")
         self.stats.states += 1
         self.stats.state_bytes += staging.num_bytes
         if staging.stored is not None:
             self.stats.object_bytes += staging.num_bytes
-        self._discard(old)
+        self._discard(replaced)
         with self._changed:
             if not self._staged.finish(staging):
                 return  # a delete came first; its job removes the row
@@ -359,7 +392,7 @@ class Writer:
         """Delete a few garbage chunks, so that turns do not wait."""
         state = self._garbage[0]
         try:
-            self._applier.begin()
+            self._begin()
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             hidden = statements.sweep_hidden(self._connection) if empty and len(self._garbage) == 1 else []
             self._connection.execute("COMMIT")

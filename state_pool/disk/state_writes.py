@@ -1,0 +1,101 @@
+"""Writes a state to the database: chunk by chunk, then the row that points to them. Writer thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from state_pool.crash_points import reach
+from state_pool.disk import directory, statements
+from state_pool.disk.membership import Membership
+from state_pool.disk.operations import Checkpoint, StagedState
+from state_pool.disk.state_store import Connection
+from state_pool.disk.uploads import check_age
+from state_pool.errors import SessionNotFound, TurnNotStored
+from state_pool.layout import Layout, layout_text, split_chunks
+
+
+class StateWrites:
+    """The statements of a staged state. The writer begins and commits the transactions."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        layout: Layout,
+        fingerprint: str,
+        retain: int,
+        member: Membership | None,
+        first_state: int,
+    ) -> None:
+        """`first_state`: the first state number of an engine that does not share the database."""
+        self._connection = connection
+        self._layout = layout
+        self._fingerprint = fingerprint
+        self._retain = retain
+        self._member = member
+        self._next_state = first_state
+
+    def new_number(self) -> int:
+        """Return a new state number."""
+        if self._member is not None:
+            return self._member.new_state()
+        self._next_state += 1
+        return self._next_state - 1
+
+    def split(self, staging: StagedState) -> None:
+        """Split a new state into chunks, before its first transaction."""
+        if staging.number == 0 and staging.stored is None:
+            reach("before_checkpoint")
+            staging.chunks.extend(split_chunks(staging.job.host.parts(), list(self._layout)))
+            staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
+
+    def put_chunks(self, staging: StagedState, may_continue: Callable[[], bool]) -> int:
+        """Write one chunk, and more while `may_continue`. Returns the bytes written.
+
+        Raises TurnNotStored if the written part may be garbage by now.
+        """
+        if staging.stored is not None:  # any number is fine; its fence decides
+            check_age(staging)
+        elif staging.number == 0:
+            staging.state = self.new_number()
+        elif self._member is not None and not self._member.owns(staging.state):
+            raise TurnNotStored("other engines declared this engine lost during a write; the state is stored again")
+        written = 0
+        while staging.chunks and (written == 0 or may_continue()):
+            statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
+            written += len(staging.chunks.popleft())
+            staging.number += 1
+            reach("within_checkpoint")
+        return written
+
+    def publish(self, staging: StagedState) -> list[statements.GarbageState]:
+        """Make the written chunks, or the object, the session's state. Returns the states that it makes garbage.
+
+        Raises StaleEpoch or SessionNotFound if the session was taken over or deleted.
+        """
+        connection, job, session = self._connection, staging.job, staging.job.session
+        self._check_session(job)
+        if job.commits is not None and self._retain:
+            statements.append_turn(connection, job.commits, self._fingerprint)
+        statements.put_session(connection, session, self._fingerprint)
+        row = statements.StateRow(
+            state=staging.state,
+            session=session.row,
+            turn=session.turn,
+            num_tokens=session.num_tokens,
+            fingerprint=self._fingerprint,
+            layout=layout_text(self._layout),
+            num_bytes=staging.num_bytes,
+            stored=staging.stored,
+        )
+        replaced = statements.put_state(connection, row)
+        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
+        reach("before_commit")
+        return replaced
+
+    def _check_session(self, job: Checkpoint) -> None:
+        directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
+        if job.shared and job.fence is None:  # a dialogue may be stored by any engine
+            row = job.session.row
+            found = self._connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (row,))
+            if found.rowcount != 1:
+                raise SessionNotFound("the dialogue was deleted while its state was being stored")
