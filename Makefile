@@ -13,7 +13,7 @@
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := app.py programs routes rwkv_batch sampling state_pool native test bench demo examples
+SOURCES := app.py setup.py requirements programs routes rwkv_batch sampling state_pool native test bench demo examples
 ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
