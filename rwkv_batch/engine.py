@@ -293,7 +293,7 @@ class Engine:
         oldest = self._in_flight[0].parts if self._in_flight else ()
         may_have_ended = False
         in_pieces = between_pieces is not None and self.scheduler.has_recent_interactive
-        for planned in self.model_runner.parts(rows, mixes=not in_pieces):
+        for planned in self.model_runner.split(rows, mixes=not in_pieces):
             # A failed part may have ended rows of this one.
             part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:

@@ -1,1 +1,1 @@
-"""How the next token is chosen: one definition (params.py), several implementations by name."""
+"""Samplers: one definition (naive.py) and several implementations, chosen by name (registry.py)."""

@@ -1,4 +1,7 @@
-"""The sampler for CPUs in C++ (csrc/sampler.cpp): the definition of naive.py, one row per thread at a time."""
+"""The sampler for CPUs in C++ (csrc/sampler.cpp), by the definition in naive.py.
+
+The rows of a step are split between threads.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Parameters(ctypes.Structure):
 
 
 def kind_of(params: SamplingParams, vocab: int) -> int:
-    """Which way of drawing a row takes."""
+    """Return which of the four sampling kinds a row uses."""
     if is_greedy(params):
         return GREEDY
     if params.method is Method.NOISE:
@@ -53,7 +56,7 @@ def kind_of(params: SamplingParams, vocab: int) -> int:
 
 
 def packed(params: SamplingParams, vocab: int) -> Parameters:
-    """The parameters as the C++ code takes them."""
+    """Return the parameters as a C++ struct."""
     return Parameters(
         top_p=params.top_p,
         top_k=params.top_k if 0 < params.top_k < vocab else vocab,
@@ -70,17 +73,15 @@ def packed(params: SamplingParams, vocab: int) -> Parameters:
 
 
 class CpuSampler:
-    """Sampler in C++. One thread uses it."""
-
     name = "cpu"
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Serves CPUs where a C++ compiler is."""
+        """Return None for a CPU with a C++ compiler, else the reason."""
         return machine.cpp_unavailable_reason() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        """See Sampler. Raises RuntimeError with the reason of `unavailable_reason`."""
+        """See Sampler. Raises RuntimeError with `unavailable_reason`."""
         reason = self.unavailable_reason(device)
         if reason is not None:
             raise RuntimeError(reason)
@@ -96,9 +97,12 @@ class CpuSampler:
         weakref.finalize(self, self._library.sampler_free, self._handle)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
+        """Start a new row in this request slot.
+
+        Raises ValueError for a bad logit bias, IndexError for a slot out of range.
+        """
         if not 0 <= req_slot < len(self._params):
-            raise IndexError(f"seat {req_slot} of {len(self._params)}")
+            raise IndexError(f"no request slot {req_slot}: they are 0 to {len(self._params) - 1}")
         check_bias(params, self._vocab)
         self._params[req_slot] = params
         size = len(params.logit_bias)
@@ -108,29 +112,33 @@ class CpuSampler:
         self._library.sampler_admit(self._handle, ctypes.c_int64(req_slot), ctypes.byref(parameters), tokens, values)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows have without a draw. Raises IndexError for a seat that does not exist."""
+        """Count tokens that these rows got without sampling.
+
+        Raises IndexError for a slot out of range.
+        """
         if req_slots and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
-            raise IndexError(f"seats {req_slots} of {len(self._params)}")
+            raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         for req_slot, run in zip(req_slots, runs, strict=True):
             tokens, size = (ctypes.c_int32 * len(run))(*run), ctypes.c_int64(len(run))
             self._library.sampler_follow(self._handle, ctypes.c_int64(req_slot), tokens, size)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
+        """Sample one token for each row of logits [R, V], then count it.
 
-        masks: see Sampler. Raises IndexError for a seat that does not exist.
+        Overwrites logits that are fp32 and contiguous. masks: see Sampler.
+        Raises IndexError for a slot out of range.
         """
         rows = len(req_slots)
         logits = logits.float().contiguous()
         address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
         if rows and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
-            raise IndexError(f"seats {req_slots} of {len(self._params)}")
+            raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         words = None if masks is None else self._words(rows, masks)
         params = [self._params[req_slot] for req_slot in req_slots]
-        asked = [row for row, p in enumerate(params) if p.top_logprobs is not None]
-        if asked and words is not None:
+        logprob_rows = [row for row, p in enumerate(params) if p.top_logprobs is not None]
+        if logprob_rows and words is not None:
             self._apply_masks(address, rows, words)
-        before = raw_logprobs(logits, asked)
+        raw = raw_logprobs(logits, logprob_rows)
         tokens = torch.empty(rows, dtype=torch.int64)
         self._library.sampler_sample(
             self._handle,
@@ -141,17 +149,17 @@ class CpuSampler:
             ctypes.c_void_p(tokens.data_ptr()),
             ctypes.c_int32(torch.get_num_threads()),
         )
-        if before is None:
+        if raw is None:
             return SamplerOutput(tokens)
-        most = max(params[row].top_logprobs or 0 for row in asked)
-        return SamplerOutput(tokens, before.gather(tokens, min(most, self._vocab)))
+        num_top = max(params[row].top_logprobs or 0 for row in logprob_rows)
+        return SamplerOutput(tokens, raw.gather(tokens, min(num_top, self._vocab)))
 
     def _words(self, rows: int, masks: Tensor) -> int:
-        """Address of masks [rows, V/32] int32."""
+        """Return the address of masks [rows, V/32] int32."""
         return binding.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
 
     def _apply_masks(self, logits: int, rows: int, words: int) -> None:
-        """Set logits at that address to -inf where the bits of the masks at `words` are 0."""
+        """Set logits to -inf where the mask bit is 0. Both arguments are addresses."""
         self._library.sampler_forbid(
             ctypes.c_void_p(logits),
             ctypes.c_void_p(words),

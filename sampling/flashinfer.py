@@ -1,9 +1,8 @@
-"""FlashInfer's filters for v2, with this project's draw; optional package `flashinfer-python` (0.6.6 read).
+"""FlashInfer's top-k and top-p filters with this project's random numbers.
 
-FlashInfer's top_k_top_p_sampling_from_probs takes one seed for a batch (`seed_arr[0]`, with the block's number as
-subsequence), so what a row draws would depend on its place among others, and it keeps all tokens that tie at the cut.
-Here its top_k and top_p renormalisation, both on the full distribution, say which tokens stay; ties are then cut by
-token id, and the draw is the Gumbel-max of the definition by (seed, step, token), in one launch of `rapid`.
+Needs the optional package `flashinfer-python` (written for 0.6.6). FlashInfer's own sampling function takes one seed
+per batch, so a row's token would depend on the batch. It also keeps all tokens that tie at the cut. Here FlashInfer
+only filters. Ties are then cut by token id, and `rapid` samples by the Gumbel-max rule of (seed, step, token).
 """
 
 from __future__ import annotations
@@ -30,24 +29,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TruncationLimits:
-    """What cuts the rows of a step; one entry per row, on the device."""
+    """Truncation parameters of a step: one entry per row, on the device."""
 
     scale: Tensor
     """1 / T fp32; 1 for greedy rows"""
     top_k: Tensor
-    """int32, the vocabulary where off, 1 for greedy rows"""
+    """int32; V if off, 1 for greedy rows"""
     top_p: Tensor
-    """fp32, 1 where off"""
+    """fp32; 1 if off"""
 
 
 class FlashInferSampler:
-    """Sampler with FlashInfer's filters. One thread uses it."""
-
     name = "flashinfer"
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Serves where `rapid` does and the package is installed."""
+        """Return None where `rapid` can run and the package is installed, else the reason."""
         if device.type != "cuda":
             return f"needs a CUDA device, this is {device}"
         if importlib.util.find_spec("flashinfer") is None:
@@ -55,7 +52,7 @@ class FlashInferSampler:
         return RapidSampler.unavailable_reason(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        """See Sampler. Raises RuntimeError with the reason of `unavailable_reason`."""
+        """See Sampler. Raises RuntimeError with `unavailable_reason`."""
         reason = self.unavailable_reason(device)
         if reason is not None:
             raise RuntimeError(reason)
@@ -66,8 +63,8 @@ class FlashInferSampler:
         self._cached_plan: tuple[tuple[int, list[int]], Plan, TruncationLimits] | None = None
 
     def _build_filters(self, vocab: int, device: torch.device) -> None:
-        """FlashInfer compiles each kernel at its first call: now, rather than while rows wait for a step."""
-        log.info("making FlashInfer's filters ready (the first time on a machine they are compiled: a minute or two)")
+        """Compile FlashInfer's kernels, which it does at their first call."""
+        log.info("loading FlashInfer's filters; the first start on a machine compiles them in one to two minutes")
         started = time.perf_counter()
         even = torch.full((1, vocab), 1 / vocab, device=device)
         self._filters.top_k_renorm_probs(even, torch.ones(1, dtype=torch.int32, device=device))
@@ -75,24 +72,27 @@ class FlashInferSampler:
         log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """A new row takes this seat. ValueError for a bad logit bias."""
+        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
         noisy = params.method is Method.NOISE and not is_greedy(params)
         method = Method.NOISE if noisy else Method.STANDARD
         self._gumbel_sampler.admit(req_slot, SamplingParams(method=method, noise=params.noise, seed=params.seed))
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows have without a draw."""
+        """Count tokens that these rows got without sampling."""
         self.table.append_tokens(req_slots, runs)
         self._gumbel_sampler.append_tokens(req_slots, runs)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it. masks: see Sampler."""
+        """Sample one token for each row of logits [R, V], then count it.
+
+        Overwrites fp32 logits. masks: see Sampler.
+        """
         logits = logits.float().contiguous()
         if masks is not None:
             self._gumbel_sampler.apply_masks(logits, masks)
         plan, limits = self._plan_of(req_slots)
-        before = raw_logprobs(logits, plan.logprob_rows)
+        raw = raw_logprobs(logits, plan.logprob_rows)
         if plan.biased is not None:
             self.table.add_bias(logits, *plan.biased)
         if plan.penalised is not None:
@@ -105,16 +105,16 @@ class FlashInferSampler:
         self._gumbel_sampler.sample_on_device(scaled, plan.req_slots.int(), tokens)
         if plan.penalised is not None:
             self.table.count(listed, at, tokens[rows], alphas)
-        return SamplerOutput(tokens, before.gather(tokens, plan.num_logprobs) if before is not None else None)
+        return SamplerOutput(tokens, raw.gather(tokens, plan.num_logprobs) if raw is not None else None)
 
     def _plan_of(self, req_slots: list[int]) -> tuple[Plan, TruncationLimits]:
-        asked = (self.table.version, list(req_slots))
-        if self._cached_plan is None or self._cached_plan[0] != asked:
-            self._cached_plan = (asked, make_plan(self.table, req_slots), make_truncation_limits(self.table, req_slots))
+        key = (self.table.version, list(req_slots))
+        if self._cached_plan is None or self._cached_plan[0] != key:
+            self._cached_plan = (key, make_plan(self.table, req_slots), make_truncation_limits(self.table, req_slots))
         return self._cached_plan[1:]
 
     def _truncate(self, scaled: Tensor, limits: TruncationLimits) -> Tensor:
-        """Scaled logits [R, V] with -inf for what is cut."""
+        """Return scaled logits [R, V] with -inf for the tokens that are cut."""
         probs = torch.softmax(scaled, dim=1)
         kept = self._filters.top_k_renorm_probs(probs, limits.top_k) > 0
         kept &= self._filters.top_p_renorm_probs(probs, limits.top_p) > 0
@@ -122,7 +122,7 @@ class FlashInferSampler:
 
 
 def make_truncation_limits(table: ReqSlotTable, req_slots: list[int]) -> TruncationLimits:
-    """The limits of these seats, as tensors."""
+    """Return the truncation parameters of these request slots."""
     params = [table.params[req_slot] for req_slot in req_slots]
     cut = [p.method is Method.STANDARD and not is_greedy(p) for p in params]
     ranks = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
@@ -137,15 +137,16 @@ def make_truncation_limits(table: ReqSlotTable, req_slots: list[int]) -> Truncat
 
 
 def truncate_ties(scaled: Tensor, probs: Tensor, kept: Tensor, limits: TruncationLimits) -> Tensor:
-    """Of the kept tokens that share the smallest kept value, only the first by id within the limits: [R, V] bool.
+    """Return which kept tokens [R, V] bool remain after ties are cut by id.
 
-    The j-th of them (from 0) stays if `above + j < top_k` and `mass above + j * its mass < top_p`.
+    `above` are the tokens with a larger value than the smallest kept one. The j-th tied token (from 0) remains if
+    `len(above) + j < top_k` and `mass(above) + j * mass(tie) < top_p`.
     """
     smallest = scaled.masked_fill(~kept, float("inf")).amin(dim=1, keepdim=True)
     above, ties = kept & (scaled > smallest), kept & (scaled == smallest)
     mass_above = probs.masked_fill(~above, 0.0).sum(dim=1, dtype=torch.float64)
     mass_each = probs.masked_fill(~ties, 0.0).amax(dim=1).double()
-    # One part in a million less: a quotient that is a whole number but for rounding counts as that number.
+    # One millionth less, so that a quotient just above a whole number counts as that number.
     within_p = ((limits.top_p.double() - mass_above) / mass_each * (1 - 1e-6)).ceil()
     within_p = torch.where(limits.top_p < 1, within_p, float("inf"))
     count = torch.minimum(within_p, limits.top_k.double() - above.sum(dim=1)).clamp_(min=1)

@@ -1,4 +1,4 @@
-"""Logits that an engine has told, as tensors in host memory, and a draw from them by the definition (`naive.py`)."""
+"""Reads logits that an engine returned and samples from them, on the CPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _SEEDS = 2**62
 
 
 def as_tensor(logits_bytes: bytes) -> Tensor:
-    """[V] fp32 of `TokenLogprob.logits`, the caller's own."""
+    """Return `TokenLogprob.logits` as a new tensor [V] fp32."""
     return torch.frombuffer(bytearray(logits_bytes), dtype=torch.float32)
 
 
 def as_rows(rows: Sequence[Tensor]) -> Tensor:
-    """[T, V] of T tensors [V]."""
+    """Stack T tensors [V] to [T, V]."""
     return torch.stack(list(rows))
 
 
 def sample_one(logits: Tensor, temperature: float, top_p: float, top_k: int) -> int:
-    """A token id drawn from logits [V] of any type and device, which stay as they are; 0 in top_k switches it off.
+    """Sample a token id from logits [V] of any dtype and device.
 
-    The random number comes from torch's generator, so `torch.manual_seed` decides it. Raises ValueError.
+    The logits stay unchanged. top_k 0 is off. The seed comes from torch's generator, so `torch.manual_seed` decides it.
+    Raises ValueError.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature must be at least 0 (greedy), got {temperature}")

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits, for the rows that asked; taken before a sampler changes the logits."""
+"""Log-probabilities of raw logits, taken before a sampler changes the logits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from sampling.sampler import Logprobs
 
 @dataclass(slots=True)
 class RawLogprobs:
-    """log_softmax of some rows of a step."""
+    """log_softmax of those rows of a step that requested log-probabilities."""
 
     rows: Tensor
-    """[q] int64: which rows of the step these are"""
+    """[q] int64: their row numbers in the step"""
     values: Tensor
     """[q, V] fp32, -inf instead of NaN"""
 
     def gather(self, tokens: Tensor, count: int) -> Logprobs:
-        """The drawn tokens' [R] and the `count` largest; rows that did not ask hold zeros."""
+        """Return the sampled tokens' values [R] and the `count` largest [R, count].
+
+        Rows without a request have zeros.
+        """
         ids = tokens.new_zeros(len(tokens), count)
         top = self.values.new_zeros(len(tokens), count)
         chosen = self.values.new_zeros(len(tokens))
@@ -31,12 +34,12 @@ class RawLogprobs:
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
-    """log_softmax of logits [R, V] fp32: of targets [R] int64 and of the `count` largest.
+    """Return log_softmax of logits [R, V] fp32 at targets [R] int64 and at the `count` largest.
 
-    A target that is the largest has the very number of the first of `top`. A row's numbers are the same whatever R is:
-    log_softmax sums each row by itself, where a sum over the rows is shared out among threads if R is 1.
+    If a target has the largest logit, its value equals the first of `top` exactly. A row's values do not depend on R:
+    log_softmax sums each row by itself.
     """
-    # On a GPU a topk takes several times as long as all the rest.
+    # On a GPU, topk takes several times as long as the rest of this function.
     top_ids = logits.max(dim=1, keepdim=True).indices[:, :count] if count < 2 else logits.topk(count, dim=1).indices
     values, lowest = torch.log_softmax(logits, dim=1), -float("inf")
     return Logprobs(
@@ -47,7 +50,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
 
 
 def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
-    """log_softmax of these rows of logits [R, V]; None if there are none."""
+    """Return log_softmax of these rows of logits [R, V], or None for no rows."""
     if not rows:
         return None
     picked = on_device(rows, torch.int64, logits.device)

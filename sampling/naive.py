@@ -1,21 +1,20 @@
-"""The definition of sampling in plain torch, on any device: what the other samplers are tested against.
+"""The definition of sampling, in plain torch. The other samplers are tested against it.
 
 For each row of logits, in this order:
 
-0. What the row's mask forbids, if it has one, has the logit -inf.
-1. Logit bias is added, then for every token seen so far `presence_penalty + count * frequency_penalty` is subtracted
-   (not for `Method.NOISE`). NaN then counts as -inf, and what exceeds 1e30 as 1e30.
-2. Tokens are ranked by this logit, largest first, equal ones by lower id.
+0. Tokens that the row's mask forbids get the logit -inf.
+1. Logit bias is added. Then `presence_penalty + count * frequency_penalty` is subtracted for each token seen so far
+   (not for `Method.NOISE`). NaN then counts as -inf, and values above 1e30 count as 1e30.
+2. Tokens are ranked by this logit, largest first. Equal logits are ranked by id.
 3. s = logit * (1/T) in fp32; m(token) = exp(s - max s); M = sum of m over all V tokens.
-4. A token is kept if its rank is below top_k and the mass of all tokens ranked before it is below top_p * M.
-5. The kept token with the largest s + gumbel(seed, step, token) is drawn, the lower id if two are equal.
+4. A token is kept if its rank is below top_k and the mass ranked above it is below top_p * M.
+5. The result is the kept token with the largest s + gumbel(seed, step, token), the lower id on a tie.
 
-Greedy rows (temperature 0, top_k 1, top_p 0) draw the token of rank 0. `Method.NOISE` draws the largest
-s + noise * u(seed, step, token) over all tokens. A row whose logits are all -inf or NaN draws token 0.
+Greedy rows (temperature 0, top_k 1 or top_p 0) take the token of rank 0. `Method.NOISE` takes the largest
+s + noise * u(seed, step, token) over all tokens. A row whose logits are all -inf or NaN takes token 0.
 
-Masses are summed in fp64, so the order of summation does not show, and no row's arithmetic involves another row:
-a row draws the same token alone and in any company. On CUDA this sampler waits for the device; on a CPU it is the
-fallback where nothing can be compiled.
+Masses are summed in fp64, and no row's arithmetic involves another row. So a row's token does not depend on the
+batch. On CUDA this sampler waits for the device. On a CPU it is the fallback if nothing can be compiled.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_
 from sampling.sampler import SamplerOutput
 
 MAX_CANDIDATES = 1024
-"""Most candidates picked by a partial selection; rows that need more are sorted whole."""
+"""Largest number of candidates from a partial selection; rows that need more are sorted completely."""
 ROWS_AT_ONCE = 4
-"""Rows per pass over whole vocabularies: keeps temporaries in the cache."""
+"""Rows per pass over whole vocabularies; keeps temporaries in the cache."""
 
 
 TENSORS = ("rows", "req_slots", "seeds", "scale", "top_k", "top_p", "noise")
@@ -44,7 +43,7 @@ TENSORS = ("rows", "req_slots", "seeds", "scale", "top_k", "top_p", "noise")
 
 @dataclass(slots=True)
 class Group:
-    """Rows of a step that are treated alike: their numbers and parameters as tensors, one entry per row."""
+    """Rows of a step with the same kind of sampling: one entry per row."""
 
     rows: Tensor
     """int64"""
@@ -55,13 +54,13 @@ class Group:
     scale: Tensor
     """1 / T, fp32"""
     top_k: Tensor
-    """int64, V where off"""
+    """int64; V if off"""
     top_p: Tensor
-    """fp64, inf where off"""
+    """fp64; inf if off"""
     noise: Tensor
     """fp32"""
     num_candidates: int = 0
-    """How many candidates to pick first"""
+    """Number of candidates to select first"""
 
     def __getitem__(self, part: slice | Tensor) -> Group:
         picked = {name: getattr(self, name)[part] for name in TENSORS}
@@ -73,15 +72,15 @@ class Group:
 
 @dataclass(slots=True)
 class Plan:
-    """How a list of seats is dealt with; the same step after step while nobody comes or goes."""
+    """The groups of a list of request slots; reused until the list or a slot changes."""
 
     req_slots: Tensor
     groups: dict[str, Group] = field(default_factory=dict)
-    """By kind: cut_small, cut_large (top_k or top_p act), open (neither), noise; greedy rows are in none"""
+    """By kind: cut_small and cut_large (top_k or top_p is on), open (both are off), noise. Greedy rows are in none."""
     biased: tuple[Tensor, Tensor, Tensor] | None = None
-    """rows, seats, number of entries"""
+    """rows, request slots, numbers of entries"""
     penalised: tuple[Tensor, Tensor, Tensor, list[int]] | None = None
-    """rows, seats, alphas [p, 3], seats as a list"""
+    """rows, request slots, alphas [p, 3], request slots as a list"""
     logprob_rows: list[int] = field(default_factory=list)
     num_logprobs: int = 0
 
@@ -95,13 +94,13 @@ def apply_masks(logits: Tensor, masks: Tensor) -> None:
 
 
 class NaiveSampler:
-    """Sampler of plain torch operations. One thread uses it."""
+    """Sampler in plain torch. One thread uses it."""
 
     name = "naive"
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Serves everywhere."""
+        """Return None: any device works."""
         return None
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -111,40 +110,41 @@ class NaiveSampler:
         self._plan_for: tuple[int, list[int]] = (-1, [])
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """A new row takes this seat. ValueError for a bad logit bias."""
+        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows have without a draw."""
+        """Count tokens that these rows got without sampling."""
         self.table.append_tokens(req_slots, runs)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
+        """Sample one token for each row of logits [R, V], then count it.
 
-        masks: see Sampler. Raises ValueError for logits of another shape.
+        Overwrites logits that are fp32 and contiguous. masks: see Sampler. Raises ValueError for logits of another
+        shape.
         """
         if logits.shape != (len(req_slots), self.table.vocab):
             raise ValueError(
-                f"logits {tuple(logits.shape)} do not fit {len(req_slots)} seats of {self.table.vocab} tokens"
+                f"logits {tuple(logits.shape)} do not fit {len(req_slots)} request slots of {self.table.vocab} tokens"
             )
         logits = logits.float().contiguous()
         if masks is not None:
             apply_masks(logits, masks)
         plan = self._plan_of(req_slots)
-        before = raw_logprobs(logits, plan.logprob_rows)
+        raw = raw_logprobs(logits, plan.logprob_rows)
         self._adjust(logits, plan)
         tokens = self._sample(logits, plan)
         self._update_state(plan, tokens)
-        return SamplerOutput(tokens, before.gather(tokens, plan.num_logprobs) if before is not None else None)
+        return SamplerOutput(tokens, raw.gather(tokens, plan.num_logprobs) if raw is not None else None)
 
     def _plan_of(self, req_slots: list[int]) -> Plan:
-        asked = (self.table.version, list(req_slots))
-        if self._plan is None or asked != self._plan_for:
-            self._plan, self._plan_for = make_plan(self.table, req_slots), asked
+        key = (self.table.version, list(req_slots))
+        if self._plan is None or key != self._plan_for:
+            self._plan, self._plan_for = make_plan(self.table, req_slots), key
         return self._plan
 
     def _adjust(self, logits: Tensor, plan: Plan) -> None:
-        """Bias, penalties, then NaN and infinities, in place."""
+        """Apply bias and penalties, then replace NaN and infinities, in place."""
         if plan.biased is not None:
             self.table.add_bias(logits, *plan.biased)
         if plan.penalised is not None:
@@ -158,7 +158,7 @@ class NaiveSampler:
             )
 
     def _sample(self, logits: Tensor, plan: Plan) -> Tensor:
-        """The tokens [R] int64 of adjusted logits: the largest logit, then what the groups draw instead."""
+        """Return the tokens [R] int64: the largest logit for greedy rows, else the group's result."""
         largest, tokens = logits.max(dim=1)
         for kind, group in plan.groups.items():
             steps = self.table.steps[group.req_slots]
@@ -179,7 +179,7 @@ class NaiveSampler:
 
 
 def make_plan(table: ReqSlotTable, req_slots: list[int]) -> Plan:
-    """Sort the rows of a step by what they need."""
+    """Group the rows of a step by kind of sampling."""
     kinds: dict[str, list[int]] = {}
     for row, req_slot in enumerate(req_slots):
         kind = _kind(table.params[req_slot], table.vocab)
@@ -204,9 +204,9 @@ def make_plan(table: ReqSlotTable, req_slots: list[int]) -> Plan:
             on_device(alphas, torch.float32, table.device),
             listed,
         )
-    asked = [(row, p.top_logprobs) for row, p in enumerate(params) if p.top_logprobs is not None]
-    plan.logprob_rows = [row for row, _ in asked]
-    plan.num_logprobs = min(max((number for _, number in asked), default=0), table.vocab)
+    requested = [(row, p.top_logprobs) for row, p in enumerate(params) if p.top_logprobs is not None]
+    plan.logprob_rows = [row for row, _ in requested]
+    plan.num_logprobs = min(max((number for _, number in requested), default=0), table.vocab)
     return plan
 
 
@@ -242,19 +242,22 @@ def _group(table: ReqSlotTable, req_slots: list[int], rows: list[int]) -> Group:
 
 
 def _chunks(entries: Tensor) -> Iterator[Tensor]:
-    """The entries, ROWS_AT_ONCE at a time; none for an empty tensor."""
+    """Yield the entries, ROWS_AT_ONCE at a time."""
     return (entries[start : start + ROWS_AT_ONCE] for start in range(0, len(entries), ROWS_AT_ONCE))
 
 
 class Scratch:
-    """Work space for passes over whole vocabularies: fresh megabytes cost more in page faults than the arithmetic."""
+    """Reused temporaries: page faults of new memory would cost more than the arithmetic."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.single = torch.empty(ROWS_AT_ONCE, vocab, device=device)
         self.double = torch.empty(ROWS_AT_ONCE, vocab, dtype=torch.float64, device=device)
 
     def total_mass(self, logits: Tensor, largest: Tensor, group: Group) -> Tensor:
-        """Sum over the vocabulary of exp(s - max s), a group's rows of logits [R, V], largest [R]: [r] fp64."""
+        """Return the sum over the vocabulary of exp(s - max s), [r] fp64.
+
+        The rows are those of `group` in logits [R, V]; largest [R].
+        """
         single, double = self.single[: len(group)], self.double[: len(group)]
         scale = group.scale.unsqueeze(1)
         torch.index_select(logits, 0, group.rows, out=single)
@@ -263,10 +266,10 @@ class Scratch:
 
 
 def sample_truncated(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scratch: Scratch) -> Tensor:
-    """Draw for rows with top_k or top_p: from the largest few where they decide, else by sorting the row whole.
+    """Sample rows with top_k or top_p. Sort a whole row only if its largest values do not decide.
 
-    logits [R, V] fp32, largest [R] fp32: each row's maximum; group: r of these rows; steps [r] int64. Returns
-    token ids [r] int64.
+    logits [R, V] fp32; largest [R] fp32: the maximum of each row; group: r of these rows; steps [r] int64.
+    Returns token ids [r] int64.
     """
     rows, vocab = group.rows, logits.shape[1]
     total = torch.zeros(len(group), dtype=torch.float64, device=logits.device)
@@ -275,7 +278,7 @@ def sample_truncated(logits: Tensor, largest: Tensor, group: Group, steps: Tenso
         total[part] = scratch.total_mass(logits, largest, group[part])
     values, ids = ranked_top(logits if len(group) == len(logits) else logits[rows], min(group.num_candidates, vocab))
     kept = truncation_mask(values, largest[rows], group, total)
-    # The head decides if the last kept value lies above the last value of the head: then no equal one is missing.
+    # The selected candidates decide if the last kept value is above the smallest candidate: no tie is missing then.
     last = values.gather(1, kept.sum(dim=1, keepdim=True) - 1)
     undecided = ((last <= values[:, -1:]) & (last > -float("inf"))).flatten()
     sampled = gumbel_argmax(values, ids, kept, group, steps)
@@ -289,10 +292,9 @@ def sample_truncated(logits: Tensor, largest: Tensor, group: Group, steps: Tenso
 
 
 def ranked_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of logits [r, V] and their ids, ranked: by value, equal ones by id.
+    """Return the `count` largest of each row of logits [r, V], ranked by value, then id.
 
-    Returns values [r, count] fp32 and ids [r, count] int64. Of values equal to the last one returned, others may
-    have been left out.
+    Returns values [r, count] fp32 and ids [r, count] int64. Some values equal to the last one may be missing.
     """
     values, ids = logits.topk(count, dim=1)
     ids, by_id = ids.sort(dim=1)
@@ -301,7 +303,10 @@ def ranked_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def truncation_mask(values: Tensor, largest: Tensor, group: Group, total: Tensor) -> Tensor:
-    """Which of the ranked values [r, n] are among the top_k and within the top_p: [r, n] bool, a prefix, not empty."""
+    """Return which ranked values [r, n] are within top_k and top_p: [r, n] bool.
+
+    The kept values are a prefix of at least one.
+    """
     scale = group.scale.unsqueeze(1)
     mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_().double()
     before = mass.cumsum(dim=1).sub_(mass)
@@ -312,7 +317,7 @@ def truncation_mask(values: Tensor, largest: Tensor, group: Group, total: Tensor
 
 
 def gumbel_argmax(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """The kept candidate with the largest s + gumbel, the lowest id among equal ones: [r] int64."""
+    """Return the kept candidate with the largest s + gumbel, the lowest id on a tie: [r] int64."""
     width = int(kept.sum(dim=1).max())
     values, ids, kept = values[:, :width], ids[:, :width], kept[:, :width]
     words = philox.words_at(group.seeds, steps, ids, philox.DOMAIN_GUMBEL)
@@ -322,7 +327,7 @@ def gumbel_argmax(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps
 
 
 def sample_full(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """Gumbel-max over the whole vocabulary: logits [R, V] fp32, steps [r] int64 -> token ids [r] int64."""
+    """Sample from the whole vocabulary: logits [R, V] fp32, steps [r] int64 -> ids [r] int64."""
     sampled = torch.empty_like(group.rows)
     for part in _chunks(torch.arange(len(group), device=logits.device)):
         some = group[part]
@@ -333,7 +338,7 @@ def sample_full(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
 
 
 def sample_with_noise(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """argmax(logits / T + U(0, noise)): logits [R, V] fp32, steps [r] int64 -> token ids [r] int64."""
+    """Return argmax(logits / T + U(0, noise)): logits [R, V] fp32, steps [r] int64 -> ids [r] int64."""
     sampled = torch.empty_like(group.rows)
     for part in _chunks(torch.arange(len(group), device=logits.device)):
         some = group[part]

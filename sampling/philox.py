@@ -1,9 +1,9 @@
-"""The random numbers of every sampler: Philox4x32-10 and the uniform and Gumbel numbers made of it.
+"""The random numbers of every sampler: Philox4x32-10, uniform and Gumbel numbers.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), and the
-known-answer vectors of the Random123 library.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), and the known-answer
+vectors of the Random123 library.
 
-What a row draws for a token depends on (seed, step, token id) only:
+The random number of a token depends on (seed, step, token id) only:
 
     key     = (seed & 0xffffffff, seed >> 32)
     counter = (token_id // 4, step & 0xffffffff, step >> 32, domain)
@@ -24,15 +24,18 @@ WORD_MASK = 0xFFFFFFFF
 U_MAX = 1 - 2**-24
 
 DOMAIN_GUMBEL = 0
-"""Fourth counter word of the draws by the Gumbel-max rule."""
+"""Fourth counter word for the Gumbel-max rule."""
 DOMAIN_NOISE = 1
-"""Fourth counter word of the uniform noise of `Method.NOISE`."""
+"""Fourth counter word for the uniform noise of `Method.NOISE`."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Ten rounds of Philox4x32: tensors [...] int64 with values in 0 .. 2^32-1, of shapes that broadcast."""
+    """Run ten rounds of Philox4x32.
+
+    Tensors [...] int64 with values in 0 .. 2^32-1, of shapes that broadcast.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_number in range(ROUNDS):
@@ -47,15 +50,15 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def signed64(seed: int) -> int:
-    """The int64 with the same 64 bits as an unsigned seed (torch has no unsigned arithmetic)."""
+    """Return the int64 with the bits of an unsigned seed: torch has no unsigned arithmetic."""
     seed &= 0xFFFFFFFFFFFFFFFF
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 def words_at(seeds: Tensor, steps: Tensor, token_ids: Tensor, domain: int) -> Tensor:
-    """The random word of each (row, token).
+    """Return the random word of each (row, token).
 
-    seeds, steps: [R] int64 (seeds: bits of an unsigned number); token_ids: [R, n] int64; result [R, n] int64.
+    seeds (bits of an unsigned number), steps: [R] int64; token_ids: [R, n] int64; result [R, n] int64.
     """
     c0, c1, c2, c3 = _blocks(seeds, steps, token_ids >> 2, domain)
     lane = token_ids & 3
@@ -63,24 +66,24 @@ def words_at(seeds: Tensor, steps: Tensor, token_ids: Tensor, domain: int) -> Te
 
 
 def words_of_vocab(seeds: Tensor, steps: Tensor, vocab: int, domain: int) -> Tensor:
-    """The random words of all tokens 0 .. vocab-1: [R, vocab] int64, each block computed once."""
+    """Return the random words of all tokens: [R, vocab] int64."""
     blocks = torch.arange((vocab + 3) // 4, device=seeds.device).unsqueeze(0)
     words = torch.stack(_blocks(seeds, steps, blocks, domain), dim=-1)
     return words.flatten(1)[:, :vocab]
 
 
 def _blocks(seeds: Tensor, steps: Tensor, blocks: Tensor, domain: int) -> Words:
-    """The four words of each row's Philox blocks [R, n] or [1, n]; each word [R, n]."""
+    """Return the four words of each row's Philox blocks [R, n] or [1, n]; each word is [R, n]."""
     seeds, steps = seeds.unsqueeze(1), steps.unsqueeze(1)
     counter = (blocks, steps & WORD_MASK, (steps >> 32) & WORD_MASK, torch.full_like(steps, domain))
     return philox4x32(counter, (seeds & WORD_MASK, (seeds >> 32) & WORD_MASK))
 
 
 def to_uniform(words: Tensor) -> Tensor:
-    """Words [...] int64, 0 .. 2^32-1, to fp32 numbers [...] strictly between 0 and 1."""
+    """Map words [...] int64 in 0 .. 2^32-1 to fp32 numbers [...] strictly between 0 and 1."""
     return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=U_MAX)
 
 
 def to_gumbel(words: Tensor) -> Tensor:
-    """Words [...] int64 to Gumbel numbers [...] fp32, rounded once: the logarithms are taken in fp64."""
+    """Map words [...] int64 to Gumbel numbers [...] fp32. The logarithms are in fp64."""
     return to_uniform(words).double().neg_().log1p_().neg_().log_().neg_().float()

@@ -1,8 +1,7 @@
-"""The sampler for CUDA devices: one kernel launch a step (csrc/rapid.cu), all state on the device by seat.
+"""The sampler for CUDA devices: one kernel launch per step (csrc/rapid.cu).
 
-`sample_on_device` takes seat numbers and leaves tokens in device memory, allocates nothing and never asks the host,
-so it can be captured in a CUDA graph and its tokens can feed the next step. Every call, `admit` too, works on the
-current stream and is ordered by it.
+All state is on the device, by request slot. `sample_on_device` allocates nothing and never waits, so a CUDA graph can
+capture it, and its tokens can feed the next step. Every call works on the current stream.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from sampling.sampler import SamplerOutput
 
 LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
 MAX_ENTRIES = 8192
-"""Most tokens with a bias or a penalty that a row may have; of further distinct tokens it takes no note."""
+"""Largest number of tokens with a bias or penalty per row; further distinct tokens are ignored."""
 ENTRY_BYTES = 16
 MAX_VOCAB = 2**18
 MAX_CHUNKS = 2048
-"""Of a row, as the kernel sums it up"""
+"""Per row: the kernel adds up a row chunk by chunk"""
 MAX_PARTS = 8
-"""Blocks that share a row"""
+"""CTAs per row"""
 
 
 class Seat(ctypes.Structure):
@@ -89,23 +88,21 @@ class Launch(ctypes.Structure):
 
 
 class RapidSampler:
-    """Sampler of one CUDA kernel. One thread uses it."""
-
     name = "rapid"
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Serves CUDA devices where nvcc is."""
+        """Return None for a CUDA device with nvcc, else the reason."""
         return machine.cuda_unavailable_reason(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
-        """See Sampler. Raises RuntimeError with the reason of `unavailable_reason`."""
+        """See Sampler. Raises RuntimeError with `unavailable_reason`."""
         reason = self.unavailable_reason(device)
         if reason is None and vocab > MAX_VOCAB:
-            reason = f"vocabulary of {vocab} is over the limit of {MAX_VOCAB}"
+            reason = f"the vocabulary has {vocab} tokens, at most {MAX_VOCAB} are supported"
         if reason is not None:
             raise RuntimeError(reason)
-        # With an index: memory and streams of "cuda" would follow whatever device is current.
+        # With an index, because memory and streams of plain "cuda" follow the current device.
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self.max_rows, self.vocab = max_rows, vocab
         self.capacity = min(vocab, MAX_ENTRIES)
@@ -135,12 +132,15 @@ class RapidSampler:
         self._append_tokens = binding.bind(library, "rapid_follow", ctypes.POINTER(Launch), pointer, pointer, pointer)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
+        """Start a new row in this request slot.
+
+        Raises ValueError for a bad logit bias, IndexError for a slot out of range.
+        """
         if not 0 <= req_slot < self.max_rows:
-            raise IndexError(f"seat {req_slot} of {self.max_rows}")
+            raise IndexError(f"no request slot {req_slot}: they are 0 to {self.max_rows - 1}")
         check_bias(params, self.vocab)
         if len(params.logit_bias) > self.capacity:
-            raise ValueError(f"logit_bias: {len(params.logit_bias)} tokens, at most {self.capacity}")
+            raise ValueError(f"logit_bias: {len(params.logit_bias)} tokens; send at most {self.capacity}")
         self._params[req_slot] = params
         entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
         if entries:
@@ -163,11 +163,14 @@ class RapidSampler:
         )
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows have without a draw, in one launch. IndexError for a seat that is not there."""
+        """Count tokens that these rows got without sampling, in one launch.
+
+        Raises IndexError for a slot out of range.
+        """
         if not req_slots:
             return
         if not 0 <= min(req_slots) <= max(req_slots) < self.max_rows:
-            raise IndexError(f"seats {req_slots} of {self.max_rows}")
+            raise IndexError(f"request slots {req_slots}: they are 0 to {self.max_rows - 1}")
         numbers = [*req_slots, *accumulate(map(len, runs), initial=0), *chain.from_iterable(runs)]
         packed = on_device(numbers, torch.int32, self.device)
         launch = Launch(
@@ -178,17 +181,17 @@ class RapidSampler:
             rows=len(req_slots),
             capacity=self.capacity,
         )
-        begins = packed.data_ptr() + 4 * len(req_slots)
+        offsets = packed.data_ptr() + 4 * len(req_slots)
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
-            code = self._append_tokens(ctypes.byref(launch), begins, begins + 4 * (len(req_slots) + 1), stream)
+            code = self._append_tokens(ctypes.byref(launch), offsets, offsets + 4 * (len(req_slots) + 1), stream)
         binding.check_status(code, "rapid_follow")
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
-        """Draw a token for each row and count it, in one launch that a graph may capture.
+        """Sample a token for each row and count it, in one launch that a graph may capture.
 
-        logits: [R, V] fp32, contiguous, only read; seats: [R] int32, distinct but for padding rows, which
-        hold max_rows (or any number that is no seat) and get token 0; out: [R] int64.
+        logits: [R, V] fp32, contiguous, read only. out: [R] int64.
+        req_slots: [R] int32, distinct. Padding rows hold max_rows or another number out of range and get token 0.
         """
         rows = logits.shape[0]
         launch = Launch(
@@ -214,7 +217,7 @@ class RapidSampler:
         binding.check_status(code, "rapid_sample")
 
     def apply_masks(self, logits: Tensor, masks: Tensor) -> None:
-        """Set logits [R, V] fp32 to -inf in place where the bits of masks [R, V/32] int32 are 0."""
+        """Set logits [R, V] fp32 to -inf where the bits of masks [R, V/32] int32 are 0."""
         rows = logits.shape[0]
         words = (rows, -(-self.vocab // 32))
         at = binding.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device)
@@ -224,12 +227,14 @@ class RapidSampler:
             binding.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_forbid")
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Draw one token for each row of logits [R, V], then count it. Does not wait for the device.
+        """Sample one token for each row of logits [R, V], then count it. Does not wait.
 
-        masks: see Sampler; logits are overwritten with them if fp32. Raises ValueError for logits of another shape.
+        masks: see Sampler; fp32 logits are masked in place. Raises ValueError for logits of another shape.
         """
         if logits.shape != (len(req_slots), self.vocab):
-            raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(req_slots)} seats of {self.vocab} tokens")
+            raise ValueError(
+                f"logits {tuple(logits.shape)} do not fit {len(req_slots)} request slots of {self.vocab} tokens"
+            )
         logits = logits.float().contiguous()
         if masks is not None:
             self.apply_masks(logits, masks)
@@ -237,9 +242,11 @@ class RapidSampler:
             self._req_slots = (list(req_slots), on_device(req_slots, torch.int32, self.device))
         tokens = torch.empty(len(req_slots), dtype=torch.int64, device=self.device)
         self.sample_on_device(logits, self._req_slots[1], tokens)
-        asked = [row for row, req_slot in enumerate(req_slots) if self._params[req_slot].top_logprobs is not None]
-        before = raw_logprobs(logits, asked)
-        if before is None:
+        logprob_rows = [
+            row for row, req_slot in enumerate(req_slots) if self._params[req_slot].top_logprobs is not None
+        ]
+        raw = raw_logprobs(logits, logprob_rows)
+        if raw is None:
             return SamplerOutput(tokens)
-        most = max(self._params[req_slots[row]].top_logprobs or 0 for row in asked)
-        return SamplerOutput(tokens, before.gather(tokens, min(most, self.vocab)))
+        num_top = max(self._params[req_slots[row]].top_logprobs or 0 for row in logprob_rows)
+        return SamplerOutput(tokens, raw.gather(tokens, min(num_top, self.vocab)))

@@ -1,4 +1,4 @@
-"""Samplers by name, imported only when asked for, and the choice of one that can serve a device."""
+"""Samplers by name, imported on demand, and the choice of one for a device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ SAMPLERS = {
     "cpu": ("sampling.cpu", "CpuSampler"),
     "naive": ("sampling.naive", "NaiveSampler"),
 }
-"""Name -> module and class, in the default order of preference; `EngineConfig.samplers` lists the same names."""
+"""Name -> module and class, in the default order of preference. `EngineConfig.samplers` lists the same names."""
 
 FALLBACKS = ("cpu", "naive")
-"""Need nothing but torch and a compiler, or torch alone: one of them serves where no other can."""
+"""Tried last: they need only torch and a C++ compiler, or only torch."""
 COMPILED_ON_FIRST_USE = ("flashinfer",)
-"""Their first use on a machine takes a minute, so that an engine makes them before it serves."""
+"""Samplers that compile for a minute at their first use. An engine creates them before it serves."""
 
 
 def sampler_class(name: str) -> type[Sampler]:
-    """The class registered under `name`. ValueError for an unknown name, ImportError if its module cannot load."""
+    """Return the class registered under `name`.
+
+    Raises ValueError for an unknown name, ImportError if its module cannot be loaded.
+    """
     if name not in SAMPLERS:
         raise ValueError(f"unknown sampler {name!r}; known: {', '.join(SAMPLERS)}")
     module, class_name = SAMPLERS[name]
@@ -35,9 +38,9 @@ def sampler_class(name: str) -> type[Sampler]:
     return found
 
 
-def order(preferred: Sequence[str], asked: str = "") -> tuple[str, ...]:
-    """The names to try, `preferred` before the last resorts; the one asked for goes first if it is preferred at all."""
-    first = (asked,) if asked in preferred else ()
+def order(preferred: Sequence[str], requested: str = "") -> tuple[str, ...]:
+    """Return the names to try: `requested` first if it is preferred, then `preferred`, then FALLBACKS."""
+    first = (requested,) if requested in preferred else ()
     return tuple(dict.fromkeys((*first, *preferred, *FALLBACKS)))
 
 
@@ -47,19 +50,19 @@ def choose_sampler(
     max_rows: int,
     vocab: int,
     penalty_exempt_ids: list[int],
-    made: Iterable[Sampler] = (),
+    created: Iterable[Sampler] = (),
 ) -> tuple[Sampler, dict[str, str]]:
-    """The first of `names` that can serve `device`, made unless it is in `made`, and why each before it could not.
+    """Return the first of `names` that can run on `device`, and the reason against each before it.
 
-    A sampler that says it can serve but fails when made (a compiler error, another version of a package: anything)
-    counts as a refusal.
-    RuntimeError, with all reasons, if none is left; ValueError for an unknown name.
+    Takes the sampler from `created` if it is there. An exception in a sampler's constructor (a compiler error, a wrong
+    package version) counts as a reason. Raises RuntimeError with all reasons if none is left, ValueError for an unknown
+    name.
     """
     refusals: dict[str, str] = {}
     for name in names:
         if name not in SAMPLERS:
             raise ValueError(f"unknown sampler {name!r}; known: {', '.join(SAMPLERS)}")
-        same = next((sampler for sampler in made if sampler.name == name), None)
+        same = next((sampler for sampler in created if sampler.name == name), None)
         if same is not None:
             return same, refusals
         try:
@@ -67,8 +70,8 @@ def choose_sampler(
             reason = found.unavailable_reason(device)
             if reason is None:
                 return found(max_rows, vocab, device, penalty_exempt_ids), refusals
-        except Exception as error:  # a compiler, a driver, another version: any failure is a refusal with its reason
-            log.warning("the sampler %s cannot be used", name, exc_info=True)
+        except Exception as error:  # any failure is a reason to try the next sampler
+            log.warning("sampler %s cannot be used; the next one is tried", name, exc_info=True)
             reason = f"{type(error).__name__}: {error}"
         refusals[name] = reason
     raise RuntimeError("no sampler can serve: " + "; ".join(f"{name}: {why}" for name, why in refusals.items()))

@@ -1,6 +1,6 @@
-"""What a sampler keeps per seat on the device: parameters, step, bias and the tokens seen so far.
+"""A sampler's data per request slot: parameters, step, bias and seen tokens.
 
-Shared by the samplers that are written with torch operations. Written at admission; `advance` moves a step on.
+On the device, for the samplers written in torch. `admit` writes a slot; `advance` adds one to its step.
 """
 
 from __future__ import annotations
@@ -15,49 +15,52 @@ from sampling.params import Method, SamplingParams
 from sampling.philox import signed64
 
 MIN_TEMPERATURE = 1e-8
-"""Below it fp32 logits cannot tell the result from greedy; keeps 1/T finite."""
+"""Lower temperatures give the greedy result in fp32. Keeps 1/T finite."""
 MAX_LOGIT = 1e30
-"""Larger logits (+inf too) count as this, so that no arithmetic on logits makes a NaN."""
+"""Larger logits (+inf too) are clamped to this, so that no arithmetic on logits makes a NaN."""
 MIN_CAPACITY = 64
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether the row takes the largest logit: also `Method.NOISE` at temperature 0 or without noise."""
+    """Return whether the row takes the largest logit.
+
+    Includes `Method.NOISE` at temperature 0 or without noise.
+    """
     noiseless = params.method is Method.NOISE and (params.temperature == 0 or params.noise == 0)
     return params.is_greedy or noiseless
 
 
 def inverse_temperature(params: SamplingParams) -> float:
-    """1 / T, to be rounded to fp32; logits are multiplied by it."""
+    """Return 1 / T. Callers round it to fp32 and multiply logits by it."""
     return 1.0 / max(params.temperature, MIN_TEMPERATURE)
 
 
 def uses_penalties(params: SamplingParams) -> bool:
-    """Whether the tokens generated so far matter: never for `Method.NOISE`."""
+    """Return whether generated tokens change later logits; never for `Method.NOISE`."""
     return params.has_penalties and params.method is Method.STANDARD
 
 
 def check_bias(params: SamplingParams, vocab: int) -> None:
-    """ValueError for a logit bias outside the vocabulary or one that is NaN."""
+    """Raises ValueError for a NaN bias or a token outside the vocabulary."""
     for token, value in params.logit_bias.items():
         if not 0 <= token < vocab:
             raise ValueError(f"logit_bias: token {token} is outside the vocabulary of {vocab}")
         if math.isnan(value):
-            raise ValueError(f"logit_bias: the value for token {token} is NaN")
+            raise ValueError(f"logit_bias: the value for token {token} is NaN; send a number")
 
 
 class ReqSlotTable:
-    """Per-seat state of `max_rows` seats; one thread uses it.
+    """State of `max_rows` request slots. One thread uses it.
 
-    Sparse lists are [max_rows, capacity], grown (a device copy) when a row needs more; how many of a row's
-    entries are valid is known on the device exactly and on the host as an upper bound, so nothing is read back.
+    Sparse lists are [max_rows, capacity] and grow when a row needs more. The device has the exact number of valid
+    entries, the host an upper bound. So nothing is read back.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         self.vocab, self.device = vocab, device
         self.params = [SamplingParams(temperature=0.0)] * max_rows
         self.version = 0
-        """Grows with every admission: plans made for a list of seats are valid for one version."""
+        """Grows with every admission. Plans are valid for one version."""
         self.steps = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.penalty_exempt = torch.zeros(vocab, dtype=torch.bool, device=device)
         self.penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=device)] = True
@@ -69,7 +72,7 @@ class ReqSlotTable:
         self._max_seen = [0] * max_rows
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """A new row takes the seat. ValueError for a bad logit bias."""
+        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         check_bias(params, self.vocab)
         self.version += 1
         self.params[req_slot] = params
@@ -80,27 +83,31 @@ class ReqSlotTable:
             self._write_bias(req_slot, params.logit_bias)
 
     def _write_bias(self, req_slot: int, bias: dict[int, float]) -> None:
-        self.bias_ids = _grown(self.bias_ids, len(bias))
-        self.bias_values = _grown(self.bias_values, len(bias))
+        self.bias_ids = _widened(self.bias_ids, len(bias))
+        self.bias_values = _widened(self.bias_values, len(bias))
         self.bias_ids[req_slot, : len(bias)] = on_device(list(bias), torch.int64, self.device)
         self.bias_values[req_slot, : len(bias)] = on_device(list(bias.values()), torch.float32, self.device)
 
     def seeds(self, req_slots: list[int]) -> Tensor:
-        """The seeds' bits, [R] int64."""
+        """Return the bits of the seeds: [R] int64."""
         values = [signed64(self.params[req_slot].seed) for req_slot in req_slots]
         return on_device(values, torch.int64, self.device)
 
     def add_bias(self, logits: Tensor, rows: Tensor, req_slots: Tensor, counts: Tensor) -> None:
-        """Add each seat's bias to its row, in place. logits [R, V]; rows, seats, counts [b] int64."""
+        """Add each slot's bias to its row, in place.
+
+        logits [R, V]; rows, req_slots, counts [b] int64.
+        """
         width = int(counts.max()) if counts.device.type == "cpu" else self.bias_ids.shape[1]
         valid = torch.arange(width, device=self.device) < counts.unsqueeze(1)
         values = self.bias_values[req_slots, :width].masked_fill(~valid, 0.0)
         _add_at(logits, rows, self.bias_ids[req_slots, :width].masked_fill(~valid, 0), values)
 
     def subtract_penalties(self, logits: Tensor, rows: Tensor, req_slots: Tensor, width: int, alphas: Tensor) -> None:
-        """`logit -= presence + count * frequency` for every token seen, in place.
+        """Subtract `presence + count * frequency` for every token seen, in place.
 
-        logits [R, V]; rows, seats [p] int64; width from `max_num_seen`; alphas [p, 3] fp32 (presence, frequency, decay).
+        logits [R, V]; rows, req_slots [p] int64; width from `max_num_seen`;
+        alphas [p, 3] fp32: presence, frequency, decay.
         """
         if width == 0:
             return
@@ -110,31 +117,31 @@ class ReqSlotTable:
         _add_at(logits, rows, ids, penalty.masked_fill_(~valid, 0.0).neg_())
 
     def max_num_seen(self, req_slots: list[int]) -> int:
-        """Upper bound of the number of tokens any of these seats has seen."""
+        """Return an upper bound of the number of tokens that any of these slots has seen."""
         return max((self._max_seen[req_slot] for req_slot in req_slots), default=0)
 
     def count(self, req_slot_list: list[int], req_slots: Tensor, tokens: Tensor, alphas: Tensor) -> None:
-        """Decay the counts, then count the drawn tokens [p] int64 of these seats (`alphas` as above)."""
+        """Decay the counts, then count the sampled tokens [p] int64; alphas [p, 3] as above."""
         for req_slot in req_slot_list:
             self._max_seen[req_slot] += 1
         width = self.max_num_seen(req_slot_list)
-        self.seen_ids, self.seen_counts = _grown(self.seen_ids, width), _grown(self.seen_counts, width)
+        self.seen_ids, self.seen_counts = _widened(self.seen_ids, width), _widened(self.seen_counts, width)
         known = self.num_seen[req_slots]
-        places = torch.arange(width, device=self.device)
-        match = (self.seen_ids[req_slots, :width] == tokens.unsqueeze(1)) & (places < known.unsqueeze(1))
-        old, at = match.max(dim=1)
-        at = torch.where(old, at, known)
+        columns = torch.arange(width, device=self.device)
+        match = (self.seen_ids[req_slots, :width] == tokens.unsqueeze(1)) & (columns < known.unsqueeze(1))
+        is_known, at = match.max(dim=1)
+        at = torch.where(is_known, at, known)
         counts = self.seen_counts[req_slots, :width] * alphas[:, 2:3]
-        here = places == at.unsqueeze(1)
-        # A token seen for the first time begins at 0 whatever the last row left in its place.
-        fresh = here & ~old.unsqueeze(1)
-        counts = counts.masked_fill_(fresh, 0.0) + (here & ~self.penalty_exempt[tokens].unsqueeze(1))
+        is_token = columns == at.unsqueeze(1)
+        # A new token starts at 0: the entry may hold a count of the slot's previous row.
+        fresh = is_token & ~is_known.unsqueeze(1)
+        counts = counts.masked_fill_(fresh, 0.0) + (is_token & ~self.penalty_exempt[tokens].unsqueeze(1))
         self.seen_counts[req_slots, :width] = counts
         self.seen_ids[req_slots, at] = tokens
-        self.num_seen[req_slots] = known + (~old)
+        self.num_seen[req_slots] = known + (~is_known)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows have without a draw."""
+        """Count tokens that these rows got without sampling."""
         for req_slot, run in zip(req_slots, runs, strict=True):
             params, at = self.params[req_slot], on_device([req_slot], torch.int64, self.device)
             if uses_penalties(params):
@@ -144,12 +151,12 @@ class ReqSlotTable:
             self.steps[at] += len(run)
 
     def advance(self, req_slots: Tensor) -> None:
-        """One step further for these seats [r] int64."""
+        """Add one to the step of these slots [r] int64."""
         self.steps[req_slots] += 1
 
 
-def _grown(table: Tensor, width: int) -> Tensor:
-    """The table, with columns of zeros added if it has fewer than `width`."""
+def _widened(table: Tensor, width: int) -> Tensor:
+    """Return the table with at least `width` columns; new ones are zero."""
     rows, capacity = table.shape
     if width <= capacity:
         return table
@@ -159,6 +166,9 @@ def _grown(table: Tensor, width: int) -> Tensor:
 
 
 def _add_at(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """logits[rows[i], ids[i, j]] += values[i, j]; ids are distinct within a row but for zeros added at token 0."""
+    """logits[rows[i], ids[i, j]] += values[i, j]
+
+    ids are distinct within a row, except for padding: zeros added to token 0.
+    """
     flat = (rows.unsqueeze(1) * logits.shape[1] + ids).flatten()
     logits.view(-1).index_add_(0, flat, values.flatten())

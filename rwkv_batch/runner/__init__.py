@@ -1,1 +1,1 @@
-"""Computes: the model on its devices, graphs of steps, states copied to and from slots."""
+"""Runs the model on its devices: stages, CUDA graphs, and copies of states."""

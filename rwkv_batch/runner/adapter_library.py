@@ -1,7 +1,7 @@
-"""Adapters that rows name: read from files, checked, put beside the weights; at start those of --adapter-serve.
+"""Adapters that requests may name: reads, checks and loads them next to the weights.
 
-Files are read on a thread of their own. Where there is a session database, what requests have loaded is written down
-beside it, and loaded again after a restart if its file still holds the same.
+Adapters of --adapter-serve are loaded at start. Adapters loaded by requests are listed in a file next to the session
+database and loaded again after a restart, if their files are unchanged. A separate thread reads the files.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterLibrary(FileLibrary[AdapterInfo]):
-    """What is loaded, by name. Engine thread, but for reading."""
+    """Loaded adapters by name. Engine thread, except `_read`."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
     ) -> None:
-        """See FileLibrary."""
         super().__init__(config, "adapter", put, refusal)
         self._list = Path(f"{config.pool.files_stem}.adapters.json") if config.pool.state_db else None
 
     def open(self, adapters: Adapters, pipeline: Pipeline) -> None:
-        """Load what --adapter-serve names, and what requests had loaded before. Raises StartupError for the former."""
+        """Load the adapters of --adapter-serve and of the list.
+
+        Raises StartupError if one of --adapter-serve cannot be loaded.
+        """
         self._adapters, self._pipeline, self._weights = adapters, pipeline, pipeline.weights
         adapters.on_unused = pipeline.drop_adapter
         for entry in self._config.served_adapters:
@@ -52,7 +54,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
                 raise StartupError(f"--adapter-serve {entry}: {error}") from error
         for kept in self._load_saved():
             if kept.name in self._infos:
-                logger.warning("--adapter-serve %s stands in for the one that a request loaded", kept.name)
+                logger.warning("adapter %s of --adapter-serve replaces the one that a request loaded", kept.name)
                 continue
             self._open_saved(kept)
 
@@ -60,29 +62,29 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         try:
             adapter = self._read(Path(kept.file), kept.scale)
             if adapter.digest != kept.digest:
-                raise FileError(f"adapter file {kept.file} has changed since it was loaded; load it again")
+                raise FileError(f"adapter file {kept.file} changed after it was loaded; load it again")
             self._register(kept.name, adapter, kept.scale, is_kept=True)
         except (FileError, PoolError) as error:
-            logger.error("the adapter %s that was loaded before cannot be used: %s", kept.name, error)
+            logger.error("adapter %s of an earlier run cannot be loaded: %s", kept.name, error)
             self._infos[kept.name] = msgspec.structs.replace(kept, error=str(error))
 
     def _load_saved(self) -> list[AdapterInfo]:
-        """What requests had loaded."""
+        """Read the list of adapters that requests loaded."""
         if self._list is None or not self._list.is_file():
             return []
         try:
             return msgspec.json.decode(self._list.read_bytes(), type=list[AdapterInfo])
         except (OSError, msgspec.MsgspecError) as error:
-            logger.error("%s cannot be read, so adapters that requests had loaded are not there: %s", self._list, error)
+            logger.error("%s cannot be read, so the adapters of an earlier run are not loaded: %s", self._list, error)
             return []
 
     def _save(self) -> None:
-        """Write down what requests have loaded. Raises OSError."""
+        """Write the list of adapters that requests loaded. Raises OSError."""
         if self._list is None:
             return
         temp_path = self._list.with_suffix(
             f".{uuid.uuid4().hex}.new"
-        )  # engines that share the list may write it at once
+        )  # unique: engines that share the list may write at the same time
         try:
             temp_path.write_bytes(msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
             temp_path.replace(self._list)
@@ -91,18 +93,21 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             raise
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
-        """Any thread. Raises FileError."""
+        """Read an adapter file. Any thread. Raises FileError."""
         try:
             return per_row_adapter(self._weights, read_adapter(path, scale))
         except (FileError, MemoryError):
             raise
-        except Exception as error:  # what nobody has thought of in a client's file is no fault of the service's
-            logger.warning("the adapter file %s cannot be used", path, exc_info=error)
+        except Exception as error:  # a client's file may break the reader in any way
+            logger.warning("adapter file %s cannot be loaded", path, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
-            raise FileError(f"adapter file {path} is no adapter of a kind known here ({reason})") from error
+            raise FileError(f"adapter file {path} is not an adapter of a supported kind ({reason})") from error
 
     def _register(self, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool = False) -> AdapterInfo:
-        """Put it beside the weights, then where rows find it. Raises PoolError, FileError for want of memory."""
+        """Load an adapter onto the devices, then allow rows to use it.
+
+        Raises PoolError, or FileError if memory is short.
+        """
         held = self._adapters.add(Origin(name, adapter.digest))
         try:
             info = self._load_onto_devices(held.slot_index, name, adapter, scale, is_kept)
@@ -115,13 +120,13 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     def _load_onto_devices(
         self, slot_index: int, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool
     ) -> AdapterInfo:
-        """Raises FileError for want of memory, or of kernels that know such adapters."""
+        """Raises FileError if memory is short or the kernels do not support the adapter."""
         try:
             self._pipeline.put_adapter(slot_index, adapter)
         except ValueError as error:
             raise FileError(f"adapter file {adapter.file}: {error}") from error
         except (MemoryError, RuntimeError) as error:
-            raise FileError(f"adapter file {adapter.file}: no device has the memory for it ({error})") from error
+            raise FileError(f"adapter file {adapter.file}: too little device memory ({error})") from error
         logger.info("adapter %s (%s): rank %d on %d layers", name, adapter.file, adapter.rank, len(adapter.layers))
         return AdapterInfo(
             name=name,
@@ -137,7 +142,10 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     # Calls ---------------------------------------------------------------------------------------------------
 
     def add(self, call: AddAdapter, reply: Reply[AdapterInfo]) -> None:
-        """Read, check and enter an adapter; replies when requests may name it, or with what is wrong (NameTaken, …)."""
+        """Read, check and register an adapter.
+
+        Replies when requests may name it, or with an error (NameTaken and others).
+        """
         try:
             check_name(call.name)
             if call.name in self._infos:
@@ -152,13 +160,13 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         )
 
     def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
-        """As `_read`, of files that are all within --models-dir. Raises ServiceError if one is not; FileError."""
+        """Read files within --models-dir. Raises ServiceError for a file outside it, FileError."""
         check_adapter_within(self._config.models_dir, path, "file")
         with with_requested_name(path, call.file):
             return self._read(path, call.scale)
 
     def _finish(self, call: AddAdapter, path: Path, adapter: ServedAdapter) -> AdapterInfo:
-        """Engine thread: from here on it is there. A client's file holds anything: raises anything."""
+        """Register an adapter. Engine thread. A bad file may raise any exception."""
         with with_requested_name(path, call.file):
             info = self._register(call.name, adapter, call.scale, is_kept=self._list is not None)
         try:
@@ -170,7 +178,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         return info
 
     def remove(self, name: str) -> AdapterInfo:
-        """Forget an adapter; rows that have it keep it to their end. Raises ServiceError."""
+        """Remove an adapter; rows that use it keep it to their end. Raises ServiceError."""
         info = self._infos.get(name)
         try:
             if info is None or not info.error:
@@ -178,7 +186,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         except PoolError as error:
             raise as_service_error(error) from error
         del self._infos[name]
-        assert info is not None, "what rows may name is listed"
+        assert info is not None, "every registered adapter is listed"
         try:
             self._save()
         except OSError as error:

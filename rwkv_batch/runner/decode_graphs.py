@@ -1,17 +1,18 @@
-"""Decode steps as CUDA graphs: one per padded batch size and stage, over slots and seats, tokens fed back on devices.
+"""Decode steps as CUDA graphs, one per padded batch size and stage.
 
-Engine thread only. How a loop uses it:
+Engine thread only. Usage:
 
-    graphs = DecodeGraphs(graph_stages(stages, 960, depth=2), seats=960, sampler=rapid)   # nothing is captured yet
-    graphs.warm_up()                                            # capture all sizes now, not each when it is first met
-    graphs.tokens.remember([seat], first_tokens)                # after a prefill: the token each seat feeds next
-    drawn = graphs.run(seats, read_slots, write_slots)          # [B] int64 on the last device; returns at once
+    graphs = DecodeGraphs(graph_stages(stages, 960, depth=2), 960, sampler)   # captures nothing
+    graphs.warm_up()                                            # captures all sizes, else each at its first use
+    graphs.tokens.store([req_slot], first_tokens)               # after a prefill: the next input token of each slot
+    tokens = graphs.run(req_slots, read_slots, write_slots)     # [B] int64 on the last device; does not wait
 
-Each `run` embeds the last token of each seat, runs all layers of all stages, draws and keeps the new tokens, so step
-n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row that has to
-be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same without the draw,
-for steps whose rows need a sampler of the host. A graph that cannot be captured raises CaptureError before any row's
-state has changed, so the step may be run without.
+Each `run` embeds the last token of each request slot, runs all layers of all stages, samples, and stores the new
+tokens on the device. So step n+1 may be launched before the host has read step n. Rows may be added, removed or
+reordered between steps. A row that must be undone keeps its old state if its write slot differs from its read slot.
+
+`run_logits` does the same without sampling, for rows that need a sampler on the host. If a graph cannot be captured,
+CaptureError is raised before any state changes, so the caller can run the step without graphs.
 """
 
 from __future__ import annotations
@@ -43,47 +44,52 @@ Values = Sequence[int] | Array
 
 @runtime_checkable
 class DeviceSampler(Protocol):
-    """A sampler whose whole work runs on the device and may be captured in a graph."""
+    """A sampler that runs entirely on the device, so that a graph can capture it."""
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
-        """Draw one token per row: logits [B, V] fp32, seats [B] int32, out [B] int64."""
+        """Sample one token per row: logits [B, V] fp32, req_slots [B] int32, out [B] int64."""
         ...
 
 
 class Greedy:
-    """The largest logit of each row."""
-
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """See DeviceSampler."""
         torch.argmax(logits, dim=-1, out=out)
 
 
 class LastTokens:
-    """The token each seat has drawn last: written on the last device, read on the first, which may be another."""
+    """The last sampled token of each request slot.
+
+    Written on the last device and read on the first, which may be another one.
+    """
 
     def __init__(
         self, req_slots: int, first: torch.device, last: torch.device, depth: int, is_read: bool = True
     ) -> None:
-        """One seat more than `req_slots`, for padding; `depth`: steps on their way at once, each in two parts at most.
-
-        `is_read`: False where the host knows every token before the next step is launched, and no graph reads them."""
+        """req_slots: number of slots; one more is for padding
+        depth: steps in flight, each in at most two launches
+        is_read: False if the host knows every token before the next step, and no graph reads them
+        """
         self._is_read = is_read
         self.sampled_tokens = torch.zeros(req_slots + 1, dtype=torch.int64, device=last)
-        """[seats + 1] int64 on the last device"""
+        """[req_slots + 1] int64 on the last device"""
         self.input_tokens = (
             self.sampled_tokens if first == last else torch.zeros(req_slots + 1, dtype=torch.int64, device=first)
         )
-        """the same on the first, as of the last `receive`"""
+        """[req_slots + 1] int64 on the first device, as of the last `receive`"""
         self._link = None if first == last else Link(last, first, req_slots + 1, torch.int64, 2 * depth + 4)
 
     @property
     def link_kind(self) -> str | None:
-        """How tokens come back to the first device; None where they are there."""
+        """How tokens return to the first device; None if they are already there."""
         return None if self._link is None else self._link.transport
 
     @torch.inference_mode()
     def store(self, req_slots: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
-        """Tokens [n] of these seats, on the last device or on the host; returns the number to `receive` them by."""
+        """Store tokens [n] of these slots, from a device or the host.
+
+        Returns the number for `receive`.
+        """
         if not self._is_read:
             return 0
         values = torch.as_tensor(tokens, dtype=torch.int64).to(self.sampled_tokens.device, non_blocking=True)
@@ -91,21 +97,21 @@ class LastTokens:
         return self.send()
 
     def send(self) -> int:
-        """Start to carry all tokens drawn so far to the first device: a number that grows."""
+        """Start to send all tokens to the first device. Returns an increasing number."""
         return 0 if self._link is None else self._link.send(self.sampled_tokens, len(self.sampled_tokens))
 
     def receive(self, number: int) -> None:
-        """Have the first device wait for what `send` numbered so, unless it has come or a later one has."""
+        """Make the first device wait for that `send`, unless it received that one or a later one."""
         if self._link is not None and number > self._link.received:
             self._link.receive(number, self.input_tokens, len(self.input_tokens))
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps; the sizes of a stage share one memory pool."""
+    """Captures and replays decode steps. The graphs of a stage share one memory pool."""
 
     def __init__(
         self,
-        places: Sequence[GraphStage],
+        graph_stages: Sequence[GraphStage],
         max_rows: int,
         sampler: DeviceSampler | None = None,
         req_slots: int | None = None,
@@ -114,13 +120,16 @@ class DecodeGraphs:
         max_adapters: int = 64,
         piece_layers: int = 0,
     ) -> None:
-        """`max_rows` for_rows one step; `req_slots` the sampler knows (as many, unless told); `depth`: steps on their way;
-        `logit_rows`: least rows for_rows `logits`; `max_adapters` that its rows may have between them.
+        """max_rows: rows of a step
+        req_slots: request slots of the sampler, default max_rows
+        depth: steps in flight
+        logit_rows: minimum number of rows of `logits`
+        max_adapters: different adapters in one step
+        piece_layers: layers per piece of a step (`graph_pieces.piece_layers`); 0: steps have no pieces
 
-        `piece_layers` in a piece for_rows a step that may be left (`graph_pieces.piece_layers`); 0: none may be.
-
-        Steps in which a row has an adapter have graphs of their own: the others cost what they did."""
-        self.places = list(places)
+        Steps with adapters have graphs of their own, so other steps do not pay for adapters.
+        """
+        self.graph_stages = list(graph_stages)
         self.max_rows = max_rows
         self.dummy_req_slot = req_slots = max_rows if req_slots is None else req_slots
         self.sizes = padded_sizes(max_rows)
@@ -131,24 +140,24 @@ class DecodeGraphs:
         self._max_adapters = max_adapters
         tiles = max_tiles(padded, max_adapters)
         lengths |= {"tile_tokens": tiles * TILE, "tile_numbers": tiles}
-        devices = [graph_stage.device for graph_stage in self.places]
+        devices = [graph_stage.device for graph_stage in self.graph_stages]
         int32 = dict.fromkeys(("req_slots32", "tile_tokens", "tile_numbers"), torch.int32)
         self._staged = StagedArrays(lengths, devices, depth, int32)
-        self._identity = [torch.arange(padded + 1, device=graph_stage.device) for graph_stage in self.places]
-        last = self.places[-1]
-        self.tokens = LastTokens(req_slots, self.places[0].device, last.device, depth)
+        self._identity = [torch.arange(padded + 1, device=graph_stage.device) for graph_stage in self.graph_stages]
+        last = self.graph_stages[-1]
+        self.tokens = LastTokens(req_slots, self.graph_stages[0].device, last.device, depth)
         self._sampled_tokens = torch.zeros(padded, dtype=torch.int64, device=last.device)
         self._captured: dict[tuple[int, int, bool, bool], torch.cuda.CUDAGraph] = {}
-        """by stage, size, whether it draws (the last stage's only), and whether it adds adapters"""
-        assert last.stage.head is not None, "graphs draw from the logits of the last stage"
+        """by stage, size, whether it samples (last stage only), and whether it adds adapters"""
+        assert last.stage.head is not None, "graphs sample from the logits of the last stage"
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
-        """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
+        """[rows, V]: the logits of every graph's step, overwritten by the next step"""
         self.pieces = GraphPieces(self, piece_layers) if piece_layers else None
 
     @staticmethod
     def unavailable_reason(stages: Sequence[Stage], sampler: object) -> str | None:
-        """Why these stages cannot decode by graphs, drawing with `sampler`; None if they can."""
+        """Return why these stages and this sampler cannot use decode graphs; None if they can."""
         others = {stage.ops.name for stage in stages} - {"cuda"}
         if others:
             return f"decode graphs need the cuda kernels on every device, not {', '.join(sorted(others))}"
@@ -158,23 +167,25 @@ class DecodeGraphs:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a graph of any stage is being captured, of these or of prompts."""
-        return any(graph_stage.recorder.is_recording for graph_stage in self.places)
+        """Whether any stage is capturing a graph, including graphs of prompts."""
+        return any(graph_stage.recorder.is_recording for graph_stage in self.graph_stages)
 
     def warm_up(self, adapters: bool = False) -> None:
-        """Capture every size now, largest first, so that the smaller ones fit into its memory; with `adapters` those
-        of steps in which rows have one, too."""
+        """Capture every size, largest first, so that smaller ones fit into its memory.
+
+        adapters: also capture the graphs of steps with adapters.
+        """
         started = time.perf_counter()
         for size, adds in product(reversed(self.sizes), (False, True) if adapters else (False,)):
             for sampled in (True, False):
-                for number in range(len(self.places)):
+                for number in range(len(self.graph_stages)):
                     self._graph(number, size, sampled, adds)
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
         if self.pieces is not None:
             try:
                 self.pieces.warm_up()
             except CaptureError as error:
-                self._give_up_pieces(error)
+                self._disable_pieces(error)
 
     def run(
         self,
@@ -185,11 +196,12 @@ class DecodeGraphs:
         adapters: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run.
+        """Launch one step over B rows. Returns sampled tokens [B] int64 on the last device.
 
-        `deferred`: rows that sample later, from `logits`; the token told for_rows them means nothing. `adapters`: the number
-        of each row's, 0 for none; None: no row has one. `between`: see `GraphPieces.run`, which returns when most of
-        the step is done.
+        The next run overwrites them.
+        deferred: indices of rows that sample later, from `logits`; their tokens are meaningless
+        adapters: adapter number of each row, 0 for none; None if no row has one
+        between: see `GraphPieces.run`, which returns when most of the step is done
         """
         self._replay(req_slots, read_slots, write_slots, True, deferred, adapters, between)
         return self._sampled_tokens[: len(req_slots)]
@@ -202,7 +214,10 @@ class DecodeGraphs:
         adapters: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
-        """As `run` without the sample: fp32 logits [B, V], overwritten by the next run. `store` what is drawn."""
+        """Launch one step without sampling. Returns logits [B, V] fp32.
+
+        The next run overwrites them. Pass the sampled tokens to `store`.
+        """
         self._replay(req_slots, read_slots, write_slots, False, (), adapters, between)
         return self.logits[: len(req_slots)]
 
@@ -217,9 +232,9 @@ class DecodeGraphs:
         between: Callable[[], None] | None,
     ) -> None:
         if not 0 < len(req_slots) <= self.max_rows:
-            raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(req_slots)}")
+            raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, got {len(req_slots)}")
         arrays: dict[str, Values] = {"read_slots": read_slots, "write_slots": write_slots, "req_slots": req_slots}
-        if read_slots is write_slots:  # a list becomes an array once
+        if read_slots is write_slots:  # convert the list once
             arrays["read_slots"] = arrays["write_slots"] = np.array(read_slots, dtype=np.int64)
         if (
             between is not None
@@ -231,38 +246,38 @@ class DecodeGraphs:
             self.pieces.run(pieces, between)
             return
         size = next(size for size in self.sizes if size >= len(req_slots))
-        graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.places))]
+        graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.graph_stages))]
         self._fill(size, arrays, deferred, adapters)
-        run_stages(self.places, graphs, size, self._staged)
+        run_stages(self.graph_stages, graphs, size, self._staged)
 
     def _pieces_for(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
-        """The pieces of a step of so many rows, if it has any."""
+        """Return the pieces of a step of this many rows, if there are any."""
         if self.pieces is None:
             return None
         try:
             return self.pieces.for_rows(rows, sampled)
         except CaptureError as error:
-            self._give_up_pieces(error)
+            self._disable_pieces(error)
             return None
 
-    def _give_up_pieces(self, error: CaptureError) -> None:
-        logger.error("steps go on in one piece each, which first tokens wait for: %s", error)
+    def _disable_pieces(self, error: CaptureError) -> None:
+        logger.error("steps are no longer split into pieces, so first tokens wait for whole steps: %s", error)
         self.pieces = None
 
     def _graph(self, number: int, size: int, sampled: bool, adapters: bool) -> torch.cuda.CUDAGraph:
-        """The graph of a stage; only the last one's has a draw or not."""
-        key = (number, size, sampled and number == len(self.places) - 1, adapters)
+        """Return the graph of a stage, captured at its first use."""
+        key = (number, size, sampled and number == len(self.graph_stages) - 1, adapters)
         if key not in self._captured:
             started = time.perf_counter()
-            with self.places[number].current():
+            with self.graph_stages[number].current():
                 self.fill_padding(size, adapters)
-                name = f"a decode graph of {size} rows on {self.places[number].device}"
-                self._captured[key] = self.places[number].recorder.record(lambda: self._step(*key), name)
+                name = f"a decode graph of {size} rows on {self.graph_stages[number].device}"
+                self._captured[key] = self.graph_stages[number].recorder.record(lambda: self._step(*key), name)
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
 
     def fill_padding(self, size: int, adapters: bool = False) -> None:
-        """A step over nobody, for a graph of this size that is to be captured."""
+        """Stage a step of padding rows only, for the capture of a graph."""
         self._fill(size, dict.fromkeys(self._padding, ()), adapters=() if adapters else None)
 
     def _fill(
@@ -272,7 +287,7 @@ class DecodeGraphs:
         deferred: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
     ) -> None:
-        """One step's rows on their way to all devices; rows beyond them, up to `size`, are padding."""
+        """Stage one step's rows on all devices, padded up to `size`."""
         with self._staged.filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values
@@ -285,15 +300,15 @@ class DecodeGraphs:
                 fill_tiles(np.array(adapters, dtype=np.int64), host["tile_tokens"], host["tile_numbers"][:tiles])
 
     def _step(self, number: int, size: int, sampled: bool, adapters: bool) -> None:
-        """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        graph_stage = self.places[number]
+        """Run one step of a stage. Allocates nothing that survives: all graphs share one memory pool."""
+        graph_stage = self.graph_stages[number]
         inputs, input_tokens = self.inputs(number, size, adapters)
         x = graph_stage.forward(inputs, input_tokens)
-        if number == len(self.places) - 1:
+        if number == len(self.graph_stages) - 1:
             self.finish(x, inputs, sampled)
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
-        """Inside a graph: what a stage reads of a step, and the tokens [size] that the first one is fed."""
+        """Inside a graph: return a stage's inputs, and the input tokens [size] for the first stage."""
         staged, rows = self._staged.on_device[number], self._identity[number]
         req_slots = staged["req_slots"][:size]
         input_tokens = self.tokens.input_tokens[req_slots] if number == 0 else None
@@ -312,20 +327,23 @@ class DecodeGraphs:
         return inputs, input_tokens
 
     def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
-        """Inside a graph: logits of x [T, C] behind the last layer, and the draw."""
-        logits = self.places[-1].stage.logits(x, inputs, self.logits)
+        """Inside a graph: compute the logits of x [T, C] after the last layer, and sample."""
+        logits = self.graph_stages[-1].stage.logits(x, inputs, self.logits)
         if sampled:
             self.sample(logits, self._staged.on_device[-1], self._sampled_tokens[: len(logits)])
 
     def sample(self, logits: Tensor, staged: Mapping[str, Tensor], sampled_tokens: Tensor) -> None:
-        """Inside a graph: draw for logits [B, V] of the staged seats into `sampled_tokens` [B] int64, and keep the tokens."""
+        """Inside a graph: sample for the staged slots from logits [B, V] into `sampled_tokens` [B] int64."""
         self._sampler.sample_on_device(logits, staged["req_slots32"][: len(sampled_tokens)], sampled_tokens)
         self.tokens.sampled_tokens[staged["req_slots"][: len(sampled_tokens)]] = sampled_tokens
 
 
 def padded_sizes(max_rows: int) -> list[int]:
-    """Batch sizes worth a graph of their own: every one up to 8, then steps of an eighth or so; up to 512 of 16 rows, a
-    tile of the products: one row more than a size costs all rows the time of the next."""
+    """Return the batch sizes with a graph of their own.
+
+    Every size up to 8, then steps of about an eighth. Up to 512 they are multiples of 16, the tile size of the GEMMs:
+    one row above a size costs as much as the next size.
+    """
     sizes = [*range(1, 9), 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 513, 16)]
     sizes += range(576, max(max_rows, 576) + 64, 64)
     upper = next(i for i, size in enumerate(sizes) if size >= max_rows)

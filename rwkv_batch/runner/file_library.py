@@ -1,4 +1,4 @@
-"""What the libraries of tuned states and of adapters share: how a file that a request names is read and entered."""
+"""Common code of the tuned-state and adapter libraries: reading and registering files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ Found = TypeVar("Found")
 
 
 class FileLibrary(Generic[Info]):
-    """What is loaded, by name. Engine thread; files are read and written on a thread of their own."""
+    """Loaded items by name. Engine thread; a separate thread reads and writes files."""
 
     def __init__(
         self,
         config: EngineConfig,
-        what: str,
+        kind: str,
         put: Callable[[Callable[[], None]], bool],
         refusal: Callable[[], ServiceError],
     ) -> None:
-        """`what` is loaded. `put` runs a command on the engine's thread, or says that it takes none; `refusal` why."""
+        """kind: noun for messages and the thread's name
+        put: queues a command for the engine's thread; returns False if the engine takes none
+        refusal: the error if it takes none
+        """
         self._config = config
         self._put = put
         self._refusal = refusal
-        self._to_service_error = error_translator(f"the {what} could not be loaded", {FileError: "file"})
-        self._thread = FileThread(f"{what}-files", refusal, self._to_service_error)
+        self._to_service_error = error_translator(f"the {kind} could not be loaded", {FileError: "file"})
+        self._thread = FileThread(f"{kind}-files", refusal, self._to_service_error)
         self._infos: dict[str, Info] = {}
 
     def list(self) -> list[Info]:
-        """What is loaded, and what was and cannot be."""
+        """Return the loaded items, and those that could not be loaded."""
         return list(self._infos.values())
 
     def _read_and_register(
@@ -47,9 +50,10 @@ class FileLibrary(Generic[Info]):
         register: Callable[[Found], Info],
         when_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """`read` on the libraries' thread, `register` on the engine's, and reply with what was entered.
+        """Run `read` on the file thread and `register` on the engine's, then reply with the result.
 
-        Either may raise anything: a client's file holds anything. `when_refused`: the engine takes no more commands.
+        Both may raise anything, because a file may contain anything. `when_refused` runs if the engine takes no
+        commands.
         """
 
         def was_read(found: Found) -> None:
@@ -60,20 +64,27 @@ class FileLibrary(Generic[Info]):
         self._thread.run(reply, read, was_read)
 
     def close(self) -> None:
-        """Begin to read nothing more."""
+        """Stop reading files."""
         self._thread.close()
 
 
 def check_name(name: str) -> None:
-    """Raises ServiceError for a name that nothing can have."""
+    """Raises ServiceError for an invalid name."""
     if not STATE_NAME.fullmatch(name):
-        raise invalid("name", "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first", name)
+        raise invalid(
+            "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit", name
+        )
 
 
 @contextlib.contextmanager
-def with_requested_name(path: Path, asked: str) -> Iterator[None]:
-    """Raises FileErrors over a file as the request named it ("": it was sent): where it is, is nobody's business."""
+def with_requested_name(path: Path, requested: str) -> Iterator[None]:
+    """Replace the path in FileErrors by the name in the request ("": an upload).
+
+    Clients must not learn the server's paths.
+    """
     try:
         yield
     except FileError as error:
-        raise FileError(str(error).replace(str(path), asked or "that was sent"), given=asked or None) from error
+        raise FileError(
+            str(error).replace(str(path), requested or "in the request"), given=requested or None
+        ) from error

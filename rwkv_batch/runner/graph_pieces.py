@@ -1,9 +1,8 @@
-"""Steps that are launched a few layers at a time, so that the host may launch something else between two pieces.
+"""Steps in pieces of a few layers, so that the host can launch a prefill between two pieces.
 
-One stage on one GPU. Decode steps are graphs of some layers each; what a piece leaves for the next lies in memory of
-its own. All else is that of `DecodeGraphs`, rows, tokens and logits too: a step that is launched between two pieces
-must not be one of those. So are steps that read short prompts (`prompt_pieces.py`); others are launched kernel by
-kernel.
+For one stage on one GPU. Each piece of a decode step is a graph. Pieces pass activations on in memory of their own.
+Rows, tokens and logits are those of `DecodeGraphs`, so no other decode graph may run between two pieces. Short prompts
+have piece graphs too (`prompt_pieces.py`). All other steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -24,46 +23,52 @@ logger = logging.getLogger(__name__)
 
 Piece = TypeVar("Piece")
 MIN_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 16, 512, 128
-"""Sizes that have pieces: multiples of SPACING, beyond LARGE of LARGE_SPACING. With fewer rows a step is short."""
+"""Sizes with pieces: multiples of SPACING, above LARGE of LARGE_SPACING. Smaller steps are short."""
 PROMPT_TOKENS = 512
-"""Prompt tokens over which as many layers take about as long as in a step of many rows that decode. Without graphs, a
-piece has fewer layers over more; over less it does not have more, since the host takes as long to launch them."""
+"""A layer over this many prompt tokens takes about as long as in a decode step of many rows.
+
+Without graphs, a piece over more tokens has fewer layers. A piece over fewer tokens does not have more, because the
+host needs as long to launch them.
+"""
 
 MIN_PARAMETERS = 5 * 10**9
-"""Of a model whose steps have pieces unless told otherwise: with fewer, a step of many rows is short, and the last two
-pieces do not last as long as what the host does between two steps."""
+"""Smallest model whose steps have pieces by default.
+
+Steps of smaller models are short: their last two pieces take less time than the host's work between two steps.
+"""
 MAX_PIECES = 16
-"""Of a step, unless told otherwise."""
+"""Pieces of a step by default, at most"""
 
 
-def piece_layers(configured: int, places: Sequence[GraphStage], parameters: int) -> int:
-    """Layers in a piece of a step over these stages, 0 for whole steps: one stage can, whose layers stay on the device.
+def piece_layers(configured: int, graph_stages: Sequence[GraphStage], parameters: int) -> int:
+    """Return the layers per piece of a step; 0 for whole steps.
 
-    `configured`: see `EngineConfig.batch_step_layers`; `parameters` of the model.
+    Only a single stage without streamed layers has pieces. configured: see `EngineConfig.batch_step_layers`.
+    parameters: of the model
     """
-    if len(places) > 1 or places[0].stage.num_streamed or configured == WHOLE_STEPS:
+    if len(graph_stages) > 1 or graph_stages[0].stage.num_streamed or configured == WHOLE_STEPS:
         return 0
-    return configured or (-(-len(places[0].stage.layers) // MAX_PIECES) if parameters >= MIN_PARAMETERS else 0)
+    return configured or (-(-len(graph_stages[0].stage.layers) // MAX_PIECES) if parameters >= MIN_PARAMETERS else 0)
 
 
 class DecodeSteps(Protocol):
-    """What `DecodeGraphs` is for its pieces."""
+    """The part of `DecodeGraphs` that pieces use."""
 
-    places: list[GraphStage]
+    graph_stages: list[GraphStage]
     sizes: list[int]
 
     def fill_padding(self, size: int, adapters: bool = False) -> None:
-        """See DecodeGraphs."""
+        pass
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
-        """See DecodeGraphs."""
+        pass
 
     def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
-        """See DecodeGraphs."""
+        pass
 
 
 class Pieces(Generic[Piece]):
-    """Of one step."""
+    """The pieces of one step."""
 
     def __init__(
         self,
@@ -71,59 +76,65 @@ class Pieces(Generic[Piece]):
         pieces: Sequence[Piece],
         launch: Callable[[Piece], Callable[[], None]],
     ) -> None:
-        """`size`: rows or tokens, padding included; `launch` returns what waits until the piece has run."""
+        """size: rows or tokens, including padding
+        launch: launches a piece; returns a function that waits until the piece is done
+        """
         self.size = size
         self._pieces = pieces
         self._launch = launch
 
     def run(self, between: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
-        """Launch the step, whose rows were filled in: each piece when the one before begins. `ended` waits until the
-        step before is done; returns what waits until this one is.
+        """Launch the pieces, each when the previous one begins. The inputs are already staged.
 
-        `between` is called when a piece is on the device and none waits behind it; what it launches runs before the
-        next. At the end there are two pieces left to do, so that the host is ahead of the device.
+        `between` runs when a piece is on the device and none is queued behind it. Its launches run before the next
+        piece.
+        `ended` waits for the previous step. Returns a function that waits for this step. The last two pieces are still
+        to run
+        on return, so the host stays ahead of the device.
         """
         for piece in self._pieces[:-1]:
             before, ended = ended, self._launch(piece)
             before()
-            with torch.inference_mode(False):  # what it makes may be kept for longer than this step
+            with torch.inference_mode(False):  # Tensors of `between` may outlive this step.
                 between()
         return self._launch(self._pieces[-1])
 
 
 class GraphPieces:
-    """Captures those of decode steps, and runs all. Engine thread only."""
+    """Captures the pieces of decode steps, and runs pieces of all steps. Engine thread only."""
 
     def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
-        """`piece_layers`: in each but the last, which may have fewer."""
+        """piece_layers: layers per piece; the last may have fewer."""
         self._decode = decode
-        self.graph_stage = graph_stage = decode.places[0]
+        self.graph_stage = graph_stage = decode.graph_stages[0]
         layers = len(graph_stage.stage.layers)
         self._piece_layers = piece_layers
         self.parts = _parts(layers, piece_layers)
         self.sizes = [size for size in decode.sizes if _has_pieces(size) or size == decode.sizes[-1]]
         shape = 2, max(decode.sizes[-1], PROMPT_TOKENS), graph_stage.stage.width
         self._carry = torch.empty(shape, dtype=graph_stage.stage.precision.activations, device=graph_stage.device)
-        """[2, tokens, C]: x behind the last piece, v_first; of one step, since two in pieces are never under way"""
+        """[2, tokens, C]: x after the last piece, and v_first. Only one step at a time is in pieces."""
         self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        """by size, piece, and whether it draws (the last one's only)"""
+        """by size, piece, and whether it samples (last piece only)"""
         self._ended: Callable[[], None] = lambda: None
         """waits until the last step in pieces is done"""
 
     def for_rows(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
-        """The pieces of a step of so many rows; None: they are too few. Raises CaptureError."""
+        """Return the pieces of a step of this many rows; None for few rows. Raises CaptureError."""
         if rows < MIN_ROWS // 2:
             return None
         size = next(size for size in self.sizes if size >= rows)
         return Pieces(size, self._graphs(size, sampled), self.launch)
 
     def run(self, pieces: Pieces[Piece], between: Callable[[], None]) -> None:
-        """See `Pieces.run`."""
         self._ended = pieces.run(between, self._ended)
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
-        """`Pipeline.hidden` in pieces, for rows without an adapter: the residual stream [T, C] and the inputs there."""
+        """Run `Pipeline.hidden` in pieces, for rows without an adapter.
+
+        Returns the residual stream [T, C] and the inputs on the device.
+        """
         stage, tokens = self.graph_stage.stage, len(inputs.tokens)
         here = inputs.to(self.graph_stage.device)
         x, v_first = stage.embed(here.tokens), None
@@ -138,7 +149,7 @@ class GraphPieces:
         return x, here
 
     def warm_up(self) -> None:
-        """Capture all of them now, those of the largest size first."""
+        """Capture all pieces, largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for sampled in (True, False):
@@ -146,13 +157,13 @@ class GraphPieces:
         logger.info("captured %d pieces of decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-        """Launch a piece; returns what waits until it is done."""
+        """Launch a piece; return a function that waits until it is done."""
         with self.graph_stage.current():
             graph.replay()
         return self._record_event()
 
     def _record_event(self) -> Callable[[], None]:
-        """What waits until all that was launched so far is done."""
+        """Return a function that waits for everything launched so far."""
         wait: Callable[[], None] = torch.cuda.current_stream(self.graph_stage.device).record_event().synchronize
         return wait
 
@@ -169,7 +180,6 @@ class GraphPieces:
         return self._captured[key]
 
     def _step(self, size: int, number: int, sampled: bool) -> None:
-        """What a graph holds."""
         inputs, input_tokens = self._decode.inputs(0, size)
         assert input_tokens is not None
         x = self.compute(number, input_tokens, inputs)
@@ -177,7 +187,7 @@ class GraphPieces:
             self._decode.finish(x, inputs, sampled)
 
     def compute(self, number: int, tokens: Tensor, inputs: StepInputs) -> Tensor | None:
-        """Inside a graph: the piece of this number, of a step over `tokens` [T]. Returns x [T, C] behind the last."""
+        """Inside a graph: run one piece over tokens [T]. The last one returns x [T, C]."""
         stage, part = self.graph_stage.stage, self.parts[number]
         x, v_first = self._carry[0, : len(tokens)], self._carry[1, : len(tokens)]
         after, first = stage.run_part(part, x if number else stage.embed(tokens), v_first if number else None, inputs)

@@ -1,4 +1,4 @@
-"""Which rows of a step are launched together: by what graphs hold, adapters and mixtures. No device is asked."""
+"""Splits a step's rows into launches, by graphs, adapters and mixtures. Never waits for a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from state_pool.origins import Adapters
 
 
 class LaunchGroups:
-    """Deals the rows of steps. Engine thread."""
+    """Splits the rows of steps. Engine thread."""
 
     def __init__(self, graphs: StepGraphs, pipeline: Pipeline, sampling: StepSampler, adapters: Adapters) -> None:
         self._graphs = graphs
@@ -22,26 +22,29 @@ class LaunchGroups:
         self._step_sampler = sampling
         self._adapters = adapters
 
-    def build(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
-        """A step's rows as they are launched: all together, those with a constraint last, so that the logits of both
-        kinds lie together; with graphs, rows that decode after the others, or where it `mixes` in the same.
+    def split(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
+        """Split a step's rows into launches.
 
-        Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
-        that has them is the last one. Rows under an adapter that no graph can hold go before, decoding or not.
+        Constrained rows come last, which keeps each group's logits contiguous. With graphs, prefill rows are launched
+        before
+        decode rows, or with them if `mixes` and a mixed graph fits. Rows whose constraint waits for earlier tokens
+        leave
+        their logits in the shared buffer, so their launch is the last. Rows with an adapter that no graph supports come
+        first.
         """
         if rows and are_all_plain(rows):
             return [rows]
         routed = [row for row in rows if self.is_routed(row)]
         rows = [row for row in rows if not self.is_routed(row)] if routed else rows
-        mixtures = self._mixtures_apart(rows)
+        mixtures = self._separate_mixtures(rows)
         if mixtures:
-            apart = {id(row) for row in mixtures}
-            rows = [row for row in rows if id(row) not in apart]
+            separate = {id(row) for row in mixtures}
+            rows = [row for row in rows if id(row) not in separate]
         if self._graphs.decode is None:
             parts = [mixtures, sorted(rows, key=_is_constrained)]
         else:
             reading, decoding = split_prefill_decode(rows)
-            scored = [row for row in reading if row.scored]  # graphs leave their logits and nothing else
+            scored = [row for row in reading if row.scored]  # graphs return logits only
             reading = [row for row in reading if not row.scored]
             if mixes and reading and decoding and self.mixed_size(decoding, reading) is not None:
                 reading, decoding = [], decoding + reading
@@ -50,12 +53,15 @@ class LaunchGroups:
         return [part for part in parts if part]
 
     def is_routed(self, row: ScheduledRow) -> bool:
-        """Whether the row's adapter keeps it out of the graphs that there are."""
+        """Return whether the row's adapter prevents the use of graphs."""
         adapter = row.sequence.adapter
         return self._graphs.decode is not None and adapter is not None and self._pipeline.is_routed(adapter.slot_index)
 
-    def _mixtures_apart(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
-        """Mixtures that cannot be in a launch with the other rows: of those that decode, a graph holds so many."""
+    def _separate_mixtures(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
+        """Return the mixtures that need a launch of their own.
+
+        Decoding ones do if their members exceed the rows of a graph.
+        """
         mixtures = [row for row in rows if row.sequence.members]
         graphs = self._graphs.decode
         if not mixtures or graphs is None:
@@ -65,7 +71,7 @@ class LaunchGroups:
         return [row for row in mixtures if not row.uses_device_token]
 
     def mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
-        """The graph that holds both, if they may go together."""
+        """Return the graph that fits both kinds of rows, if they may share one."""
         if self._graphs.mixed is None or any(row.sequence.members for row in decoding):
             return None
         if self.adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
@@ -76,22 +82,21 @@ class LaunchGroups:
         return size if size is not None and self._step_sampler.fits_graphs(sampling) else None
 
     def adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
-        """Where devices have the adapter of each row, 0 for none; None: no row has one."""
+        """Return each row's adapter number, 0 for none; None if no row has an adapter."""
         if not self._adapters.num_refs or all(sequence.adapter is None for sequence in sequences):
             return None
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]
 
 
 def split_prefill_decode(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
-    """Rows that read tokens the host knows, and those that decode, whose tokens a graph finds on the device."""
+    """Split rows into those whose tokens the host knows and those whose token is on the device."""
     return [row for row in rows if not row.uses_device_token], [row for row in rows if row.uses_device_token]
 
 
 def are_all_plain(rows: list[ScheduledRow]) -> bool:
-    """Whether all rows read the token that they drew last, and nothing has to be known of any (`Sequence.is_plain`)."""
-    return False not in [row.is_plain for row in rows]  # not a generator: it takes twice as long
+    """Return whether every row is plain (`Sequence.is_plain`): it reads its last sampled token."""
+    return False not in [row.is_plain for row in rows]  # a generator takes twice as long
 
 
 def _is_constrained(row: ScheduledRow) -> bool:
-    """Whether a constraint says what it may draw."""
     return row.sequence.matcher is not None

@@ -118,8 +118,8 @@ def balance_layers(
     stages = len(speeds)
     if sum(max_layers) < layers or min(max_layers) < 1:
         raise ValueError(
-            f"the devices have memory for {', '.join(map(str, max_layers))} layers, in total {sum(max_layers)}; the model "
-            f"has {layers}: add devices in --pp-devices, or use a smaller --dtype"
+            f"the devices have memory for {', '.join(map(str, max_layers))} layers, in total {sum(max_layers)}; the "
+            f"model has {layers}: add devices in --pp-devices, or use a smaller --dtype"
         )
     extra_cost = [0.0] * (stages - 1) + [head]
     counts = [1.0] * stages

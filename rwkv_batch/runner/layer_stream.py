@@ -1,4 +1,4 @@
-"""Layers that do not fit their GPU: kept in the host's memory, each copied in while the one before it runs."""
+"""Streams layers that do not fit on the GPU: host memory to device while the previous layer runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rwkv_batch.model.layer import LayerBase
 from rwkv_batch.model.linear import Linear
 
 NUM_BUFFERS = 2
-"""Layers in their turn that are on the device at once: one runs, one is copied."""
+"""Streamed layers on the device at a time: one runs, one is copied."""
 ALIGNMENT = 256
 
 
 @dataclasses.dataclass(slots=True)
 class FlatLayer:
-    """A layer whose tensors all lie in one piece of memory."""
+    """A layer whose tensors share one memory block."""
 
     flat: Tensor
     """[bytes] uint8"""
@@ -28,14 +28,14 @@ class FlatLayer:
 
 
 class StreamedLayers(Sequence[LayerBase]):
-    """A stage's layers: the first ones stay on the device, the others take turns there. Iterated once a forward.
+    """A stage's layers: the first ones stay on the device, the others are streamed. Iterate once per forward.
 
-    Of the others, an index gives the copy in the host's memory. Layers that take turns are of one form: layer 0, which
-    has no v-residual, is none of them.
+    An index of a streamed layer returns its host copy. Streamed layers have the same layout. Layer 0 has no v-residual,
+    so it stays on the device.
     """
 
     def __init__(self, layers: Iterator[LayerBase], resident: int, device: torch.device) -> None:
-        """Takes the layers one by one: those that do not stay leave the device before the next one is made."""
+        """Take layers one by one, so that a streamed one leaves the device before the next is created."""
         self._device = device
         self._resident: list[LayerBase] = []
         self._hosts: list[FlatLayer] = []
@@ -51,12 +51,12 @@ class StreamedLayers(Sequence[LayerBase]):
 
     @property
     def on_device(self) -> list[LayerBase]:
-        """What the device holds: the layers that stay, and the places of the others."""
-        return [*self._resident, *(place.layer for place in self._buffers)]
+        """The layers in device memory: the resident ones and the buffers."""
+        return [*self._resident, *(buffer.layer for buffer in self._buffers)]
 
     @property
     def num_streamed(self) -> int:
-        """Layers that are copied in for every forward."""
+        """Number of layers that every forward copies."""
         return len(self._hosts)
 
     def __len__(self) -> int:
@@ -70,10 +70,13 @@ class StreamedLayers(Sequence[LayerBase]):
         return [*self._resident, *(host.layer for host in self._hosts)][index]
 
     def __iter__(self) -> Iterator[LayerBase]:
-        """Each layer when its turn has come; what was launched on the current stream for the last one has used it."""
+        """Yield each layer when it is on the device.
+
+        The work for one layer must be launched on the current stream before the next is taken.
+        """
         self._wait_for_compute()
-        for place, host in zip(self._buffers, self._hosts, strict=False):
-            self._copy(place, host)
+        for buffer, host in zip(self._buffers, self._hosts, strict=False):
+            self._copy(buffer, host)
         arrived = [self._record_event() for _ in self._buffers]
         yield from self._resident
         for i, _ in enumerate(self._hosts):
@@ -88,16 +91,15 @@ class StreamedLayers(Sequence[LayerBase]):
             torch.cuda.current_stream(self._device).wait_stream(self._copy_stream)
 
     def _wait_for_compute(self) -> None:
-        """Copies from here on start when all is done that was launched before."""
+        """Make later copies wait for all work launched so far."""
         if self._copy_stream is not None:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def _copy(self, place: FlatLayer, host: FlatLayer) -> None:
+    def _copy(self, buffer: FlatLayer, host: FlatLayer) -> None:
         with torch.cuda.stream(self._copy_stream):
-            place.flat.copy_(host.flat, non_blocking=True)
+            buffer.flat.copy_(host.flat, non_blocking=True)
 
     def _record_event(self) -> torch.cuda.Event | None:
-        """After the copies so far."""
         return None if self._copy_stream is None else self._copy_stream.record_event()
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
@@ -106,7 +108,7 @@ class StreamedLayers(Sequence[LayerBase]):
 
 
 def flatten(layer: LayerBase, device: torch.device, pinned: bool = False) -> FlatLayer:
-    """A copy of a layer, its tensors in one piece of memory on `device`; those that share memory share it there too."""
+    """Copy a layer into one memory block on `device`; tensors that share memory still do."""
     tensors = {id(tensor): tensor for tensor in _tensors_in(layer)}
     spans: dict[int, tuple[int, int]] = {}
     for tensor in tensors.values():
@@ -122,8 +124,8 @@ def flatten(layer: LayerBase, device: torch.device, pinned: bool = False) -> Fla
     moved = {}
     for key, tensor in tensors.items():
         offset = (offsets[_store(tensor)] + tensor.storage_offset() * tensor.itemsize) // tensor.itemsize
-        place = torch.empty(0, dtype=tensor.dtype, device=device)
-        moved[key] = place.set_(flat.untyped_storage(), offset, tensor.size(), tensor.stride())
+        view = torch.empty(0, dtype=tensor.dtype, device=device)
+        moved[key] = view.set_(flat.untyped_storage(), offset, tensor.size(), tensor.stride())
         moved[key].copy_(tensor)
     return FlatLayer(flat, copy.deepcopy(layer, dict(moved)))
 
@@ -133,14 +135,14 @@ def _store(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last + 1 byte of a tensor in its storage."""
+    """Return a tensor's first and last + 1 byte in its storage."""
     first = tensor.storage_offset() * tensor.itemsize
     reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(first), int(first + (reach + 1) * tensor.itemsize)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a layer's vectors, norms and maps."""
+    """Yield every tensor of a layer's vectors, norms and linear maps."""
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Threads that compute, and work for a model that comes while others serve: on few of them, and behind theirs."""
+"""Compute threads, and low-priority work for a model that loads while others serve."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ T = TypeVar("T")
 
 
 def set_compute_threads(count: int) -> None:
-    """So many threads compute for the calling one.
+    """Set the number of compute threads of the calling thread.
 
-    At its first call in a process torch makes a pool of that many threads beside those of OpenMP, for kernels that are
-    not used here; each spins for longer than a step takes before it sleeps, and who computes there waits. One has none.
+    At its first call, torch creates another pool of that many threads, besides OpenMP's, for kernels not used here.
+    They
+    spin and slow the compute threads. So the first call sets 1.
     """
     torch.set_num_threads(1)
     torch.set_num_threads(count)
 
 
 def run_at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) -> T:
-    """What `work` returns or raises, from one thread for every eight compute threads, which all others go before.
+    """Run `work` at low priority with one thread for every eight compute threads.
 
-    `only_idle_cores`: see `native.priority.lower_thread_priority`. More threads would wait for each other at the end of every
-    operation, and each for a core that it seldom has.
+    More threads would wait for each other after every operation. only_idle_cores: see
+    `native.priority.lower_thread_priority`.
     """
     threads = torch.get_num_threads()
 

@@ -1,4 +1,4 @@
-"""How many rows, slots and prompt tokens the devices' memory holds."""
+"""Computes how many rows, slots and prompt tokens fit into the devices' memory."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from state_pool.layout import FIRST_FREE_SLOT
 
 CPU_ROWS = 256
 GPU_JUMP_FORWARD_ROWS = 32
-"""With more rows in a GPU's steps every token is drawn, text that is certain too: for few rows a step lasts as long as
-reading the weights, and a token more costs nothing; beside many it takes time from all. On a CPU a token costs what it
-is, and one that is read needs neither logits nor a mask nor a draw: there any number of rows may."""
+"""With more rows on a GPU, jump-forward decoding is off.
+
+A step of few rows takes as long as reading the weights, so one more token is free. A step of many rows gets slower
+with each token. On a CPU, reading a token needs no logits, no mask and no sample, so there is no limit.
+"""
 GPU_ROWS = 1024
 CPU_PREFILL_TOKENS = 256
 GPU_PREFILL_TOKENS = 4096
 GPU_PREFILL_WITH_DECODE = 1024
-"""As fast per token as more (7.2B on an H200: 26 ms for 8 x 128); rows that decode beside it wait 40 ms, not 110."""
+"""As fast per token as more. On an H200 with 7.2B (26 ms for 8 x 128), decoding rows wait 40 ms, not 110."""
 CPU_BATCH_ROWS_PER_THREAD = 4
-"""For each compute thread: of rows that decode, each adds more to a step the fewer threads there are."""
+"""Decoding batch rows per compute thread."""
 CPU_SLOTS_FRACTION = 0.25
-"""Share of the machine's memory that slots may take on a CPU."""
+"""Share of the machine's memory for slots on a CPU."""
 CPU_SLOTS_FREE_FRACTION = 0.5
-"""Share of what is free of it that slots of another model may take."""
+"""Share of the free memory for slots of an additional model."""
 
 
 class Memory:
-    """What is left of each device beside the weights, and what is made of it. Before slots are allocated."""
+    """Divides each device's memory that is left after the weights. Used before slots are allocated."""
 
     def __init__(self, config: EngineConfig, pipeline: Pipeline) -> None:
         self._config = config
         self._pipeline = pipeline
         self._slot_bytes = {device: pipeline.slot_bytes_on(device) for device in set(pipeline.devices)}
-        """bytes of one slot on each device"""
 
     def limits(self) -> Limits:
-        """Bounds of the engine, as told or by memory. Raises StartupError if not one row fits."""
+        """Return the engine's limits, as configured or by memory. Raises StartupError if no row fits."""
         on_gpu = self._pipeline.devices[-1].type == "cuda"
         groups = self._config.micro_batches or self._pipeline.concurrency
         rows = self._config.max_running or self._max_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
@@ -66,37 +67,36 @@ class Memory:
         )
 
     def _max_batch_rows_with_interactive(self, on_gpu: bool) -> int:
-        """Of `Limits`, where 0 is all."""
+        """Return the value for `Limits`, where 0 means no limit."""
         configured = self._config.max_batch_rows_with_interactive
         if configured == ALL_BATCH_ROWS:
             return 0
         return configured or (0 if on_gpu else CPU_BATCH_ROWS_PER_THREAD * torch.get_num_threads())
 
-    def _max_rows(self, wanted: int) -> int:
-        """Rows whose slots fit into the memory that is left."""
+    def _max_rows(self, max_rows: int) -> int:
+        """Return the number of rows whose slots fit into the free memory."""
         device = min(self._slot_bytes, key=lambda device: self._free_bytes(device) // self._slot_bytes[device])
         free, share = self._free_bytes(device), self._slot_bytes[device]
         fitting = free // share - self._parked_slots()
         if fitting < 1:
             raise StartupError(
-                f"too little memory: {free >> 20} MiB are left for states on {device}, one takes "
-                f"{share >> 20} MiB there and {self._parked_slots()} are set aside; "
+                f"Too little memory on {device}: {free >> 20} MiB are free for states of {share >> 20} MiB, and "
+                f"{self._parked_slots()} slots are reserved; "
                 "lower --l1-sessions and --prefix-cache-slots, or use a smaller model"
             )
-        return min(wanted, fitting * 8 // 9 or 1)
+        return min(max_rows, fitting * 8 // 9 or 1)
 
     def num_slots(self, rows: int, session_slots: int) -> int:
-        """Slots of running rows, an eighth more for marks and borders, the parked ones, and what sessions take.
+        """Return the number of slots: rows, an eighth more for checkpoints, cached ones, and sessions.
 
-        A session's row takes `session_slots` beside its own, as far as half the memory that is left holds them. Paused
-        rows use them too.
+        session_slots: extra slots per row, limited to half of the free memory. Paused rows use them too.
         """
         slots = rows + max(4, rows // 8) + self._parked_slots()
         fitting = min(self._free_bytes(device) // share for device, share in self._slot_bytes.items())
         return int(slots + min(rows * session_slots, max(0, fitting - slots) // 2))
 
     def _free_bytes(self, device: torch.device) -> int:
-        """Memory of a device that slots may take."""
+        """Return a device's memory for slots."""
         if device.type != "cuda":
             share = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_FRACTION)
             free = machine.free_memory() if self._config.loads_at_low_priority else None

@@ -1,4 +1,4 @@
-"""A model's files: opened with what is merged into them, and checked for a model that is to take another's place."""
+"""Opens model files with their adapters, and checks files for a model switch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _to_service_error = error_translator("the file could not be checked")
 
 
 def with_adapters(weights: Weights, adapters: Sequence[str]) -> Weights:
-    """The weights under adapters ("file" or "file:scale"), in that order; nothing is computed yet.
+    """Return weights with adapters ("file" or "file:scale") merged in order, on demand.
 
-    Raises FileError: one line naming the file and what is wrong.
+    Raises FileError with one line: the file and the reason.
     """
     return merge_adapters(weights, [read_adapter(*split_scale(one)) for one in adapters]) if adapters else weights
 
 
 class ModelChecks:
-    """Opens files that requests name, on a thread of its own."""
+    """Opens files that requests name, on a separate thread."""
 
     def __init__(self, refusal: Callable[[], ServiceError]) -> None:
-        """`refusal`: why nothing is checked any more."""
+        """refusal: the error after `close`."""
         self._thread = FileThread("model-files", refusal, _to_service_error)
 
     def check(self, call: CheckModel, reply: Reply[str]) -> None:
-        """Replies what the file holds, in words, or what is wrong with it or with an adapter."""
+        """Reply with a description of the file's model, or with an error in the file or an adapter."""
         self._thread.run(reply, lambda: _description(call), reply)
 
     def close(self) -> None:
-        """Begin to open nothing more."""
+        """Stop opening files."""
         self._thread.close()
 
 

@@ -1,4 +1,4 @@
-"""The model on its devices with everything a step needs: slots, samplers, the pool. Engine thread only."""
+"""The model with everything that a step needs: slots, samplers, graphs, the state pool. Engine thread only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.launch_groups import LaunchGroups, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads
 from rwkv_batch.runner.memory import Memory
-from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
+from rwkv_batch.runner.mixtures import mix_logits, read_slots, write_slots
 from rwkv_batch.runner.model_files import with_adapters
 from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backends
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
@@ -51,10 +51,13 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Loads the model at construction. Engine thread. Raises StartupError: one line naming the thing and the remedy."""
+    """Loads the model and runs its steps. Engine thread.
+
+    The constructor raises StartupError: one line with the reason and the remedy.
+    """
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
-        """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
+        """wake: called from the pool's threads when the engine's thread must poll the pool."""
         self._config = config
         if threads := config.threads or threads_per_replica(config.replicas):
             set_compute_threads(threads)
@@ -66,21 +69,23 @@ class ModelRunner:
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
         if len(self._gpus) > 1:
-            # In a default stream a copy to another device waits for all work of both, and all later work waits for it.
+            # A copy from a default stream to another device waits for all work of both, and all later work waits for
+            # it.
             for device in self._gpus:
                 torch.cuda.set_stream(torch.cuda.Stream(device))
         if self._gpus:
             torch.cuda.set_device(self.device if self.device.type == "cuda" else self._gpus[-1])
-            torch.cuda.empty_cache()  # what loading has left over
+            torch.cuda.empty_cache()  # left over from loading
         self._weight_bytes = {device: torch.cuda.memory_allocated(device) for device in self._gpus}
         memory = Memory(config, self.pipeline)
         self.limits = memory.limits()
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
-        # One holds the state that a session's turn began with, one in the overlapped loop that of the token before.
+        # The first is for the state before a session's turn, the second, with overlap, for the state before the last
+        # token.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
         yields_cores = (
             config.loads_at_low_priority and not self._gpus
-        )  # what is made for a GPU is made where its streams are known
+        )  # a GPU's memory must be allocated on the thread with its streams
         low_priority(self._allocate_slots) if yields_cores else self._allocate_slots()
         try:
             self.arena = PipelineArena(self.pipeline)
@@ -88,7 +93,7 @@ class ModelRunner:
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
         self.steps_in_flight = self.limits.groups + self.overlaps
-        """launched and not read by the host: a step of each group, and one more where that hides the host"""
+        """launched but not yet read by the host: one per group, and one more if it hides the host's work"""
         self._step_sampler = StepSampler(
             config.samplers, self.device, self.limits.num_req_slots, self.vocab, self.tokenizer
         )
@@ -99,39 +104,39 @@ class ModelRunner:
         self.graphs = StepGraphs.for_stages(
             stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters
         )
-        self._parts = LaunchGroups(self.graphs, self.pipeline, self._step_sampler, self.pool.adapters)
-        self._inputs = RowInputs(self._parts, self.pipeline.devices[0])
+        self._launch_groups = LaunchGroups(self.graphs, self.pipeline, self._step_sampler, self.pool.adapters)
+        self._inputs = RowInputs(self._launch_groups, self.pipeline.devices[0])
         self._require_pieces()
         decode = self.graphs.decode
         self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
         self._last_received = 0
-        """number under which the tokens of the last step that the host has read come to the first device"""
+        """number of the `send` of the last step that the host has read"""
         self._logits = decode.logits if decode is not None else self._make_logits()
-        """[rows, V] where steps leave their logits; None: each in memory of its own"""
+        """[rows, V]: the logits of steps; None: each step allocates its own"""
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
 
     def _require_pieces(self) -> None:
-        """Raises StartupError for batch_step_layers where steps cannot be launched in pieces."""
+        """Raises StartupError if batch_step_layers is set but steps cannot be launched in pieces."""
         layers = self._config.batch_step_layers
         if layers > 0 and not self.has_pieces:
-            reason = self.graphs.refusal or f"here the layers are on {self.device_names()}, or come from host memory"
+            reason = self.graphs.refusal or f"the layers are on {self.device_names()} or streamed from host memory"
             needs = "needs decode graphs and one GPU that keeps all layers"
             raise StartupError(f"batch_step_layers {layers} {needs}: {reason}; leave it out")
 
     def _make_logits(self) -> Tensor | None:
-        """Where a CPU's steps leave their logits, each done with before the next begins.
+        """Allocate the logits of a CPU's steps, each used up before the next step.
 
-        Memory of this size, taken and freed in every step, is new to the process each time: the kernel makes it page
-        by page while all compute threads wait.
+        Memory of this size that is freed after every step would be mapped again page by page, while all compute threads
+        wait.
         """
         if self.device.type != "cpu" or self.steps_in_flight > 1:
             return None
         return torch.empty(self.limits.rows_in_step, self.vocab)
 
     def _load(self) -> tuple[Weights, Pipeline]:
-        """The weights, and the layers on their devices. Raises StartupError."""
+        """Open the weights and load the layers. Raises StartupError."""
         config = self._config
         try:
             weights = with_adapters(open_weights(config.model_path), config.adapters)
@@ -151,7 +156,7 @@ class ModelRunner:
         return weights, pipeline
 
     def device_names(self) -> list[str]:
-        """The stages' devices."""
+        """Return the names of the stages' devices."""
         return [str(device) for device in self.pipeline.devices]
 
     def _allocate_slots(self) -> None:
@@ -159,34 +164,35 @@ class ModelRunner:
             self.pipeline.allocate_slots(self._num_slots)
         except (RuntimeError, MemoryError) as error:
             raise StartupError(
-                f"too little memory for {self._num_slots} slots of {self.pipeline.slot_bytes >> 10} KiB ({error}); "
-                "lower --max-running"
+                f"Out of memory: {self._num_slots} slots of {self.pipeline.slot_bytes >> 10} KiB do not fit ({error}). "
+                "Lower --max-running."
             ) from error
 
     @cached_property
     def _copies(self) -> TokenCopies:
-        """Where tokens go that graphs draw."""
+        """Copies of tokens that graphs sample."""
         return TokenCopies(self.device, max(self.limits.rows_in_step, self.graphs.max_sampled_with_prompts, 1))
 
     def _make_last_tokens(self) -> LastTokens:
         first, last = self.pipeline.devices[0], self.device
-        if first.type != last.type:  # the host carries them
+        if first.type != last.type:  # the host copies the tokens
             first = last
         depth = self.steps_in_flight
         return LastTokens(self.limits.num_req_slots, first, last, depth, is_read=depth > 1)
 
     def _warm_up(self) -> None:
-        """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
+        """Run every kind of step once, so that no request waits for a capture, a compile or an allocation.
 
-        Prompts are read from the zero state into the dummy slot: the longest step with all the logits it may want,
-        then ever shorter ones. The memory which that takes serves all later steps.
+        Prompts are read from the zero state into the dummy slot. The longest step with the most logits comes first, so
+        later
+        steps fit into its memory.
         """
         started = time.perf_counter()
         for name in COMPILED_ON_FIRST_USE:
             self.sampler(name)
         self.graphs.warm_up(adapters=bool(self._config.served_adapters))
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
-        decode_tokens = 0 if self.graphs.decode is not None else 1  # a token of each row that decodes
+        decode_tokens = 0 if self.graphs.decode is not None else 1  # one token per decode row
         sizes = [2**i for i in reversed(range(longest.bit_length()))]
         steps = [[max(1, longest // rows) + decode_tokens] * rows]
         steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
@@ -200,30 +206,32 @@ class ModelRunner:
                 torch.cuda.synchronize(device)
         except torch.OutOfMemoryError as error:
             raise StartupError(
-                f"too little memory on the GPU for a step of {sum(steps[0])} tokens over {rows} rows; "
-                "lower --max-running, --prefill-tokens-per-step or --gpu-memory-utilization"
+                f"Out of GPU memory: a step of {sum(steps[0])} tokens in {rows} rows does not fit. Lower --max-running "
+                f"(now {self.limits.max_running}), --prefill-tokens-per-step (now {longest}) or "
+                "--gpu-memory-utilization."
             ) from error
-        logger.info("warmed up in %.1f s, work space %s", time.perf_counter() - started, self.work_mib())
+        logger.info(
+            "warm-up took %.1f s; MiB besides weights and slots: %s", time.perf_counter() - started, self.work_mib()
+        )
 
     # Steps ---------------------------------------------------------------------------------------------------
 
     def sampler(self, name: str) -> Sampler:
-        """See `StepSampler.sampler`."""
         return self._step_sampler.sampler(name)
 
     @property
     def is_compiling_or_capturing(self) -> bool:
-        """Whether a sampler or a graph is being made, which may take longer than any step. Any thread."""
+        """Whether a sampler or a graph is being created, which may take longer than a step. Any thread."""
         return self._step_sampler.is_compiling or self.graphs.is_recording
 
     @property
     def has_pieces(self) -> bool:
-        """Whether steps in which rows decode can be launched in pieces."""
+        """Whether steps with decode rows can be launched in pieces."""
         return self.graphs.has_pieces
 
-    def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
-        """See `LaunchGroups.build`."""
-        return self._parts.build(rows, mixes)
+    def split(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
+        """Split rows into launches; see `LaunchGroups.split`."""
+        return self._launch_groups.split(rows, mixes)
 
     @torch.inference_mode()
     def launch(
@@ -232,16 +240,17 @@ class ModelRunner:
         after: Collection[InFlightStep] = (),
         between: Callable[[], None] | None = None,
     ) -> InFlightStep:
-        """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
+        """Launch one of `split`: read the rows' tokens and sample. Does not wait for the device.
 
-        `after`: the oldest step that the host has not read, in which tokens build these rows may be sampled_tokens. `between`: is
-        called between pieces of it, where it has any, and may launch other steps of rows that read; then most of the
-        step is done when this returns.
+        after: launched steps that the host has not read and that may have sampled these rows' tokens
+        between: called between the pieces of the step, if it has any. It may launch prefill steps. Then most of the
+        step is
+        done on return.
         """
         are_plain = are_all_plain(rows)
         step = InFlightStep(rows, rows if are_plain else [row for row in rows if row.samples])
         self._tokens.receive(max(self._last_received, *(part.tokens_sent for part in after), 0))
-        is_routed = not are_plain and self._parts.is_routed(rows[0])
+        is_routed = not are_plain and self._launch_groups.is_routed(rows[0])
         graphs = None if is_routed else self.graphs.for_decode(rows, are_plain)
         if graphs is not None:
             try:
@@ -253,28 +262,28 @@ class ModelRunner:
                     self._launch_mixed(graphs, step)
                 return step
             except CaptureError as error:
-                self.graphs.give_up(error)
+                self.graphs.disable(error)
         if any(row.scored for row in rows):
             self._launch_scored(step, between)
         else:
             inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
-            logits = mixed(self._forward(inputs, into, between), step.sampling_rows)
+            logits = mix_logits(self._forward(inputs, into, between), step.sampling_rows)
             self._step_sampler.sample(step, logits, self._tokens)
         step.layers_s = self.pipeline.layers_s
         return step
 
     def _launch_scored(self, step: InFlightStep, between: Callable[[], None] | None) -> None:
-        """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
+        """Launch a step that returns log-probabilities of prompt tokens. The head runs on them separately."""
         x, inputs = self._hidden(self._inputs.build(step.rows, self._tokens), between)
         self._step_sampler.sample(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
     def _hidden(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
-        """`Pipeline.hidden`, in pieces if something is to be called between them and there are such."""
+        """Run `Pipeline.hidden`, in pieces if `between` is given and pieces exist."""
         return self.graphs.hidden_in_pieces(inputs, between) or self.pipeline.hidden(inputs)
 
     def _forward(self, inputs: StepInputs, into: Tensor | None, between: Callable[[], None] | None) -> Tensor:
-        """Logits [R, V] of a step of any rows: by graphs if some hold it, else in `into` if they fit."""
+        """Return the logits [R, V] of any step: from graphs if one fits, else in `into` if they fit."""
         logits = self.graphs.logits_of_prompts(inputs, between)
         if logits is not None:
             return logits
@@ -282,31 +291,33 @@ class ModelRunner:
         out = into if holds_all else None
         if between is None or not self.has_pieces:
             return self.pipeline.forward(inputs, out)
-        x, here = self._hidden(inputs, between)
-        return self.pipeline.stages[-1].logits(x, here, out)
+        x, inputs_on_device = self._hidden(inputs, between)
+        return self.pipeline.stages[-1].logits(x, inputs_on_device, out)
 
     def _launch_plain(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
-        """A step of plain rows only, as most are: all that `_launch_graph` looks at is known of them."""
+        """Launch a step of plain rows, the most common kind, without the checks of `_launch_graph`."""
         slots = [row.lowest_slot for row in step.rows]
         sampled_tokens = graphs.run([row.sequence.req_slot for row in step.rows], slots, slots, between=between)
         step.tokens_sent = self._tokens.send()
         step.samples.append(InFlightTokens(range(len(step.rows)), self._copies.start(sampled_tokens)))
 
     def _launch_graph(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
-        """A step in which every row reads the token it drew last: a graph finds them on the device."""
+        """Launch a step of decode rows. A graph reads their last tokens on the device."""
         sequences = [row.sequence for row in step.rows]
         if any(sequence.members for sequence in sequences):
             self._launch_mixtures(graphs, step, sequences)
             return
         req_slots = [sequence.req_slot for sequence in sequences]
-        slots, adapters = slots_of(sequences), self._parts.adapters_of(sequences)
+        slots, adapters = slots_of(sequences), self._launch_groups.adapters_of(sequences)
         unconstrained, constrained = split_by_constraint(step.sampling_rows)
         if unconstrained and self._step_sampler.fits_graphs([sequences[i] for i in unconstrained]):
             sampled_tokens = graphs.run(req_slots, *slots, constrained, adapters, between)
             step.tokens_sent = self._tokens.send()
             step.samples.append(
                 InFlightTokens(
-                    unconstrained, self._copies.start(sampled_tokens), places=unconstrained if constrained else None
+                    unconstrained,
+                    self._copies.start(sampled_tokens),
+                    row_indices=unconstrained if constrained else None,
                 )
             )
             if constrained:
@@ -315,64 +326,66 @@ class ModelRunner:
             self._step_sampler.sample(step, graphs.run_logits(req_slots, *slots, adapters, between), self._tokens)
 
     def _launch_mixtures(self, graphs: DecodeGraphs, step: InFlightStep, sequences: list[Sequence]) -> None:
-        """The same where some are mixtures: their members are rows of the graph, what they say is mixed behind it."""
+        """Launch a decode step with mixtures. Members are rows of the graph; their logits are mixed after it."""
         req_slots = [sequence.req_slot for sequence in sequences for _ in range(1 + len(sequence.members))]
         reads = [slot for sequence in sequences for slot in read_slots(sequence)]
         writes = [slot for sequence in sequences for slot in write_slots(sequence)]
-        adapters = self._parts.adapters_of(
+        adapters = self._launch_groups.adapters_of(
             [sequence for sequence in sequences for _ in range(1 + len(sequence.members))]
         )
-        logits = mixed(graphs.run_logits(req_slots, reads, writes, adapters), step.sampling_rows)
+        logits = mix_logits(graphs.run_logits(req_slots, reads, writes, adapters), step.sampling_rows)
         self._step_sampler.sample(step, logits, self._tokens)
 
     def _launch_mixed(self, graphs: DecodeGraphs, step: InFlightStep) -> None:
-        """Rows that decode, first, and prompts behind them: one graph draws for both."""
+        """Launch decode rows, then prompts, in one graph that samples for both."""
         reading, decoding = split_prefill_decode(step.rows)
-        size = self._parts.mixed_size(decoding, reading)
-        assert self.graphs.mixed is not None and size is not None, "`parts` has found a size for them"
+        size = self._launch_groups.mixed_size(decoding, reading)
+        assert self.graphs.mixed is not None and size is not None, "`split` has found a size for them"
         self._step_sampler.admit(row.sequence for row in reading if row.samples)
         sequences = [row.sequence for row in decoding]
         reads, writes = slots_of(sequences)
         rows = {"req_slots": [sequence.req_slot for sequence in sequences], "read_slots": reads, "write_slots": writes}
         req_slots = [row.sequence.req_slot for row in reading if row.samples]
-        places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(req_slots))]
+        row_indices = [*range(len(decoding)), *range(size.decoding, size.decoding + len(req_slots))]
         unconstrained, constrained = split_by_constraint(step.sampling_rows)
-        constrained_places = [places[i] for i in constrained]
+        constrained_indices = [row_indices[i] for i in constrained]
         sampled_tokens = self.graphs.mixed.run(
-            size, rows, self._inputs.build(reading, self._tokens), req_slots, constrained_places
+            size, rows, self._inputs.build(reading, self._tokens), req_slots, constrained_indices
         )
         step.tokens_sent = self._tokens.send()
         step.samples.append(
-            InFlightTokens(unconstrained, self._copies.start(sampled_tokens), places=[places[i] for i in unconstrained])
+            InFlightTokens(
+                unconstrained, self._copies.start(sampled_tokens), row_indices=[row_indices[i] for i in unconstrained]
+            )
         )
         if constrained:
-            step.deferred = DeferredSample(constrained, graphs.logits, constrained_places)
+            step.deferred = DeferredSample(constrained, graphs.logits, constrained_indices)
 
     @torch.inference_mode()
     def sample_constrained(self, step: InFlightStep) -> list[tuple[Sequence, GrammarError]]:
-        """Draw for rows with a constraint if the host knows what they drew before; else not yet.
+        """Sample the constrained rows if the host knows their earlier tokens; else do nothing.
 
-        Returns the rows whose grammar cannot be followed, and why.
+        Returns the rows whose grammar cannot be matched any further, with the errors.
         """
         assert step.deferred is not None
-        constrained = (step.sampling_rows[i].sequence for i in step.deferred.members)
+        constrained = (step.sampling_rows[i].sequence for i in step.deferred.indices)
         if any(sequence.awaits_earlier_tokens for sequence in constrained if sequence.may_sample_in(step.number)):
             return []
         return self._step_sampler.sample_constrained(step, self._tokens)
 
     def read(self, step: InFlightStep) -> list[SampledToken]:
-        """Tokens of the rows that draw, in their order. Waits for the step to end."""
+        """Return the tokens of the sampling rows, in order. Waits for the step."""
         self._last_received = max(self._last_received, step.tokens_sent)
         return self._step_sampler.read(step)
 
     def read_scores(self, step: InFlightStep) -> list[RowScores]:
-        """Log-probabilities of prompts' tokens that the step has told, in the order of its rows. Waits likewise."""
+        """Return the log-probabilities of the step's prompt tokens, by row. Waits for the step."""
         return [] if step.scored is None else self._scorer.read(step.scored)
 
     def is_device_lost(self) -> bool:
-        """Whether a device cannot be used any more after a failed step, so that the process has to be replaced.
+        """Return whether a device is unusable after a failed step, so that the process must be replaced.
 
-        An error inside a kernel stays with the device and comes back at every call; others do not.
+        Errors inside a kernel persist and return at every later call. Others do not.
         """
         try:
             for device in self._gpus:
@@ -383,30 +396,34 @@ class ModelRunner:
 
     @staticmethod
     def is_out_of_memory(error: Exception) -> bool:
-        """Whether a step failed for want of memory, so that a later one may succeed."""
+        """Return whether a step failed for lack of memory, so that a later one may succeed."""
         return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
     def work_mib(self) -> dict[str, int]:
-        """Memory of each GPU that holds neither weights nor slots: graphs, samplers, tensors of steps; in MiB."""
-        found = {}
+        """Return each GPU's memory in MiB without weights and slots: graphs, samplers, activations."""
+        work = {}
         for device in self._gpus:
             slots = self.pipeline.slot_bytes_on(device) * self._num_slots
-            found[str(device)] = (torch.cuda.memory_reserved(device) - self._weight_bytes[device] - slots) >> 20
-        return found
+            work[str(device)] = (torch.cuda.memory_reserved(device) - self._weight_bytes[device] - slots) >> 20
+        return work
 
     def _pipeline_status(self) -> dict[str, Any]:
-        """How the layers lie, how many groups of rows are on their way, and how values go from device to device."""
-        places = self.graphs.places
+        """Return the split of layers, the steps in flight, and the transports between devices."""
+        graph_stages = self.graphs.graph_stages
         return {
             "layers": [stage.share for stage in self.pipeline.stages],
             "streamed_layers": [stage.num_streamed for stage in self.pipeline.stages],
             "micro_batches": self.limits.groups,
             "steps_in_flight": self.steps_in_flight,
-            "links": [kind for kind in (*(place.link_kind for place in places), self._tokens.link_kind) if kind],
+            "links": [
+                kind
+                for kind in (*(graph_stage.link_kind for graph_stage in graph_stages), self._tokens.link_kind)
+                if kind
+            ],
         }
 
     def status(self) -> dict[str, Any]:
-        """Figures for /status, plain data."""
+        """Return the figures of /status as plain data."""
         shape = self.weights.shape
         return {
             "model": self._config.model_name,
@@ -428,7 +445,7 @@ class ModelRunner:
                 "refused": self._step_sampler.refusals,
             },
             "max_running": self.limits.max_running,
-            "free_slots": self.pool.num_free,
+            "free_slots": self.pool.tiers.slots.num_free,
             "state_bytes": self.pipeline.slot_bytes,
             "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
@@ -436,5 +453,5 @@ class ModelRunner:
 
 
 def threads_per_replica(replicas: int) -> int:
-    """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
+    """Return the compute threads per engine if several share the cores; 0 for a single engine."""
     return max(1, cores() // replicas) if replicas > 1 else 0

@@ -1,4 +1,4 @@
-"""All stages in a row: tokens in, logits out. One device is a pipeline of one."""
+"""All stages of the model in order: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from rwkv_batch.runner.links import copy_to_device
 from rwkv_batch.runner.stage import Stage, precision_for
 
 DEVICE = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<number>[0-9]{1,18}))?")
-"""A device by its name."""
 logger = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """The model on its devices."""
+    """The model on its devices: one stage per device."""
 
     def __init__(
         self,
@@ -38,60 +37,64 @@ class Pipeline:
         memory_fraction: float = 0.8,
         resident: tuple[int | None, ...] = (),
     ) -> None:
-        """`layers` of each device, else dealt; `resident`: see EngineConfig; `memory_fraction`: of a GPU's free memory,
-        that weights may take.
-
-        Raises ValueError for devices, types, layers or kernels that cannot serve.
+        """layers: of each device; empty: split automatically
+        memory_fraction: share of a GPU's free memory for weights
+        resident: see EngineConfig
+        Raises ValueError for devices, dtypes, layers or kernels that cannot be used.
         """
         self.weights = weights
         self.layers_s = 0.0
-        """how long the layers of the latest step took on CPUs; to launch on GPUs"""
+        """seconds that the latest step's layers took: to run on CPUs, to launch on GPUs"""
         self.devices = [resolve_device(name) for name in devices]
         if len(devices) > weights.shape.layers:
             raise ValueError(
-                f"{len(devices)} pipeline devices were asked for, but the model has {weights.shape.layers} layers; "
-                "name at most one device for each layer in --pp-devices"
+                f"{len(devices)} pipeline devices for a model of {weights.shape.layers} layers; "
+                "give at most one device per layer in --pp-devices"
             )
         self.kernel_refusals: dict[str, str] = {}
         self.stages: list[Stage] = []
         version = weights.shape.version
         precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
-        places = split_layers(weights, self.devices, item_bytes, memory_fraction, layers, may_cut=not resident)
+        ranges = split_layers(weights, self.devices, item_bytes, memory_fraction, layers, may_cut=not resident)
         if resident and len(resident) != len(devices):
             raise ValueError(
-                f"--pp-resident speaks of {len(resident)} devices, --pp-devices of {len(devices)}; give a number or "
-                "`all` for each"
+                f"--pp-resident has {len(resident)} values for {len(devices)} devices; give a number or `all` for each"
             )
         residents = resident or (None,) * len(devices)
-        for precision, (first, last, cuts), num_resident in zip(precisions, places, residents, strict=True):
+        for precision, (first, last, cuts), num_resident in zip(precisions, ranges, residents, strict=True):
             ops, refusals = choose_ops(kernels, precision.device, version)
             self.kernel_refusals |= refusals
             self.stages.append(Stage(weights, first, last, precision, ops, num_resident, cuts))
 
     @property
     def concurrency(self) -> int:
-        """Stages that can work at once: each on a GPU of its own. On a CPU they would only share its cores."""
+        """Return how many stages can work at the same time: those on a GPU of their own.
+
+        Stages on a CPU would share its cores.
+        """
         gpus = {device for device in self.devices if device.type == "cuda"}
         return len(self.stages) if len(gpus) == len(self.stages) else max(1, len(gpus))
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one sequence's state over all stages."""
+        """Return the bytes of one sequence's state over all stages."""
         return sum(stage.slot_bytes for stage in self.stages)
 
     def slot_bytes_on(self, device: torch.device) -> int:
-        """Bytes of one sequence's state on one of the devices."""
+        """Return the bytes of one sequence's state on one device."""
         return sum(stage.slot_bytes for stage in self.stages if stage.precision.device == device)
 
     def allocate_slots(self, num_slots: int) -> None:
-        """Take the slots' memory on every device."""
+        """Allocate the slots on every device."""
         for stage in self.stages:
             stage.allocate_slots(num_slots)
 
     def put_adapter(self, number: int, adapter: ServedAdapter) -> None:
-        """Take an adapter in under a number that no running row has. Raises MemoryError or RuntimeError; then no stage
-        holds it."""
+        """Load an adapter under a number that no running row uses.
+
+        Raises MemoryError, RuntimeError or ValueError; then no stage has the adapter.
+        """
         try:
             for stage in self.stages:
                 stage.adapters.put(number, adapter.layers)
@@ -100,11 +103,11 @@ class Pipeline:
             raise
 
     def is_routed(self, number: int) -> bool:
-        """See `AdapterTable.is_routed`: whether that holds on any stage."""
+        """Return `AdapterTable.is_routed` for any stage."""
         return any(stage.adapters.is_routed(number) for stage in self.stages)
 
     def adapter_bytes(self, adapter: ServedAdapter) -> int:
-        """Bytes that an adapter takes on all devices together, but for padding."""
+        """Return the bytes of an adapter on all devices, without padding."""
         numbers = {i: sum(p.a.numel() + p.b.numel() for p in layer.all_pairs) for i, layer in adapter.layers.items()}
         return sum(
             numbers.get(i, 0) * stage.precision.activations.itemsize
@@ -113,19 +116,19 @@ class Pipeline:
         )
 
     def drop_adapter(self, number: int) -> None:
-        """Let go of an adapter that no running row has."""
+        """Remove an adapter that no running row uses."""
         for stage in self.stages:
             stage.adapters.drop(number)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
-        """One ragged step: inputs (on the CPU) -> fp32 logits [R, V] on the last device, in `out` if that is given."""
-        x, here = self.hidden(inputs)
-        return self.stages[-1].logits(x, here, out)
+        """Run one ragged step: inputs on the CPU -> logits [R, V] fp32 on the last device, in `out` if given."""
+        x, inputs = self.hidden(inputs)
+        return self.stages[-1].logits(x, inputs, out)
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
-        """The same without the head: the residual stream [T, C] behind the last layer, and the inputs on its device."""
+        """Run one step without the head. Returns the residual stream [T, C] and the inputs on its device."""
         started = time.perf_counter()
         here = inputs.to(self.devices[0])
         x, v_first = self.stages[0].embed(here.tokens), None
@@ -140,9 +143,10 @@ class Pipeline:
 
 
 def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
-    """What a model of that version has on devices of those names as "kernels" and as "wkv_state".
+    """Return the values of "kernels" and "wkv_state" for this model version and these devices.
 
-    Those of `EngineConfig.auto_fallback_fields` are "auto" where they cannot be had (the log tells it); others are as asked.
+    Values that are not supported become "auto" for the fields in `EngineConfig.auto_fallback_fields`, with a log line.
+    Others stay as configured.
     """
     kinds = {resolve_device(name).type for name in devices}
     is_older = version != X070
@@ -152,46 +156,49 @@ def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfi
         ("kernels", of_others or (is_older and config.kernels == "cuda")),
         ("wkv_state", is_older and config.wkv_state != "fp32"),
     ):
-        wanted: str = getattr(config, name)
-        chosen[name] = "auto" if is_refused and name in config.auto_fallback_fields else wanted
-        if chosen[name] != wanted:
-            logger.info("%s: %s is not for %s on %s; it is auto", name, wanted, version, ", ".join(sorted(kinds)))
+        configured: str = getattr(config, name)
+        chosen[name] = "auto" if is_refused and name in config.auto_fallback_fields else configured
+        if chosen[name] != configured:
+            logger.info(
+                "%s %s is not supported for %s on %s; using auto", name, configured, version, ", ".join(sorted(kinds))
+            )
     return chosen
 
 
 def replica_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
-    """Names of an engine's devices: of those that serve one model, each takes a GPU of its own where none is named.
+    """Return the devices of one engine. With "auto", each engine of a model gets a GPU of its own.
 
     Raises ValueError if there are fewer GPUs than engines.
     """
-    if names != ("auto",):  # before any GPU is looked for: that wakes the driver, in each engine of a CPU's
+    if names != ("auto",):  # first, because a look for GPUs starts the driver, also in engines on a CPU
         return names
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
         return names
     if replica >= found:
         raise ValueError(
-            f"--replicas asks for {replica + 1} engines or more, but this machine has {found} CUDA device(s); "
-            "ask for fewer, or name the devices of each, like --pp-devices '0;0'"
+            f"--replicas needs {replica + 1} or more CUDA devices, this machine has {found}; "
+            "lower it, or give the devices of each engine, like --pp-devices '0;0'"
         )
     return (f"cuda:{replica}",)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a name ("auto", "cpu", "0", "cuda:0"). Raises ValueError for one not of this machine."""
+    """Return the device of a name ("auto", "cpu", "0", "cuda:0").
+
+    Raises ValueError for an unknown name or a missing device.
+    """
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     known = DEVICE.fullmatch(f"cuda:{name}" if name.isdecimal() else name)
     if known is None:
-        raise ValueError(
-            f"device {name!r} is not auto, cpu, cuda, cuda:N or a GPU's number; name another in --pp-devices"
-        )
+        raise ValueError(f"device {name!r} is not auto, cpu, cuda, cuda:N or a GPU's number; change --pp-devices")
     if known["kind"] == "cpu":
         return torch.device("cpu")
     number, found = int(known["number"] or 0), torch.cuda.device_count()
     if number >= found:  # torch.device takes numbers modulo 256
         raise ValueError(
-            f"device {name} was asked for, but this machine has {found} CUDA device(s); "
-            "name another in --pp-devices, like cpu"
+            f"there is no device {name}: this machine has {found} CUDA device(s); "
+            "change --pp-devices, for example to cpu"
         )
     return torch.device("cuda", number)

@@ -1,9 +1,7 @@
-"""Short prompts as CUDA graphs: launched one by one, the kernels of a forward take the host longer than the GPU.
+"""Prefill of short prompts as CUDA graphs: kernel by kernel, launching takes longer than running.
 
-What that is worth: docs/performance.md, "Steps that mix prompts and decoding rows".
-
-A graph reads up to 48 rows of up to 512 tokens in all. Rows and tokens that are not there are padding: every graph has
-one row more than it serves, so that some row takes what is left of the tokens, from the zero state into the dummy slot.
+A graph reads up to 48 rows and 512 tokens in all, padded. It has one more row than it serves. That row reads the
+remaining padding tokens, from the zero state into the dummy slot.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 4, 8, 16, 32, 48)
 TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
-"""Up to 256 those that fill a tile of our own products (`kernels.cuda.wide.TILE_ROWS`)."""
+"""Up to 256, sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
 MAX_PADDED_WORK = 2.5e12
-"""Tokens times weights of a GPU, from which on padding is a loss: it takes as long as the host (360 tokens of 7.2B)."""
+"""Tokens times weights per GPU. Above this, padding takes as long as the host (360 tokens of 7.2B)."""
 
 
 class PrefillSize(NamedTuple):
-    """What a graph holds, padding included."""
+    """Capacity of a graph, including padding."""
 
     rows: int
-    """those it serves; there is one more"""
+    """rows that it serves; it has one more"""
     tokens: int
 
     def holds(self, rows: int, tokens: int) -> bool:
-        """Whether so many rows with so many tokens fit: each row of padding takes a token at least."""
+        """Return whether a step fits: each padding row takes at least one token."""
         return rows <= self.rows and tokens + (self.rows - rows) + 1 <= self.tokens
 
 
@@ -48,36 +46,35 @@ SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize
 
 
 def input_lengths(rows: int, tokens: int) -> dict[str, int]:
-    """Of the arrays of a step's inputs, for at most so many rows and tokens."""
+    """Return the array lengths of a step's inputs, for at most this many rows and tokens."""
     per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
     return {**per_token, "cu_seqlens": rows + 1, **dict.fromkeys(("read_slots", "write_slots", "logit_tokens"), rows)}
 
 
 def empty_step() -> StepInputs:
-    """A step without rows and tokens."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
 
 
 class StagedPrompts:
-    """Where graphs of prompts find a step's rows and tokens, on each of several devices."""
+    """The staged inputs of prefill graphs, on each device."""
 
     def __init__(self, size: PrefillSize, devices: Sequence[torch.device], depth: int) -> None:
-        """For sizes of at most so many rows and tokens; `depth`: steps on their way at once."""
+        """size: the largest step; depth: steps in flight."""
         self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens), devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
-        """A step, its inputs on the CPU, and its padding on their way to all devices."""
+        """Stage a step's inputs from the CPU, with padding, on all devices."""
         with self.arrays.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
 
     def fill_padding(self, size: PrefillSize) -> None:
-        """A step over nobody, for a graph of this size that is to be captured."""
+        """Stage a step of padding only, for the capture of a graph."""
         self.fill(empty_step(), size)
 
     def inputs(self, number: int, size: PrefillSize) -> StepInputs:
-        """Inside a graph: what the stage of this number reads of a step."""
+        """Inside a graph: return the inputs of a stage."""
         staged, rows = self.arrays.on_device[number], size.rows + 1
         return StepInputs(
             tokens=staged["tokens"][: size.tokens],
@@ -85,48 +82,48 @@ class StagedPrompts:
             read_slots=staged["read_slots"][:rows],
             write_slots=staged["write_slots"][:rows],
             logit_tokens=staged["logit_tokens"][: size.rows],
-            max_seqlen=size.tokens,  # at most; the kernels ask only whether it is one
+            max_seqlen=size.tokens,  # an upper bound; kernels only test for 1
             token_rows=staged["token_rows"][: size.tokens],
         )
 
 
 class PrefillGraphs:
-    """Captures and replays forwards of short prompts over all stages. Engine thread only."""
+    """Captures and replays prefill of short prompts over all stages. Engine thread only."""
 
-    def __init__(self, places: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
-        """logits [rows, V] fp32: where the steps leave theirs; `depth`: steps on their way at once."""
-        self.sizes = usable_sizes([graph_stage.stage for graph_stage in places], len(logits))
-        self._places = list(places)
+    def __init__(self, graph_stages: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
+        """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
+        self.sizes = usable_sizes([graph_stage.stage for graph_stage in graph_stages], len(logits))
+        self._graph_stages = list(graph_stages)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
         self._staged = StagedPrompts(
-            PrefillSize(max(ROWS), max(TOKENS)), [graph_stage.device for graph_stage in places], depth
+            PrefillSize(max(ROWS), max(TOKENS)), [graph_stage.device for graph_stage in graph_stages], depth
         )
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """The smallest graph for a step; None: none holds it."""
+        """Return the smallest graph for a step; None if none fits."""
         return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
-        """Capture every size now, largest first."""
+        """Capture every size, largest first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
-            for number in range(len(self._places)):
+            for number in range(len(self._graph_stages)):
                 self._graph(number, size)
         logger.info("captured %d graphs of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
-        """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run."""
-        graphs = [self._graph(number, size) for number in range(len(self._places))]
+        """Launch a step that fits: inputs on the CPU -> logits [R, V] fp32. The next run overwrites them."""
+        graphs = [self._graph(number, size) for number in range(len(self._graph_stages))]
         self._staged.fill(inputs, size)
-        run_stages(self._places, graphs, size.tokens, self._staged.arrays)
+        run_stages(self._graph_stages, graphs, size.tokens, self._staged.arrays)
         return self._logits[: len(inputs.logit_tokens)]
 
     def _graph(self, number: int, size: PrefillSize) -> torch.cuda.CUDAGraph:
         key = (number, size)
         if key not in self._captured:
-            graph_stage = self._places[number]
+            graph_stage = self._graph_stages[number]
             with graph_stage.current():
                 self._staged.fill_padding(size)
                 name = f"a graph of {size.tokens} tokens in {size.rows} rows on {graph_stage.device}"
@@ -134,15 +131,18 @@ class PrefillGraphs:
         return self._captured[key]
 
     def _step(self, number: int, size: PrefillSize) -> None:
-        """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        graph_stage, inputs = self._places[number], self._staged.inputs(number, size)
+        """Run one step of a stage. Allocates nothing that survives: all graphs share one memory pool."""
+        graph_stage, inputs = self._graph_stages[number], self._staged.inputs(number, size)
         x = graph_stage.forward(inputs, inputs.tokens if number == 0 else None)
-        if number == len(self._places) - 1:
+        if number == len(self._graph_stages) - 1:
             graph_stage.stage.logits(x, inputs, self._logits)
 
 
 def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> PrefillSize | None:
-    """The first size that holds a step; None: none does, the host lacks its tokens, or rows have adapters."""
+    """Return the first size that fits a step.
+
+    None: no size fits, the tokens are on the device, or rows have adapters.
+    """
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
     rows, tokens = len(inputs.read_slots), len(inputs.tokens)
@@ -150,14 +150,18 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
 
 
 def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, ...]:
-    """The sizes that are worth a graph: with more tokens each stage's GPU takes as long as the host."""
+    """Return the sizes worth a graph: larger ones keep each stage's GPU busy longer than the host."""
     weights = max(13 * stage.width**2 * len(stage.layers) for stage in stages)
     return tuple(size for size in SIZES if size.rows <= max_rows and size.tokens * weights <= MAX_PADDED_WORK)
 
 
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """A step's arrays for a graph that holds it: the rows that are missing share the tokens that are, a token each at
-    least. Equally: one long row of padding would take its kernels longer than the step's own rows."""
+    """Return a step's arrays, padded for a graph that fits it.
+
+    Padding rows share the padding tokens equally, at least one each: one long padding row would be slower than the
+    step's
+    own rows.
+    """
     rows, tokens = len(inputs.read_slots), len(inputs.tokens)
     missing = size.rows + 1 - rows
     ends = tokens + np.arange(missing + 1) * (size.tokens - tokens) // missing

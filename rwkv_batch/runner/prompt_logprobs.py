@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts' own tokens, told while they are read. Engine thread.
+"""Log-probabilities of prompt tokens, computed while the prompt is read. Engine thread.
 
-The head takes what a step has read a few rows at a time, so that there are never logits of a whole prompt.
+The head runs on a few rows at a time, so a prompt's logits never exist all at once.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from rwkv_batch.tokenizer import Tokenizer
 from sampling.logprobs import target_logprobs
 
 HEAD_ROWS = 256
-"""Rows of logits and of log-probabilities that there are at a time, 64 MiB each for 65,536 tokens, however long the
-prompts and however many."""
+"""Rows of the head at a time: 64 MiB of logits and of log-probabilities each for V = 65,536."""
 RowScores = tuple[Sequence, list[TokenLogprob]]
-"""A row, and its prompt's next tokens."""
+"""A row, and its next prompt tokens."""
 
 
 @dataclass(slots=True)
 class InFlightScores:
-    """What a step tells of its prompts, on its way to the host."""
+    """The scores of one step, being copied to the host."""
 
     rows: list[tuple[Sequence, range]]
-    """which positions of which prompt, in order"""
+    """the positions of each prompt, in order"""
     copy: HostCopy
-    """of all of them: log-probabilities [S] fp32, likeliest tokens [S, k] int64 and theirs [S, k] fp32"""
+    """of all positions: log-probabilities [S] fp32, likeliest tokens [S, k] int64 and their values [S, k] fp32"""
 
 
 class PromptScorer:
-    """The head of the last stage over tokens that are read."""
+    """Runs the last stage's head on prompt tokens."""
 
     def __init__(self, stage: Stage, tokenizer: Tokenizer) -> None:
         self._stage = stage
         self._byte_table = tokenizer.byte_table
 
     def launch(self, x: Tensor, rows: list[ScheduledRow]) -> InFlightScores:
-        """Score a step's prompts: x [T, C] as the last layer left it, for `rows` in their order. Does not wait.
+        """Score a step's prompts from x [T, C], the last layer's output for `rows`. Does not wait.
 
-        Call it before the rows are told that the step was launched.
+        Call it before the rows record the launch.
         """
         scored: list[tuple[Sequence, range]] = []
         tokens: list[int] = []
@@ -63,7 +62,7 @@ class PromptScorer:
         return InFlightScores(scored, self._score(x, tokens, targets, max(_top(sequence) for sequence, _ in scored)))
 
     def _score(self, x: Tensor, tokens: list[int], targets: list[int], count: int) -> HostCopy:
-        """The log-probability of each of `targets` behind its token of x, and the `count` largest there."""
+        """Return the log-probability of targets[i] after token tokens[i] of x, and the `count` largest."""
         at, after = (on_device(ids, torch.int64, x.device) for ids in (tokens, targets))
         parts = [
             target_logprobs(self._stage.logits_of(x, some_tokens), some_targets, count)
@@ -76,7 +75,7 @@ class PromptScorer:
         )
 
     def read(self, scored: InFlightScores) -> list[RowScores]:
-        """The log-probabilities by row. Waits for the step to end."""
+        """Return the log-probabilities by row. Waits for the step."""
         table = self._byte_table
         chosen, ids, top = (tensor.tolist() for tensor in scored.copy.read())
         returned: list[RowScores] = []
@@ -93,6 +92,6 @@ class PromptScorer:
 
 
 def _top(sequence: Sequence) -> int:
-    """How many of the likeliest tokens the row wants to know."""
-    wanted = sequence.request.prompt_logprobs
-    return 0 if wanted is None else wanted.top
+    """Return how many of the likeliest tokens the row requests."""
+    requested = sequence.request.prompt_logprobs
+    return 0 if requested is None else requested.top

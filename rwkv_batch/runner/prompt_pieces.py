@@ -1,8 +1,8 @@
-"""Steps that read prompts of batch rows, as graphs of some layers each: the host is free between two pieces.
+"""Prefill of batch rows in pieces of a few layers, as CUDA graphs.
 
-Launched kernel by kernel, such a step takes the host three times as long as the GPU, and an interactive request that
-comes meanwhile waits for as many kernels as are launched before the host looks. What a batch reads in a step while
-interactive requests come is bounded (`batch_share.MAX_TOKENS_IN_PIECES`), so that these graphs hold it.
+Launched kernel by kernel, such a step takes the host three times as long as the GPU, and a new interactive request
+waits for it. While interactive requests arrive, the batch's prefill per step is limited to
+`batch_throttle.MAX_TOKENS_IN_PIECES`, so that it fits these graphs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from rwkv_batch.runner.prefill_graphs import PrefillSize, StagedPrompts, smalles
 logger = logging.getLogger(__name__)
 
 TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))
-assert PrefillSize(MAX_ROWS_IN_PIECES, TOKENS[-1]).holds(1, MAX_TOKENS_IN_PIECES), (
-    "each row that is missing takes a token"
-)
+assert PrefillSize(MAX_ROWS_IN_PIECES, TOKENS[-1]).holds(1, MAX_TOKENS_IN_PIECES), "each padding row takes a token"
 
 
 class PromptPieces:
-    """Captures and replays them, beside the pieces of decode steps. Engine thread only."""
+    """Captures and replays pieces of prefill steps. Engine thread only."""
 
     def __init__(self, pieces: GraphPieces, logits: Tensor, depth: int = 2) -> None:
-        """logits [rows, V] fp32: where the steps leave theirs; `depth`: steps on their way at once."""
+        """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
         self.sizes = tuple(PrefillSize(min(MAX_ROWS_IN_PIECES, len(logits)), tokens) for tokens in TOKENS)
         self._pieces = pieces
         self._logits = logits
@@ -39,11 +37,11 @@ class PromptPieces:
         self._captured: dict[tuple[PrefillSize, int], torch.cuda.CUDAGraph] = {}
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """The smallest graphs for a step; None: none hold it."""
+        """Return the smallest size for a step; None if none fits."""
         return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
-        """Capture every size now, largest first."""
+        """Capture every size, largest first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             self._graphs(size)
@@ -51,9 +49,9 @@ class PromptPieces:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, size: PrefillSize, between: Callable[[], None]) -> Tensor:
-        """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run.
+        """Launch a step that fits: inputs on the CPU -> logits [R, V] fp32. The next run overwrites them.
 
-        `between`: see `Pieces.run`; a step that it launches must not be in pieces.
+        between: see `Pieces.run`; its steps must not be in pieces.
         """
         graphs = self._graphs(size)
         self._staged.fill(inputs, size)
@@ -74,7 +72,6 @@ class PromptPieces:
         return self._captured[key]
 
     def _step(self, size: PrefillSize, number: int) -> None:
-        """What a graph holds."""
         inputs = self._staged.inputs(0, size)
         x = self._pieces.compute(number, inputs.tokens, inputs)
         if x is not None:

@@ -1,4 +1,4 @@
-"""One pipeline stage: a run of layers on one device with the slots of their states."""
+"""A pipeline stage: consecutive layers on one device, with their state slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rwkv_batch.runner.layer_stream import StreamedLayers
 
 
 class Stage:
-    """Layers first .. last-1 on one device; the first stage embeds, the last one makes logits."""
+    """Layers first .. last-1 on one device. The first stage embeds, the last computes logits."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Stage:
         resident: int | None = None,
         cuts: Cuts = WHOLE,
     ) -> None:
-        """`resident`: of a GPU, layers that stay there while the others are copied in for every step; None: all do.
+        """resident: layers that stay on a GPU while the others are streamed for every step; None: all stay.
 
-        A layer that is cut is kept whole on both stages; each has the state of its own half.
+        Both stages of a cut layer keep all its weights, and each has the state of its half.
         """
         self.cuts = cuts
         shape = weights.shape
@@ -50,7 +50,7 @@ class Stage:
         loader = LayerLoader(weights, precision, make_linear, make_quantised=make_quantised)
         self.precision = precision
         self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
-        """Entered around kernel launches: they go to the current device's stream. -1: does nothing."""
+        """The device context of kernel launches, which go to the current device's stream. -1: does nothing."""
         self.ops = ops
         self.shape = shape
         self.width = shape.width
@@ -58,9 +58,9 @@ class Stage:
         if shape.version != X070:
             layers = load_layers(loader.older_layer, weights, first, last)
         elif isinstance(ops, PreparesLayers):
-            # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
-            apart = loader.on_host().layer
-            layers = (ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last))
+            # Prepare layers on the host: memory freed on the device would leave gaps between the layers.
+            host_layer = loader.on_host().layer
+            layers = (ops.prepare_layer(layer) for layer in load_layers(host_layer, weights, first, last))
         else:
             layers = load_layers(loader.layer, weights, first, last)
         streams = resident is not None and precision.device.type == "cuda"
@@ -77,23 +77,23 @@ class Stage:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of this stage."""
+        """Return the bytes of one slot of this stage."""
         shift = self.precision.activations.itemsize
         return self.shape.slot_bytes(len(self.layers), self.precision.wkv_state, shift, int(self.cuts.begins_within))
 
     @property
     def share(self) -> float:
-        """Layers that it runs; a layer that is cut counts half."""
+        """Return the number of layers that it runs; a cut layer counts half."""
         return len(self.layers) - sum(self.cuts) / 2 if any(self.cuts) else len(self.layers)
 
     @property
     def num_streamed(self) -> int:
-        """Layers that are copied in for every step."""
+        """Return the number of layers that every step copies to the device."""
         return self.layers.num_streamed if isinstance(self.layers, StreamedLayers) else 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the matrices that are on the stage's device, and of the embedding."""
+        """Return the bytes of the matrices on the stage's device and of the embedding."""
         layers = self.layers.on_device if isinstance(self.layers, StreamedLayers) else self.layers
         linears = [linear for layer in layers for linear in linears_of(layer)]
         linears += [] if self.head is None else [self.head.linear]
@@ -101,7 +101,7 @@ class Stage:
         return sum(linear.num_bytes for linear in linears) + table
 
     def allocate_slots(self, num_slots: int) -> None:
-        """Take the memory of all slots, once."""
+        """Allocate all slots, once."""
         self.state = StateArena(
             num_slots,
             len(self.layers),
@@ -113,7 +113,7 @@ class Stage:
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[T] token ids -> [T, C] residual stream."""
+        """Map token ids [T] to the residual stream [T, C]."""
         assert self.embedding is not None, "only the first stage embeds"
         rows = self.embedding.table[tokens]
         if self.embedding.ln0 is None:
@@ -121,7 +121,7 @@ class Stage:
         return layer_norm(rows, self.embedding.ln0).to(self.precision.activations)
 
     def run_part(self, part: range, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Run some of the stage's layers, for rows without an adapter: x [T, C] and v_first [T, C] as in `forward`."""
+        """Run some layers for rows without an adapter: x [T, C] and v_first [T, C] as in `forward`."""
         assert self.state is not None and self.shape.version == X070, "see `graph_pieces.piece_layers`"
         with self._device:
             layers = cast(Sequence[Layer], self.layers[part.start : part.stop])
@@ -130,8 +130,8 @@ class Stage:
             return x, v_first
 
     def forward(self, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
-        assert self.state is not None, "allocate_slots comes first"
+        """Run the layers on x [T, C] and v_first [T, C] from the previous stage."""
+        assert self.state is not None, "call allocate_slots first"
         with self._device:
             if self.shape.version != X070:
                 return older.forward_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
@@ -143,12 +143,12 @@ class Stage:
             return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
-        """[T, C] -> fp32 [R, V] for the tokens that want logits; the first rows of `out` if that is given."""
+        """Return logits [R, V] fp32 of x [T, C] at the step's logit tokens; in the first rows of `out` if given."""
         return self.logits_of(x, inputs.logit_tokens, out)
 
     def logits_of(self, x: Tensor, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, C] -> fp32 [R, V] for tokens [R] int64 of it; the first rows of `out` if that is given."""
-        assert self.head is not None, "only the last stage makes logits"
+        """Return logits [R, V] fp32 of x [T, C] at tokens [R] int64; in the first rows of `out` if given."""
+        assert self.head is not None, "only the last stage computes logits"
         with self._device:
             if isinstance(self.ops, NormsRows):
                 rows = self.ops.norm_rows(x, tokens, self.head.ln_out)
@@ -158,11 +158,11 @@ class Stage:
 
 
 def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = X070) -> Precision:
-    """Types of a stage; "auto", of weights and of states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32.
+    """Return the dtypes of a stage.
 
-    "fp8", "int8", "int4": the large matrices in small codes, all else as with "auto".
-    Older versions: bf16 on a GPU, what is computed and states in fp32, since what they add up does not fit fp16.
-    Raises ValueError for a type that a version is not served in.
+    "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8" and "int4" quantise
+    the large matrices; everything else is as with "auto". Versions before RWKV-7 use bf16 weights on a GPU, and fp32
+    activations and states, because their sums exceed fp16. Raises ValueError for an unsupported state dtype.
     """
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     storage = format_of(dtype)
@@ -171,14 +171,14 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
     if version != X070:
         if wkv_state not in ("auto", "fp32"):
             raise ValueError(
-                f"the states of {version} are kept in fp32, not {wkv_state}; leave --wkv-state (in a request the field "
-                "wkv_state) out"
+                f"states of {version} must be fp32, not {wkv_state}; omit --wkv-state (in a request: the field "
+                "wkv_state)"
             )
         weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
         return Precision(device, weights, torch.float32, StateFormat.FP32, storage)
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
     activations = weights if on_gpu else torch.float32
-    if wkv_state == "auto":  # eight bits of mantissa, as bf16 has, are too few to add up in
+    if wkv_state == "auto":  # bf16's eight bits of mantissa are too few for sums
         wkv_state = "fp16" if on_gpu and weights is torch.float16 else "fp32"
     state = StateFormat(wkv_state)
     return Precision(device, weights, activations, state, storage)

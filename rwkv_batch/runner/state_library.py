@@ -1,7 +1,7 @@
-"""Tuned states from files into the pool: at start those of --state and those kept from before, later as asked.
+"""Tuned states: reads them from files and puts them into the state pool.
 
-What a request brings is kept in a folder beside the session database, since sessions that began from a state may have
-to be rebuilt from it. Files are read and written on a thread of their own.
+States of --state and kept states are loaded at start, others by request. States of requests are kept in a folder next
+to the session database, because rebuilding a session needs its initial state. A separate thread reads and writes files.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ logger = logging.getLogger(__name__)
 _STATE_SUFFIX = ".safetensors"
 _MIXTURE_SUFFIX = ".mixture.json"
 _FILE, _DEFAULTS = "file", "decode_defaults"
-"""Keys in a kept state's metadata."""
 _SENT = "sent"
-"""What a state was read from that had no file's name."""
+"""Source of a state that came without a file name."""
 
 
 class _SavedMixture(msgspec.Struct):
-    """A mixture's file."""
+    """The content of a mixture's file."""
 
     members: list[tuple[str, float]]
     defaults: DecodeDefaults = DecodeDefaults()
 
 
 class StateLibrary(FileLibrary[StateInfo]):
-    """What is loaded, by name. Engine thread, but for reading and writing."""
+    """Loaded states and mixtures by name. Engine thread, except for files."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
     ) -> None:
-        """See FileLibrary."""
         super().__init__(config, "state", put, refusal)
         self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
 
     def open(self, pool: StatePool, arena: PipelineArena, shape: ModelShape) -> None:
-        """Load what --state names and what was kept. Raises StartupError for a state of --state that cannot be had."""
+        """Load the states of --state and the kept ones.
+
+        Raises StartupError if one of --state cannot be loaded.
+        """
         self._pool, self._arena, self._shape = pool, arena, shape
         for entry in self._config.states:
             name, _, file = entry.partition("=")
@@ -73,43 +74,43 @@ class StateLibrary(FileLibrary[StateInfo]):
         kept = sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []
         self._open_mixtures()
         for path in kept:
-            if not STATE_NAME.fullmatch(path.stem):  # half written when the process before ended
+            if not STATE_NAME.fullmatch(path.stem):  # an unfinished file of an earlier process
                 path.unlink()
                 continue
             if path.stem in self._infos:
-                logger.warning("--state %s stands in for the state of that name that was kept in %s", path.stem, path)
+                logger.warning("state %s of --state replaces the one kept in %s", path.stem, path)
                 continue
             try:
                 self._open_saved(path)
             except (FileError, PoolError) as error:
-                logger.error("the tuned state %s that was kept in %s cannot be used: %s", path.stem, path, error)
+                logger.error("tuned state %s, kept in %s, cannot be loaded: %s", path.stem, path, error)
                 self._infos[path.stem] = StateInfo(
                     name=path.stem, file=_saved_source(path), is_kept=True, error=str(error)
                 )
 
     def _open_mixtures(self) -> None:
-        """Those that were kept; members that are not there are named when somebody asks for them."""
+        """Load the kept mixtures. Missing members are reported when a request uses the mixture."""
         for path in sorted(self._folder.glob(f"*{_MIXTURE_SUFFIX}")) if self._folder is not None else []:
             name = path.name.removesuffix(_MIXTURE_SUFFIX)
             try:
                 kept = msgspec.json.decode(path.read_bytes(), type=_SavedMixture | list[tuple[str, float]])
-                if not isinstance(kept, _SavedMixture):  # as it was before mixtures could bring defaults
+                if not isinstance(kept, _SavedMixture):  # the older format, without defaults
                     kept = _SavedMixture(kept)
                 self._infos[name] = StateInfo(name=name, mixture=kept.members, defaults=kept.defaults, is_kept=True)
             except (OSError, msgspec.MsgspecError) as error:
-                logger.error("the mixture %s that was kept cannot be used: %s", name, error)
+                logger.error("kept mixture %s cannot be loaded: %s", name, error)
                 self._infos[name] = StateInfo(
                     name=name, file=path.name, is_kept=True, error=str(error).replace(str(path), path.name)
                 )
 
     def _open_saved(self, path: Path) -> None:
-        """Raises FileError, which names the file without its folder; PoolError."""
+        """Load a kept state. Raises FileError, which names the file without its folder, and PoolError."""
         with with_requested_name(path, path.name):
             state, host = self._read(path, AUTO)
             self._register(path.stem, state, host, _saved_source(path), True, _saved_defaults(path))
 
     def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
-        """Any thread. Raises FileError."""
+        """Read a state file. Any thread. Raises FileError."""
         state = read_tuned_state(path, self._shape, orientation)
         try:
             return state, self._arena.tuned_state(state.wkv)
@@ -119,9 +120,9 @@ class StateLibrary(FileLibrary[StateInfo]):
     def _register(
         self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool, defaults: DecodeDefaults
     ) -> StateInfo:
-        """Raises PoolError."""
+        """Add a state to the pool. Raises PoolError."""
         self._pool.tuned.add(Origin(name, state.digest), host)
-        logger.info("tuned state %s (%s): matrices taken as %s, %s", name, file, state.orientation, state.reason)
+        logger.info("tuned state %s (%s): matrices are %s, %s", name, file, state.orientation, state.reason)
         info = self._infos[name] = StateInfo(
             name=name,
             digest=state.digest,
@@ -138,12 +139,12 @@ class StateLibrary(FileLibrary[StateInfo]):
     # Calls ---------------------------------------------------------------------------------------------------
 
     def list(self) -> list[StateInfo]:
-        """What is loaded, and what is kept and cannot be used."""
+        """Return the loaded states, and kept ones that cannot be used."""
         in_slots = {name for name in self._pool.tuned.names if self._pool.tuned.get(name).slot is not None}
         return [msgspec.structs.replace(info, in_slot=name in in_slots) for name, info in self._infos.items()]
 
     def resolve_mixtures(self, job: Job) -> Job:
-        """The job with the mixtures that its rows name in place of their names."""
+        """Return the job with its rows' mixture names replaced by the mixtures."""
         mixtures = {name: info.mixture for name, info in self._infos.items() if info.mixture}
         if not any(row.state in mixtures for row in job.rows):
             return job
@@ -154,7 +155,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return msgspec.structs.replace(job, rows=rows)
 
     def add(self, call: AddState, reply: Reply[StateInfo]) -> None:
-        """Read, keep and enter a state; replies when requests may name it."""
+        """Read, keep and register a state; reply when requests may name it."""
         try:
             _check(call)
             self._check_new(call)
@@ -174,14 +175,17 @@ class StateLibrary(FileLibrary[StateInfo]):
         )
 
     def _check_new(self, call: AddState) -> None:
-        """Raises PoolError if no state of that name could be added."""
+        """Raises PoolError if the name cannot be added."""
         self._pool.tuned.check_new(call.name)
         is_mixture = call.name in self._infos and bool(self._infos[call.name].mixture)
         if is_mixture and not (call.replace and call.mixture):
             raise NameTaken("a mixture", call.name)
 
     def _add_mixture(self, call: AddState) -> StateInfo:
-        """Enter a mixture of states that there are. Raises ServiceError, PoolError; OSError if it cannot be kept."""
+        """Register a mixture of existing states.
+
+        Raises ServiceError, PoolError; OSError if it cannot be kept.
+        """
         members = [(name, float(weight)) for name, weight in call.mixture]
         check_members(members, self._pool)
         if self._folder is not None:
@@ -191,7 +195,7 @@ class StateLibrary(FileLibrary[StateInfo]):
                 temp_path.write_bytes(msgspec.json.encode(_SavedMixture(members, call.defaults)))
                 temp_path.replace(self._folder / f"{call.name}{_MIXTURE_SUFFIX}")
             finally:
-                _unlink(temp_path)  # as in _finish
+                _unlink(temp_path)  # gone if it was renamed
         info = self._infos[call.name] = StateInfo(
             name=call.name,
             mixture=members,
@@ -202,7 +206,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return info
 
     def _read_sent(self, call: AddState, path: Path | None, temp_path: Path | None) -> tuple[TunedTensor, HostTensors]:
-        """Read what a request brings, and keep it in `temp_path`. Raises FileError; OSError if it cannot be kept."""
+        """Read a request's state and keep it in `temp_path`. Raises FileError; OSError if it cannot be kept."""
         with contextlib.ExitStack() as stack:
             source = path or stack.enter_context(_as_file(call.content, self._folder))
             stack.enter_context(with_requested_name(source, call.file))
@@ -212,17 +216,17 @@ class StateLibrary(FileLibrary[StateInfo]):
         return state, host
 
     def _finish(self, call: AddState, temp_path: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
-        """Engine thread: the state is read and written; from here on it is there. Raises PoolError, OSError."""
+        """Register a state that was read. Engine thread. Raises PoolError, OSError."""
         try:
             info = self._register(call.name, state, host, call.file or _SENT, temp_path is not None, call.defaults)
             if temp_path is not None:
                 self._save(temp_path, call.name)
         finally:
-            _unlink(temp_path)  # it is there no longer if it was kept
+            _unlink(temp_path)  # gone if it was kept
         return info
 
     def _save(self, temp_path: Path, name: str) -> None:
-        """Give a state's file its name. Raises OSError if that cannot be; then the state is not there either."""
+        """Give a state's file its final name. Raises OSError; then the state is not registered either."""
         try:
             temp_path.replace(temp_path.with_name(f"{name}{_STATE_SUFFIX}"))
         except OSError:
@@ -231,7 +235,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             raise
 
     def remove(self, name: str) -> StateInfo:
-        """Forget a state, here and on disk. Raises ServiceError."""
+        """Remove a state from the pool and the disk. Raises ServiceError."""
         info = self._infos.get(name)
         try:
             if info is None or not (info.error or info.mixture):
@@ -242,13 +246,13 @@ class StateLibrary(FileLibrary[StateInfo]):
             _unlink(self._folder / f"{name}{_STATE_SUFFIX}")
             _unlink(self._folder / f"{name}{_MIXTURE_SUFFIX}")
         del self._infos[name]
-        assert info is not None, "what the pool has is listed"
+        assert info is not None, "every state of the pool is listed"
         return info
 
 
 @contextlib.contextmanager
 def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
-    """A file's bytes as a file, for as long as it is read."""
+    """Write bytes to a temporary file for the time of the block."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(suffix=".state", dir=folder) as file:
@@ -258,12 +262,12 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
 
 
 def _saved_source(path: Path) -> str:
-    """What a kept state was read from, as it was told when it was loaded."""
+    """Return the source of a kept state."""
     return metadata_of(path).get(_FILE) or _SENT
 
 
 def _saved_defaults(path: Path) -> DecodeDefaults:
-    """What was kept with a state. Raises FileError."""
+    """Return the decode parameters kept with a state. Raises FileError."""
     try:
         return msgspec.json.decode(metadata_of(path).get(_DEFAULTS, "{}"), type=DecodeDefaults)
     except msgspec.MsgspecError as error:
@@ -282,7 +286,7 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
 
 
 def _temp_path_in(folder: Path) -> Path:
-    """A file to write before it is given its name; the next start deletes it if this process ends meanwhile."""
+    """Return a temporary name in a folder; the next start deletes leftovers."""
     return folder / f".{uuid.uuid4().hex}{_STATE_SUFFIX}"
 
 
@@ -292,11 +296,11 @@ def _unlink(path: Path | None) -> None:
 
 
 def _check(call: AddState) -> None:
-    """Raises ServiceError for a name or an orientation that there cannot be."""
+    """Raises ServiceError for a bad name or orientation, or not exactly one source."""
     check_name(call.name)
     if call.orientation not in (AUTO, VALUE_KEY, KEY_VALUE):
         raise invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)
     if [bool(call.file), bool(call.content), bool(call.mixture)].count(True) != 1:
         raise invalid(
-            "file", "must be given, as a path within --models-dir or sent; or else `states`, to mix", call.file
+            "file", "must be a path within --models-dir or uploaded; or give `states` for a mixture", call.file
         )

@@ -1,7 +1,7 @@
-"""The graphs of an engine's steps: which kinds there are, what holds a step, and going on without them.
+"""All graphs of an engine's steps, and the fallback without them.
 
-Graphs need the cuda kernels on every stage and a sampler that can be captured. Where there are none, or one cannot be
-captured, steps are launched kernel by kernel.
+Graphs need the cuda kernels on every stage and a sampler that can be captured. Without graphs, or after a failed
+capture, steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Makes, chooses and holds them; nothing is captured before `warm_up`. Engine thread only."""
+    """Creates and selects the graphs of steps. Nothing is captured before `warm_up`. Engine thread only."""
 
     def __init__(self) -> None:
-        """None at all; see `for_stages`."""
+        """Creates no graphs; see `for_stages`."""
         self.refusal: str | None = None
-        """why there are none"""
+        """why there are no graphs"""
         self.decode: DecodeGraphs | None = None
         self.prompts: PrefillGraphs | None = None
         self.mixed: MixedGraphs | None = None
@@ -52,53 +52,53 @@ class StepGraphs:
         depth: int,
         parameters: int,
     ) -> StepGraphs:
-        """Of steps over these stages that draw with `sampler`, if they can be graphs.
+        """Create the graphs for steps over these stages, if they are possible.
 
-        `depth`: steps on their way at once; `parameters` of the model.
+        depth: steps in flight; parameters: of the model
         """
-        made = cls()
-        made.refusal = DecodeGraphs.unavailable_reason(stages, sampler)
-        if made.refusal is not None:
-            return made
+        graphs = cls()
+        graphs.refusal = DecodeGraphs.unavailable_reason(stages, sampler)
+        if graphs.refusal is not None:
+            return graphs
         assert isinstance(sampler, DeviceSampler), "see `unavailable_reason`"
         rows, mixed_sizes = limits.rows_in_step, usable_mixed_sizes(limits.rows_in_mixed_step)
         tokens = [size.tokens for size in mixed_sizes] + [size.tokens for size in usable_sizes(stages, rows)]
-        places = make_graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
+        graph_stages = make_graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
         num_sampled = max((size.num_sampled for size in mixed_sizes), default=0)
-        pieces = piece_layers(config.batch_step_layers, places, parameters)
+        pieces = piece_layers(config.batch_step_layers, graph_stages, parameters)
         decode = DecodeGraphs(
-            places, rows, sampler, limits.num_req_slots, depth, num_sampled, config.pool.max_adapters, pieces
+            graph_stages, rows, sampler, limits.num_req_slots, depth, num_sampled, config.pool.max_adapters, pieces
         )
-        made.decode = decode
-        made.prompts = PrefillGraphs(places, decode.logits, depth)
-        made.mixed = MixedGraphs(decode, mixed_sizes, depth)
+        graphs.decode = decode
+        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth)
+        graphs.mixed = MixedGraphs(decode, mixed_sizes, depth)
         if decode.pieces is not None:
-            made.prompt_pieces = PromptPieces(decode.pieces, decode.logits, depth)
-        return made
+            graphs.prompt_pieces = PromptPieces(decode.pieces, decode.logits, depth)
+        return graphs
 
     @property
-    def places(self) -> list[GraphStage]:
-        """The stages, none without graphs."""
-        return [] if self.decode is None else self.decode.places
+    def graph_stages(self) -> list[GraphStage]:
+        """The stages of the graphs; empty without graphs."""
+        return [] if self.decode is None else self.decode.graph_stages
 
     @property
     def is_recording(self) -> bool:
-        """Whether a graph is being captured, which may take longer than any step. Any thread."""
+        """Whether a capture is running, which may take longer than a step. Any thread."""
         decode = self.decode
         return decode is not None and decode.is_recording
 
     @property
     def has_pieces(self) -> bool:
-        """Whether steps in which rows decode can be launched in pieces."""
+        """Whether steps with decode rows can be launched in pieces."""
         return self.decode is not None and self.decode.pieces is not None
 
     @property
     def max_sampled_with_prompts(self) -> int:
-        """Rows that a graph of both kinds may draw for, padding included."""
+        """Return the most rows that a mixed graph samples, including padding."""
         return max((size.num_sampled for size in self.mixed.sizes), default=0) if self.mixed is not None else 0
 
     def warm_up(self, adapters: bool) -> None:
-        """Capture all of them now; with `adapters` those of decode steps in which rows have one, too."""
+        """Capture all graphs. adapters: also those of decode steps with adapters."""
         try:
             if self.decode is not None:
                 self.decode.warm_up(adapters=adapters)
@@ -106,30 +106,37 @@ class StepGraphs:
                 if graphs is not None:
                     graphs.warm_up()
         except CaptureError as error:
-            self.give_up(error)
+            self.disable(error)
         try:
             if self.prompt_pieces is not None and self.has_pieces:
                 self.prompt_pieces.warm_up()
         except CaptureError as error:
-            self._give_up_prompt_pieces(error)
+            self._disable_prompt_pieces(error)
 
-    def give_up(self, error: CaptureError) -> None:
-        """Go on without any, once no device reads what belongs to them.
+    def disable(self, error: CaptureError) -> None:
+        """Continue without graphs, once no device uses their memory.
 
-        A capture that fails has waited for its own device. Another may still be at the step before, and copy what that
-        step reads from memory of the host that is somebody else's once the graphs are gone."""
-        logger.error("steps go on without graphs: %s", error)
-        for place in self.places:
-            torch.cuda.synchronize(place.device)
+        A failed capture has waited for its own device. Another device may still copy the previous step's inputs from
+        host
+        memory that is freed with the graphs.
+        """
+        logger.error("graphs are off, steps are launched kernel by kernel: %s", error)
+        for graph_stage in self.graph_stages:
+            torch.cuda.synchronize(graph_stage.device)
         self.decode = self.prompts = self.mixed = self.prompt_pieces = None
         self.refusal = str(error)
 
-    def _give_up_prompt_pieces(self, error: CaptureError) -> None:
-        logger.error("prompts of batch work are launched kernel by kernel beside interactive requests: %s", error)
+    def _disable_prompt_pieces(self, error: CaptureError) -> None:
+        logger.error(
+            "prompts of batch work are launched kernel by kernel, so interactive requests may wait for them: %s", error
+        )
         self.prompt_pieces = None
 
     def for_decode(self, rows: list[ScheduledRow], are_plain: bool) -> DecodeGraphs | None:
-        """What launches a step in which rows decode; None: none do, or more than a graph holds. `are_plain`: all do."""
+        """Return the graphs for a step with decode rows; None if there are no such rows or too many.
+
+        are_plain: all rows are plain decode rows
+        """
         if self.decode is None:
             return None
         if are_plain:
@@ -140,32 +147,36 @@ class StepGraphs:
         return self.decode if fits else None
 
     def mixed_size(self, decoding: int, reading: int, tokens: int) -> MixedSize | None:
-        """The graph for so many rows that decode beside prompts of so many rows and tokens in all; None: none is."""
+        """Return the graph for these decode rows, and prompts of this many rows and tokens; None if none fits."""
         return None if self.mixed is None else self.mixed.size_for(decoding, reading, tokens)
 
     def logits_of_prompts(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
-        """Logits [R, V] of a step that graphs of short prompts hold, in pieces if something is to be called between
-        them and decode steps have pieces; None: none hold it."""
+        """Return logits [R, V] of a step of short prompts; None if no graph fits.
+
+        Runs in pieces if `between` is given and decode steps have pieces.
+        """
         if between is None or not self.has_pieces:
             size = None if self.prompts is None else self.prompts.size_for(inputs)
             try:
                 return None if self.prompts is None or size is None else self.prompts.run(inputs, size)
             except CaptureError as error:
-                self.give_up(error)
+                self.disable(error)
                 return None
         pieces = self.prompt_pieces
         size = None if pieces is None else pieces.size_for(inputs)
         try:
             return None if pieces is None or size is None else pieces.run(inputs, size, between)
         except CaptureError as error:
-            self._give_up_prompt_pieces(error)
+            self._disable_prompt_pieces(error)
             return None
 
     def hidden_in_pieces(
         self, inputs: StepInputs, between: Callable[[], None] | None
     ) -> tuple[Tensor, StepInputs] | None:
-        """What `Pipeline.hidden` gives, x [T, C] and the inputs where it lies, with something called between pieces;
-        None: there are none for the step, or nothing is to be called."""
+        """Run `Pipeline.hidden` in pieces: x [T, C] and the inputs on its device.
+
+        None: `between` is None, or the step cannot be in pieces.
+        """
         pieces = None if self.decode is None else self.decode.pieces
         if between is None or pieces is None or inputs.adapters is not None:
             return None

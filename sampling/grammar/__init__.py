@@ -1,1 +1,1 @@
-"""Grammars that hold a row's text: constraints, compiled grammars, matchers, and masks of the tokens allowed next."""
+"""Grammars: constraints on a row's text, compilation, matchers and token masks."""

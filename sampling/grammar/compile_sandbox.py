@@ -1,7 +1,8 @@
-"""A process that compiles a grammar first, so that none can crash, stall or fill the engine's process.
+"""Compiles each grammar in another process first, to protect the engine's process.
 
-llguidance bounds most of what it does, but not how deep it calls itself nor how long it rewrites. What passes here
-passes there: it has less stack than any of the engine's threads. What does not ends the process, and is refused.
+llguidance limits most of its work, but not its recursion depth and not the time of its rewrites. The sandbox process
+has less stack than any thread of the engine, so a grammar that passes here passes there. A grammar that exceeds the
+limits kills the process and is refused.
 """
 
 from __future__ import annotations
@@ -18,31 +19,28 @@ from sampling.grammar.constraint import Constraint
 from sampling.grammar.errors import GrammarError
 
 CPU_S = 2
-"""Processor time for one grammar, rounded up to a whole second of the process."""
+"""CPU seconds per grammar. The process rounds up to a whole second."""
 _PROGRAM = "sampling.grammar.compile_sandbox_process"
 _FOLDER = str(Path(__file__).parents[__name__.count(".")])
-_ENDED = (
-    f"takes more than {CPU_S} s or too much memory to compile, or is nested too deeply; "
-    "write it with fewer rules inside each other"
-)
+_ENDED = f"takes more than {CPU_S} s or 3 GiB to compile, or is nested too deeply; use fewer rules, nested less deeply"
 
 _UNSTARTED = (
-    "the process that tries grammars cannot be started; if the service's files were changed while it runs, restart it"
+    "the grammar sandbox process did not start; if the service's files changed since its start, restart the service"
 )
 
 
 class CompileSandbox:
-    """Processes that try grammars, one for each thread that asks at a time. Any thread; started at the first need."""
+    """Runs sandbox processes, at most one per calling thread. Thread-safe; starts them on demand."""
 
     def __init__(self, byte_table: Sequence[bytes], vocab: int) -> None:
-        """As GrammarCompiler has them."""
+        """Arguments: see GrammarCompiler."""
         self._vocabulary = list(byte_table), vocab
         self._idle: list[_Process] = []
         self._is_closed = False
 
     def check(self, constraint: Constraint) -> None:
-        """Raises GrammarError if the grammar cannot be served."""
-        process = self._next() or _Process(self._vocabulary)
+        """Raises GrammarError if the grammar cannot be compiled within the limits."""
+        process = self._take_idle() or _Process(self._vocabulary)
         try:
             refusal = process.try_compile(constraint)
         except (OSError, EOFError, pickle.UnpicklingError):
@@ -56,17 +54,17 @@ class CompileSandbox:
             raise GrammarError(message, place, field)
 
     def close(self) -> None:
-        """End the processes; one that tries a grammar ends behind it."""
+        """End all processes. One that is compiling ends after its grammar."""
         self._is_closed = True
-        while process := self._next():
+        while process := self._take_idle():
             process.close()
 
-    def _next(self) -> _Process | None:
-        """An idle process, for the caller alone; None: there is none. One that has ended is no grammar's fault."""
+    def _take_idle(self) -> _Process | None:
+        """Take an idle live process; None if there is none."""
         while True:
             try:
                 process = self._idle.pop()
-            except IndexError:  # another thread may have taken the last one
+            except IndexError:  # none, or another thread took the last one
                 return None
             if process.is_alive:
                 return process
@@ -74,7 +72,7 @@ class CompileSandbox:
 
 
 class _Process:
-    """The engine's end of one process."""
+    """The engine's end of one sandbox process."""
 
     def __init__(self, vocabulary: tuple[list[bytes], int]) -> None:
         program = f"import sys; sys.path.insert(0, {_FOLDER!r}); from {_PROGRAM} import serve; serve()"
@@ -85,24 +83,25 @@ class _Process:
         self._to, self._from = self._process.stdin, self._process.stdout
         try:
             send(self._to, vocabulary)
-            receive(self._from)  # it is ready: what fails from now on is the grammar's
+            receive(self._from)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self.close()
             raise RuntimeError(_UNSTARTED) from error
 
     def try_compile(self, constraint: Constraint) -> tuple[str, str, str] | None:
-        """Why it is refused: message, place, field. Raises OSError, EOFError if the process ended over it."""
+        """Return the refusal (message, place, field), or None.
+
+        Raises OSError or EOFError if the process ended.
+        """
         send(self._to, constraint)
         refusal: tuple[str, str, str] | None = receive(self._from)
         return refusal
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         for stream in (self._to, self._from):
             with contextlib.suppress(OSError):
@@ -111,11 +110,10 @@ class _Process:
 
 
 def send(stream: IO[bytes], value: Any) -> None:
-    """Write a value."""
     pickle.dump(value, stream)
     stream.flush()
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """Read a value. Raises EOFError at the end."""
+    """Read a value. Raises EOFError at the end of the stream."""
     return pickle.load(stream)  # noqa: S301 - from our own process, or from the engine

@@ -1,4 +1,7 @@
-"""The other end of `compile_sandbox.py`: a process that compiles what it is sent within bounds, and ends where it passes them."""
+"""The sandbox process of compile_sandbox.py: compiles grammars within limits.
+
+Exceeding the limit of memory, stack or CPU time ends the process.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from sampling.grammar.constraint import Constraint
 from sampling.grammar.errors import GrammarError, TooComplexError, exceeds_limit, in_one_line
 
 STACK_BYTES = 1 << 20
-"""Half of what the threads have that compute masks; those that compile and the engine's own have more."""
+"""Half the stack of the engine's mask threads, which have the least."""
 MEMORY_BYTES = 3 << 30
-"""Address space of the process: its libraries, the vocabulary, and a grammar."""
+"""Address space of the process: libraries, the vocabulary and a grammar."""
 MASK_S = 0.25
-"""Processor time of the first mask."""
+"""CPU seconds for the first mask."""
 
 
 def serve() -> None:
-    """Try what comes over standard input until it is closed."""
+    """Compile the grammars from standard input until it closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
@@ -34,31 +37,31 @@ def serve() -> None:
 def _answer() -> None:
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     table, vocab = receive(source)
-    # Text is encoded for tokens that are certain, which nobody asks for here.
+    # `list` stands for the tokenizer: only jump-forward tokens need it, and nothing here computes them.
     compiler = GrammarCompiler(table, list, vocab)
     send(answers, None)
     with contextlib.suppress(EOFError):
         while True:
             constraint = receive(source)
             used = resource.getrusage(resource.RUSAGE_SELF)
-            most = int(used.ru_utime + used.ru_stime) + 1 + CPU_S
-            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))  # ends the process
-            send(answers, _refusal(compiler, constraint))
+            limit = int(used.ru_utime + used.ru_stime) + 1 + CPU_S
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))  # ends the process
+            send(answers, _try_compile(compiler, constraint))
 
 
-def _refusal(compiler: GrammarCompiler, constraint: Constraint) -> tuple[str, str, str] | None:
+def _try_compile(compiler: GrammarCompiler, constraint: Constraint) -> tuple[str, str, str] | None:
     try:
         state = compiler.compile(constraint).templates[0].deep_copy()
         compiler.forget()
         started = time.thread_time()
         state.compute_bitmask()
         if time.thread_time() - started > MASK_S:
-            return "its masks take too long; write it with less ambiguity", "", ""
+            return "its masks take too long to compute; write it with less ambiguity", "", ""
         if state.is_error():
             why = in_one_line(state.get_error())
             if exceeds_limit(why):
                 raise TooComplexError(why)
-            return "no text matches it, or none that can be written from its beginning on", "", ""
+            return "no text matches it; allow at least one", "", ""
     except GrammarError as error:
         return str(error), error.place, error.field
     return None

@@ -1,4 +1,4 @@
-"""From constraints to compiled grammars, the latest of which are kept. Any thread; Python's lock is let go."""
+"""Compiles constraints to grammars and caches the latest. Thread-safe; llguidance releases the GIL."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_CACHED = 256
-"""Compiled grammars, each as often as it was compiled."""
+"""Cached templates: each grammar counts once per lexer."""
 MAX_CACHED_CHARACTERS = 4_194_304
-"""Of their sources together."""
+"""Cached characters of all sources together."""
 JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `json.dumps` writes it: no model loses itself in white space, and what is certain need not be drawn."""
+"""JSON as `json.dumps` writes it, so models generate no long white space and more text is jump-forward."""
 ROWS_PER_LEXER = 8
-"""With more rows of a grammar it is compiled once more, so that their masks are computed by several threads at once."""
+"""For each so many rows, a grammar gets one more lexer. Masks of different lexers are computed in parallel."""
 LEXERS_PER_THREAD = 2
-"""At most: a thread that is done early takes rows of another, and the other goes on with a lexer of its own."""
+"""Upper limit of lexers. Two per thread let a thread that finishes early take rows of another."""
 SLOW_COMPILE_S = 0.02
-"""A grammar that takes longer to compile is compiled once, and its masks are computed one after another."""
+"""A grammar that takes longer to compile gets one lexer only; its masks are computed one by one."""
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=50_000,
@@ -45,11 +45,11 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""Of llguidance: a grammar is refused, or its row ended, before compiling takes a second or a mask 50 ms."""
+"""llguidance's limits. A grammar is refused, or its row ended, before a compile takes 1 s or a mask 50 ms."""
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary."""
+    """Compiles grammars for one vocabulary."""
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ class GrammarCompiler:
         sandbox: CompileSandbox | None = None,
         threads: int = 1,
     ) -> None:
-        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits; `sandbox`: tries each grammar first.
-
-        `threads`: how many compute masks at once.
+        """
+        byte_table, encode: the tokenizer's; vocab: number of logits
+        sandbox: compiles each grammar first
+        threads: number of threads that compute masks
         """
         self._sandbox = sandbox
         self._threads = threads
@@ -69,22 +70,22 @@ class GrammarCompiler:
         self._vocabulary = make_vocabulary(byte_table, encode, vocab)
         self._lock = threading.Lock()
         self._cache: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
-        """and the size of each"""
+        """key -> the grammar and its number of characters"""
         self._characters = 0
 
     def cached(self, constraint: Constraint) -> Grammar | None:
-        """The grammar if it is compiled already."""
+        """Return the grammar if it is in the cache."""
         with self._lock:
-            found = self._cache.get(constraint.key)
-            if found is None:
+            entry = self._cache.get(constraint.key)
+            if entry is None:
                 return None
             self._cache.move_to_end(constraint.key)
-            return found[0]
+            return entry[0]
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of a constraint. Raises GrammarError if it cannot be served, naming the place."""
+        """Return the compiled grammar. Raises GrammarError with the place of the error."""
         if constraint.size > MAX_SOURCE_CHARACTERS:
-            raise GrammarError(f"has {constraint.size} characters, the limit is {MAX_SOURCE_CHARACTERS}")
+            raise GrammarError(f"has {constraint.size} characters; send at most {MAX_SOURCE_CHARACTERS}")
         found = self.cached(constraint)
         if found is None:
             if self._sandbox is not None:
@@ -92,19 +93,22 @@ class GrammarCompiler:
             started = time.thread_time()
             start = self._matcher(constraint)
             found = Grammar(start, constraint.field, time.thread_time() - started)
-            self._keep(constraint, found)
+            self._add_to_cache(constraint, found)
         if found.is_too_slow:
-            raise GrammarError("its masks take too long; write it with less ambiguity")
+            raise GrammarError("its masks take too long to compute; write it with less ambiguity")
         return found
 
     def needs_lexers(self, grammar: Grammar, rows: int) -> bool:
-        """Whether masks would be computed by more threads, were it compiled once more: with so many rows to come."""
-        most = LEXERS_PER_THREAD * self._threads if self._threads > 1 else 1
-        wanted = min(most, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
-        return len(grammar.templates) < wanted and grammar.compile_s <= SLOW_COMPILE_S
+        """Return whether one more lexer would let more threads compute masks.
+
+        rows: number of rows to come.
+        """
+        limit = LEXERS_PER_THREAD * self._threads if self._threads > 1 else 1
+        num_lexers = min(limit, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
+        return len(grammar.templates) < num_lexers and grammar.compile_s <= SLOW_COMPILE_S
 
     def add_lexers(self, constraint: Constraint, grammar: Grammar, rows: int) -> None:
-        """Compile it as often as that helps so many rows more."""
+        """Add as many lexers as help for `rows` more rows."""
         with self._lexer_lock:
             while self.needs_lexers(grammar, rows):
                 grammar.templates.append(self._new_matcher(_as_llguidance(constraint)))
@@ -112,13 +116,13 @@ class GrammarCompiler:
             self._drop_oldest()
 
     def forget(self) -> None:
-        """Keep nothing of what was compiled."""
+        """Clear the cache."""
         with self._lock:
             self._cache.clear()
             self._characters = 0
 
     def close(self) -> None:
-        """End the processes that try grammars."""
+        """End the sandbox processes."""
         if self._sandbox is not None:
             self._sandbox.close()
 
@@ -130,18 +134,18 @@ class GrammarCompiler:
             return matcher
         for rule in constraint.rules:
             if why := self._error_of(json.loads(rule.source), rule.strict):
-                raise GrammarError(why, self._place(rule.source, rule.strict), rule.field)
+                raise GrammarError(why, self._locate(rule.source, rule.strict), rule.field)
         is_schema = constraint.form is Form.JSON_SCHEMA
-        place = self._place(constraint.source, constraint.strict) if is_schema else ""
+        place = self._locate(constraint.source, constraint.strict) if is_schema else ""
         raise GrammarError(in_one_line(matcher.get_error()), place)
 
-    def _place(self, schema: str, strict: bool) -> str:
+    def _locate(self, schema: str, strict: bool) -> str:
         return locate_error(json.loads(schema), lambda part: self._error_of(part, strict))
 
     def _error_of(self, schema: Any, strict: bool) -> str:
-        """Why a part of a schema cannot be served; "": it can.
+        """Return why a part of a schema cannot be compiled; "" if it can.
 
-        Not asked is whether it ends: alone, it refers to itself where it referred to the whole.
+        Does not check termination: alone, a part may refer to itself where it referred to the whole.
         """
         part = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), strict=strict)
         return in_one_line(self._new_matcher(_as_llguidance(part)).get_error())
@@ -149,7 +153,7 @@ class GrammarCompiler:
     def _new_matcher(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
 
-    def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
+    def _add_to_cache(self, constraint: Constraint, grammar: Grammar) -> None:
         with self._lock:
             if constraint.key not in self._cache:
                 self._characters += constraint.size
@@ -157,7 +161,7 @@ class GrammarCompiler:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Down to the limits, those used longest ago first."""
+        """Drop the least recently used grammars until the cache is within its limits."""
         lexers = sum(len(grammar.templates) for grammar, _ in self._cache.values())
         while lexers > MAX_CACHED or self._characters > MAX_CACHED_CHARACTERS:
             _, (grammar, size) = self._cache.popitem(last=False)
@@ -166,7 +170,7 @@ class GrammarCompiler:
 
 
 def _as_llguidance(constraint: Constraint) -> str:
-    """Its JSON form of a grammar. Raises GrammarError for what is no JSON."""
+    """Return llguidance's JSON form of a grammar. Raises GrammarError for text that is not JSON."""
     matcher = llguidance.LLMatcher
     try:
         match constraint.form:
@@ -192,7 +196,7 @@ def _json_grammar(source: str, strict: bool) -> str:
 
 
 def _json_rule(source: str, strict: bool) -> str:
-    """A schema with its options, as Lark has it behind `%json`."""
+    """Return a schema with its options, as Lark has it after `%json`."""
     return json.dumps(json.loads(_json_grammar(source, strict))["grammars"][0]["json_schema"])
 
 
@@ -204,14 +208,16 @@ def _rule_of(rule: SchemaRule) -> str:
 
 
 def _schema_of(source: str, strict: bool) -> dict[str, Any]:
-    """A schema that is an object; `true` is {}. Raises GrammarError for what cannot be held to.
+    """Return a schema as a dict that llguidance can enforce; `true` becomes {}.
 
-    That is false, under which no answer is valid; see also `narrow` and `check_numbers`. How JSON is written is not
-    the client's to say.
+    Removes `x-guidance`: clients do not choose the JSON style. Raises GrammarError for `false` and for anything that
+    `narrow` or `check_numbers` refuse.
     """
-    schema = {} if (given := json.loads(source)) is True else given
+    schema = {} if (value := json.loads(source)) is True else value
     if not isinstance(schema, dict):
-        raise GrammarError("the schema is false: no answer is valid" if given is False else "a schema is an object")
+        raise GrammarError(
+            "the schema is false, so no answer is valid" if value is False else "a schema must be an object"
+        )
     schema.pop("x-guidance", None)
     narrow(schema, strict)
     check_numbers(schema)
@@ -219,7 +225,7 @@ def _schema_of(source: str, strict: bool) -> dict[str, Any]:
 
 
 def _check_terminates(constraint: Constraint) -> None:
-    """Raises GrammarError for a schema, whole as it was sent, of which no value can end."""
+    """Raises GrammarError for a schema without a finite value. Checks the schema as sent."""
     if constraint.form is Form.JSON_SCHEMA:
         check_terminates(json.loads(constraint.source))
     for rule in constraint.rules:
@@ -230,15 +236,18 @@ def _check_terminates(constraint: Constraint) -> None:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression that matches this text alone."""
+    """Return a regular expression that matches exactly this text."""
     return re.sub(r"[^0-9A-Za-z_<>\s\x80-\U0010ffff]", lambda found: "\\" + found[0], text)
 
 
 def _after_text(constraint: Constraint, grammar: str) -> str:
-    """Anything that ends in `constraint.after` for the first time, then the grammar. Raises GrammarError for Lark."""
+    """Return the grammar, preceded by any text that ends in the first `constraint.after`.
+
+    Raises GrammarError for Lark.
+    """
     match constraint.form:
         case Form.LARK:
-            raise GrammarError("cannot follow a thought; write the thought into the grammar, or do not ask for one")
+            raise GrammarError("a grammar cannot follow reasoning; add the reasoning to the grammar or turn it off")
         case Form.JSON_SCHEMA:
             rest = f"rest: %json {_json_rule(constraint.source, constraint.strict)}"
         case _:

@@ -1,4 +1,4 @@
-"""Where in a schema the part lies that cannot be served."""
+"""Finds the part of a schema that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -8,45 +8,48 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_VISITS = 200
-"""Parts that are compiled to find the place; each takes a fraction of a millisecond."""
+"""Largest number of parts to compile; each takes a fraction of a millisecond."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SHARED = (".$defs.", ".definitions.")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _WHOLE = "#/$defs/whole"
 Path = tuple[Any, ...]
-"""() or (path of the part around it, step): texts are joined for the one place that is told."""
+"""() or (path of the parent, step). Paths are joined to text only when an error is reported."""
 _INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def locate_error(schema: Any, error_of: Callable[[Any], str]) -> str:
-    """The deepest part that has a fault of its own, as in `.properties.age`; "": the schema itself.
+    """Return the deepest part with an error of its own, as in `.properties.age`; "": the schema itself.
 
-    `error_of` says why a schema cannot be served, "" if it can. A part that refers to what has the fault has none itself.
-    Of several faults it is the schema's own: alone, a part may have others, and where none has this one, they tell.
+    `error_of` returns the error of a schema, "" if there is none. A part that only refers to a bad part is not
+    reported.
+    Prefers a part with the same error as the whole schema; else takes a part with any error.
     """
     if not isinstance(schema, dict):
         return ""
     why, visits = error_of(schema), iter(range(MAX_VISITS))
-    same = _locate_any(schema, lambda part: error_of(part).replace(_WHOLE[1:], "") == why, visits)
-    return same or _locate_any(schema, lambda part: bool(error_of(part)), visits)
+    same_error = _locate_any(schema, lambda part: error_of(part).replace(_WHOLE[1:], "") == why, visits)
+    return same_error or _locate_any(schema, lambda part: bool(error_of(part)), visits)
 
 
 def _locate_any(schema: dict[str, Any], error_of: Callable[[Any], bool], visits: Iterator[int]) -> str:
     draft = {name: schema[name] for name in ("$schema",) if name in schema}
-    apart = _map_refs(schema, lambda reference: None if resolve_ref(schema, reference) is not None else reference)
+    without_refs = _map_refs(
+        schema, lambda reference: None if resolve_ref(schema, reference) is not None else reference
+    )
     for pointer in references(schema):
-        part = resolve_ref(apart, pointer)
+        part = resolve_ref(without_refs, pointer)
         if isinstance(part, dict) and next(visits, None) is not None and error_of({**part, **draft}):
             return _deepest(_place(schema, pointer), part, lambda one: error_of({**one, **draft}), visits)
-    # The references themselves are what cannot be served.
+    # No target is bad by itself: look for the error with the references in place.
     whole = _map_refs(schema, lambda reference: reference.replace("#", _WHOLE, 1))
     definitions = {**draft, "$defs": {"whole": {name: whole[name] for name in whole if name not in ("$schema", "$id")}}}
     return _deepest("", whole, lambda one: error_of({**one, **definitions}), visits)
 
 
 def _deepest(place: str, part: Any, error_of: Callable[[Any], bool], visits: Iterator[int]) -> str:
-    """The place of the deepest part inside one, at this place, that has a fault, as far as one may look."""
+    """Return the place of the deepest bad part inside `part`, which is at `place`."""
     inner = _own_subschemas(part)
     while (found := next(inner, None)) is not None and next(visits, None) is not None:
         step, child = found
@@ -56,25 +59,25 @@ def _deepest(place: str, part: Any, error_of: Callable[[Any], bool], visits: Ite
 
 
 def _own_subschemas(part: Any) -> Iterator[tuple[str, Any]]:
-    """Its parts without those that others refer to."""
+    """Yield the subschemas except shared definitions."""
     return (found for found in subschemas(part) if not found[0].startswith(_SHARED))
 
 
 def _map_refs(schema: Any, to: Callable[[str], str | None]) -> Any:
-    """A copy with other references inside it; None: without."""
+    """Return a copy with mapped references; None removes a reference."""
 
-    def changed(part: dict[str, Any]) -> dict[str, Any]:
+    def replace(part: dict[str, Any]) -> dict[str, Any]:
         reference = part.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             moved = to(part.pop("$ref"))
             return part if moved is None else {**part, "$ref": moved}
         return part
 
-    return json.loads(json.dumps(schema), object_hook=changed)
+    return json.loads(json.dumps(schema), object_hook=replace)
 
 
 def references(schema: Any) -> Iterator[str]:
-    """What a value of it may be held to: the schema, "#", and what it refers to, each pointer once."""
+    """Yield "#" and each pointer reachable from it by references, once."""
     seen, waiting = {"#"}, ["#"]
     while waiting:
         pointer = waiting.pop(0)
@@ -90,7 +93,7 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def resolve_ref(root: Any, reference: str) -> Any:
-    """What a reference inside a schema means; None for others."""
+    """Resolve a reference within a schema; None for any other."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
@@ -100,7 +103,7 @@ def resolve_ref(root: Any, reference: str) -> Any:
 
 
 def _place(root: Any, reference: str) -> str:
-    """A reference inside a schema as places are told."""
+    """Convert a reference to a place, as in `.properties.age`."""
     found, place = root, ""
     for name in _names(reference):
         place += f"[{name}]" if isinstance(found, list) else f".{name}"
@@ -119,7 +122,7 @@ def _step_into(value: Any, name: str) -> Any:
 
 
 def schema_at(schema: str, place: str) -> str:
-    """What a schema says at a place, as places are told; all of it where it cannot be read."""
+    """Return the part of a schema at a place; all of it if it cannot be read."""
     try:
         return json.dumps(_value_at(json.loads(schema), place))
     except (ValueError, RecursionError):
@@ -140,7 +143,7 @@ def _value_at(root: Any, place: str) -> Any:
 
 
 def join_path(path: Path) -> str:
-    """A path as places are told."""
+    """Return a path as a place, as in `.properties.age`."""
     steps = []
     while path:
         path, step = path
@@ -149,7 +152,7 @@ def join_path(path: Path) -> str:
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas inside a schema, one level down, and how each is reached."""
+    """Yield the schemas one level inside a schema, with their steps."""
     if not isinstance(schema, dict):
         return
     for name in _BY_NAME:

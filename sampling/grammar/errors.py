@@ -1,4 +1,4 @@
-"""What can go wrong with a grammar, and what of it is the client's."""
+"""Errors of grammars, and the wording of llguidance's messages."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import re
 _OPTION = re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' option[^\n]*")
 
 MAX_MESSAGE = 300
-"""Characters of a refusal: llguidance repeats what it was given."""
+"""Characters of a message: llguidance repeats its input."""
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be served or followed any further; the message says why."""
+    """A grammar that cannot be compiled or matched any further; the message says why."""
 
     def __init__(self, message: str, place: str = "", field: str = "") -> None:
         super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
         self.field = field
-        """which of several schemas, as the client calls it; "": there is one"""
+        """the client's name of the schema, if there are several"""
         self.place = place
-        """where in a schema, as in `.properties.age`; "": the whole"""
+        """place in a schema, as in `.properties.age`; "": the whole"""
 
 
 class TooComplexError(GrammarError):
-    """What may follow is too much to be kept account of."""
+    """The continuations of the text exceed a limit of the matcher."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"takes too much to follow: {why}")
 
 
 class NoTokenLeftError(GrammarError):
-    """A token was drawn that the grammar does not allow: those that it allows had no chance to be drawn."""
+    """A sampled token violates the grammar: no allowed token had a chance."""
 
 
 def exceeds_limit(why: str) -> bool:
-    """Whether what llguidance says is that one of its limits (compiler.py) was passed."""
+    """Return whether llguidance's message reports one of its limits (compiler.py)."""
     return "(limit " in why
 
 
 def in_one_line(error: str) -> str:
-    """What llguidance says first, and what is wrong with a regular expression; the rest is its inner state."""
+    """Return the first line and any regular-expression errors; the rest is llguidance's state."""
     error = _OPTION.sub("more than one branch of oneOf may match; write anyOf", error)
     first, *others = error.strip().split("\n")
     why = (line.removeprefix("error: ") for line in others if line.startswith("error: "))

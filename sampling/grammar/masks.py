@@ -1,4 +1,4 @@
-"""Masks of a step's constrained rows: a bit for each token, set where it is allowed, computed by several threads."""
+"""Computes the token masks of a step's constrained rows on several threads."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
 
 SLOW_STEP_S = 0.05
-"""Masks of a step that take longer are timed one by one from then on, to find whose they are."""
+"""After a slower step, the next masks are timed one by one, to find the slow grammar."""
 TIMED_STEPS = 64
 _MAX_THREADS = 8
 RING = 4
-"""Steps' masks in memory at once, so that the host writes one while the device reads others."""
+"""Mask buffers, so that the host writes one while the device reads others."""
 
 
 def mask_threads(device: torch.device) -> int:
-    """How many threads compute the masks of a step whose samplers are on this device."""
-    # On a CPU the step waits while masks are computed; beside a GPU the rest of the host goes on.
+    """Return the number of threads that compute a step's masks."""
+    # On a CPU the step waits for its masks. With a GPU, the host has other work meanwhile.
     threads = torch.get_num_threads() if device.type == "cpu" else cores() // 2
     return max(1, min(_MAX_THREADS, threads))
 
 
 class Masks:
-    """Memory for masks, on the host and on the samplers' device. Engine thread."""
+    """Mask buffers on the host and on the samplers' device. Engine thread."""
 
     def __init__(self, vocab: int, device: torch.device, threads: int) -> None:
-        """`threads`: see mask_threads."""
+        """threads: see `mask_threads`."""
         self._words = -(-vocab // 32)
         self._device = device
         self._threads = llguidance.LLExecutor(threads)
@@ -41,9 +41,9 @@ class Masks:
         self._timed_steps = 0
 
     def fill(self, matchers: Sequence[Matcher]) -> tuple[Tensor, list[GrammarError | None]]:
-        """Masks [m, V/32] int32 of what each may draw next, on the device, and what is wrong with any matcher.
+        """Compute masks [m, V/32] int32 on the device, and an error or None per matcher.
 
-        The mask of a matcher with an error allows everything. Valid until the next call.
+        The mask of a matcher with an error allows all tokens. Valid until the next call.
         """
         self._ring[self._ring_index].mark_read()
         self._ring_index = (self._ring_index + 1) % len(self._ring)
@@ -70,14 +70,17 @@ class Masks:
             grammar = matcher.grammar
             if grammar.is_too_slow:
                 continue
-            started = time.thread_time()  # what others do on these cores is not the grammar's
+            started = time.thread_time()  # not wall time, which includes other threads
             matcher.state.unsafe_compute_mask_ptr(address + index * size, size)
             grammar.mask_s += time.thread_time() - started
             grammar.masks += 1
 
 
 def _by_lexer(matchers: Sequence[Matcher]) -> list[tuple[llguidance.LLMatcher, int]]:
-    """Their states and where their masks go; those with one lexer are neighbours, since threads take runs of them."""
+    """Return the matchers' states and mask indices, sorted by lexer.
+
+    A thread takes a run of them, and threads with the same lexer wait for each other.
+    """
     states = [matcher.state for matcher in matchers]
     lexers = [(id(matcher.grammar), matcher.template_index) for matcher in matchers]
     return [(states[index], index) for index in sorted(range(len(matchers)), key=lexers.__getitem__)]
@@ -85,14 +88,14 @@ def _by_lexer(matchers: Sequence[Matcher]) -> list[tuple[llguidance.LLMatcher, i
 
 def _error(matcher: Matcher) -> GrammarError | None:
     if matcher.grammar.is_too_slow:
-        return GrammarError("its masks take too long; write it with less ambiguity")
+        return GrammarError("its masks take too long to compute; write it with less ambiguity")
     if matcher.state.is_error():
-        return GrammarError(f"cannot be followed any further: {in_one_line(matcher.state.get_error())}")
+        return GrammarError(f"cannot be matched any further: {in_one_line(matcher.state.get_error())}")
     return None
 
 
 class _Staging:
-    """One step's masks on the host and their place on the device."""
+    """One step's masks: a host buffer and a device buffer."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = torch.empty(0, 0, dtype=torch.int32)
@@ -103,7 +106,7 @@ class _Staging:
         self._read: torch.cuda.Event | None = None
 
     def host(self, rows: int, words: int) -> Tensor:
-        """[rows, words] int32 that the host may write."""
+        """Return [rows, words] int32 for the host to write."""
         if self._arrived is not None:
             self._arrived.synchronize()
         if len(self._host) < rows:
@@ -111,12 +114,12 @@ class _Staging:
             self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._stream is not None)
             if self._stream is not None:
                 self._target = torch.empty(size, dtype=torch.int32, device=self._device)
-                # Whoever had this memory before may still be reading it.
+                # Earlier users of this memory may still be reading it on the current stream.
                 self._read = torch.cuda.current_stream(self._device).record_event()
         return self._host[:rows]
 
     def on_device(self, host: Tensor) -> Tensor:
-        """The same on the device, for the current stream; the copy goes beside what that is doing."""
+        """Copy host masks [rows, words] int32 to the device, on another stream. The current stream waits for it."""
         if self._stream is None or self._arrived is None:
             return host
         target = self._target[: len(host)]
@@ -129,6 +132,6 @@ class _Staging:
         return target
 
     def mark_read(self) -> None:
-        """Whatever reads these masks on the device is launched."""
+        """Record that all launches which read these masks are on the current stream."""
         if self._stream is not None:
             self._read = torch.cuda.current_stream(self._device).record_event()

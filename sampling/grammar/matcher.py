@@ -1,4 +1,4 @@
-"""A compiled grammar, and the matcher with which one row follows it."""
+"""A compiled grammar, and the matcher that follows one row's text."""
 
 from __future__ import annotations
 
@@ -13,82 +13,82 @@ if TYPE_CHECKING:
 
 MEAN_MASK_S = 0.005
 SLOW_S = 0.25
-"""A grammar whose masks have taken this long, and more than the mean each, is followed no further."""
+"""A grammar is too slow if its masks took SLOW_S in total and MEAN_MASK_S on average."""
 MAX_JUMP_FORWARD = 64
-"""Tokens told at a time."""
+"""Largest number of jump-forward tokens per call."""
 
 
 class Grammar:
-    """What rows with the same constraint have in common."""
+    """A compiled grammar, shared by all rows with the same constraint."""
 
     __slots__ = ("_next_template", "compile_s", "field", "mask_s", "masks", "matchers", "templates")
 
     def __init__(self, start: llguidance.LLMatcher, field: str, compile_s: float = 0.0) -> None:
         self.templates = [start]
-        """Compiled alike and never advanced: rows copy them, each in turn.
+        """Compiled alike and never advanced: rows copy them in turn.
 
-        Copies of one share its lexer, behind a lock: of these one mask is computed at a time, however many threads
-        there are.
+        Copies of one template share a lexer with a lock, so their masks are computed one at a time.
         """
         self.compile_s = compile_s
-        """processor time that one of them took"""
+        """CPU seconds to compile one template"""
         self.field = field
         self.matchers: weakref.WeakSet[Matcher] = weakref.WeakSet()
-        """of the rows that follow it"""
+        """of the rows that use it"""
         self.mask_s = 0.0
-        """seconds that its masks have taken, of those that were timed (see masks.py)"""
+        """CPU seconds of the timed masks (masks.py)"""
         self.masks = 0
-        """how many were timed"""
+        """number of timed masks"""
         self._next_template = itertools.count()
 
     def next_template(self) -> int:
-        """Which of `templates` the next row copies."""
+        """Return the index of the template that the next row copies."""
         return next(self._next_template) % len(self.templates)
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether its masks hold up everybody's steps."""
+        """Return whether its masks delay every step."""
         return self.mask_s > SLOW_S and self.mask_s > MEAN_MASK_S * self.masks
 
 
 class Matcher:
-    """Follows a row's tokens. Engine thread."""
+    """Matches one row's tokens. Engine thread."""
 
     __slots__ = ("__weakref__", "_state", "grammar", "template_index")
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self.template_index = -1
-        """which of the grammar's starts it has copied"""
+        """index of the template that it copied"""
         self._state: llguidance.LLMatcher | None = None
         grammar.matchers.add(self)
 
     @property
     def state(self) -> llguidance.LLMatcher:
-        """llguidance's own; copied when the row draws for the first time."""
+        """llguidance's matcher, copied before the row's first sample."""
         if self._state is None:
             self.template_index = self.grammar.next_template()
             self._state = self.grammar.templates[self.template_index].deep_copy()
         return self._state
 
     def advance(self, token: int) -> bool:
-        """Take the token drawn; returns whether the text is whole and nothing may follow.
+        """Add a token; return whether the text is complete and nothing may follow.
 
-        Raises NoTokenLeftError for a token that the grammar does not allow, and TooMuchError where what is certain
-        behind it passes `LIMITS` (compiler.py).
+        Raises NoTokenLeftError for a token that the grammar forbids, TooComplexError if the jump-forward text after it
+        exceeds `LIMITS` (compiler.py).
         """
         state = self.state
         if not state.consume_token(token):
             why = in_one_line(state.get_error())
             if exceeds_limit(why):
                 raise TooComplexError(why)
-            raise NoTokenLeftError(f"no token was left that the grammar allows: {why}")
+            raise NoTokenLeftError(f"no sampled token matches the grammar: {why}")
         return bool(state.is_stopped())
 
     def jump_forward_tokens(self) -> list[int]:
-        """Tokens that follow whatever is drawn: where each stands it is the only one that its mask allows.
+        """Return the tokens that must come next: each is the only one that its mask allows.
 
-        Text that is certain has the tokens that the tokenizer makes of it; its end is left where a longer token might
-        reach beyond it.
+        The tokens are those that the tokenizer makes of the text. The last ones are omitted if a longer token might
+        extend
+        beyond the text.
         """
         return self.state.compute_ff_tokens()[:MAX_JUMP_FORWARD]

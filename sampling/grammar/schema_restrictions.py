@@ -1,7 +1,7 @@
-"""Where llguidance allows more than a schema does: the schema is made narrower, or refused.
+"""Restricts or refuses schemas that llguidance would enforce too loosely.
 
-Formats are said as patterns beside them, white space in patterns is ECMA's, and limits of numbers are those that a
-double holds exactly: beyond them llguidance takes another number.
+Formats get patterns, white space in patterns becomes ECMA's, and numeric limits must be exact as doubles: llguidance
+would round others.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ PATTERNS = {
     "date-time": f"{_DAY}[^:]{{2,5}}:[0-9]{{2}}:[0-5]",
     "email": r"^[^@]{1,64}@",
 }
-"""February has 29 days in leap years; leap seconds are there once in years; a mailbox has 64 bytes at most."""
+"""Restricts dates to real days (29 February in leap years), times to seconds below 60, mailboxes to 64 bytes."""
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 VALUES = ("const", "enum")
 LARGEST = 2**53
-"""Of a limit's size."""
+"""Largest absolute value of a limit"""
 _EXACT = range(-LARGEST, LARGEST + 1)
-"""Integers that stay what they are: of others llguidance takes the double beside them."""
+"""Integers that a double holds exactly; llguidance rounds others."""
 _READ = range(-(2**63), 2**64)
-"""Integers that it reads at all."""
+"""Integers that llguidance can parse."""
 _EXACT_POWER = 22
-"""Of ten, as a double."""
+"""Largest power of ten that a double holds exactly."""
 _PIECE = re.compile(r"\\.|.", re.DOTALL)
 
 
 def narrow(schema: Any, strict: bool, place: str = "") -> None:
-    """Change a schema and all schemas in it, in place.
+    """Restrict a schema and all schemas in it, in place.
 
-    Raises GrammarError, naming the place, for limits that cannot be held to, which are left out if not `strict`, and
-    for values that no answer could have.
+    Limits beyond 2^53 are removed if not `strict`. Raises GrammarError with the place for such limits if `strict`, and
+    for
+    values that no answer can have.
     """
     if not isinstance(schema, dict):
         return
-    if schema.get("uniqueItems") is False:  # says nothing, and llguidance knows no uniqueItems
+    if schema.get("uniqueItems") is False:  # the default; llguidance refuses the keyword
         del schema["uniqueItems"]
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = to_ecma(schema["pattern"])
     _narrow_format(schema)
     for name in LIMITS:
         limit = schema.get(name)
-        if isinstance(limit, int | float) and LARGEST < abs(limit) < math.inf:  # of others, see `check_numbers`
+        if isinstance(limit, int | float) and LARGEST < abs(limit) < math.inf:  # `check_numbers` handles the others
             if strict:
-                raise GrammarError(f"{name} is beyond 2^53, where numbers are not exact: {limit}", place)
+                raise GrammarError(
+                    f"{name} {limit} is beyond 2^53, where numbers are not exact; use a smaller one", place
+                )
             del schema[name]
     for name in VALUES:
         check_numbers(schema.get(name), f"{place}.{name}", is_exact=True)
@@ -62,9 +65,9 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
 
 
 def check_numbers(value: Any, place: str = "", *, is_exact: bool = False) -> None:
-    """Raises GrammarError, naming the place, for a number that is none in JSON, or that llguidance does not read.
+    """Raises GrammarError with the place for a number that llguidance cannot parse.
 
-    is_exact: also for one that it reads as another.
+    Covers NaN and infinity. is_exact: also refuse a number that llguidance would round.
     """
     integers = _EXACT if is_exact else _READ
     waiting: list[tuple[Path, Any]] = [(((), place), value)]
@@ -76,27 +79,25 @@ def check_numbers(value: Any, place: str = "", *, is_exact: bool = False) -> Non
         elif isinstance(value, list):
             inner = [((path, f"[{index}]"), part) for index, part in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            raise GrammarError("NaN and numbers beyond 1.8e308 are not served", join_path(path))
+            raise GrammarError("NaN and numbers beyond 1.8e308 are not supported", join_path(path))
         elif isinstance(value, float) and is_exact and not _is_read_exactly(value):
-            raise GrammarError(
-                f"numbers with so many digits or such an exponent are not served: {value}", join_path(path)
-            )
+            raise GrammarError(f"{value} has too many digits or too large an exponent to be exact", join_path(path))
         elif isinstance(value, int) and value not in integers:
             digits = len(str(abs(value)))
-            served = f"{integers.start} to {integers.stop - 1}"
-            raise GrammarError(f"integers of {digits} digits are not served beyond {served}", join_path(path))
+            supported = f"{integers.start} to {integers.stop - 1}"
+            raise GrammarError(f"an integer of {digits} digits is out of range; use {supported}", join_path(path))
         waiting += inner[::-1]
 
 
 def _is_read_exactly(number: float) -> bool:
-    """Whether digits and power of ten are both doubles: llguidance multiplies or divides the one by the other."""
+    """Return whether digits and power of ten are exact doubles: llguidance multiplies or divides them."""
     _, digits, exponent = Decimal(repr(number)).as_tuple()
     return int("".join(map(str, digits))) <= LARGEST and abs(int(exponent)) <= _EXACT_POWER
 
 
 def _narrow_format(schema: dict[str, Any]) -> None:
-    given = schema.get("format")
-    pattern = PATTERNS.get(given) if isinstance(given, str) else None
+    name = schema.get("format")
+    pattern = PATTERNS.get(name) if isinstance(name, str) else None
     if pattern is None:
         return
     if "pattern" not in schema:
@@ -106,7 +107,7 @@ def _narrow_format(schema: dict[str, Any]) -> None:
 
 
 def to_ecma(pattern: str) -> str:
-    """A pattern whose white space has the byte order mark among it, as JavaScript's."""
+    """Return a pattern whose white space includes the byte order mark, as in JavaScript."""
     made, in_class = [], False
     for piece in _PIECE.findall(pattern):
         if piece in ("[", "]"):

@@ -1,7 +1,7 @@
-"""Schemas that refer to themselves so that no value can end: an answer would go on for ever, or nowhere.
+"""Refuses schemas whose references loop so that no value is finite.
 
-A list whose `next` may be null or left out termination; one whose `next` is required, and is such a list again, does not. What
-else a schema says may rule values out too; here only references are followed.
+A list whose `next` may be null or absent is finite. One whose `next` is required and is the same list never ends.
+Only references are followed; other keywords may still rule out all values.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sampling.grammar.error_location import Path, join_path, resolve_ref, subsch
 from sampling.grammar.errors import GrammarError
 
 MAX_VISITS = 50_000
-"""Parts looked at; a schema that takes more is let pass."""
-_WHY = "refers to itself so that no value can end; allow something else beside it, or let it be left out"
+"""Parts to visit; larger schemas pass unchecked."""
+_WHY = "refers to itself so that no value can end; allow an alternative or make it optional"
 _SKIPPED = (".$defs.", ".definitions.", ".not", ".if")
 
 
 class _TooManyVisitsError(Exception):
-    """MOST_LOOKS were not enough."""
+    """More than MAX_VISITS parts."""
 
 
 def check_terminates(schema: Any) -> None:
-    """Raises GrammarError, naming the first place where a value could begin that never ends."""
+    """Raises GrammarError with the first place whose values can never end."""
     try:
         termination = _Termination(schema)
         for path, part in _reachable(schema):
@@ -37,23 +37,23 @@ def check_terminates(schema: Any) -> None:
 
 
 class _Termination:
-    """Which references lead to something that has a value which ends: a least fixed point."""
+    """The references that have a finite value: a least fixed point."""
 
     def __init__(self, root: Any) -> None:
-        """Raises _TooManyLooksError, as `can_end` does."""
+        """Raises _TooManyVisitsError, as `can_end` does."""
         self._visits = 0
         self._targets = {
             part["$ref"]: resolve_ref(root, part["$ref"]) for _, part in _reachable(root) if _has_ref(part)
         }
         self._terminating: set[int] = set()
-        """ids of targets, which may have several names"""
-        open_ones = {id(target): target for target in self._targets.values()}
-        while found := {key for key, target in open_ones.items() if self.can_end(target)}:
+        """ids of targets; several references may share one"""
+        unresolved = {id(target): target for target in self._targets.values()}
+        while found := {key for key, target in unresolved.items() if self.can_end(target)}:
             self._terminating |= found
-            open_ones = {key: target for key, target in open_ones.items() if key not in found}
+            unresolved = {key: target for key, target in unresolved.items() if key not in found}
 
     def can_end(self, part: Any) -> bool:
-        """Whether a value of it may end, by what is known so far."""
+        """Return whether `part` has a finite value, by the targets found so far."""
         self._visits += 1
         if self._visits > MAX_VISITS:
             raise _TooManyVisitsError
@@ -79,20 +79,20 @@ def _listed(part: dict[str, Any], name: str) -> list[Any]:
 
 
 def _required(part: dict[str, Any]) -> Iterator[Any]:
-    """The schemas of what every value of an object or an array has in it; no work is done for those not asked for."""
-    least = part.get("minItems", 0)
+    """Yield the schemas that every value of an object or array must contain, lazily."""
+    min_items = part.get("minItems", 0)
     if part.get("type") == "object" and isinstance(part.get("properties"), dict):
-        named = part["properties"]
-        yield from (named.get(name) if isinstance(name, str) else None for name in _listed(part, "required"))
-    elif part.get("type") == "array" and isinstance(least, int):
+        properties = part["properties"]
+        yield from (properties.get(name) if isinstance(name, str) else None for name in _listed(part, "required"))
+    elif part.get("type") == "array" and isinstance(min_items, int):
         first = _listed(part, "prefixItems")
-        yield from islice(first, min(max(least, 0), len(first)))
-        if least > len(first):
+        yield from islice(first, min(max(min_items, 0), len(first)))
+        if min_items > len(first):
             yield part.get("items")
 
 
 def _reachable(root: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every part that a value or a part of one may be held to, each once, and how it is reached."""
+    """Yield each part that constrains a value or a part of one, once, with its path."""
     seen: set[int] = set()
     waiting: list[tuple[Path, Any]] = [((), root)]
     while waiting:

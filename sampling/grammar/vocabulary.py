@@ -1,4 +1,4 @@
-"""The vocabulary as llguidance takes it: a token for each id, all of them bytes, and one that ends the text."""
+"""The vocabulary for llguidance: bytes per token id, and one token that ends a text."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ END = 0
 _INSIDE_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
-    *(f"{_INSIDE_STRING}{{1,{most}}}" for most in (1, 3, 5, 8, 10, 14, 17, 30)),
+    *(f"{_INSIDE_STRING}{{1,{length}}}" for length in (1, 3, 5, 8, 10, 14, 17, 30)),
     f"{_INSIDE_STRING}+",
 )
-"""Parts of the vocabulary that a mask takes whole where the grammar allows anything like it; all others are walked.
+"""Parts of the vocabulary that a mask allows in one step if the grammar allows all their texts.
 
-llguidance's own, and between them more: near the end of a string with a longest length only short tokens fit, and
-most of what masks cost was to find out which (`docs/notebook.md`).
+Other tokens are checked one by one. These are llguidance's own slices and more lengths between them: near the end of
+a string with a maximum length only short tokens fit, and finding them was most of a mask's cost.
 """
 
 
 class _Tokens:
-    """What `llguidance.TokenizerWrapper` asks for."""
+    """The attributes that `llguidance.TokenizerWrapper` reads."""
 
     bos_token_id = None
     eos_token_id = END
@@ -39,7 +39,10 @@ class _Tokens:
 def make_vocabulary(
     byte_table: Sequence[bytes], encode: Callable[[bytes], list[int]], size: int
 ) -> llguidance.LLTokenizer:
-    """`byte_table`: bytes of each id, b"" for ids that are no token; `size`: of the logits, which may have more ids."""
+    """
+    byte_table: bytes of each id, b"" for ids without a token
+    size: number of logits, which may exceed the number of ids
+    """
     table = [*byte_table[:size], *[b""] * (size - len(byte_table))]
     tokens = llguidance.TokenizerWrapper(_Tokens(table, encode))
     return llguidance.LLTokenizer(tokens, n_vocab=size, eos_token=END, slices=list(SLICES))

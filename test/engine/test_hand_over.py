@@ -115,11 +115,11 @@ class Stages:
         self.staged = StagedArrays({"values": ROWS}, [CPU] * STAGES, DEPTH)
         precision = SimpleNamespace(device=CPU, activations=torch.int64)
         stage: Any = SimpleNamespace(precision=precision, width=WIDTH)
-        self.places: list[GraphStage] = []
+        self.graph_stages: list[GraphStage] = []
         for number in range(STAGES):
             between = iter(self.streams[max(0, number - 1) :])
             monkeypatch.setattr(torch.cuda, "current_stream", lambda device, found=between: next(found))
-            self.places.append(GraphStage(stage, self.places[-1] if number else None, ROWS, DEPTH))
+            self.graph_stages.append(GraphStage(stage, self.graph_stages[-1] if number else None, ROWS, DEPTH))
         self.drawn = torch.zeros(ROWS, dtype=torch.int64)
         self.copies = TokenCopies(CPU, ROWS)
         self.copies._stream, self.copies._copier = self.streams[-1], Copier(self.streams[-1])  # type: ignore[assignment]
@@ -136,11 +136,11 @@ class Stages:
         graphs: list[Any] = [
             SimpleNamespace(replay=partial(stream.put, act)) for stream, act in zip(self.streams, acts, strict=True)
         ]
-        run_stages(self.places, graphs, rows, self.staged)
+        run_stages(self.graph_stages, graphs, rows, self.staged)
         return self.copies.start(self.drawn[:rows])
 
     def _graph(self, number: int, values: list[int]) -> None:
-        place, last, rows = self.places[number], number == STAGES - 1, len(values)
+        place, last, rows = self.graph_stages[number], number == STAGES - 1, len(values)
         read = self.staged.on_device[number]["values"][:rows]
         assert read.tolist() == values, "it reads what another step was filled with"
         given = read.repeat(2 * WIDTH) if place._input is None else place._input[: 2 * rows * WIDTH]
@@ -199,7 +199,7 @@ def test_graphs_are_given_up_when_no_device_reads_what_they_staged(
 ) -> None:
     """A capture has failed on one device while a step is under way on the others."""
     graphs, waited_for = StepGraphs(), []
-    decode: Any = SimpleNamespace(places=stages.places)
+    decode: Any = SimpleNamespace(graph_stages=stages.graph_stages)
     graphs.decode = decode
 
     def synchronize(device: torch.device) -> None:
@@ -209,8 +209,8 @@ def test_graphs_are_given_up_when_no_device_reads_what_they_staged(
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     drawn = stages.launch([3, 5])
-    graphs.give_up(CaptureError("a graph could not be captured: OutOfMemoryError"))
-    assert graphs.decode is None and waited_for == [place.device for place in stages.places]
+    graphs.disable(CaptureError("a graph could not be captured: OutOfMemoryError"))
+    assert graphs.decode is None and waited_for == [place.device for place in stages.graph_stages]
     for staging in stages.staged._staging:
         staging.fill_(77)  # it is somebody else's now
     assert drawn.tokens() == [6, 8]

@@ -32,7 +32,7 @@ def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
     """The prompt that goes between writes slots, logits and tokens of its own."""
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
-    prompts = PrefillGraphs(graphs.places, graphs.logits)
+    prompts = PrefillGraphs(graphs.graph_stages, graphs.logits)
     state, slots, req_slots = stage.state, list(range(2, 2 + rows)), list(range(rows))
     state.wkv.normal_(std=0.1)
     state.shift.normal_()
@@ -84,7 +84,7 @@ def test_prompts_in_pieces_are_read_as_whole_ones(stage: Stage) -> None:
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     assert graphs.pieces is not None
-    prompts = PrefillGraphs(graphs.places, graphs.logits)
+    prompts = PrefillGraphs(graphs.graph_stages, graphs.logits)
     state = stage.state
     state.wkv[0] = state.shift[0] = 0
     inputs = step_inputs([[3] * 400, [5] * 300], [0, 0], [2, 3], [0, 1])
@@ -123,7 +123,7 @@ def test_graphs_of_prompts_in_pieces_read_what_the_same_steps_read_kernel_by_ker
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     assert graphs.pieces is not None
-    prompts, pieces = PrefillGraphs(graphs.places, graphs.logits), PromptPieces(graphs.pieces, graphs.logits)
+    prompts, pieces = PrefillGraphs(graphs.graph_stages, graphs.logits), PromptPieces(graphs.pieces, graphs.logits)
     state, rows = stage.state, len(lengths)
     slots = list(range(2, 2 + rows))
     decoding = list(range(2 + rows, 2 + rows + 16))

@@ -34,7 +34,7 @@ def decode(stage: Stage) -> DecodeGraphs:
 
 @pytest.fixture(scope="module")
 def graphs(stage: Stage, decode: DecodeGraphs) -> PrefillGraphs:
-    graphs = PrefillGraphs(decode.places, decode.logits)
+    graphs = PrefillGraphs(decode.graph_stages, decode.logits)
     graphs.warm_up()
     return graphs
 
@@ -112,7 +112,7 @@ def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGr
     assert graphs.size_for(prompts([512])) is None
     assert graphs.size_for(prompts([1] * 49)) is None
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
-    few = PrefillGraphs(decode.places, decode.logits[:4])
+    few = PrefillGraphs(decode.graph_stages, decode.logits[:4])
     assert {size.rows for size in few.sizes} == {1, 4} and few.sizes == SIZES[: len(few.sizes)]
 
 

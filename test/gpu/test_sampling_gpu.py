@@ -136,7 +136,7 @@ def test_rapid_sample_checks_what_it_is_given() -> None:
     req_slots = torch.zeros(4, dtype=torch.int32, device=GPU)
     with pytest.raises(TypeError, match=r"out: wants torch.int64"):
         rapid.sample_on_device(random_logits(4, 0), req_slots, req_slots)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="do not fit 4 seats"):
+    with pytest.raises(ValueError, match="do not fit 4 request slots"):
         rapid.sample(random_logits(4, 0, vocab=100), [0, 1, 2, 3])
 
 

@@ -42,7 +42,7 @@ class Decode:
     def __init__(self, stage: Stage) -> None:
         recorder = SimpleNamespace(record=lambda step, _name: SimpleNamespace(replay=step))
         place: Any = SimpleNamespace(stage=stage, device=torch.device("cpu"), recorder=recorder, current=nullcontext)
-        self.places, self.sizes = [place], [8, SIZE]
+        self.graph_stages, self.sizes = [place], [8, SIZE]
         self.tokens = torch.randint(VOCAB, (SIZE,))
         self.logits: Tensor | None = None
 
@@ -55,7 +55,7 @@ class Decode:
         return step_inputs([[token] for token in fed.tolist()], slots, slots, list(range(size))), fed
 
     def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
-        self.logits = self.places[0].stage.logits_of(x, torch.arange(len(x)))
+        self.logits = self.graph_stages[0].stage.logits_of(x, torch.arange(len(x)))
 
 
 @torch.inference_mode()

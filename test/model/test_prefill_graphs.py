@@ -102,7 +102,7 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
 def test_pieces_of_a_step_compute_what_the_whole_computes(stage: Stage) -> None:
     """Each finds in the pieces' own memory what the one before has left; a decode step beside has fewer rows."""
     place = SimpleNamespace(stage=stage, device=torch.device("cpu"))
-    decode: Any = SimpleNamespace(places=[place], sizes=[8])
+    decode: Any = SimpleNamespace(graph_stages=[place], sizes=[8])
     pieces, size = GraphPieces(decode, 1), PrefillSize(4, PROMPT_TOKENS)
     inputs = step([200, 3, 250])
     assert smallest_fitting([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS

@@ -104,7 +104,7 @@ def test_a_sampler_that_cannot_be_made_is_a_refusal(
 def test_a_sampler_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = registry.choose_sampler(["naive"], CPU, 4, 100, [])
     monkeypatch.setattr(NaiveSampler, "__init__", lambda *_: pytest.fail("made twice"))
-    again, refusals = registry.choose_sampler(["flashinfer", "naive"], CPU, 4, 100, [], made=[first])
+    again, refusals = registry.choose_sampler(["flashinfer", "naive"], CPU, 4, 100, [], created=[first])
     assert again is first and set(refusals) == {"flashinfer"}
 
 
@@ -113,8 +113,8 @@ def test_unknown_samplers_and_none_left() -> None:
         registry.choose_sampler(["fast"], CPU, 4, 100, [])
     with pytest.raises(RuntimeError, match="no sampler can serve: rapid: needs a CUDA device"):
         registry.choose_sampler(["rapid"], CPU, 4, 100, [])
-    assert registry.order(("rapid", "flashinfer"), asked="flashinfer") == ("flashinfer", "rapid", "cpu", "naive")
-    assert registry.order(("naive",), asked="flashinfer") == ("naive", "cpu")
+    assert registry.order(("rapid", "flashinfer"), requested="flashinfer") == ("flashinfer", "rapid", "cpu", "naive")
+    assert registry.order(("naive",), requested="flashinfer") == ("naive", "cpu")
     assert EngineConfig(model_path="").samplers == tuple(registry.SAMPLERS)
 
 

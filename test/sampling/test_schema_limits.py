@@ -89,17 +89,17 @@ def test_numbers_that_are_not_served_are_refused_by_their_place(
     compiler: GrammarCompiler, number: str, strict: bool
 ) -> None:
     for source, place in (('{"const": %s}', ".const"), ('{"items": {"enum": [1, {"a": %s}]}}', ".items.enum[1].a")):
-        with pytest.raises(GrammarError, match=r"^(NaN|integers).* are not served") as refusal:
+        with pytest.raises(GrammarError, match=r"^(NaN.* not supported|an integer of .* out of range)") as refusal:
             compiler.compile(Constraint(form=Form.JSON_SCHEMA, source=source % number, strict=strict))
         assert refusal.value.place == place
     if number in ("NaN", "-Infinity", "1e999"):
         source = '{"properties": {"a": {"type": "number", "minimum": %s}}}'
-        with pytest.raises(GrammarError, match=r"^NaN.* are not served") as refusal:
+        with pytest.raises(GrammarError, match=r"^NaN.* are not supported") as refusal:
             compiler.compile(Constraint(form=Form.JSON_SCHEMA, source=source % number, strict=strict))
         assert refusal.value.place == ".properties.a.minimum"
     for value in (2**53, -(2**53), 0.1, {"const": 2**53 - 1}):
         assert takes(compiler, schema({"const": value, "title": 2**60}, strict=strict), value)
-    with pytest.raises(GrammarError, match=r"^integers of 20 digits") as refusal:
+    with pytest.raises(GrammarError, match=r"^an integer of 20 digits") as refusal:
         compiler.compile(schema({"properties": {"const": {"maxLength": 10**19, "minLength": 10**20 - 1}}}))
     assert refusal.value.place == ".properties.const.minLength"
 
