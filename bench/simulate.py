@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.tools.origin import origin
 from test.simulation.faults import KINDS
-from test.simulation.world import STEPS, Found, run
+from test.simulation.world import STEPS, WorldFailed, run
 
 Result = tuple[int, dict[str, int], str]
 SAVED_AFTER = 50
@@ -39,8 +39,8 @@ def one(seed: int, steps: int, without: frozenset[str]) -> Result:
     """(seed, counts, what was found)."""
     try:
         return seed, run(seed, steps, without), ""
-    except Found as found:
-        return seed, {}, str(found)
+    except WorldFailed as failure:
+        return seed, {}, str(failure)
 
 
 def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def summary(arguments: argparse.Namespace, done: int, counts: Counter[str], fail
         **counts,
         "failed": len(failed),
         "failed_seeds": [seed for seed, _ in failed[:20]],
-        "first_failures": [found.partition("\n")[0] for _, found in failed[:5]],
+        "first_failures": [failure.partition("\n")[0] for _, failure in failed[:5]],
     }
     if arguments.out is not None:
         part = arguments.out.with_suffix(".part")
@@ -96,12 +96,12 @@ def main() -> None:
     failed: list[tuple[int, str]] = []
     with ProcessPoolExecutor(arguments.jobs) as pool:
         results = pool.map(one, seeds, repeat(arguments.steps), repeat(without), chunksize=10)
-        for done, (seed, counted, found) in enumerate(results, 1):
+        for done, (seed, counted, failure) in enumerate(results, 1):
             counts.update({name: count for name, count in counted.items() if name != "digest"})
-            if found:
-                failed.append((seed, found))
-                print(found, flush=True)
-            if found or done % SAVED_AFTER == 0:
+            if failure:
+                failed.append((seed, failure))
+                print(failure, flush=True)
+            if failure or done % SAVED_AFTER == 0:
                 summary(arguments, done, counts, failed)
     if arguments.minimise:
         for seed, _ in failed[:5]:

@@ -1,9 +1,15 @@
-"""An engine without a model, for what a real one cannot show: floods, refusals at will, failures on demand.
+"""An engine without a model, for cases that a real one cannot produce on demand: floods, refusals, failures.
 
-A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
-a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "fail@n" in its nth
-without a word before, "held" when a job "release" comes, "who" says the model's name, "die" kills the engine's thread,
-"hang" stops it for ever, "say" gives what follows once, in pieces that cut it anywhere, and stops.
+A row's text is its prompt repeated; for a chat, the last user message. A prompt may start with a command:
+
+- "flood": send 64 kB per step
+- "break": fail the job in its second step
+- "fail@n": fail in step n without any output
+- "held": fail when a job "release" comes
+- "who": send the model's name
+- "die": kill the engine's thread
+- "hang": block the engine's thread for ever
+- "say": send the rest once, in pieces cut at any byte, and stop
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tqdm  # noqa: F401 - torch, which this engine has not, brings it along
+import tqdm  # noqa: F401 - a real engine imports it with torch
 
 from rwkv_batch.calls import (
     CancelJobs,
@@ -32,7 +38,7 @@ from rwkv_batch.calls import (
 )
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
-from rwkv_batch.ipc import server  # noqa: F401 - which the real one has from the start
+from rwkv_batch.ipc import server  # noqa: F401 - as a real engine does
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Load
 from rwkv_batch.tokenizer import Tokenizer
@@ -42,19 +48,19 @@ STEP_S = 0.01
 SAY_CHUNK_BYTES = 7
 FLOOD = b"0123456789abcdef" * 4096
 LARGE_FILE = 32 << 20
-"""Bytes of every session's file: more than sockets between two programs hold."""
+"""Bytes of every session file: more than the buffers of two sockets hold."""
 BROKEN = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken on demand")
 
 
 def _check(call: CheckModel) -> str | ServiceError:
-    """What `start` would come to."""
+    """Return the result that `start` would have."""
     if Path(call.file).stem != "broken":
         return "a model"
     return ServiceError(ErrorKind.INVALID_FIELD, f"file: {call.file} is not a model", field="file")
 
 
 def _user_text(prompt: bytes) -> bytes:
-    """The prompt, or of a chat's the last words of the user."""
+    """Return the prompt, or a chat's last user message."""
     return prompt.rpartition(b"User: ")[2].partition(b"\n\nAssistant:")[0]
 
 
@@ -69,7 +75,7 @@ class _Running:
 
 
 class FakeEngine:
-    """A ManagedEngine. One thread, one step each STEP_S seconds; each step gives every row `chunk_size` tokens."""
+    """A ManagedEngine. One thread, one step per STEP_S seconds; each step gives every row `chunk_size` tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -95,9 +101,12 @@ class FakeEngine:
         return Load(sum(len(one.texts) for one in list(self._jobs.values())), 0)
 
     def start(self) -> None:
-        """Of a model file's name: "broken" cannot be loaded, "dying" ends the process, "slow" takes its time.
+        """Behave by the model file's name.
 
-        "imports" fails with what was imported behind this module.
+        - "broken": cannot be loaded
+        - "dying": ends the process
+        - "slow": takes its time
+        - "imports": fails with the modules imported since this one
         """
         name = Path(self._config.model_path).stem
         if name == "broken":
@@ -119,13 +128,13 @@ class FakeEngine:
 
     def stop(self) -> None:
         self._stopping = True
-        self._thread.join(10)  # what it was about to tell is told; one that hangs is left behind
+        self._thread.join(10)  # pending events are sent; a hanging thread is left behind
 
     def on_delivered(self, callback: Callable[[], None]) -> None:
         self._delivered = callback
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        with self._lock:  # a job that is admitted is among those that `drain` waits for
+        with self._lock:  # so that `drain` waits for every admitted job
             if self._draining:
                 on_admitted(ServiceError(ErrorKind.DRAINING, "draining"))
                 return
@@ -228,4 +237,4 @@ class FakeEngine:
 
 
 IMPORTED = frozenset(sys.modules)
-"""What there was when this module came, in the process that engines are forked from."""
+"""Modules that existed when this module was imported, in the process that engines are forked from."""

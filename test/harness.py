@@ -31,7 +31,7 @@ CALLS = {one.__struct_config__.tag: one for one in get_args(AnyCall)}
 
 @dataclass
 class RunningJob:
-    """A job under way: its news by row, its end."""
+    """A submitted job: its texts and finishes by row, its events."""
 
     job: Job
     texts: dict[int, bytes] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class RunningJob:
     done: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
 
-    def admitted(self, refusal: Any) -> None:
+    def on_admitted(self, refusal: Any) -> None:
         self.refusal = refusal
         self.answered.set()
         if refusal is not None:
@@ -71,28 +71,28 @@ class RunningJob:
 
 
 def make_request(prompt: str | list[int], **fields: Any) -> GenerateRequest:
-    """A row; greedy, 16 tokens, unless told."""
+    """Return a row; greedy and 16 tokens by default."""
     ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     return GenerateRequest(**{"prompt": ids, "max_tokens": 16, "sampling": GREEDY, **fields})
 
 
 def turn(session_id: str, prompt: str, **fields: Any) -> GenerateRequest:
-    """A row that continues a session with the same prompt whether it exists or not."""
+    """Return a row that continues a session. The prompt is the same whether the session exists or not."""
     session = {k: fields.pop(k) for k in ("branch_from", "wait") if k in fields}
     ids = TOKENIZER.encode(prompt)
     return make_request(ids, session=SessionTurn(session_id=session_id, resume_prompt=ids, **session), **fields)
 
 
 def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> RunningJob:
-    """Hand a job over without waiting for it."""
+    """Submit a job without waiting for it."""
     running = RunningJob(Job(job_id=f"job{next(_ids)}", rows=list(rows), **fields))
-    engine.submit(running.job, running.sink, running.admitted)
+    engine.submit(running.job, running.sink, running.on_admitted)
     return running
 
 
 @contextmanager
 def paused_engine(engine: Engine) -> Iterator[None]:
-    """What is submitted within comes to the engine at once, in order, when it goes on."""
+    """Pause the engine. On exit it receives all submitted jobs at once, in order."""
     resumed = threading.Event()
     engine._inbox.put(lambda: resumed.wait(WAIT_S) and None)
     try:
@@ -102,7 +102,7 @@ def paused_engine(engine: Engine) -> Iterator[None]:
 
 
 def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> RunningJob:
-    """Run a job to its end; a refusal is raised."""
+    """Run a job to its end. Raises its refusal."""
     running = submit(engine, *rows, **fields).wait()
     if running.refusal is not None:
         raise running.refusal
@@ -110,7 +110,7 @@ def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> RunningJob:
 
 
 def call(engine: Engine, verb: str, **arguments: Any) -> Any:
-    """Ask one of rwkv_batch.calls, by its tag, and wait for the answer; a failure is raised."""
+    """Call the engine by the call's tag and return the answer. Raises a failure."""
     answered, answer = threading.Event(), []
     engine.call(CALLS[verb](**arguments), lambda value: (answer.append(value), answered.set()))
     assert answered.wait(WAIT_S)
@@ -120,7 +120,7 @@ def call(engine: Engine, verb: str, **arguments: Any) -> Any:
 
 
 def eventually_holds(engine: Engine, check: Callable[[], bool]) -> bool:
-    """Whether the check holds on the engine's thread, once it has done what the last answers leave to be done."""
+    """Return whether the check holds on the engine's thread after pending work."""
     held: list[bool] = []
     deadline = time.monotonic() + WAIT_S
     while not any(held) and time.monotonic() < deadline:
@@ -130,7 +130,7 @@ def eventually_holds(engine: Engine, check: Callable[[], bool]) -> bool:
             held.append(check())
             looked.set()
 
-        if not engine._inbox.put(look):  # it has ended
+        if not engine._inbox.put(look):  # the engine has ended
             return check()
         assert looked.wait(WAIT_S)
         time.sleep(0.01)
@@ -138,22 +138,22 @@ def eventually_holds(engine: Engine, check: Callable[[], bool]) -> bool:
 
 
 def free_slots(engine: Engine) -> int:
-    """Slots that nobody holds once no row has work left: a turn's end may be told before its last token is read."""
+    """Return the free slots of an idle engine. A turn's end may be reported before its last token is read."""
     assert eventually_holds(engine, lambda: not engine.load.rows)
     return int(call(engine, "status")["free_slots"])
 
 
 def tiny_model(folder: Path, **fields: Any) -> Path:
-    """A random model small enough for tests: 3 layers of one head, all 65,536 tokens.
+    """Write a random model small enough for tests: 3 layers of one head, all 65,536 tokens.
 
-    The head of the vocabulary is most of a step: twice the width takes nearly twice as long.
+    The output matrix takes most of a step: twice the width takes nearly twice the time.
     """
     return write_random_model(folder / "tiny.safetensors", **{"layers": 3, "width": 64, **fields})
 
 
 @contextmanager
 def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -> Iterator[Engine]:
-    """An engine (on the CPU unless told), stopped at the end, with nothing left running or leaked."""
+    """Start an engine (on the CPU by default). On exit, stop it and check that nothing leaks."""
     config = EngineConfig(
         model_path=str(model),
         pool=pool or PoolConfig(state_db=""),
@@ -167,4 +167,4 @@ def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -
         engine.stop()
     assert engine.jobs.check_integrity() == []
     del engine
-    gc.collect()  # an engine is a circle of objects, with hundreds of megabytes in it
+    gc.collect()  # an engine has reference cycles and hundreds of megabytes

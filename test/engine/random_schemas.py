@@ -1,4 +1,4 @@
-"""Random JSON schemas, of what is served and of what is refused, from a seed."""
+"""Random JSON schemas from a seed, both supported and unsupported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 Schema = dict[str, Any]
 DEPTH = 3
-UNSERVED = 0.04
-"""Share of parts with a keyword that cannot be held to."""
+UNSUPPORTED = 0.04
+"""Share of parts with an unsupported keyword."""
 _WORDS = ("alpha", "beta", "gamma", "né", "a b", 'q"uote', "back\\slash", "日本", "x", "")
 _PATTERNS = ("^[a-z]{2,5}$", "^(foo|bar)+$", "[0-9]", "^\\d{3}-\\d{2}$", "^[^a]*$", "z$")
 _FORMATS = ("date", "time", "date-time", "email", "ipv4", "uuid", "uri", "hostname")
@@ -31,7 +31,7 @@ def _part(draw: random.Random, depth: int, names: list[str]) -> Schema:
     if names and depth < DEPTH:
         kinds.append(_reference)
     made = draw.choice(kinds)(draw, depth, names) if draw.random() < 0.7 else draw.choice(leaves)(draw)
-    if draw.random() < UNSERVED:
+    if draw.random() < UNSUPPORTED:
         unserved: tuple[Schema, ...] = (
             {"not": {"type": "null"}},
             {"if": {"type": "string"}, "then": {"minLength": 1}},

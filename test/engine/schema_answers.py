@@ -1,7 +1,7 @@
-"""Random JSON schemas, and answers held to them: each answer that ends must be valid.
+"""Random JSON schemas, and answers constrained by them: each answer that ends must be valid.
 
-`walk` samples texts from what the masks allow, without a model. `answer` runs a random model through the engine, with a
-bias towards tokens that close something, so that most answers end. jsonschema-rs, with formats, is the judge.
+`walk` samples texts from the masks, without a model. `answer` runs a random model through the engine, with a bias
+towards closing tokens, so that most answers end. jsonschema-rs, with formats, validates them.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from state_pool.config import PoolConfig
 from test.engine.random_schemas import Schema, random_schema
 
 MAX_TOKENS = 300
-LIKING = 12.0
-"""Added to the logits of tokens that close something."""
+CLOSING_BIAS = 12.0
+"""Added to the logits of closing tokens."""
 WAIT_S = 600.0
 TOKENIZER = Tokenizer()
 CLOSING = [i for i, token in enumerate(TOKENIZER.byte_table) if token and not token.strip(b'"}],')]
 
 
 def constraint_of(schema: Schema) -> Constraint:
-    """A strict one."""
+    """A strict constraint."""
     return Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), field="json_schema")
 
 
 def fault(schema: Schema, text: bytes) -> str:
-    """Why a text is no valid answer; "": it is one."""
+    """Why a text is not a valid answer; "" if it is."""
     try:
         validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
         validator.validate(json.loads(text, parse_float=_finite))
@@ -56,12 +56,12 @@ def fault(schema: Schema, text: bytes) -> str:
 
 
 def _finite(digits: str) -> float:
-    """A number of JSON; what no double holds counts as the largest one, for the judge knows no other."""
+    """A JSON number. Numbers beyond double range count as the largest one, because the validator has no others."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(digits)))
 
 
 def random_text(grammar: Grammar, draw: random.Random) -> bytes | None:
-    """A text drawn from what the masks allow; None if it did not end. Raises GrammarError at a dead end."""
+    """A text sampled from the masks; None if it did not end. Raises GrammarError at a dead end."""
     matcher, mask, text = Matcher(grammar), np.zeros(VOCAB_SIZE // 32, dtype=np.int32), b""
     for _ in range(MAX_TOKENS):
         matcher.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -80,7 +80,7 @@ def random_text(grammar: Grammar, draw: random.Random) -> bytes | None:
 
 
 def walk(schemas: Iterable[tuple[int, Schema]], walks: int) -> tuple[Counter[str], list[str]]:
-    """Texts without a model: what was counted, and every text that is not valid."""
+    """Sample texts without a model. Returns the counts and every invalid text."""
     compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE)
     counted: Counter[str] = Counter()
     wrong: list[str] = []
@@ -104,7 +104,7 @@ def walk(schemas: Iterable[tuple[int, Schema]], walks: int) -> tuple[Counter[str
 
 
 class Answers:
-    """One job for each schema, and how they ended."""
+    """One job per schema, and its end."""
 
     def __init__(self, engine: Engine, rows: int) -> None:
         self._engine = engine
@@ -114,9 +114,9 @@ class Answers:
         self.wrong: list[str] = []
 
     def ask(self, number: int, schema: Schema) -> None:
-        """Begin one, once there is a place."""
+        """Submit a job when the number in flight permits."""
         assert self._places.acquire(timeout=WAIT_S)
-        bias = dict.fromkeys(CLOSING, LIKING)
+        bias = dict.fromkeys(CLOSING, CLOSING_BIAS)
         row = GenerateRequest(
             prompt=[300 + number % 60000],
             max_tokens=MAX_TOKENS,
@@ -126,7 +126,7 @@ class Answers:
         name = f"schema{number}"
         self._texts[name] = b""
 
-        def admitted(refusal: Any) -> None:
+        def on_admitted(refusal: Any) -> None:
             if refusal is not None:
                 assert refusal.info.field.startswith("json_schema"), refusal.info
                 self.counted["refused"] += 1
@@ -139,7 +139,7 @@ class Answers:
                 self._judge(number, schema, finishes[0].reason if finishes else FinishReason.ERROR)
                 self._places.release()
 
-        self._engine.submit(Job(job_id=name, rows=[row]), sink, admitted)
+        self._engine.submit(Job(job_id=name, rows=[row]), sink, on_admitted)
 
     def _judge(self, number: int, schema: Schema, reason: FinishReason) -> None:
         text = self._texts.pop(f"schema{number}")
@@ -148,13 +148,13 @@ class Answers:
             self.wrong.append(f"schema {number}: {text!r}: {why}: {json.dumps(schema)}")
 
     def wait(self, rows: int) -> None:
-        """Until all have ended."""
+        """Wait until all jobs have ended."""
         for _ in range(rows):
             assert self._places.acquire(timeout=WAIT_S)
 
 
 def answer(schemas: Iterable[tuple[int, Schema]], rows: int) -> tuple[Counter[str], list[str]]:
-    """Answers of a random model: what was counted, and every answer that is not valid."""
+    """Run a random model. Returns the counts and every invalid answer."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_model(Path(folder) / "m.safetensors", layers=2, width=128)
         pool = PoolConfig(state_db="")
@@ -171,5 +171,5 @@ def answer(schemas: Iterable[tuple[int, Schema]], rows: int) -> tuple[Counter[st
 
 
 def numbered(count: int) -> Iterator[tuple[int, Schema]]:
-    """The first schemas, each by its seed."""
+    """The first schemas by seed."""
     return ((number, random_schema(random.Random(number))) for number in range(count))

@@ -1,4 +1,4 @@
-"""How much batch work steps hold beside interactive requests, told by counting rows, tokens and steps. No model."""
+"""Batch work per step next to interactive requests, by counts of rows, tokens and steps. No model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 8
 
 
 class Steps:
-    """A scheduler, its steps, and a clock that stands still unless it is set."""
+    """A scheduler with a manual clock."""
 
     def __init__(self, most: int = MOST, req_slots: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
         self.slots = Slots(500)
@@ -30,7 +30,6 @@ class Steps:
         self.now = 1000.0
 
     def step(self) -> list[ScheduledRow]:
-        """Run the next step."""
         rows = self.plan.schedule(now=self.now)
         read(rows)
         for row in rows:
@@ -39,13 +38,13 @@ class Steps:
         return rows
 
     def batch(self, rows: int, prompt_tokens: int = 1) -> list[Sequence]:
-        """Batch rows come."""
+        """Add batch rows."""
         running, sequences = job(rows, prompt_tokens, client="bulk")
         self.plan.add(running, sequences)
         return sequences
 
     def chat(self, prompt_tokens: int = 1) -> Sequence:
-        """An interactive row comes."""
+        """Add an interactive row."""
         running, (sequence,) = job(1, prompt_tokens, client="chat")
         self.plan.add(running, [sequence])
         return sequence
@@ -58,7 +57,7 @@ def of_batch(rows: list[ScheduledRow]) -> list[ScheduledRow]:
 def test_batch_rows_take_turns_while_an_interactive_row_is_there() -> None:
     steps = Steps()
     bulk = steps.batch(60)
-    assert len(steps.step()) == 60, "alone they are all in every step"
+    assert len(steps.step()) == 60, "alone, all batch rows are in every step"
     chat = steps.chat()
     turns: Counter[Sequence] = Counter()
     for _ in range(60):
@@ -71,7 +70,7 @@ def test_batch_rows_take_turns_while_an_interactive_row_is_there() -> None:
 
 
 def test_steps_stay_short_for_a_while_after_the_last_interactive_row() -> None:
-    """The next request comes between two steps, and would wait for the one that runs."""
+    """A request between two steps would wait for the running one."""
     steps = Steps()
     steps.batch(60)
     chat = steps.chat()
@@ -97,7 +96,7 @@ def test_an_interactive_row_that_waits_for_its_session_keeps_steps_short() -> No
         steps.now += INTERACTIVE_WINDOW_S
 
 
-def test_prompts_of_batch_rows_have_half_of_a_short_step() -> None:
+def test_batch_prompts_get_half_of_a_short_step() -> None:
     steps = Steps()
     steps.batch(30)
     steps.step()
@@ -111,10 +110,10 @@ def test_prompts_of_batch_rows_have_half_of_a_short_step() -> None:
     steps.plan.remove(chat)
     steps.now += INTERACTIVE_WINDOW_S
     rows = steps.step()
-    assert sum(row.num_tokens for row in rows) == 30 + 256, "alone they read as much as a step may"
+    assert sum(row.num_tokens for row in rows) == 30 + 256, "alone, batch prompts use the whole step"
 
 
-def test_prompts_of_batch_rows_have_all_of_a_short_step_in_which_none_decodes() -> None:
+def test_batch_prompts_get_a_whole_short_step_without_decoding_rows() -> None:
     steps = Steps()
     steps.chat()
     steps.batch(20, prompt_tokens=1000)
@@ -122,7 +121,7 @@ def test_prompts_of_batch_rows_have_all_of_a_short_step_in_which_none_decodes() 
     assert sum(row.num_tokens for row in of_batch(steps.step())) == MOST * TOKENS_PER_ROW
 
 
-def test_an_interactive_prompt_is_read_as_far_as_a_short_steps_batch_prompts_leave_it_room() -> None:
+def test_an_interactive_prompt_gets_the_rest_of_a_short_step() -> None:
     steps = Steps()
     steps.batch(12)
     steps.step()
@@ -132,12 +131,12 @@ def test_an_interactive_prompt_is_read_as_far_as_a_short_steps_batch_prompts_lea
     for _ in range(2 * BATCH_PART):
         rows = steps.step()
         decoding = sum(row.num_tokens == 1 for row in of_batch(rows))
-        assert sum(row.num_tokens for row in rows) - decoding == 256, "no token of the budget is left"
+        assert sum(row.num_tokens for row in rows) - decoding == 256, "the whole budget is used"
         both += {row.sequence for row in rows} > {chat}
     assert both == 2, "one step in four has batch rows too"
 
 
-def test_a_step_holds_batch_work_however_short_it_is() -> None:
+def test_the_shortest_step_contains_batch_work() -> None:
     steps = Steps(most=1)
     bulk = steps.batch(12)
     steps.batch(12, prompt_tokens=50)
@@ -156,26 +155,26 @@ def test_all_rows_decode_in_every_step_where_there_is_no_limit() -> None:
         assert len(steps.step()) == 60
 
 
-def test_a_request_after_the_other_is_not_taken_for_a_long_prompt() -> None:
-    """Batch rows have every fourth of the steps in which a first token is waited for: of one wait, not of four."""
+def test_consecutive_requests_do_not_count_as_one_long_prompt() -> None:
+    """Batch rows run in every fourth step of one wait for a first token, not of four waits."""
     steps = Steps()
     steps.batch(60)
     for _ in range(2 * BATCH_PART):
         chat = steps.chat(prompt_tokens=40)
-        assert not of_batch(steps.step()), "its whole prompt is read in a step without them"
+        assert not of_batch(steps.step()), "a step without batch rows reads the whole prompt"
         assert of_batch(steps.step())
         steps.plan.remove(chat)
 
 
 def seconds(rows: list[ScheduledRow]) -> float:
-    """What a step takes by the demo model on two cores, as measured: most for rows that draw."""
+    """Measured seconds of a step of the demo model on two cores. Rows that sample take most."""
     if not rows:
         return 0.0
     return 0.0033 + sum(0.00031 if one.num_tokens == 1 else 0.00008 * one.num_tokens for one in rows)
 
 
 def first_token_s(steps: Steps, part: float) -> float:
-    """Of a request that comes when this part of a step is left."""
+    """Seconds to the first token of a request that arrives when this part of a step is left."""
     running = seconds(steps.step())
     chat, waited = steps.chat(prompt_tokens=61), running * part
     while len(chat.token_ids) == 61:
@@ -184,7 +183,7 @@ def first_token_s(steps: Steps, part: float) -> float:
     return waited
 
 
-def test_a_first_token_beside_a_batch_waits_for_a_short_step_at_most() -> None:
+def test_a_first_token_waits_at_most_for_a_short_step() -> None:
     alone = first_token_s(Steps(), 0.0)
     most = {}
     for rows in (0, MOST):
@@ -198,12 +197,12 @@ def test_a_first_token_beside_a_batch_waits_for_a_short_step_at_most() -> None:
 
 
 def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
-    """The weights are read for them alone, for few tokens as for many."""
+    """A prefill loads all weights, for few tokens as for many."""
     steps = Steps(most=0, req_slots=96, budget=1024, has_pieces=True)
     steps.batch(12)
     steps.step()
     late = steps.batch(9, prompt_tokens=3)
-    assert late[0] in [row.sequence for row in steps.step()], "alone they are read at once"
+    assert late[0] in [row.sequence for row in steps.step()], "alone, batch prompts are read at once"
     chat = steps.chat()
     steps.step()
     late = steps.batch(9, prompt_tokens=3)
@@ -212,11 +211,11 @@ def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
     steps.batch(9, prompt_tokens=3)
     steps.step()
     late = steps.batch(16, prompt_tokens=MAX_TOKENS_IN_PIECES // 16)
-    assert late[0] in [row.sequence for row in steps.step()], "there are enough now"
+    assert late[0] in [row.sequence for row in steps.step()], "enough tokens are queued"
     steps.plan.remove(chat)
     steps.now += INTERACTIVE_WINDOW_S
     late = steps.batch(9, prompt_tokens=3)
-    assert late[0] in [row.sequence for row in steps.step()], "nobody waits any more"
+    assert late[0] in [row.sequence for row in steps.step()], "no interactive request is left"
 
 
 def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
@@ -229,7 +228,7 @@ def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
 
 
 def prompts_of_batch(rows: list[ScheduledRow], before: list[Sequence]) -> list[ScheduledRow]:
-    """Those that the step reads more than a token of, of batch rows that were not there before."""
+    """Return new batch rows of which the step reads more than one token."""
     return [row for row in of_batch(rows) if row.sequence not in before and row.num_tokens > 1]
 
 
@@ -250,4 +249,4 @@ def test_a_step_in_pieces_reads_no_more_prompts_of_batch_rows_than_graphs_hold()
     steps.now += INTERACTIVE_WINDOW_S
     bulk += short
     steps.batch(9, prompt_tokens=200)
-    assert sum(row.num_tokens for row in prompts_of_batch(steps.step(), bulk)) == 1024, "nobody waits any more"
+    assert sum(row.num_tokens for row in prompts_of_batch(steps.step(), bulk)) == 1024, "no interactive request is left"

@@ -1,4 +1,4 @@
-"""Links whose bytes are carried by something else: frames come whole and in order, and nothing grows without bound."""
+"""Links over another transport: frames arrive whole and in order, and queues are bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ends() -> Ends:
 
 
 def carry(sender: BufferedLink[Any, Any], receiver: BufferedLink[Any, Any]) -> int:
-    """Carry what may leave; returns the number of pieces."""
+    """Carry all pieces that may be sent; returns their number."""
     count = 0
     while pieces := sender.take(0.0):
         receiver.put(pieces)
@@ -42,14 +42,14 @@ def test_frames_of_any_length_come_whole_and_in_order(ends: Ends, monkeypatch: p
     assert receiver.num_pieces > len(sent)
 
 
-def test_what_waits_leaves_together(ends: Ends) -> None:
+def test_queued_frames_are_sent_together(ends: Ends) -> None:
     sender, _ = ends
     for number in range(5):
         sender.send((number, b"short"))
     assert len(sender.take(0.0) or ()) == 5 and sender.take(0.0) == []
 
 
-def test_no_more_leaves_than_was_read(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unacknowledged_bytes_are_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffered_link, "PIECE_BYTES", 1000)
     monkeypatch.setattr(buffered_link, "WINDOW_BYTES", 3000)
     sender, receiver = ends
@@ -66,7 +66,7 @@ def test_no_more_leaves_than_was_read(ends: Ends, monkeypatch: pytest.MonkeyPatc
     assert receiver.read_bytes > 10_000
 
 
-def test_who_is_not_carried_to_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_without_transport_is_closed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_WAITING_FRAMES", 3)
     sender, _ = ends
     for number in range(4):
@@ -86,7 +86,7 @@ def test_a_frame_is_bounded_at_both_ends(ends: Ends, monkeypatch: pytest.MonkeyP
         list(receiver.receive())
 
 
-def test_close_ends_who_waits(ends: Ends) -> None:
+def test_close_wakes_waiting_threads(ends: Ends) -> None:
     link, _ = ends
     ended: list[object] = []
     waiting = [

@@ -1,4 +1,4 @@
-"""Calls over the socket: each arrives as it was asked, and its answer in the type that it names."""
+"""Calls over the socket: each arrives unchanged, and its answer has the declared type."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ ANSWERS: dict[Any, Any] = {
 }
 
 
-class Answering(FakeEngine):
-    """Answers from a table, and fails for what is not in it."""
+class TableEngine(FakeEngine):
+    """Answers calls from a table, and fails for others."""
 
     def call(self, call: Any, reply: Any) -> None:
         unknown = ServiceError(ErrorKind.SESSION_NOT_FOUND, "no such session", field="session_id")
@@ -59,9 +59,9 @@ class Answering(FakeEngine):
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[EngineClient]:
-    """Connected to an engine that answers."""
+    """A client connected to an engine that answers."""
     address = str(tmp_path / "engine.sock")
-    EngineServer(Answering(EngineConfig(model_path=""))).listen(address)
+    EngineServer(TableEngine(EngineConfig(model_path=""))).listen(address)
     client = EngineClient(unix_connector(address))
     client.start("test")
     deadline = time.monotonic() + WAIT_S
@@ -107,29 +107,29 @@ def test_a_call_that_fails_is_answered_with_its_failure(client: EngineClient) ->
     assert (failure.info.kind, failure.info.field) == (ErrorKind.SESSION_NOT_FOUND, "session_id")
 
 
-def test_an_answer_that_is_too_long_is_told(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_too_long_is_reported(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ANSWERS, calls.ExportSession("long"), bytes(3000))
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2000)
     failure = ask(client, calls.ExportSession("long"))
     assert isinstance(failure, ServiceError)
     assert failure.info.kind is ErrorKind.BODY_TOO_LARGE
-    assert ask(client, calls.ExportSession("s", 2)) == ANSWERS[calls.ExportSession("s", 2)], "the link goes on"
+    assert ask(client, calls.ExportSession("s", 2)) == ANSWERS[calls.ExportSession("s", 2)], "the link stays open"
 
 
-def test_a_call_that_is_too_long_is_told(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_too_long_is_reported(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2000)
     failure = ask(client, calls.ImportSession("s", bytes(3000)))
     assert isinstance(failure, ServiceError)
     assert failure.info.kind is ErrorKind.BODY_TOO_LARGE
     assert not client._waiting.calls
-    assert ask(client, calls.ExportSession("s", 2)) == ANSWERS[calls.ExportSession("s", 2)], "the link goes on"
+    assert ask(client, calls.ExportSession("s", 2)) == ANSWERS[calls.ExportSession("s", 2)], "the link stays open"
 
 
-def test_news_that_are_too_long_end_their_job(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_are_too_long_end_their_job(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 20_000)
     events: queue.Queue[Any] = queue.Queue()
     client.submit(Job(job_id="j", rows=[]), events.put, lambda refusal: None)
-    told = events.get(timeout=WAIT_S)
-    assert (told.done, told.error.kind) == (True, ErrorKind.INTERNAL)
-    assert "the limit is 20000" in told.error.message
-    assert ask(client, calls.CountJobs("big_batch")) == 4, "the link goes on"
+    last = events.get(timeout=WAIT_S)
+    assert (last.done, last.error.kind) == (True, ErrorKind.INTERNAL)
+    assert "the limit is 20000" in last.error.message
+    assert ask(client, calls.CountJobs("big_batch")) == 4, "the link stays open"

@@ -1,4 +1,4 @@
-"""Rows held to a grammar, beside rows that are not: alone and in company, in every loop, with every end."""
+"""Constrained rows together with other rows: alone and in batches, in every loop, with every kind of end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def mixed_rows() -> list[GenerateRequest]:
-    """Rows of all kinds; every other one is not constrained."""
+    """Rows of all kinds; every other one has no constraint."""
     samples = {"max_tokens": 80, "sampling": SamplingParams(seed=7, top_p=0.9, presence_penalty=0.5)}
     return [
         make_request("A person:", constraint=schema(PERSON), **samples),
@@ -90,12 +90,12 @@ def by_row(running: RunningJob) -> list[tuple[bytes, FinishReason, int]]:
 
 @pytest.fixture(scope="module")
 def plain_answers(model: Path) -> list[tuple[bytes, FinishReason, int]]:
-    """What the plain loop answers: the definition."""
+    """The answers of the loop with one step in flight, as the reference."""
     with started_engine(model, **LOOPS["plain"]) as started:
         return by_row(run(started, *mixed_rows()))
 
 
-def test_rows_give_the_same_alone_and_in_company_in_every_loop_and_sampler(
+def test_rows_give_the_same_text_alone_and_batched_in_every_loop_and_sampler(
     engine: Engine, plain_answers: list[tuple[bytes, FinishReason, int]]
 ) -> None:
     together = by_row(run(engine, *mixed_rows()))
@@ -108,7 +108,7 @@ def test_rows_give_the_same_alone_and_in_company_in_every_loop_and_sampler(
     assert together[7][0] in (b"0", b"1")
 
 
-def test_a_text_that_can_go_no_further_ends_without_an_end_token(engine: Engine) -> None:
+def test_a_complete_text_ends_without_an_end_token(engine: Engine) -> None:
     row = make_request("Well?", constraint=choice("yes"), ignore_eos=True)
     ended = run(engine, row)
     assert ended.all_texts == [b"yes"]
@@ -116,7 +116,7 @@ def test_a_text_that_can_go_no_further_ends_without_an_end_token(engine: Engine)
     longest = run(
         engine, make_request("Well?", constraint=choice("yes"), max_tokens=ended.finishes[0].completion_tokens)
     )
-    assert longest.finishes[0].reason is FinishReason.STOP, "the last token that may be drawn ends it as a whole"
+    assert longest.finishes[0].reason is FinishReason.STOP, "the last allowed token completes the text"
 
 
 def test_an_empty_text_is_an_answer_too(engine: Engine) -> None:
@@ -125,7 +125,7 @@ def test_an_empty_text_is_an_answer_too(engine: Engine) -> None:
     assert run(engine, make_request("Well?", constraint=regex(""), ignore_eos=True)).all_texts == [b""]
 
 
-def test_max_tokens_cut_it_as_everywhere(engine: Engine) -> None:
+def test_max_tokens_limits_constrained_rows(engine: Engine) -> None:
     ended = run(engine, make_request("Go", constraint=regex("[a-z]{500}"), max_tokens=4))
     assert ended.finishes[0].reason is FinishReason.LENGTH
     assert ended.finishes[0].completion_tokens == 4
@@ -137,20 +137,20 @@ def test_stops_keep_their_meaning(engine: Engine) -> None:
     assert (ended.all_texts[0], ended.finishes[0].reason) == (b"one", FinishReason.STOP)
 
 
-def test_log_probabilities_are_of_what_the_grammar_allows(engine: Engine) -> None:
+def test_log_probabilities_cover_the_allowed_tokens(engine: Engine) -> None:
     row = make_request("Yes or no?", constraint=choice("yes", "no"), sampling=SamplingParams(seed=5, top_logprobs=5))
     running = run(engine, row, make_request("Free"))
     entries = [entry for event in running.events for delta in event.deltas for entry in delta.logprobs or ()]
     assert b"".join(entry.token for entry in entries) == running.all_texts[0]
     allowed = {token for token in TOKENIZER.byte_table if token and any(w.startswith(token) for w in (b"yes", b"no"))}
     assert {token for token, _ in entries[0].top} <= allowed
-    assert max(value for _, value in entries[0].top) > -10, "the allowed tokens alone make up the whole"
+    assert max(value for _, value in entries[0].top) > -10, "the allowed tokens have a total probability of 1"
 
 
-def test_continuations_of_one_prompt_follow_it_apart(engine: Engine) -> None:
+def test_continuations_of_one_prompt_follow_the_grammar_independently(engine: Engine) -> None:
     digits = regex("[0-9]{6}")
-    drawn = SamplingParams(seed=11)
-    many = run(engine, make_request("Six digits, please:", constraint=digits, n=4, sampling=drawn)).all_texts
+    sampling_params = SamplingParams(seed=11)
+    many = run(engine, make_request("Six digits, please:", constraint=digits, n=4, sampling=sampling_params)).all_texts
     singles = [
         run(
             engine, make_request("Six digits, please:", constraint=digits, sampling=SamplingParams(seed=11 + i))
@@ -162,7 +162,7 @@ def test_continuations_of_one_prompt_follow_it_apart(engine: Engine) -> None:
     assert all(len(text) == 6 and text.isdigit() for text in many)
 
 
-def test_sessions_keep_what_was_drawn(engine: Engine) -> None:
+def test_sessions_keep_constrained_text(engine: Engine) -> None:
     name = f"s{id(engine)}"
     first = run(engine, turn(name, "User: yes or no?", constraint=choice("yes", "no")))
     assert first.all_texts[0] in (b"yes", b"no")
@@ -184,7 +184,7 @@ def test_sessions_keep_what_was_drawn(engine: Engine) -> None:
         ({"format": "email"}, "joe@example.com", True),
     ],
 )
-def test_formats_are_as_narrow_as_validators_have_them(given: dict[str, str], text: str, fits: bool) -> None:
+def test_formats_are_as_strict_as_validators(given: dict[str, str], text: str, fits: bool) -> None:
     compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
     nested = {"type": "array", "items": {"anyOf": [{"type": "string", **given}]}}
     state = Matcher(compiler.compile(schema(nested))).state
@@ -205,7 +205,7 @@ def test_formats_are_as_narrow_as_validators_have_them(given: dict[str, str], te
         (schema({"type": "object", "minProperties": 3, "maxProperties": 1}), "json_schema", "roperties"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_place(
+def test_unsupported_constraints_are_refused_with_their_location(
     engine: Engine, constraint: Constraint, place: str, said: str
 ) -> None:
     with pytest.raises(ServiceError) as refused:
@@ -231,40 +231,40 @@ def test_what_cannot_be_served_is_refused_by_place(
         ),
     ],
 )
-def test_a_refusal_shows_what_was_given(engine: Engine, constraint: Constraint, given: str) -> None:
+def test_a_refusal_shows_the_given_constraint(engine: Engine, constraint: Constraint, given: str) -> None:
     with pytest.raises(ServiceError) as refused:
         run(engine, make_request("x", constraint=constraint))
     assert refused.value.info.given == given
 
 
-def test_a_schema_that_is_not_strict_leaves_out_what_it_cannot_hold(engine: Engine) -> None:
+def test_a_non_strict_schema_ignores_unsupported_keywords(engine: Engine) -> None:
     loose = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"], "not": {}}
     ended = run(engine, make_request("x", constraint=schema({**loose, "additionalProperties": False}, strict=False)))
     assert isinstance(json.loads(ended.all_texts[0])["a"], int)
 
 
-def test_a_token_that_no_grammar_allows_ends_that_request_alone(engine: Engine) -> None:
+def test_a_row_without_an_allowed_token_ends_only_its_request(engine: Engine) -> None:
     banned = {i: float("-inf") for i, token in enumerate(TOKENIZER.byte_table) if token.startswith(b"y")}
     failing = submit(engine, make_request("x", constraint=choice("yes"), sampling=SamplingParams(logit_bias=banned)))
-    beside = submit(engine, make_request("y", constraint=choice("yes")), make_request("free"))
+    other = submit(engine, make_request("y", constraint=choice("yes")), make_request("free"))
     error = failing.wait().events[-1].error
     assert error is not None and (error.kind, error.field) == (ErrorKind.INVALID_FIELD, "logit_bias")
     assert error.message == (
         f"logit_bias: it bans {len(banned)} tokens, and with them every token that choice allows next; ban fewer"
     )
-    assert beside.wait().all_texts[0] == b"yes"
+    assert other.wait().all_texts[0] == b"yes"
 
 
-def test_a_grammar_too_ambiguous_to_follow_ends_its_request_alone(engine: Engine) -> None:
+def test_a_grammar_that_is_too_ambiguous_ends_only_its_request(engine: Engine) -> None:
     wild = lark('start: s\ns: s s | s s s | "a" | ""')
     failing = submit(engine, make_request("x", constraint=wild, max_tokens=400, ignore_eos=True))
-    beside = submit(engine, make_request("y", constraint=schema(PERSON), max_tokens=60), make_request("free"))
-    assert beside.wait().finishes.keys() == {0, 1}
+    other = submit(engine, make_request("y", constraint=schema(PERSON), max_tokens=60), make_request("free"))
+    assert other.wait().finishes.keys() == {0, 1}
     error = failing.wait().events[-1].error
     assert error is not None and error.field == "grammar", failing.all_texts
 
 
-def test_a_thought_may_stand_before_it(engine: Engine) -> None:
+def test_reasoning_may_precede_constrained_text(engine: Engine) -> None:
     row = make_request("x", constraint=regex("[0-9]{3}", after="e"), max_tokens=400, sampling=SamplingParams(seed=2))
     text = run(engine, row).all_texts[0].decode(errors="replace")
     thought, _, answer = text.partition("e")
@@ -294,7 +294,7 @@ def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monke
         assert call(engine, "status")["running_rows"] == 0
 
 
-def test_a_draw_that_fails_ends_constrained_rows_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sampling_ends_only_constrained_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started_engine(model, overlap_on_cpu=True) as engine:
         run(engine, make_request("warm", constraint=choice("a")))
 
@@ -317,7 +317,7 @@ def test_a_grammar_whose_masks_take_long_is_found_and_ends(monkeypatch: pytest.M
     room = masks.Masks(65536, torch.device("cpu"), threads=2)
     rows = [Matcher(slow), Matcher(quick)]
     assert room.fill(rows)[1] == [None, None]
-    assert slow.masks == quick.masks == 0, "steps are not timed until one has taken long"
+    assert slow.masks == quick.masks == 0, "steps are timed only after a slow one"
     assert room.fill(rows)[1] == [None, None]
     assert slow.masks == quick.masks == 1
     slow.mask_s += 1.0

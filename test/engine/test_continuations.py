@@ -1,4 +1,4 @@
-"""Rows that go on from a prompt read for several, and what they keep waiting. No model."""
+"""Rows that continue a shared prompt, and the slots they hold. No model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test.engine.test_fairness import end
 from test.engine.test_scheduler import job, per_job, read, scheduler
 
 
-def test_forked_rows_leave_the_reserve_to_others() -> None:
+def test_continuations_do_not_use_the_reserve() -> None:
     plan, _ = scheduler(req_slots=16)
     for _ in range(2):
         running, rows = job(8, client="a")
@@ -22,7 +22,7 @@ def test_forked_rows_leave_the_reserve_to_others() -> None:
     assert per_job(plan.schedule())[newcomer] == 1
 
 
-def test_queued_continuations_of_a_cancelled_job_are_forgotten() -> None:
+def test_queued_continuations_of_a_cancelled_job_are_removed() -> None:
     plan, _ = scheduler(req_slots=1)
     plan.add(*job(1))
     plan.schedule()
@@ -33,7 +33,7 @@ def test_queued_continuations_of_a_cancelled_job_are_forgotten() -> None:
     assert not plan.admission.interactive.forked
 
 
-def jobs_that_read_for_several(plan: Scheduler, count: int, client: str, rows: int) -> list[RunningJob]:
+def jobs_with_shared_prompts(plan: Scheduler, count: int, client: str, rows: int) -> list[RunningJob]:
     made = []
     for _ in range(count):
         running, sequences = job(rows, prompt_tokens=5, client=client)
@@ -43,27 +43,27 @@ def jobs_that_read_for_several(plan: Scheduler, count: int, client: str, rows: i
     return made
 
 
-def test_no_more_prompts_are_read_for_several_while_continuations_wait() -> None:
+def test_no_further_shared_prompt_starts_while_continuations_wait() -> None:
     plan, _ = scheduler(req_slots=16)
     _, children = job(20, client="a")
     plan.add_forked(children)
     plan.schedule()
     assert children[-1].phase is Phase.WAITING
-    jobs_that_read_for_several(plan, 5, "a", 20)
+    jobs_with_shared_prompts(plan, 5, "a", 20)
     assert all(row.sequence.samples for row in plan.schedule())
 
 
-def test_batch_prompts_read_for_several_do_not_keep_interactive_ones_waiting() -> None:
+def test_shared_batch_prompts_do_not_delay_interactive_ones() -> None:
     plan, _ = scheduler(req_slots=16)
     _, children = job(20, client="a")
     plan.add_forked(children)
     plan.schedule()
-    chat = jobs_that_read_for_several(plan, 1, "b", 4)[0]
+    chat = jobs_with_shared_prompts(plan, 1, "b", 4)[0]
     assert per_job(plan.schedule())[chat] == 1
 
 
-def test_a_clients_continuations_do_not_keep_other_clients_prompts_waiting() -> None:
-    """Its rows may run for hours, and the rest of them wait as long."""
+def test_a_clients_continuations_do_not_delay_other_clients() -> None:
+    """Its rows may run for hours, so the other continuations wait for hours."""
     plan, slots = scheduler(req_slots=16)
     _, children = job(8, client="hog")
     _, more = job(8, client="hog")
@@ -71,16 +71,16 @@ def test_a_clients_continuations_do_not_keep_other_clients_prompts_waiting() -> 
     plan.add_forked(more)
     read(plan.schedule())
     assert plan.admission.waiting_rows
-    hog, other = jobs_that_read_for_several(plan, 1, "hog", 2)[0], jobs_that_read_for_several(plan, 1, "other", 2)[0]
+    hog, other = jobs_with_shared_prompts(plan, 1, "hog", 2)[0], jobs_with_shared_prompts(plan, 1, "other", 2)[0]
     rows = per_job(plan.schedule())
-    assert rows[other] == 1 and rows[hog] == 0, "its own continuations go first"
+    assert rows[other] == 1 and rows[hog] == 0, "its own continuations start first"
     for sequence in [*children, *more]:
         end(plan, slots, sequence) if sequence.phase is Phase.RUNNING else plan.remove_waiting(sequence.job)
     assert per_job(plan.schedule())[hog] == 1
     assert not plan.admission.interactive.num_held_shared_prefixes
 
 
-def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -> None:
+def test_shared_prompts_with_waiting_continuations_are_limited_over_all_clients() -> None:
     plan, _ = scheduler(req_slots=16)
     plan.add(*job(8, client="a"))
     plan.add(*job(8, client="b"))
@@ -93,19 +93,19 @@ def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -
             )
         plan.add_forked(children)
     for number in range(30):
-        jobs_that_read_for_several(plan, 1, f"late{number}", 2)
+        jobs_with_shared_prompts(plan, 1, f"late{number}", 2)
     assert all(row.sequence.samples for row in plan.schedule())
 
 
 @pytest.mark.parametrize("req_slots", [1, 2, 3, 4, 6, 8, 16, 64, 320])
-def test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with(req_slots: int) -> None:
-    """Turns that wait hold half the slots. All else that waits, of both classes, must not hold the other half."""
+def test_waiting_turns_and_shared_prompts_leave_a_slot_free(req_slots: int) -> None:
+    """Waiting turns hold half the slots. All other waiting rows, of both classes, must not hold the other half."""
     plan, slots = scheduler(req_slots=req_slots, slots=10_000)
-    usable = req_slots + max(4, req_slots // 8)  # the fewest that a runner has
+    usable = req_slots + max(4, req_slots // 8)  # the minimum of a runner
     first = len(slots.free)
     for number in range(4 * req_slots):
-        jobs_that_read_for_several(plan, 1, f"talk{number}", 2)
-        jobs_that_read_for_several(plan, 1, f"bulk{number}", 9)
+        jobs_with_shared_prompts(plan, 1, f"talk{number}", 2)
+        jobs_with_shared_prompts(plan, 1, f"bulk{number}", 9)
     for _ in range(4 * req_slots):
         rows = [row.sequence for row in plan.schedule()]
         reading = [sequence for sequence in rows if not sequence.samples]
@@ -117,7 +117,7 @@ def test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with(req_sl
             for child in children:
                 child.shared = shared
             plan.remove(sequence)
-            slots.blocked.update(children)  # as if nobody went on
+            slots.blocked.update(children)  # no continuation can start
             plan.add_forked(children)
     held = first - len(slots.free)
     assert 0 < held <= usable - usable // 2 - 1

@@ -108,19 +108,19 @@ def test_n_continuations_equal_rows_of_their_own(engine: Engine) -> None:
 
 
 def test_many_shared_prompts_over_few_slots(model: Path) -> None:
-    """Prompts read for several rows hold slots; they must never hold all of them."""
+    """Shared prompts hold slots, but must never hold all of them."""
     pool = PoolConfig(state_db="", l1_sessions=1, prefix_cache_slots=1)
     with started_engine(model, pool, max_running=4) as engine:
         jobs = [submit(engine, make_request(f"hello there number {i}", n=2, max_tokens=4)) for i in range(60)]
         assert all(len(job.wait().finishes) == 2 for job in jobs)
 
 
-def test_bulk_does_not_starve_an_interactive_request(engine: Engine) -> None:
+def test_batch_work_does_not_starve_an_interactive_request(engine: Engine) -> None:
     bulk = submit(engine, *[make_request("bulk row " * 20, max_tokens=10**4, ignore_eos=True) for _ in range(1000)])
     assert bulk.answered.wait(60) and bulk.refusal is None
     quick = run(engine, make_request("hi", max_tokens=4))
     assert quick.finishes[0].completion_tokens == 4
-    assert not bulk.done.is_set(), "the interactive request waited for the bulk job"
+    assert not bulk.done.is_set(), "the interactive request waited for the batch job"
     engine.cancel(bulk.job.job_id)
     bulk.wait()
 
@@ -152,7 +152,7 @@ def test_cancel_frees_every_slot(engine: Engine) -> None:
 
 
 def test_timeout_ends_the_rows(engine: Engine) -> None:
-    for seconds in (0.3, 3.0, 30.0):  # on a busy machine nothing may be drawn for a while
+    for seconds in (0.3, 3.0, 30.0):  # a busy machine may sample nothing for a while
         ended = run(engine, make_request("endless", max_tokens=10**6, ignore_eos=True), timeout_s=seconds)
         assert ended.finishes[0].reason is FinishReason.TIMEOUT
         if ended.finishes[0].completion_tokens:
@@ -197,9 +197,9 @@ def test_wrong_ids_are_refused_by_field(engine: Engine) -> None:
         ([turn("twice", "one", n=2)], "session_id"),
         ([make_request("x", session=SessionTurn(session_id="empty", resume_prompt=[]))], "prompt"),
     ],
-    ids=["two turns", "a row beside", "two continuations", "nothing to read"],
+    ids=["two turns", "another row", "two continuations", "nothing to read"],
 )
-def test_what_is_no_turn_of_a_session_is_refused(engine: Engine, rows: list[GenerateRequest], field: str) -> None:
+def test_an_invalid_session_turn_is_refused(engine: Engine, rows: list[GenerateRequest], field: str) -> None:
     with pytest.raises(ServiceError) as refusal:
         run(engine, *rows)
     assert (refusal.value.info.kind, refusal.value.info.field) == (ErrorKind.INVALID_FIELD, field)
@@ -208,10 +208,12 @@ def test_what_is_no_turn_of_a_session_is_refused(engine: Engine, rows: list[Gene
 
 def test_logprobs_come_with_the_text(engine: Engine) -> None:
     plain = run(engine, make_request("Hello", max_tokens=6))
-    told = run(engine, make_request("Hello", max_tokens=6, sampling=SamplingParams(temperature=0.0, top_logprobs=3)))
-    entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
-    assert told.texts == plain.texts
-    assert b"".join(entry.token for entry in entries) == told.texts[0]
+    reported = run(
+        engine, make_request("Hello", max_tokens=6, sampling=SamplingParams(temperature=0.0, top_logprobs=3))
+    )
+    entries = [entry for events in reported.events for delta in events.deltas for entry in delta.logprobs or []]
+    assert reported.texts == plain.texts
+    assert b"".join(entry.token for entry in entries) == reported.texts[0]
     for entry in entries:
         assert len(entry.top) == 3 and entry.logprob <= 0
         assert entry.top[0] == (entry.token, pytest.approx(entry.logprob))
@@ -225,7 +227,7 @@ def test_mixed_parameters_share_a_step(engine: Engine) -> None:
     assert together.all_texts == alone
 
 
-def test_a_failing_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_slots(engine)
     with monkeypatch.context() as patch:
         patch.setattr(engine.model_runner, "launch", lambda *_: 1 / 0)
@@ -244,7 +246,7 @@ def test_stopped_engine_refuses(model: Path) -> None:
     assert refused.refusal is not None and refused.refusal.info.kind is ErrorKind.DRAINING
 
 
-def test_whatever_ends_loading_is_raised_by_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_raises_any_error_of_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def leaving(*_: object) -> None:
         raise SystemExit(3)
 
@@ -263,14 +265,14 @@ def test_a_sampler_is_made_once_for_all_its_names(engine: Engine) -> None:
         assert engine.model_runner.sampler("flashinfer") is wanted
 
 
-def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_engine_and_all_jobs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started_engine(model) as engine:
         running = submit(engine, make_request("x", max_tokens=10**6, ignore_eos=True))
         assert running.started.wait(60)
         answers: queue.Queue[Any] = queue.Queue()
 
         def lost(*_: object) -> InFlightStep:
-            engine.call(calls.ListSessions(10, 0), answers.put)  # too late for an engine that still runs
+            engine.call(calls.ListSessions(10, 0), answers.put)  # after the engine's end
             raise RuntimeError("the device is lost")
 
         monkeypatch.setattr(engine.model_runner, "is_device_lost", lambda: True)
@@ -284,16 +286,14 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
         assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
 
 
-def test_pieces_where_there_are_none_are_refused_at_the_start(model: Path) -> None:
+def test_pieces_on_an_unsupported_device_are_refused_at_start(model: Path) -> None:
     no_graphs = r"batch_step_layers 2 needs .*: decode graphs need the cuda kernels on every device, not cpu; leave"
     with pytest.raises(StartupError, match=no_graphs), started_engine(model, batch_step_layers=2):
         pass
 
 
-def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not the jobs of the step alone: nobody would know what became of the rows that were to be let in."""
+def test_an_error_between_two_pieces_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending only the step's jobs is not enough, because the state of the overtaking rows is unknown."""
     with started_engine(model) as engine:
         launch, late = engine.model_runner.launch, []
 
@@ -313,11 +313,11 @@ def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(
         assert not engine.is_alive
 
 
-@pytest.mark.parametrize("at_work", ["parts", "read"])
-def test_what_comes_while_the_host_is_at_work_on_a_step_is_let_in(
+@pytest.mark.parametrize("at_work", ["split", "read"])
+def test_prefill_that_arrives_while_the_host_works_on_a_step_overtakes_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, at_work: str
 ) -> None:
-    """Before the inputs of a step with batch work are made, and before clients are told what one has drawn."""
+    """It overtakes before the inputs of a step with batch rows are built, and before a step's tokens are delivered."""
     with started_engine(model) as engine:
         asked, launch, let_in = (
             getattr(engine.model_runner, at_work),
@@ -344,11 +344,11 @@ def test_what_comes_while_the_host_is_at_work_on_a_step_is_let_in(
         bulk = submit(engine, *[make_request("a prompt", max_tokens=20, ignore_eos=True)] * 9)
         assert all(finish.completion_tokens == 20 for finish in bulk.wait().finishes.values())
         assert late[0].wait().finishes[0].completion_tokens == 1
-        assert within == [1] and launched[:2] == [1, 9], "it went before the rows of the batch"
+        assert within == [1] and launched[:2] == [1, 9], "it ran before the batch rows"
 
 
-def test_nothing_is_kept_of_the_last_step_with_batch_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt would stay in memory for as long as nobody comes."""
+def test_the_last_step_with_batch_work_is_released(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a long prompt would stay in memory until the next request."""
     with started_engine(model) as engine:
         launch, seen = engine.model_runner.launch, []
 
@@ -366,29 +366,27 @@ def test_nothing_is_kept_of_the_last_step_with_batch_work(model: Path, monkeypat
 def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_come(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that reads a thousand tokens of them takes longer than one in which all rows decode."""
+    """A step that reads a thousand of their tokens takes longer than one in which all rows decode."""
     with started_engine(model) as engine:
-        launch, told = engine.model_runner.launch, []
+        launch, reported = engine.model_runner.launch, []
 
         def launched(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
             if any(row.num_tokens > 1 for row in rows):
-                told.append((rows[0].sequence.job.is_batch, between is not None))
+                reported.append((rows[0].sequence.job.is_batch, between is not None))
             return launch(rows, after)
 
-        monkeypatch.setattr(
-            batch_throttle, "INTERACTIVE_WINDOW_S", math.inf
-        )  # however long it takes from one job to the next
+        monkeypatch.setattr(batch_throttle, "INTERACTIVE_WINDOW_S", math.inf)  # jobs may arrive slowly
         monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
         monkeypatch.setattr(engine.model_runner, "launch", launched)
         for rows in (9, 1, 9):
             run(engine, *[make_request("a prompt of some tokens")] * rows)
-        assert set(told[:1]) == {(True, False)}, "nobody else is there"
-        assert set(told[1:]) == {(False, False), (True, True)}, "nothing goes before a prompt that is waited for"
+        assert set(reported[:1]) == {(True, False)}, "the batch is alone"
+        assert set(reported[1:]) == {(False, False), (True, True)}, "nothing runs before an awaited prompt"
 
 
-def test_steps_on_a_cpu_leave_their_logits_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory taken anew costs a page fault for each 4 KiB, and all compute threads wait for it."""
-    seen: list[torch.Tensor] = []  # kept, so that no address is given twice
+def test_steps_on_a_cpu_reuse_the_memory_of_their_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory costs a page fault per 4 KiB, and all compute threads wait for it."""
+    seen: list[torch.Tensor] = []  # kept alive, so that no address is reused
     plain = StepSampler.sample
 
     def sample(self: StepSampler, step: InFlightStep, logits: torch.Tensor, last_tokens: Any) -> None:

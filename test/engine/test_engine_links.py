@@ -1,4 +1,4 @@
-"""Both ends of a link when the other is lost: who waits is told once, what ran is cancelled, nothing is kept."""
+"""A lost link: waiting callbacks get one error, running jobs are cancelled, nothing is kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FULL = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full")
 
 
 class Scripted:
-    """A link that brings what a test says, one message after the other, then is lost."""
+    """A link that delivers a test's messages, then is lost."""
 
     num_pieces = 0
 
@@ -52,7 +52,7 @@ class Scripted:
             raise
 
     def check(self) -> None:
-        """Raises what the script did."""
+        """Raise the script's error."""
         if self._failure is not None:
             raise self._failure
 
@@ -64,26 +64,26 @@ def job(name: str, **fields: Any) -> Job:
 
 
 class Worker:
-    """An engine's client, and what it was told."""
+    """An engine's client with everything that it received."""
 
     def __init__(self) -> None:
         self.changes: list[bool] = []
-        self.told: list[JobEvents] = []
+        self.received: list[JobEvents] = []
         self.admitted: list[ServiceError | None] = []
         self.answers: list[Any] = []
         self.client = EngineClient(lambda: None, self.changes.append)
 
     def submit(self, asked: Job) -> None:
-        self.client.submit(asked, self.told.append, self.admitted.append)
+        self.client.submit(asked, self.received.append, self.admitted.append)
 
     def serve(self, messages: Iterable[Any]) -> None:
-        """One connection, from its first message to its loss."""
+        """Serve one connection, from its first message to its loss."""
         link = Scripted(messages)
         self.client._serve(link)
         link.check()
 
 
-def test_whoever_waits_when_the_engine_is_lost_is_told_once() -> None:
+def test_each_waiting_callback_gets_one_error_when_the_engine_is_lost() -> None:
     worker = Worker()
 
     def messages() -> Iterator[Any]:
@@ -99,21 +99,23 @@ def test_whoever_waits_when_the_engine_is_lost_is_told_once() -> None:
     worker.serve(messages())
     assert not worker.client.is_connected
     assert worker.changes == [True, False]
-    errors = {events.job_id: events.error for events in worker.told}
+    errors = {events.job_id: events.error for events in worker.received}
     assert set(errors) == {"running", "a turn"}
-    assert all(events.done and events.error and events.error.kind is ErrorKind.ENGINE_LOST for events in worker.told)
+    assert all(
+        events.done and events.error and events.error.kind is ErrorKind.ENGINE_LOST for events in worker.received
+    )
     kept = {name: MAY_BE_KEPT in error.message for name, error in errors.items() if error is not None}
     assert kept == {"running": False, "a turn": True}
     assert [error and error.info.kind for error in worker.admitted] == [None, None, ErrorKind.ENGINE_LOST]
     assert [answer.info.kind for answer in worker.answers] == [ErrorKind.ENGINE_LOST]
     worker.serve([HERE])
     assert worker.changes == [True, False] * 2
-    assert (len(worker.told), len(worker.admitted), len(worker.answers)) == (2, 3, 1)
+    assert (len(worker.received), len(worker.admitted), len(worker.answers)) == (2, 3, 1)
 
 
 @pytest.mark.parametrize("bad", ["listener", "admission", "call"])
-def test_a_waiter_that_raises_keeps_nobody_from_hearing_of_the_loss(bad: str) -> None:
-    """Nor does it end the client's thread, and with it the HTTP worker: the next engine is heard."""
+def test_a_callback_that_raises_does_not_stop_the_others(bad: str) -> None:
+    """Nor does it end the client's thread: the client connects to the next engine."""
     worker = Worker()
 
     def fault(*_: Any) -> None:
@@ -125,19 +127,19 @@ def test_a_waiter_that_raises_keeps_nobody_from_hearing_of_the_loss(bad: str) ->
             raises = name == "first"
             worker.client.submit(
                 job(f"{name} running"),
-                fault if raises and bad == "listener" else worker.told.append,
+                fault if raises and bad == "listener" else worker.received.append,
                 lambda error: None,
             )
             yield Admitted(f"{name} running", None)
             worker.client.submit(
                 job(f"{name} waiting"),
-                worker.told.append,
+                worker.received.append,
                 fault if raises and bad == "admission" else worker.admitted.append,
             )
             worker.client.call(GetStatus(), fault if raises and bad == "call" else worker.answers.append)
 
     worker.serve(messages())
-    assert [len(told) for told in (worker.told, worker.admitted, worker.answers)] == [
+    assert [len(received) for received in (worker.received, worker.admitted, worker.answers)] == [
         2 - (bad == "listener"),
         2 - (bad == "admission"),
         2 - (bad == "call"),
@@ -146,7 +148,7 @@ def test_a_waiter_that_raises_keeps_nobody_from_hearing_of_the_loss(bad: str) ->
     assert worker.changes == [True, False] * 2
 
 
-def test_jobs_that_were_refused_or_have_ended_are_forgotten() -> None:
+def test_refused_and_ended_jobs_are_removed() -> None:
     worker = Worker()
 
     def messages() -> Iterator[Any]:
@@ -162,11 +164,11 @@ def test_jobs_that_were_refused_or_have_ended_are_forgotten() -> None:
 
     worker.serve(messages())
     assert [error and error.info for error in worker.admitted] == [FULL, None]
-    assert [events.error for events in worker.told] == [None]
+    assert [events.error for events in worker.received] == [None]
 
 
 class Engine:
-    """Takes every job, and remembers whom it would tell."""
+    """Admits every job and keeps its sink."""
 
     load = Load(0, 0)
 
@@ -184,7 +186,7 @@ class Engine:
         self.cancelled.append(job_id)
 
 
-def test_a_worker_that_is_gone_leaves_nothing_behind() -> None:
+def test_a_lost_worker_leaves_nothing_behind() -> None:
     engine = Engine()
     server = EngineServer(engine)  # type: ignore[arg-type]
 
@@ -207,8 +209,8 @@ def test_a_worker_that_is_gone_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_process_that_ends_waits_until_its_workers_have_what_they_were_told(reads: bool) -> None:
-    """The end of a long answer is more than a socket holds. A worker that reads nothing holds nobody up."""
+def test_an_ending_process_waits_until_its_events_are_read(reads: bool) -> None:
+    """The end of a long answer exceeds a socket's buffer. A worker that does not read does not block the end."""
     engine = Engine()
     server = EngineServer(engine)  # type: ignore[arg-type]
     ours, theirs = socket.socketpair()
@@ -225,8 +227,8 @@ def test_a_process_that_ends_waits_until_its_workers_have_what_they_were_told(re
     if reads:
         ends = threading.Thread(target=server.finish, args=(3600,))
         ends.start()
-        told = list(_until_batch(worker))
-        assert isinstance(told[-1], EventBatch) and told[-1].events[0].deltas[0].text == text
+        received = list(_until_batch(worker))
+        assert isinstance(received[-1], EventBatch) and received[-1].events[0].deltas[0].text == text
         ends.join(60)
         assert not ends.is_alive() and peer.is_flushed
     else:

@@ -50,27 +50,27 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytes
 
 
 def conversation(engine: Engine, session_id: str, prompts: list[str], **fields: object) -> list[bytes]:
-    """Turns one after another; returns the answers."""
+    """Run turns one after another; returns the answers."""
     return [run(engine, turn(session_id, prompt, **fields)).texts[0] for prompt in prompts]
 
 
-def test_a_turn_is_told_before_it_can_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one that was kept as its engine was lost would be taken again by another: also of a single step."""
-    record, told = engine.state_manager.record_turn, list[bool]()
+def test_a_turn_is_reported_before_it_can_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another engine could repeat a turn that was kept when its engine was lost. Also for a single step."""
+    record, received = engine.state_manager.record_turn, list[bool]()
 
     def noted(sequence: Sequence, acknowledge: Any) -> None:
-        told.append(any(delta.session_tokens == 0 for events in job.events for delta in events.deltas))
+        received.append(any(delta.session_tokens == 0 for events in job.events for delta in events.deltas))
         record(sequence, acknowledge)
 
     monkeypatch.setattr(engine.state_manager, "record_turn", noted)
     with paused_engine(engine):
         job = submit(engine, turn("told", "Hello", max_tokens=1), return_token_ids=True)
     assert job.wait().refusal is None
-    assert told == [True]
+    assert received == [True]
 
 
-def drawn_ids(job: RunningJob) -> list[int]:
-    """Token ids of the shown text, from a job that asked for log-probabilities."""
+def sampled_ids(job: RunningJob) -> list[int]:
+    """Token ids of the shown text, from a job with log-probabilities."""
     entries = [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or []]
     return [TOKENIZER.byte_table.index(entry.token) for entry in entries]
 
@@ -79,18 +79,18 @@ def drawn_ids(job: RunningJob) -> list[int]:
 def test_a_session_equals_the_whole_conversation_in_one_prompt(engine: Engine, temperature: float) -> None:
     prompts = ["User: hello\n\nAssistant:", "\n\nUser: again\n\nAssistant:", "\n\nUser: and more\n\nAssistant:"]
     sampling = SamplingParams(temperature=temperature, top_k=30, seed=11, top_logprobs=0)
-    told: list[int] = []
+    received: list[int] = []
     for prompt in prompts:
-        told += TOKENIZER.encode(prompt)
+        received += TOKENIZER.encode(prompt)
         in_session = run(engine, turn(f"whole-{temperature}", prompt, sampling=sampling, max_tokens=12))
-        alone = run(engine, make_request(list(told), sampling=sampling, max_tokens=12))
+        alone = run(engine, make_request(list(received), sampling=sampling, max_tokens=12))
         assert in_session.texts == alone.texts
-        assert in_session.finishes[0].prompt_tokens == len(told)
-        told += drawn_ids(in_session)
+        assert in_session.finishes[0].prompt_tokens == len(received)
+        received += sampled_ids(in_session)
 
 
 def test_a_stop_inside_tokens_is_not_in_the_state(engine: Engine) -> None:
-    """The state ends before the stop, whatever was read ahead: the next turn equals a retelling."""
+    """The state ends before the stop. The next turn equals one with the whole text in its prompt."""
     prompt, next_prompt = "Once upon a time", " and then"
     free = run(engine, make_request(prompt, max_tokens=20, ignore_eos=True)).texts[0]
     text = free.decode(errors="ignore")
@@ -111,30 +111,30 @@ def test_a_stop_inside_tokens_is_not_in_the_state(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("how", ["id", "string"])
-def test_a_stop_makes_nothing_be_read_again(engine: Engine, how: str) -> None:
-    """What was read ahead is taken back: the turn's beginning, however long, is not computed a second time."""
+def test_a_stop_needs_no_second_prefill(engine: Engine, how: str) -> None:
+    """Tokens after the stop are rolled back. The turn's start, of any length, is not computed again."""
     prompt = f"{how}: " + "once upon a time there was " * 20
     sampling = SamplingParams(temperature=0.0, top_logprobs=0)
-    ids = drawn_ids(run(engine, make_request(prompt, max_tokens=14, ignore_eos=True, sampling=sampling)))
+    ids = sampled_ids(run(engine, make_request(prompt, max_tokens=14, ignore_eos=True, sampling=sampling)))
     pieces = [TOKENIZER.byte_table[token] for token in ids]
     late = next(i for i in range(5, 13) if ids[i] not in ids[:i])
     across = pieces[late - 1][-1:] + pieces[late][:1]  # the end of one token and the beginning of the next
     assert across not in b"".join(pieces[:late])
     stop: dict[str, Any] = {"stop_ids": [ids[late]]} if how == "id" else {"stop_strings": [across]}
     before = call(engine, "status")["computed_tokens"]
-    told = run(engine, turn(f"once-{how}", prompt, max_tokens=100, ignore_eos=True, use_prefix_cache=False, **stop))
-    assert told.finishes[0].reason is FinishReason.STOP
+    received = run(engine, turn(f"once-{how}", prompt, max_tokens=100, ignore_eos=True, use_prefix_cache=False, **stop))
+    assert received.finishes[0].reason is FinishReason.STOP
     wait_for(lambda: call(engine, "status")["running_rows"] == 0, 30, "the turn is stored")
     computed = call(engine, "status")["computed_tokens"] - before
     assert computed <= len(TOKENIZER.encode(prompt)) + late + 6
 
 
 def _tokens_before(engine: Engine, prompt: str, cut: int) -> list[int]:
-    """The greedy continuation's tokens up to byte `cut`, the cut token's beginning tokenised anew."""
+    """The greedy continuation's tokens up to byte `cut`; a cut token is tokenised again."""
     sampling = SamplingParams(temperature=0.0, top_logprobs=0)
     ids: list[int] = []
     length = 0
-    for token in drawn_ids(run(engine, make_request(prompt, max_tokens=20, ignore_eos=True, sampling=sampling))):
+    for token in sampled_ids(run(engine, make_request(prompt, max_tokens=20, ignore_eos=True, sampling=sampling))):
         piece = TOKENIZER.byte_table[token]
         if length + len(piece) > cut:
             return ids + (TOKENIZER.encode_bytes(piece[: cut - length]) if cut > length else [])
@@ -151,7 +151,7 @@ def test_random_stops_never_leak_into_the_state(engine: Engine) -> None:
         if len(free) < 8:
             continue
         at = rng.randrange(2, len(free) - 3)
-        # Decoys begin like the text and never complete: they force marks that must be dropped again.
+        # Decoys match the text's beginning but never complete: their rollback states must be dropped.
         decoys = [(free[i : i + 3] + "\x01").encode() for i in (1, 4)]
         stop = free[at : at + rng.randint(1, 4)].encode()
         whole = run(engine, turn(f"r{case}", prompt, max_tokens=16, ignore_eos=True, stop_strings=[stop, *decoys]))
@@ -172,7 +172,7 @@ def test_turns_of_one_session_keep_their_order(engine: Engine) -> None:
     assert second.texts[0] == conversation(engine, "order-2", ["one", " two"], max_tokens=12)[1]
 
 
-def test_branches_leave_their_parent_alone(engine: Engine) -> None:
+def test_branches_do_not_change_their_parent(engine: Engine) -> None:
     root = run(engine, turn("tree", "root", branch_from=0, max_tokens=5))
     one = root.finishes[0].dialogue_idx
     assert one is not None
@@ -201,10 +201,10 @@ def test_cancelled_and_timed_out_turns_leave_the_session_as_it_was(engine: Engin
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("durability", ["log", "lazy", "turn", "memory"])
-def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
+def test_a_turn_that_fails_after_its_answer_is_kept_or_reported(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, overlap: bool
 ) -> None:
-    """The step that reads a closed turn's last tokens fails: with a log the turn stays, without it never happened."""
+    """The step that reads a closed turn's last tokens fails. With a log the turn is kept, without one it is not."""
     db, words = ("", "log") if durability == "memory" else (str(tmp_path / "s.db"), durability)
     pool = PoolConfig(state_db=db, durability=words, l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, overlap_on_cpu=overlap) as engine:
@@ -236,7 +236,7 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
 def writer_that_waits(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error | None = None
 ) -> Iterator[threading.Event]:
-    """Turns are recorded and not committed until the gate opens; then they are, or fail with `error`."""
+    """Commit recorded turns only after the gate opens, or fail them with `error`."""
     gate, commit = threading.Event(), engine.model_runner.pool._store.writer._transaction
 
     def late(jobs: list[Any]) -> sqlite3.Error | None:
@@ -250,25 +250,25 @@ def writer_that_waits(
 
 
 def recorded(engine: Engine, running: RunningJob) -> None:
-    """Wait until the job's turn is recorded, and nothing is told of it yet."""
+    """Wait until the job's turn is recorded but not reported."""
     wait_for(lambda: any(row.has_answered for row in list(engine.jobs._leased)), 30, "the turn is recorded")
     assert not running.done.is_set()
 
 
 @pytest.mark.parametrize("error", [None, sqlite3.OperationalError("disk full")], ids=["kept", "not kept"])
-def test_a_turn_that_is_recorded_at_the_end_is_told_its_fate(
+def test_a_turn_recorded_at_shutdown_gets_its_outcome(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error | None
 ) -> None:
     pool = PoolConfig(state_db=str(tmp_path / "s.db"))
     with started_engine(model, pool) as engine:
         conversation(engine, "s", ["one"], max_tokens=6)
-        wanted = conversation(engine, "twin", ["one", " two", " three"][:: 1 if error is None else 2], max_tokens=6)
+        expected = conversation(engine, "twin", ["one", " two", " three"][:: 1 if error is None else 2], max_tokens=6)
         endless = submit(engine, make_request("endless", max_tokens=10**6, ignore_eos=True))
         close = engine.model_runner.pool.close
         with writer_that_waits(engine, monkeypatch, error) as gate:
             last = submit(engine, turn("s", " two", max_tokens=6))
             recorded(engine, last)
-            # The pool is closed after every job was told of the end.
+            # The pool closes after every job got its end.
             monkeypatch.setattr(engine.model_runner.pool, "close", lambda: (gate.set(), close()))
             engine.stop()
         assert endless.wait().events[-1].error is not None
@@ -277,10 +277,10 @@ def test_a_turn_that_is_recorded_at_the_end_is_told_its_fate(
         assert finish.reason is (FinishReason.LENGTH if error is None else FinishReason.ERROR)
         assert error is None or (finish.error is not None and "disk full" in finish.error.message)
     with started_engine(model, pool) as engine:
-        assert conversation(engine, "s", [" three"], max_tokens=6) == wanted[-1:]
+        assert conversation(engine, "s", [" three"], max_tokens=6) == expected[-1:]
 
 
-def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
+def test_a_lost_device_reports_that_a_recorded_turn_may_be_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
@@ -288,7 +288,7 @@ def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
 
     pool = PoolConfig(state_db=str(tmp_path / "s.db"))
     with started_engine(model, pool) as engine:
-        wanted = conversation(engine, "twin", ["one", " two"], max_tokens=6)[1]
+        expected = conversation(engine, "twin", ["one", " two"], max_tokens=6)[1]
         with writer_that_waits(engine, monkeypatch):
             last = submit(engine, turn("s", "one", max_tokens=6))
             recorded(engine, last)
@@ -301,7 +301,7 @@ def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
         assert not last.finishes
         engine.model_runner.pool.close()
     with started_engine(model, pool) as engine:
-        assert conversation(engine, "s", [" two"], max_tokens=6) == [wanted]
+        assert conversation(engine, "s", [" two"], max_tokens=6) == [expected]
 
 
 def test_deleting_a_running_session_wins(engine: Engine) -> None:
@@ -317,7 +317,7 @@ def test_deleting_a_running_session_wins(engine: Engine) -> None:
 
 
 def test_many_sessions_interleaved_over_small_tiers(engine: Engine) -> None:
-    """More sessions than L1 and L2 hold: each equals the same turns in a session of its own, run alone."""
+    """More sessions than L1 and L2 hold. Each gives the same text as when it runs alone."""
     names = [f"many-{i}" for i in range(30)]
     answers: dict[str, list[bytes]] = {name: [] for name in names}
     for number in range(3):
@@ -333,19 +333,19 @@ def test_sessions_survive_a_restart(model: Path, tmp_path: Path) -> None:
     pool = PoolConfig(state_db=str(tmp_path / "s.db"))
     with started_engine(model, pool) as engine:
         conversation(engine, "s", ["one", " two"], max_tokens=8)
-        wanted = conversation(engine, "twin", ["one", " two", " three"], max_tokens=8)[2]
+        expected = conversation(engine, "twin", ["one", " two", " three"], max_tokens=8)[2]
     with started_engine(model, pool) as engine:
         resumed = run(engine, turn("s", " three", max_tokens=8))
-        assert resumed.texts[0] == wanted
+        assert resumed.texts[0] == expected
         assert resumed.finishes[0].cached_tokens > 0
         assert call(engine, "session_status", limit=10, offset=0).total == 2
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("bf16", "int4"), ("int8", "fp32")])
-def test_a_session_goes_on_as_it_is_under_another_storage_of_the_weights(
+def test_a_session_continues_with_another_storage_of_the_weights(
     model: Path, tmp_path: Path, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fingerprint names the weights: the kept state is read, none of the session's tokens again."""
+    """The fingerprint names the weights, so the stored state is used and no token is read again."""
     pool, replays = PoolConfig(state_db=str(tmp_path / "s.db")), []
     plain = StateManager._start_from_session
 
@@ -367,11 +367,11 @@ def test_a_session_goes_on_as_it_is_under_another_storage_of_the_weights(
 def test_prefix_cache_changes_no_text(model: Path) -> None:
     header = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
     with started_engine(model, PoolConfig(state_db="", prefix_cache_slots=0)) as plain:
-        wanted = [run(plain, make_request(header + tail)).texts[0] for tail in ("one", "two", "three", "four")]
+        expected = [run(plain, make_request(header + tail)).texts[0] for tail in ("one", "two", "three", "four")]
     with started_engine(model) as caching:
         ended = [run(caching, make_request(header + tail)) for tail in ("one", "two", "three", "four")]
         together = run(caching, *[make_request(header.upper() + tail) for tail in ("one", "two", "three", "four")])
-    assert [job.texts[0] for job in ended] == wanted
+    assert [job.texts[0] for job in ended] == expected
     assert ended[-1].finishes[0].cached_tokens >= 32
     cached = sorted(finish.cached_tokens for finish in together.finishes.values())
-    assert cached[0] == 0 and cached[1] >= 32, "rows that come together share one prefill of what they share"
+    assert cached[0] == 0 and cached[1] >= 32, "rows that arrive together share one prefill of their prefix"

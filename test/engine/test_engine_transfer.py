@@ -1,4 +1,4 @@
-"""Sessions as files through the engine: every call is answered, whatever happens on the way."""
+"""Sessions as files through the engine: every call gets a reply."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.config import PoolConfig
-from state_pool.pool import StatePool
+from state_pool.turns.import_export import ImportExport
 from state_pool.session_file import SessionFile
 from state_pool.turns.import_export import MAX_CONCURRENT
 from test.harness import WAIT_S, call, run, started_engine, submit, tiny_model, turn
 
 
-def refusal() -> ServiceError:
+def closed_error() -> ServiceError:
     return ServiceError(ErrorKind.DRAINING, "no more")
 
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_a_fault_of_ours_is_told_and_the_place_comes_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_reported_and_frees_its_slot(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started_engine(model) as engine:
         run(engine, turn("s", "User: one"))
         content = call(engine, "session_export", session_id="s")
@@ -34,13 +34,13 @@ def test_a_fault_of_ours_is_told_and_the_place_comes_back(model: Path, monkeypat
         def fails(*arguments: object) -> Any:
             raise RuntimeError("no memory for that")
 
-        for target in ("rwkv_batch.core.session_transfer.decode", "state_pool.pool.StatePool.import_session"):
+        for target in ("rwkv_batch.core.session_transfer.decode", "state_pool.turns.import_export.ImportExport.import_session"):
             for _ in range(2 * MAX_CONCURRENT):
-                with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory") as told:
+                with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory") as received:
                     patched.setattr(target, fails)
                     call(engine, "session_import", session_id="t", content=content)
-                assert told.value.info.kind is ErrorKind.INTERNAL
-        for target in (SessionFile, "encode"), (StatePool, "export"):
+                assert received.value.info.kind is ErrorKind.INTERNAL
+        for target in (SessionFile, "encode"), (ImportExport, "export"):
             for _ in range(2 * MAX_CONCURRENT):
                 with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory"):
                     patched.setattr(*target, fails)
@@ -48,7 +48,7 @@ def test_a_fault_of_ours_is_told_and_the_place_comes_back(model: Path, monkeypat
         assert call(engine, "session_import", session_id="t", content=content) > 0
 
 
-def test_no_file_is_made_where_none_is_wanted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_without_a_file_encodes_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SessionFile, "encode", lambda file: pytest.fail("it was made"))
     with started_engine(model) as engine:
         run(engine, turn("s", "User: one"))
@@ -58,10 +58,10 @@ def test_no_file_is_made_where_none_is_wanted(model: Path, monkeypatch: pytest.M
             call(engine, "session_export", session_id="nobody", include_file=False)
 
 
-def test_what_is_asked_at_the_end_is_refused_and_not_forgotten() -> None:
+def test_calls_during_shutdown_are_refused() -> None:
     busy, begun = threading.Event(), threading.Event()
     answers: list[object] = []
-    transfer = SessionTransfer(lambda command: True, refusal)
+    transfer = SessionTransfer(lambda command: True, closed_error)
     transfer._thread.run(answers.append, lambda: (begun.set(), busy.wait(WAIT_S)), lambda _: None)
     assert begun.wait(WAIT_S)
     transfer.import_session(None, answers.append, "waits", b"")  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_what_is_asked_at_the_end_is_refused_and_not_forgotten() -> None:
     assert [type(answer) for answer in answers] == [ServiceError] * 2
 
 
-def test_the_engine_ends_when_a_thread_of_its_pool_does(
+def test_the_engine_ends_when_a_thread_of_its_pool_dies(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(*arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""What work for a request ended with, told in the words of the error table."""
+"""Translation of exceptions into ServiceError."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def test_a_failure_of_a_request_names_its_field() -> None:
     assert (info.kind, info.field, info.message) == (ErrorKind.INVALID_FIELD, "body", "body: is no session")
 
 
-def test_the_pools_failures_keep_their_kind() -> None:
+def test_failures_of_the_pool_keep_their_kind() -> None:
     info = error_translator("the state could not be loaded")(NameTaken("a state", "poet")).info
     assert (info.kind, info.field) == (ErrorKind.NAME_TAKEN, "name")
 
 
-def test_what_is_told_already_stays_as_it_is() -> None:
+def test_a_service_error_is_not_changed() -> None:
     error = ServiceError(ErrorKind.DRAINING, "stopping")
     assert error_translator("the state could not be loaded", {ServiceError: "file"})(error) is error
 
 
-def test_a_fault_of_ours_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         info = error_translator("the state could not be loaded")(KeyError("emb")).info
     assert info.kind is ErrorKind.INTERNAL

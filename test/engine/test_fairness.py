@@ -1,4 +1,4 @@
-"""Places in the steps between clients and classes, and rows that give way. No model."""
+"""Running slots between clients and classes, and preemption. No model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
 
 
 def end(plan: Scheduler, slots: Slots, sequence: Sequence) -> None:
-    """What the job table does when a row ends."""
+    """End a row as the job table does."""
     if sequence.slot >= 0:
         slots.free.append(sequence.slot)
     plan.remove(sequence)
@@ -25,8 +25,8 @@ def clients(plan: Scheduler) -> Counter[str]:
     return Counter(row.sequence.job.client for row in plan.schedule())
 
 
-def test_hi_beside_three_bulk_requests_of_one_client() -> None:
-    """32 seats: it waited for their rows to end."""
+def test_an_interactive_row_starts_at_once_next_to_three_batch_jobs() -> None:
+    """32 running slots, all taken by one client's batch rows."""
     plan, _ = scheduler(req_slots=32)
     for _ in range(3):
         plan.add(*job(200, client="bulk"))
@@ -37,7 +37,7 @@ def test_hi_beside_three_bulk_requests_of_one_client() -> None:
 
 
 @pytest.mark.parametrize("bulk_clients", [1, 3, 40])
-def test_interactive_rows_displace_batch_rows_down_to_a_quarter(bulk_clients: int) -> None:
+def test_interactive_rows_preempt_batch_rows_down_to_a_quarter(bulk_clients: int) -> None:
     plan, _ = scheduler(req_slots=32, slots=1000)
     for number in range(bulk_clients):
         plan.add(*job(200, client=f"bulk{number}"))
@@ -48,11 +48,11 @@ def test_interactive_rows_displace_batch_rows_down_to_a_quarter(bulk_clients: in
     rows = plan.schedule()
     interactive = [row for row in rows if not row.sequence.job.is_batch]
     assert len(rows) == 32
-    assert len(interactive) == 2 + 16, "the reserve, and as many rows as may be paused"
+    assert len(interactive) == 2 + 16, "the reserve and the maximum of paused rows"
     assert plan.admission.paused_rows == 16
 
 
-def test_paused_rows_keep_slot_and_seat_and_go_on_first() -> None:
+def test_paused_rows_keep_their_slots_and_resume_first() -> None:
     plan, slots = scheduler(req_slots=16, slots=100)
     bulk, bulk_rows = job(50, client="bulk")
     plan.add(bulk, bulk_rows)
@@ -63,17 +63,17 @@ def test_paused_rows_keep_slot_and_seat_and_go_on_first() -> None:
         plan.add(running, rows)
     now = {row.sequence for row in plan.schedule()}
     paused = [sequence for sequence in before if sequence not in now]
-    assert len(paused) == 5 and set(bulk_rows[10:15]) == set(paused), "the youngest give way"
+    assert len(paused) == 5 and set(bulk_rows[10:15]) == set(paused), "the youngest rows are preempted"
     assert all((s.slot, s.req_slot, s.phase) == (*admission[s], Phase.RUNNING) for s in paused)
     taken = [(s.slot, s.req_slot) for s in {*now, *paused}]
     assert len({slot for slot, _ in taken}) == len({req_slot for _, req_slot in taken}) == len(taken)
     for _, rows in chats:
         end(plan, slots, rows[0])
-    assert {row.sequence for row in plan.schedule()} == set(before), "before the rows that have not begun"
+    assert {row.sequence for row in plan.schedule()} == set(before), "before the rows that have not started"
     assert plan.admission.paused_rows == 0
 
 
-def test_clients_share_the_places() -> None:
+def test_clients_share_the_running_slots() -> None:
     plan, _ = scheduler(req_slots=32, slots=1000)
     plan.add(*job(500, client="early"))
     assert clients(plan) == {"early": 30}
@@ -81,10 +81,10 @@ def test_clients_share_the_places() -> None:
         plan.add(*job(500, client="late"))
     shares = clients(plan)
     assert shares["early"] + shares["late"] == 30
-    assert shares["late"] == 8, "of batch rows, a quarter of the places may be paused"
+    assert shares["late"] == 8, "batch rows may use half of the paused rows"
 
 
-def test_of_clients_with_equally_many_rows_the_one_served_longest_ago_is_next() -> None:
+def test_on_a_tie_the_client_served_longest_ago_is_next() -> None:
     queue = FairQueue()
     for client in ("a", "b", "c"):
         queue.add(*job(4, client=client))
@@ -96,7 +96,7 @@ def test_of_clients_with_equally_many_rows_the_one_served_longest_ago_is_next() 
     assert served == ["a", "b", "c"] * 2
 
 
-def test_jobs_that_another_engine_had_begun_go_before_those_that_have_not() -> None:
+def test_jobs_of_a_lost_engine_start_before_new_ones() -> None:
     queue = FairQueue()
     jobs = [job(1, attempt=attempt) for attempt in (0, 0, 1, 2, 0)]
     for running, rows in jobs:
@@ -105,7 +105,7 @@ def test_jobs_that_another_engine_had_begun_go_before_those_that_have_not() -> N
     assert order == [jobs[number][0] for number in (2, 3, 0, 1, 4)]
 
 
-def test_a_client_of_many_jobs_gets_no_more_than_one_of_few() -> None:
+def test_a_client_with_many_jobs_gets_no_larger_share() -> None:
     plan, _ = scheduler(req_slots=32, slots=1000)
     for _ in range(20):
         plan.add(*job(9, client="many"))
@@ -123,7 +123,7 @@ def test_interactive_clients_share_too() -> None:
     assert clients(plan) == {"hog": 12, "polite": 4}
 
 
-def test_interactive_floods_leave_batch_work_its_part() -> None:
+def test_batch_work_keeps_its_share_during_interactive_floods() -> None:
     plan, slots = scheduler(req_slots=32, slots=1000)
     plan.add(*job(100, client="bulk"))
     read(plan.schedule())
@@ -139,7 +139,7 @@ def test_interactive_floods_leave_batch_work_its_part() -> None:
     assert least >= 8
 
 
-def test_batch_work_that_comes_into_a_flood_begins() -> None:
+def test_batch_work_starts_during_an_interactive_flood() -> None:
     plan, slots = scheduler(req_slots=16, slots=1000)
     plan.add(*job(8, client="flood")), plan.add(*job(8, client="flood"))
     running = [row.sequence for row in plan.schedule()]
@@ -151,8 +151,8 @@ def test_batch_work_that_comes_into_a_flood_begins() -> None:
     assert sum(row.sequence.job.is_batch for row in plan.schedule()) == 4
 
 
-def test_the_only_place_is_lent_to_batch_work_for_a_while() -> None:
-    """--max-running 1: a flood of short interactive rows leaves batch work its part, and waits for it only so long."""
+def test_batch_work_gets_the_only_running_slot_for_a_while() -> None:
+    """With --max-running 1, batch work gets its share of the slot during a flood of short interactive rows."""
     plan, slots = scheduler(req_slots=1, slots=10)
     plan.add(*job(50, client="bulk"))
     steps, ran, waited, longest, finished = 0, 0, 0, 0, 0
@@ -170,16 +170,16 @@ def test_the_only_place_is_lent_to_batch_work_for_a_while() -> None:
             longest = max(longest, waited)
         else:
             waited = 0
-        if not sequence.job.is_batch and ran >= 5:  # each interactive row takes five steps
+        if not sequence.job.is_batch and ran >= 5:  # an interactive row takes five steps
             ran = 0
             finished += 1
             end(plan, slots, sequence)
-    assert steps > 1000, "batch work gets its part"
-    assert longest <= BATCH_TURN_STEPS + 1, "and gives the place back"
+    assert steps > 1000, "batch work gets its share"
+    assert longest <= BATCH_TURN_STEPS + 1, "and then is preempted"
     assert finished > 50
 
 
-def test_batch_work_alone_gives_the_only_place_up_at_once() -> None:
+def test_batch_work_alone_is_preempted_from_the_only_slot_at_once() -> None:
     plan, _ = scheduler(req_slots=1, slots=10)
     plan.add(*job(50, client="bulk"))
     for _ in range(10):
@@ -189,7 +189,7 @@ def test_batch_work_alone_gives_the_only_place_up_at_once() -> None:
     assert per_job(plan.schedule())[hi] == 1
 
 
-def test_a_row_that_cannot_start_displaces_nobody() -> None:
+def test_a_row_that_cannot_start_preempts_no_row() -> None:
     plan, slots = scheduler(req_slots=16, slots=15)
     plan.add(*job(50, client="bulk"))
     before = {row.sequence for row in plan.schedule()}
@@ -203,8 +203,8 @@ def test_a_row_that_cannot_start_displaces_nobody() -> None:
     assert rows[0] in {row.sequence for row in plan.schedule()}
 
 
-def test_slots_that_are_out_are_asked_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool begins to make room at every question; rows that have their slot go on meanwhile."""
+def test_missing_slots_are_requested_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request makes the pool evict. Rows with a slot continue."""
     plan, slots = scheduler(req_slots=16, slots=16)
     bulk, bulk_rows = job(50, client="bulk")
     plan.add(bulk, bulk_rows)
@@ -223,7 +223,7 @@ def test_slots_that_are_out_are_asked_for_once_a_step(monkeypatch: pytest.Monkey
     assert len(asked) == 1 and paused in rows
 
 
-def test_a_job_without_seats_may_take_the_reserve_again() -> None:
+def test_a_job_without_running_rows_may_use_the_reserve() -> None:
     plan, slots = scheduler(req_slots=16)
     running, rows = job(2, client="chat")
     plan.add(running, rows[:1])
@@ -237,14 +237,14 @@ def test_a_job_without_seats_may_take_the_reserve_again() -> None:
 
 
 class Checked:
-    """A scheduler whose rows come, draw and go at random, and what must hold after every step."""
+    """A scheduler with random arrivals and ends, and invariants checked after every step."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.req_slots, self.num_slots = self.rng.choice([(1, 3), (2, 4), (8, 9), (16, 40)])
         self.plan, self.slots = scheduler(req_slots=self.req_slots, slots=self.num_slots, budget=48, chunk=8)
         self.rows: dict[Sequence, int] = {}
-        """live rows -> tokens they still draw"""
+        """live rows -> tokens they still sample"""
 
     def submit(self) -> None:
         count = self.rng.choice([1, 1, 2, 8, 9, 30])
@@ -266,7 +266,7 @@ class Checked:
     def step(self) -> None:
         rows = self.plan.schedule()
         self.check({row.sequence for row in rows})
-        assert rows or not self.rows, "rows that may run, do"
+        assert rows or not self.rows, "every row that may run is in the step"
         read(rows)
         for row in rows:
             self.rows[row.sequence] -= row.samples
@@ -289,7 +289,7 @@ class Checked:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_comes_and_goes(seed: int) -> None:
+def test_random_arrivals_and_ends(seed: int) -> None:
     checked = Checked(seed)
     for _ in range(300):
         event = checked.rng.random()

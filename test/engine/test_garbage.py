@@ -1,5 +1,7 @@
-"""What ends leaves nothing that waits for the garbage collector: in the engine's process that comes once in a hundred
-thousand objects, and until then it is memory that grows with each request."""
+"""Ended requests leave nothing for the garbage collector.
+
+In the engine's process it runs only once in a hundred thousand objects, so cycles would grow memory with each request.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from state_pool.config import PoolConfig
 from test.harness import call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
 
 TIMES = 64
-"""A few types of ctypes' arrays are left over however often."""
+"""Requests per measurement. A few types of ctypes' arrays are always left over."""
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={5: 1.0})
 
 
@@ -59,8 +61,8 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("one", [rows, cancelled, turns])
-def test_a_request_leaves_no_circles(engine: Engine, one: Callable[[Engine, int], None]) -> None:
-    one(engine, -1)  # what is made once is made
+def test_a_request_leaves_no_reference_cycles(engine: Engine, one: Callable[[Engine, int], None]) -> None:
+    one(engine, -1)  # one-time objects exist now
     with without_collector():
         for number in range(TIMES):
             one(engine, number)

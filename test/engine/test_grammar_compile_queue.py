@@ -1,4 +1,4 @@
-"""Who waits for the compiler of grammars: clients in turn, each with a bound, all of them told."""
+"""The grammar compiler's queue: clients in turn, with limits, and a reply for every job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHUTTING_DOWN = ServiceError(ErrorKind.DRAINING, "it ends")
 
 
 class SlowCompiler:
-    """Compiles when it may, and remembers in which order."""
+    """Compiles when the test permits, and records the order."""
 
     def __init__(self) -> None:
         self.may = threading.Semaphore(0)
@@ -46,30 +46,30 @@ class SlowCompiler:
 
 
 class Clients:
-    """Asks a desk, and gathers what is told."""
+    """Submits jobs to a queue and collects the replies."""
 
     def __init__(self, compiler: Any) -> None:
-        self.desk = GrammarCompileQueue(lambda: compiler, lambda: SHUTTING_DOWN)
-        self.told: dict[str, Any] = {}
-        self._news = threading.Condition()
+        self.queue = GrammarCompileQueue(lambda: compiler, lambda: SHUTTING_DOWN)
+        self.received: dict[str, Any] = {}
+        self._changed = threading.Condition()
 
     def make_request(self, client: str, name: str, source: str = "", **fields: Any) -> None:
         row = make_request("x", constraint=Constraint(form=Form.REGEX, source=source or name, field="regex"))
-        self.desk.prepare(
+        self.queue.prepare(
             Job(job_id=name, rows=[row], client=client, **fields),
-            lambda refusal: self._hear(name, refusal),
-            lambda found: self._hear(name, list(found.values())),
+            lambda refusal: self._on_reply(name, refusal),
+            lambda found: self._on_reply(name, list(found.values())),
         )
 
-    def _hear(self, name: str, what: Any) -> None:
-        with self._news:
-            assert name not in self.told, "told twice"
-            self.told[name] = what
-            self._news.notify_all()
+    def _on_reply(self, name: str, what: Any) -> None:
+        with self._changed:
+            assert name not in self.received, "two replies"
+            self.received[name] = what
+            self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        with self._news:
-            assert self._news.wait_for(lambda: len(self.told) >= count, WAIT_S), self.told
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.received) >= count, WAIT_S), self.received
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def test_clients_take_turns(one_thread: None) -> None:
         compiler.may.release()
     clients.wait(22)
     assert compiler.order[:6] == ["m0", "m1", "f0", "m2", "f1", "m3"]
-    clients.desk.close()
+    clients.queue.close()
 
 
-def test_one_client_leaves_room_for_others(one_thread: None) -> None:
+def test_one_client_cannot_fill_the_queue(one_thread: None) -> None:
     compiler = SlowCompiler()
     clients = Clients(compiler)
     clients.make_request("many", "m0")
@@ -101,17 +101,17 @@ def test_one_client_leaves_room_for_others(one_thread: None) -> None:
     for number in range(1, 70):
         clients.make_request("many", f"m{number}")
     clients.wait(5)
-    assert set(clients.told) == {f"m{number}" for number in range(65, 70)}
-    assert all(refusal.info.kind is ErrorKind.OVERLOADED for refusal in clients.told.values())
+    assert set(clients.received) == {f"m{number}" for number in range(65, 70)}
+    assert all(refusal.info.kind is ErrorKind.OVERLOADED for refusal in clients.received.values())
     clients.make_request("few", "f0")
-    clients.desk.cancel("m1")
-    clients.desk.close()
+    clients.queue.cancel("m1")
+    clients.queue.close()
     compiler.may.release()
     clients.wait(71)
-    assert clients.told["f0"] is SHUTTING_DOWN and clients.told["m2"] is SHUTTING_DOWN
-    assert clients.told["m1"].info.kind is ErrorKind.CANCELLED and clients.told["m0"] == ["m0"]
+    assert clients.received["f0"] is SHUTTING_DOWN and clients.received["m2"] is SHUTTING_DOWN
+    assert clients.received["m1"].info.kind is ErrorKind.CANCELLED and clients.received["m0"] == ["m0"]
     clients.make_request("few", "late")
-    assert clients.told["late"] is SHUTTING_DOWN
+    assert clients.received["late"] is SHUTTING_DOWN
 
 
 def test_requests_with_one_schema_wait_together(one_thread: None) -> None:
@@ -121,19 +121,17 @@ def test_requests_with_one_schema_wait_together(one_thread: None) -> None:
     assert compiler.begun.acquire(timeout=WAIT_S)
     for number in range(1, 300):
         clients.make_request("many", f"m{number}", "same")
-    clients.desk.cancel("m7")
+    clients.queue.cancel("m7")
     for _ in range(2):
         compiler.may.release()
     clients.wait(300)
     assert compiler.order == ["m0", "same"]
-    assert clients.told.pop("m7").info.kind is ErrorKind.CANCELLED
-    assert all(found in (["m0"], ["same"]) for found in clients.told.values())
-    clients.desk.close()
+    assert clients.received.pop("m7").info.kind is ErrorKind.CANCELLED
+    assert all(found in (["m0"], ["same"]) for found in clients.received.values())
+    clients.queue.close()
 
 
-def test_requests_that_wait_are_bounded_though_they_have_one_schema(
-    one_thread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_requests_with_one_schema_are_limited(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compile_queue, "MAX_WAITING_JOBS", 12)
     monkeypatch.setattr(grammar_compile_queue, "MAX_WAITING_JOBS_PER_CLIENT", 8)
     compiler = SlowCompiler()
@@ -143,12 +141,12 @@ def test_requests_that_wait_are_bounded_though_they_have_one_schema(
     for client in ("a", "b"):
         for number in range(10):
             clients.make_request(client, f"{client}{number}", "same")
-    refused = {name for name, what in clients.told.items() if what.info.kind is ErrorKind.OVERLOADED}
+    refused = {name for name, what in clients.received.items() if what.info.kind is ErrorKind.OVERLOADED}
     assert refused == {"a8", "a9", "b3", "b4", "b5", "b6", "b7", "b8", "b9"}
     for _ in range(3):
         compiler.may.release()
     clients.wait(21)
-    clients.desk.close()
+    clients.queue.close()
 
 
 def test_a_job_that_another_engine_has_admitted_is_not_refused(
@@ -161,27 +159,27 @@ def test_a_job_that_another_engine_has_admitted_is_not_refused(
     assert compiler.begun.acquire(timeout=WAIT_S)
     for number in range(1, 4):
         clients.make_request("many", f"m{number}")
-    assert set(clients.told) == {"m3"}
+    assert set(clients.received) == {"m3"}
     clients.make_request("many", "m4", attempt=1)
     for _ in range(4):
         compiler.may.release()
     clients.wait(5)
-    assert clients.told["m4"] == ["m4"]
-    clients.desk.close()
+    assert clients.received["m4"] == ["m4"]
+    clients.queue.close()
 
 
-def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that were changed under a service that runs."""
+def test_a_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a running service were changed."""
     table = Tokenizer().byte_table
     compiler = GrammarCompiler(table, list, VOCAB_SIZE, CompileSandbox(table, VOCAB_SIZE))
     monkeypatch.setattr(compile_sandbox, "_PROGRAM", "sampling.grammar.not_there")
     clients = Clients(compiler)
     clients.make_request("one", "a+")
     clients.wait(1)
-    error = clients.told["a+"]
+    error = clients.received["a+"]
     assert error.info.kind is ErrorKind.INTERNAL and "restart" in error.info.message
     monkeypatch.undo()
     clients.make_request("one", "b+")
     clients.wait(2)
-    assert not isinstance(clients.told["b+"], ServiceError)
-    clients.desk.close()
+    assert not isinstance(clients.received["b+"], ServiceError)
+    clients.queue.close()

@@ -1,4 +1,4 @@
-"""Commands for the engine's thread: each that is taken is done, whatever comes between; the others are refused."""
+"""Commands for the engine's thread: each accepted command runs, the others are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test.harness import WAIT_S
 
 
 class Slow(deque[Command]):
-    """A command is on its way to it for as long as the test says."""
+    """A deque whose append takes as long as the test decides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,8 +22,8 @@ class Slow(deque[Command]):
         super().append(command)
 
 
-def test_what_is_on_its_way_when_the_inbox_is_closed_is_done() -> None:
-    """Nobody looks again after the last look: who was told that it is taken would wait for ever."""
+def test_a_command_queued_during_close_is_run() -> None:
+    """No check follows the last one, so its caller would wait for ever."""
     inbox, done, taken = Inbox(lambda: None), list[int](), list[bool]()
     inbox._commands = slow = Slow()
 
@@ -36,14 +36,14 @@ def test_what_is_on_its_way_when_the_inbox_is_closed_is_done() -> None:
     putting.start()
     assert slow.begun.wait(WAIT_S)
     ending.start()
-    ending.join(0.1)  # where nothing keeps it from ending, it does
+    ending.join(0.1)  # without the lock, it ends here
     slow.goes_on.set()
     for thread in (putting, ending):
         thread.join(WAIT_S)
     assert (taken, done) == ([True], [1])
 
 
-def test_nothing_is_taken_by_a_closed_inbox() -> None:
+def test_a_closed_inbox_refuses_commands() -> None:
     woken, done = list[int](), list[int]()
     inbox = Inbox(lambda: woken.append(1))
     assert inbox.put(lambda: done.append(1))
@@ -53,7 +53,7 @@ def test_nothing_is_taken_by_a_closed_inbox() -> None:
     assert (woken, done) == ([1], [1])
 
 
-def test_within_a_step_only_arrivals_are_taken_up_to_another_command() -> None:
+def test_within_a_step_arrivals_run_up_to_another_command() -> None:
     inbox, done = Inbox(lambda: None), list[str]()
     for name in ("a", "b", "status", "c"):
         inbox.put(lambda name=name: done.append(name), is_arrival=name != "status")  # type: ignore[misc]

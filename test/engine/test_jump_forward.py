@@ -1,4 +1,4 @@
-"""Text that a grammar leaves no choice in is read at once, and nothing else changes."""
+"""Jump-forward decoding saves steps and changes nothing else."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from test.harness import (
     tiny_model,
     turn,
 )
+from test.pool_integrity import integrity_faults
 
 PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_decay=0.9)
 FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
@@ -53,8 +54,8 @@ def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest
 
 
 @pytest.fixture
-def drawn_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Call it, and every token is drawn from now on."""
+def jump_forward_disabled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that disables jump-forward decoding."""
     return lambda: monkeypatch.setattr(engine.jobs, "jump_forward_max_rows", -1)
 
 
@@ -95,34 +96,34 @@ def alike(one: RunningJob, other: RunningJob) -> None:
     ours, theirs = logprobs(one), logprobs(other)
     for row, entries in ours.items():
         assert [entry.token for entry in entries] == [entry.token for entry in theirs[row]]
-        for entry, told in zip(entries, theirs[row], strict=True):
-            assert entry.logprob == pytest.approx(told.logprob, abs=1e-4)
-            assert [token for token, _ in entry.top] == [token for token, _ in told.top]
+        for entry, reported in zip(entries, theirs[row], strict=True):
+            assert entry.logprob == pytest.approx(reported.logprob, abs=1e-4)
+            assert [token for token, _ in entry.top] == [token for token, _ in reported.top]
 
 
-def test_answers_are_those_of_draws_one_by_one(
-    engine: Engine, drawn_one_by_one: Any, monkeypatch: pytest.MonkeyPatch
+def test_answers_equal_those_of_sampling_every_token(
+    engine: Engine, jump_forward_disabled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn, fill = [0], Masks.fill
+    sampled, fill = [0], Masks.fill
 
     def counted(masks: Masks, matchers: list[Matcher]) -> Any:
-        drawn[-1] += len(matchers)
+        sampled[-1] += len(matchers)
         return fill(masks, matchers)
 
     monkeypatch.setattr(Masks, "fill", counted)
     generated = engine.throughput.generated_tokens
     at_once = run(engine, *rows())
     generated = engine.throughput.generated_tokens - generated
-    told = sum(delta.num_tokens for events in at_once.events for delta in events.deltas)
-    assert told == sum(end.completion_tokens for end in at_once.finishes.values())
-    assert told <= generated <= told + 3 * len(at_once.finishes), "what is read at once is generated, too"
-    drawn_one_by_one()
-    drawn.append(0)
+    reported = sum(delta.num_tokens for events in at_once.events for delta in events.deltas)
+    assert reported == sum(end.completion_tokens for end in at_once.finishes.values())
+    assert reported <= generated <= reported + 3 * len(at_once.finishes), "jump-forward tokens count as generated"
+    jump_forward_disabled()
+    sampled.append(0)
     alike(at_once, run(engine, *rows()))
-    assert drawn[0] < drawn[1] * 3 // 4, "what is certain costs no draw"
+    assert sampled[0] < sampled[1] * 3 // 4, "jump-forward tokens are not sampled"
 
 
-def test_on_a_cpu_any_number_of_rows_reads_it_at_once(engine: Engine) -> None:
+def test_on_a_cpu_any_number_of_rows_jumps_forward(engine: Engine) -> None:
     assert engine.jobs.jump_forward_max_rows >= engine.model_runner.limits.max_running
     before = engine.jobs.jump_forward_tokens
     run(
@@ -135,8 +136,8 @@ def test_on_a_cpu_any_number_of_rows_reads_it_at_once(engine: Engine) -> None:
     assert engine.jobs.jump_forward_tokens - before >= 40 * 3
 
 
-def test_every_end_is_where_it_was(engine: Engine, drawn_one_by_one: Any) -> None:
-    """Cut by max_tokens at every place, and by stops that begin, end or lie in text that is certain."""
+def test_rows_end_at_the_same_token(engine: Engine, jump_forward_disabled: Any) -> None:
+    """Rows cut by max_tokens at every position, and by stops that begin, end or lie in jump-forward text."""
     stops = (b"swer of", b"oracle", b"The", b" of the oracle is: ", b"matters.\n", b", and", b"!", b"e a", b"is: ")
     lengths = [make_request("x", constraint=FORM, sampling=PENALISED, max_tokens=length) for length in range(1, 28)]
     ends = [
@@ -147,16 +148,16 @@ def test_every_end_is_where_it_was(engine: Engine, drawn_one_by_one: Any) -> Non
         for token in TOKENIZER.encode("answer oracle")
     ]
     at_once = [run(engine, *some) for some in (lengths, [*ends, *ids])]
-    drawn_one_by_one()
+    jump_forward_disabled()
     for ran in at_once:
         alike(ran, run(engine, *ran.job.rows))
 
 
-def test_sessions_keep_what_was_shown(engine: Engine, drawn_one_by_one: Any) -> None:
-    """A stop in text that is certain, a turn cut there, a whole one: the next turn goes on from the same state."""
+def test_sessions_keep_the_shown_text(engine: Engine, jump_forward_disabled: Any) -> None:
+    """A stop in jump-forward text, a cut turn, a whole turn: the next turn starts from the same state."""
 
     def talk(name: str) -> list[tuple[bytes, int]]:
-        told = []
+        reported = []
         for i, stop in enumerate((b"oracle is", b"of the oracle is: ", b"nothing", b"never", b"\n", b"is: ")):
             how = {"constraint": FORM, "sampling": PENALISED, "stop_strings": [stop], "max_tokens": 30 if i % 2 else 12}
             for again in (
@@ -165,16 +166,16 @@ def test_sessions_keep_what_was_shown(engine: Engine, drawn_one_by_one: Any) -> 
                 turn(f"{name}{i}", "?"),
             ):
                 ran = run(engine, again)
-                told.append((ran.all_texts[0], ran.finishes[0].cached_tokens))
-        return told
+                reported.append((ran.all_texts[0], ran.finishes[0].cached_tokens))
+        return reported
 
     at_once = talk(f"once{engine.loop_count}")
-    drawn_one_by_one()
+    jump_forward_disabled()
     assert talk(f"single{engine.loop_count}") == at_once
-    assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
+    assert eventually_holds(engine, lambda: integrity_faults(engine.model_runner.pool) == [])
 
 
-def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
+def test_a_cancelled_row_leaves_nothing_behind(engine: Engine) -> None:
     free = free_slots(engine)
     endless = lark('start: ("again and again, " /[a-z]/ ", ")*')
     jobs = [
@@ -186,10 +187,10 @@ def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
     assert all(job.wait() for job in jobs)
     run(engine, make_request("x", max_tokens=1, use_prefix_cache=False))
     assert free_slots(engine) == free
-    assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
+    assert eventually_holds(engine, lambda: integrity_faults(engine.model_runner.pool) == [])
 
 
-def test_a_token_that_is_banned_is_not_taken(engine: Engine) -> None:
+def test_a_banned_token_is_not_appended(engine: Engine) -> None:
     bans = {token: float("-inf") for token in TOKENIZER.encode(" oracle")}
     ran = submit(
         engine, make_request("x", constraint=FORM, sampling=SamplingParams(logit_bias=bans), max_tokens=60)
@@ -198,7 +199,7 @@ def test_a_token_that_is_banned_is_not_taken(engine: Engine) -> None:
     assert error.kind is ErrorKind.INVALID_FIELD and "with them every token that" in error.message
 
 
-def test_what_is_certain_is_what_the_masks_allow_alone() -> None:
+def test_jump_forward_tokens_are_those_that_masks_allow_alone() -> None:
     compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
     draw, mask, runs = random.Random(3), np.zeros(2048, dtype=np.int32), 0
 
@@ -223,23 +224,23 @@ def test_what_is_certain_is_what_the_masks_allow_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["naive", "cpu"])
-def test_samplers_count_a_run_as_draws_from_one_token(name: str) -> None:
+def test_samplers_count_jump_forward_tokens_for_penalties(name: str) -> None:
     params = [PENALISED, SamplingParams(seed=9, top_k=50), SamplingParams(temperature=0.0), PENALISED]
     params += [SamplingParams(seed=2, frequency_penalty=2.0, logit_bias={7: 3.0, 400: -2.0})]
     runs = [[5, 9, 5, 400], [7], [8, 8], [300, 5], [7, 400, 7]]
     device, vocab, req_slots = torch.device("cpu"), 1000, list(range(5))
-    followed, drawn = (sampler_class(name)(5, vocab, device, [9]) for _ in range(2))
+    appended, sampled = (sampler_class(name)(5, vocab, device, [9]) for _ in range(2))
     for req_slot, own in enumerate(params):
-        followed.admit(req_slot, own)
-        drawn.admit(req_slot, own)
-    followed.append_tokens(req_slots[1:], runs[1:])
-    followed.append_tokens(req_slots[:1], runs[:1])
-    for req_slot, run_of_seat in enumerate(runs):
-        for token in run_of_seat:
+        appended.admit(req_slot, own)
+        sampled.admit(req_slot, own)
+    appended.append_tokens(req_slots[1:], runs[1:])
+    appended.append_tokens(req_slots[:1], runs[:1])
+    for req_slot, slot_tokens in enumerate(runs):
+        for token in slot_tokens:
             mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
             mask[0, token // 32] = 1 << token % 32
-            assert drawn.sample(torch.randn(1, vocab), [req_slot], mask).token_ids.tolist() == [token]
+            assert sampled.sample(torch.randn(1, vocab), [req_slot], mask).token_ids.tolist() == [token]
     for step in range(20):
         logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(step)) * 2
-        expected = drawn.sample(logits.clone(), req_slots).token_ids
-        assert torch.equal(followed.sample(logits.clone(), req_slots).token_ids, expected)
+        expected = sampled.sample(logits.clone(), req_slots).token_ids
+        assert torch.equal(appended.sample(logits.clone(), req_slots).token_ids, expected)

@@ -1,4 +1,4 @@
-"""What /metrics says of times, refusals and devices."""
+"""/metrics: latencies, refusals and devices."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_first_tokens_and_the_times_between() -> None:
     assert sample(text, 'rwkv_first_token_seconds_bucket{le="0.1"}') == 0
     assert sample(text, 'rwkv_first_token_seconds_bucket{le="0.25"}') == 1
     assert abs(sample(text, "rwkv_first_token_seconds_sum") - 0.48) < 1e-9
-    # Four tokens came in 80 ms: four times 20 ms.
+    # four tokens in 80 ms: four times 20 ms
     assert sample(text, 'rwkv_inter_token_seconds_bucket{le="0.015"}') == 0
     assert sample(text, "rwkv_inter_token_seconds_count") == 4
     assert abs(sample(text, "rwkv_inter_token_seconds_sum") - 0.08) < 1e-9
 
 
-def test_a_row_that_comes_whole_and_a_job_that_is_gone_say_nothing_of_times() -> None:
+def test_a_row_in_one_delta_and_a_dropped_job_have_no_latencies() -> None:
     times = TokenLatency()
     times.arrived("whole", 0.0)
     times.observe([JobEvents(job_id="whole", deltas=[Delta(0, b"x", 9, FINISH)], done=True)], 5.0)
@@ -57,7 +57,7 @@ def test_a_row_that_comes_whole_and_a_job_that_is_gone_say_nothing_of_times() ->
     assert not times._last
 
 
-def test_refusals_and_devices_are_told() -> None:
+def test_refusals_and_devices_are_reported() -> None:
     metrics = Metrics()
     metrics.observe_arrival("a")
     metrics.observe_refusal("a", ErrorKind.OVERLOADED)
@@ -69,14 +69,14 @@ def test_refusals_and_devices_are_told() -> None:
     assert 'device="cuda:99"' not in text
 
 
-def test_two_may_ask_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_may_render_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, texts = Metrics(), []
     other = threading.Thread(target=lambda: texts.append(metrics.render({"rows": 1})))
 
     def make_late(*arguments: Any, **options: Any) -> Any:
         if not other.ident:
             other.start()
-            other.join(0.3)  # asks within, or as soon as this one has its answer
+            other.join(0.3)  # a second thread renders meanwhile, or right after
         return Gauge(*arguments, **options)
 
     monkeypatch.setattr("rwkv_batch.ipc.metrics.Gauge", make_late)

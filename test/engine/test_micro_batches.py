@@ -1,4 +1,4 @@
-"""Micro-batches: rows in groups whose steps are on the stages at once. Order, evenness, no idle stage, same text."""
+"""Micro-batches: order, balance, no idle stage, and the same text as on one stage."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def mixture() -> list[GenerateRequest]:
-    """Greedy and drawn rows of many lengths, shared prompts, stops, log-probabilities."""
+def mixed_requests() -> list[GenerateRequest]:
+    """Greedy and sampled rows of many lengths, shared prompts, stops, log-probabilities."""
     dice = random.Random(3)
     rows = []
     for i in range(24):
@@ -52,57 +52,57 @@ def mixture() -> list[GenerateRequest]:
 
 
 @pytest.fixture(scope="module")
-def wanted(model: Path) -> list[list[bytes]]:
-    """What one stage says to each of the mixture's rows alone."""
+def expected(model: Path) -> list[list[bytes]]:
+    """One stage's answers to each row alone."""
     with started_engine(model) as engine:
-        return [run(engine, row).all_texts for row in mixture()]
+        return [run(engine, row).all_texts for row in mixed_requests()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=KINDS)
-def test_the_text_is_that_of_one_stage(model: Path, wanted: list[list[bytes]], layout: dict[str, Any]) -> None:
+def test_the_text_is_that_of_one_stage(model: Path, expected: list[list[bytes]], layout: dict[str, Any]) -> None:
     with started_engine(model, max_running=24, **layout) as engine:
-        running = [submit(engine, row) for row in mixture() for _ in range(2)]
+        running = [submit(engine, row) for row in mixed_requests() for _ in range(2)]
         for at, one in enumerate(running):
-            assert one.wait().all_texts == wanted[at // 2]
+            assert one.wait().all_texts == expected[at // 2]
 
 
-def test_the_text_is_the_same_where_prompts_ride_with_every_group(
-    model: Path, wanted: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
+def test_the_text_is_the_same_if_every_group_carries_prefill(
+    model: Path, expected: list[list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Memory.limits
     monkeypatch.setattr(Memory, "limits", lambda memory: replace(limits(memory), mixed_rows=512))
-    test_the_text_is_that_of_one_stage(model, wanted, LAYOUTS[1])
+    test_the_text_is_that_of_one_stage(model, expected, LAYOUTS[1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=KINDS)
-def test_sessions_go_on_as_on_one_stage(model: Path, layout: dict[str, Any], tmp_path: Path) -> None:
-    """Turns that end by stops and by length, beside rows that come and go; then the same from the log on one stage."""
+def test_sessions_continue_as_on_one_stage(model: Path, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Turns that end by stops and by length, among other rows. Then the same from the log on one stage."""
 
     def talk(engine: Any, name: str, turns: range) -> list[bytes]:
         stops = [b"a", b"the ", b"\n\n"]
         return [run(engine, turn(name, f"turn {i} of many", max_tokens=12, stop_strings=stops)).texts[0] for i in turns]
 
     with started_engine(model) as engine:
-        wanted = talk(engine, "alone", range(6))
+        expected = talk(engine, "alone", range(6))
     for durability in ("log", "turn"):
         config = PoolConfig(
             state_db=str(tmp_path / f"{durability}.db"), durability=durability, l1_sessions=1, retain_tokens=-1
         )
         with started_engine(model, config, **layout) as engine:
-            beside = submit(engine, *[make_request([i, 2], max_tokens=200, ignore_eos=True) for i in range(20)])
-            assert talk(engine, "s", range(4)) == wanted[:4]
-            engine.cancel(beside.job.job_id)
-            assert {finish.reason for finish in beside.wait().finishes.values()} <= {
+            others = submit(engine, *[make_request([i, 2], max_tokens=200, ignore_eos=True) for i in range(20)])
+            assert talk(engine, "s", range(4)) == expected[:4]
+            engine.cancel(others.job.job_id)
+            assert {finish.reason for finish in others.wait().finishes.values()} <= {
                 FinishReason.CANCELLED,
                 FinishReason.LENGTH,
                 FinishReason.STOP,
             }
         with started_engine(model, config) as engine:
-            assert talk(engine, "s", range(4, 6)) == wanted[4:]
+            assert talk(engine, "s", range(4, 6)) == expected[4:]
 
 
 class Pipe:
-    """Stages with delays in virtual time under the engine's loop: launch, and conclude the oldest when all are full."""
+    """Stages with delays in virtual time under the engine's loop."""
 
     def __init__(self, stages: list[float], limits: Limits, lead: int = 1) -> None:
         self.plan = Scheduler(limits, Slots(limits.max_running * 2))
@@ -112,8 +112,8 @@ class Pipe:
         """seconds of work of each stage"""
         self.free_at = [0.0] * len(stages)
         self.idle: list[tuple[float, float]] = []
-        """(when, how long) the first stage stood still"""
-        self.drawn_at: dict[Sequence, float] = {}
+        """(when, how long) the first stage was idle"""
+        self.sampled_at: dict[Sequence, float] = {}
         self.flight: list[tuple[int, list[ScheduledRow], float]] = []
         self.number = 0
         self.host = 0.0
@@ -129,8 +129,8 @@ class Pipe:
         return bool(rows or self.flight)
 
     def _launch(self, rows: list[ScheduledRow]) -> float:
-        """When the step will have drawn: each stage after the one before it, and after what it was given earlier."""
-        at = max([self.host, *(self.drawn_at.get(row.sequence, 0.0) for row in rows)])
+        """Compute when the step is sampled: each stage runs after the previous stage and its own previous step."""
+        at = max([self.host, *(self.sampled_at.get(row.sequence, 0.0) for row in rows)])
         for stage, seconds in enumerate(self.times):
             start = max(at, self.free_at[stage])
             if stage == 0 and start > self.free_at[0]:
@@ -142,13 +142,13 @@ class Pipe:
             self.steps[sequence] += 1
             sequence.num_computed_tokens += row.num_tokens
             if row.samples:
-                self.drawn_at[sequence] = at
+                self.sampled_at[sequence] = at
                 sequence.token_ids.append(PENDING)
                 sequence.last_sample_step = self.number
         return at
 
-    def _process_outputs(self, rows: list[ScheduledRow], drawn: float) -> None:
-        self.host = max(self.host, drawn)
+    def _process_outputs(self, rows: list[ScheduledRow], sampled: float) -> None:
+        self.host = max(self.host, sampled)
         for row in rows:
             sequence = row.sequence
             if row.samples:
@@ -171,7 +171,7 @@ def rows_of(count: int, max_tokens: int, prompt_tokens: int = 1) -> tuple[Any, l
 
 
 @pytest.mark.parametrize("stages", [[1.0] * 2, [1.0] * 4, [0.9, 1.0, 1.0, 0.8]])
-def test_no_stage_waits_longer_than_a_stage_takes_while_there_is_work(stages: list[float]) -> None:
+def test_no_stage_idles_longer_than_one_stage_takes(stages: list[float]) -> None:
     pipe = Pipe(stages, limits(len(stages)))
     pipe.plan.add(*rows_of(40, max_tokens=60))
     while pipe.turn():
@@ -182,7 +182,7 @@ def test_no_stage_waits_longer_than_a_stage_takes_while_there_is_work(stages: li
     assert pipe.busy[slowest] > 0.95 * (pipe.host - len(stages) * max(stages) * 2)
 
 
-def test_one_row_is_never_held_up_by_the_number_of_groups() -> None:
+def test_one_row_is_not_delayed_by_the_number_of_groups() -> None:
     pipe = Pipe([1.0] * 4, limits(4))
     pipe.plan.add(*rows_of(1, max_tokens=50))
     while pipe.turn():
@@ -191,8 +191,8 @@ def test_one_row_is_never_held_up_by_the_number_of_groups() -> None:
 
 
 @pytest.mark.parametrize(("mixed_rows", "groups"), [(0, 1), (9, 1), (10, 4)])
-def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, groups: int) -> None:
-    """Prompts come before every step; groups have ten rows."""
+def test_one_group_carries_prefill_unless_graphs_are_shared(mixed_rows: int, groups: int) -> None:
+    """Prompts arrive before every step. Groups have ten rows."""
     pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, mixed_rows=mixed_rows))
     pipe.plan.add(*rows_of(40, max_tokens=1000))
     for _ in range(20):
@@ -211,7 +211,7 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
     ("held", "tokens", "waits"), [(0, 9, [1, 1]), (100, 9, [1, 5]), (9, 9, [1, 1]), (100, 10, [1, 1])]
 )
 def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits: list[int]) -> None:
-    """Turns of the first group, of ten rows, until a prompt is read that comes at once, and one right behind it."""
+    """Counts the first group's steps, of ten rows, until a first prompt and one right after it are read."""
     pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, min_gathered_prefill_tokens=held))
     pipe.plan.add(*rows_of(40, max_tokens=1000))
     for _ in range(20):
@@ -233,7 +233,7 @@ def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize("groups", [2, 3, 4])
 def test_prompts_are_read_although_the_first_group_is_empty(groups: int, lead: int) -> None:
-    """The rows of the others are in every step, and too few to be dealt anew."""
+    """The other groups' rows are in every step, and too few to be rebalanced."""
     pipe = Pipe([1.0] * groups, limits(groups), lead)
     pipe.plan.add(*rows_of(groups, max_tokens=1000))
     for _ in range(20):
@@ -269,8 +269,8 @@ def test_groups_even_out_as_rows_end() -> None:
     assert abs(sizes[0] - sizes[1]) <= 2
 
 
-def test_a_row_is_launched_one_step_ahead_of_what_is_read_and_no_more() -> None:
-    """However many steps the stages hold: each more is drawn in vain when the row ends."""
+def test_a_row_is_launched_at_most_one_step_ahead() -> None:
+    """With any number of steps in flight. Further steps would sample in vain when the row ends."""
     pipe = Pipe([1.0] * 4, limits(4))
     pipe.plan.add(*rows_of(1, max_tokens=100))
     ahead = set()
@@ -281,7 +281,7 @@ def test_a_row_is_launched_one_step_ahead_of_what_is_read_and_no_more() -> None:
 
 
 def test_prompts_are_read_in_chunks_that_follow_each_other_through_the_stages() -> None:
-    """A long prompt alone: its chunks do not wait for each other's tokens."""
+    """The chunks of a long prompt do not wait for each other's tokens."""
     pipe = Pipe([1.0] * 4, limits(4, budget=16))
     pipe.plan.add(*rows_of(1, max_tokens=1, prompt_tokens=16 * 8))
     while pipe.turn():
@@ -290,9 +290,9 @@ def test_prompts_are_read_in_chunks_that_follow_each_other_through_the_stages() 
 
 
 def test_a_row_waits_for_its_token_only_until_its_step_is_the_oldest() -> None:
-    """A prompt read behind other groups' steps joins the first step of its group that the first device can begin."""
+    """A prompt read after other groups' steps joins the next step of its group that the first device can begin."""
     pipe = Pipe([1.0] * 4, limits(4))
-    pipe.plan.add(*rows_of(37, max_tokens=1000))  # the smallest group is the one behind that which reads prompts
+    pipe.plan.add(*rows_of(37, max_tokens=1000))  # the smallest group follows the one that reads prompts
     for _ in range(50):
         pipe.turn()
     newcomer, rows = rows_of(1, max_tokens=5, prompt_tokens=12)

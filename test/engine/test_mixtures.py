@@ -1,4 +1,4 @@
-"""Mixtures of tuned states: one text drawn from the mixed logits of several, beside all other rows."""
+"""Mixtures of tuned states: a text sampled from the mixed logits of several states, together with other rows."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from test.harness import (
     turn,
 )
 from test.model.test_model import oracle
+from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
 NAMES = ("pirate", "poet", "clerk")
@@ -60,7 +61,7 @@ def engine_with_states(model: Path, **fields: Any) -> Iterator[Engine]:
     pool = PoolConfig(**{"state_db": "", **fields.pop("pool", {})})
     with started_engine(model, pool, states=states, **fields) as engine:
         yield engine
-        assert eventually_holds(engine, lambda: engine.model_runner.pool.check_integrity() == [])
+        assert eventually_holds(engine, lambda: integrity_faults(engine.model_runner.pool) == [])
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])
@@ -70,7 +71,7 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def reference_text(model: Path, ids: list[int], mix: list[tuple[str, float]], params: SamplingParams, n: int) -> bytes:
-    """What the reference package says of each state, mixed here, drawn by the plain sampler."""
+    """Logits of the reference package per state, mixed here, with the naive sampler."""
     reference = oracle(model.parent / "oracle.pth")
     _, zero = reference.forward([0], None)
     states: list[list[Tensor]] = []
@@ -81,20 +82,20 @@ def reference_text(model: Path, ids: list[int], mix: list[tuple[str, float]], pa
         states.append(state)
     sampler = NaiveSampler(1, 65536, torch.device("cpu"), [])
     sampler.admit(0, params)
-    total, drawn = sum(weight for _, weight in mix), []
+    total, sampled = sum(weight for _, weight in mix), []
     tokens = list(ids)
     for _ in range(n):
         logits = torch.zeros(65536)
         for k, (_, weight) in enumerate(mix):
-            told, states[k] = reference.forward(list(tokens), states[k])
-            logits += weight / total * torch.as_tensor(told).float()
+            received, states[k] = reference.forward(list(tokens), states[k])
+            logits += weight / total * torch.as_tensor(received).float()
         tokens = [int(sampler.sample(logits[None], [0]).token_ids)]
-        drawn += tokens
-    return b"".join(TOKENIZER.byte_table[token] for token in drawn)
+        sampled += tokens
+    return b"".join(TOKENIZER.byte_table[token] for token in sampled)
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_the_text_is_drawn_from_the_mixed_logits(model: Path, engine: Engine, mix: list[tuple[str, float]]) -> None:
+def test_the_text_is_sampled_from_the_mixed_logits(model: Path, engine: Engine, mix: list[tuple[str, float]]) -> None:
     ids = TOKENIZER.encode("Once upon a time")
     bans = {0: float("-inf")}
     for params in (
@@ -106,7 +107,7 @@ def test_the_text_is_drawn_from_the_mixed_logits(model: Path, engine: Engine, mi
         assert text == reference_text(model, ids, mix, params, 6)
 
 
-def test_one_member_alone_is_that_state(engine: Engine) -> None:
+def test_a_single_member_equals_its_state(engine: Engine) -> None:
     alone = run(engine, make_request("hello", state="poet", **GREEDY)).texts
     assert run(engine, make_request("hello", mixture=[("poet", 7.0)], **GREEDY)).texts == alone
     assert run(engine, make_request("hello", mixture=[("poet", 1.0), ("poet", 1.0)], **GREEDY)).texts == alone
@@ -114,7 +115,7 @@ def test_one_member_alone_is_that_state(engine: Engine) -> None:
 
 
 def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
-    """Mixtures, tuned states, plain rows and sessions in the same steps, prompts of all lengths."""
+    """Mixtures, tuned states, plain rows and sessions in the same steps, with prompts of all lengths."""
     rows: list[GenerateRequest] = []
     for i in range(56):
         prompt = f"row {i} " + "and more of it " * (i % 7) * 3
@@ -128,7 +129,7 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     assert all(job.finishes[0].error is None for job in jobs)
 
 
-def test_continuations_and_a_limit_that_is_reached(engine: Engine) -> None:
+def test_continuations_and_max_tokens(engine: Engine) -> None:
     mix = [("poet", 1.0), ("", 1.0)]
     three = run(engine, make_request("Tell me", mixture=mix, n=3, **GREEDY))
     assert set(three.all_texts) == {run(engine, make_request("Tell me", mixture=mix, **GREEDY)).texts[0]}
@@ -148,11 +149,11 @@ def test_slots_come_back_from_mixtures_that_are_cancelled(model: Path) -> None:
             job.wait()
         run(engine, make_request("hello"))
         pool = engine.model_runner.pool
-        assert eventually_holds(engine, lambda: pool.num_free + len(pool.tuned.slots) == free)
+        assert eventually_holds(engine, lambda: pool.tiers.slots.num_free + len(pool.tuned.slots) == free)
 
 
 def test_many_mixtures_share_few_slots(model: Path) -> None:
-    """More members wait than there are slots: all are served, none waits for ever for what another holds."""
+    """More members wait than there are slots. All are served; no deadlock."""
     pool = {"l1_sessions": 0, "prefix_cache_slots": 0, "state_slots": 1}
     with engine_with_states(model, max_running=3, pool=pool) as engine:
         mixes = [[(NAMES[i % 3], 1.0), (NAMES[(i + 1) % 3], 1.0), ("", 0.5)] for i in range(12)]
@@ -165,8 +166,8 @@ def test_many_mixtures_share_few_slots(model: Path) -> None:
 def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
     mix = [("poet", 2.0), ("", -1.0)]
     sampling = SamplingParams(temperature=0.0, top_logprobs=2)
-    told = run(engine, make_request("hello", mixture=mix, sampling=sampling, max_tokens=4))
-    entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
+    received = run(engine, make_request("hello", mixture=mix, sampling=sampling, max_tokens=4))
+    entries = [entry for events in received.events for delta in events.deltas for entry in delta.logprobs or []]
     assert all(entry.top[0][1] <= 0 and entry.logprob == entry.top[0][1] for entry in entries) and entries
 
 
@@ -196,8 +197,8 @@ def test_refused(engine: Engine, row: GenerateRequest, kind: ErrorKind, why: str
 def test_more_members_than_half_the_slots_are_refused(model: Path) -> None:
     pool = {"l1_sessions": 0, "prefix_cache_slots": 0}
     with engine_with_states(model, max_running=1, pool=pool) as engine:
-        slots = engine.model_runner.pool.num_slots
-        with pytest.raises(ServiceError, match="half of this server.s slots"):
+        slots = engine.model_runner.pool.tiers.slots.num_usable
+        with pytest.raises(ServiceError, match="half of this server"):
             run(engine, make_request("a", mixture=[("", 1.0)] * (slots // 2 + 1)))
         run(engine, make_request("a", mixture=[("", 1.0)] * (slots // 2), **GREEDY))
 
@@ -231,24 +232,24 @@ SAID = ["User: hello there\n\nAssistant:", "\n\nUser: and again\n\nAssistant:", 
 
 
 def whole_conversation(engine: Engine, session_id: str, mix: list[tuple[str, float]], **fields: Any) -> list[bytes]:
-    """A session's turns; each is what a prompt of all that was said gives."""
+    """A session's turns. Each must equal one prompt with the whole conversation."""
     said: list[int] = []
     texts = []
     for prompt in SAID:
         said += TOKENIZER.encode(prompt)
         sampling = SamplingParams(temperature=0.0, top_logprobs=0, logit_bias={0: float("-inf")})
-        told = run(engine, turn(session_id, prompt, mixture=mix, sampling=sampling, max_tokens=9, **fields))
-        assert told.finishes[0].error is None, told.finishes[0].error
+        received = run(engine, turn(session_id, prompt, mixture=mix, sampling=sampling, max_tokens=9, **fields))
+        assert received.finishes[0].error is None, received.finishes[0].error
         alone = run(engine, make_request(list(said), mixture=mix, sampling=sampling, max_tokens=9))
-        assert told.texts == alone.texts and told.finishes[0].prompt_tokens == len(said)
-        entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
+        assert received.texts == alone.texts and received.finishes[0].prompt_tokens == len(said)
+        entries = [entry for events in received.events for delta in events.deltas for entry in delta.logprobs or []]
         said += [TOKENIZER.byte_table.index(entry.token) for entry in entries]
-        texts.append(told.texts[0])
+        texts.append(received.texts[0])
     return texts
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
+def test_sessions_of_mixtures_continue_parked_evicted_and_after_a_restart(
     model: Path, tmp_path: Path, overlap: bool
 ) -> None:
     pool = {"state_db": str(tmp_path / "s.db"), "l1_sessions": 6}
@@ -258,8 +259,8 @@ def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
         parked = engine.state_manager.parked
         assert len(parked.slots) == 2, "its members are parked"
         goes_on = run(engine, turn("one", " and", mixture=mix, **GREEDY)).finishes[0]
-        assert goes_on.prompt_tokens - goes_on.cached_tokens <= 2, "what was parked is not read again"
-        for i in range(4):  # four members each: nothing else stays parked
+        assert goes_on.prompt_tokens - goes_on.cached_tokens <= 2, "parked tokens are not read again"
+        for i in range(4):  # four members per mixture evict the parked slots
             run(engine, turn(f"other-{i}", SAID[0], mixture=other, **GREEDY))
         assert len(parked.slots) == 4
         read_again = run(engine, turn("one", " what", mixture=mix, **GREEDY))
@@ -289,8 +290,8 @@ def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
         engine.state_manager.parked.clear()
 
 
-def test_a_later_turn_that_was_kept_before_its_engine_was_lost_is_not_taken_again(model: Path, tmp_path: Path) -> None:
-    """The end of each turn is lost on its way; the second begins from what the first has parked."""
+def test_a_kept_turn_of_a_lost_engine_does_not_run_again(model: Path, tmp_path: Path) -> None:
+    """The end of each turn is lost. The second turn starts from the parked state of the first."""
     with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db")}) as engine:
         for prompt in SAID[:2]:
             kept = run(engine, turn("s", prompt, mixture=MIXES[1], chunk_size=1, **GREEDY), return_token_ids=True)

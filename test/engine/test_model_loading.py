@@ -1,4 +1,4 @@
-"""A model that comes while others serve: what it takes of the cores until it is there."""
+"""A model that loads while others serve: its use of the cores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from test.harness import make_request, run, started_engine, tiny_model
 
 
 @pytest.mark.parametrize(("threads", "few"), [(1, 1), (CORES_PER_THREAD * 2, 2)])
-def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: int, few: int) -> None:
+def test_low_priority_work_uses_few_threads_of_its_own(threads: int, few: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -40,27 +40,27 @@ def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_no_thread_is_started_before_there_is_something_to_compute() -> None:
-    """Of torch's pool that is not used (`set_compute_threads`): in a process of its own, that has none yet."""
+def test_no_compute_thread_is_started_before_it_is_needed() -> None:
+    """Torch's own pool is not used (`set_compute_threads`). Runs in a process of its own, which has none yet."""
     counted = (
         "import os, torch; from rwkv_batch.runner.low_priority import set_compute_threads as use\n"
         "before = os.listdir('/proc/self/task'); use(5)\n"
         "print(os.listdir('/proc/self/task') == before, torch.get_num_threads())"
     )
-    told = subprocess.run([sys.executable, "-c", counted], check=True, capture_output=True, text=True)
-    assert told.stdout.split() == ["True", "5"]
+    seen = subprocess.run([sys.executable, "-c", counted], check=True, capture_output=True, text=True)
+    assert seen.stdout.split() == ["True", "5"]
 
 
 def priority() -> tuple[int, int]:
-    """Policy and niceness of the calling thread."""
+    """Return policy and niceness of the calling thread."""
     return os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 @pytest.mark.parametrize(("loads_at_low_priority", "only_idle"), [(True, True), (True, False), (False, False)])
-def test_all_that_takes_long_gives_way(
+def test_loading_runs_at_low_priority(
     loads_at_low_priority: bool, only_idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what has been made so serves, by threads of the usual priority."""
+    """Serving then uses threads of normal priority."""
     seen: dict[str, tuple[int, int]] = {}
 
     def noting(owner: type, name: str) -> None:
@@ -89,7 +89,7 @@ def test_all_that_takes_long_gives_way(
 
 
 def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask wakes the driver, in each engine that comes: it keeps a core for as long as it likes."""
+    """The query would wake the driver in each new engine, which then keeps a core busy."""
     for name in ("is_available", "device_count", "init"):
         monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError(f"torch.cuda.{name} was asked")))
     with started_engine(tiny_model(tmp_path), max_running=2, loads_at_low_priority=True) as engine:
@@ -97,7 +97,7 @@ def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_what_keeps_it_from_starting_is_told_the_supervisor_or_logged(
+def test_a_failed_start_is_reported_to_the_supervisor_or_logged(
     is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "become_child", Mock())
@@ -114,16 +114,16 @@ def test_what_keeps_it_from_starting_is_told_the_supervisor_or_logged(
 
 
 @pytest.mark.parametrize("loads_at_low_priority", [True, False])
-def test_its_end_gives_way_once_nothing_is_left_to_store(
+def test_an_engine_frees_memory_at_low_priority_after_storing(
     loads_at_low_priority: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    seen: list[str] = []
     for name in ("become_child", "started_engine", "EngineServer"):
         monkeypatch.setattr(server, name, Mock())
-    monkeypatch.setattr(server, "_follow_supervisor", lambda *arguments: told.append("drained"))
-    monkeypatch.setattr(server, "lower_process_priority", lambda only_idle: told.append(f"stands back {only_idle}"))
+    monkeypatch.setattr(server, "_follow_supervisor", lambda *arguments: seen.append("drained"))
+    monkeypatch.setattr(server, "lower_process_priority", lambda only_idle: seen.append(f"stands back {only_idle}"))
     config = EngineConfig(model_path="", loads_at_low_priority=loads_at_low_priority, only_idle_cores=True)
     ours, theirs = Pipe()
     server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)
-    assert server.EngineServer.return_value.finish.called, "what workers are told last leaves before the process ends"  # type: ignore[attr-defined]
-    assert ours.recv() == ("ready", None) and told == ["drained", "stands back True"][: 1 + loads_at_low_priority]
+    assert server.EngineServer.return_value.finish.called, "the last events are sent before the process ends"  # type: ignore[attr-defined]
+    assert ours.recv() == ("ready", None) and seen == ["drained", "stands back True"][: 1 + loads_at_low_priority]

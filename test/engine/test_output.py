@@ -1,4 +1,4 @@
-"""Stops on ids and strings, across tokens; what is shown, held back and kept for a session."""
+"""Stops on ids and strings, across tokens: shown, held and kept text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tokens: list[int], **fields: object) -> tuple[bytes, FinishReason | None
 
 
 def spell(text: str) -> list[int]:
-    """One token a byte: the worst case for everything that crosses tokens."""
+    """One token per byte: the worst case for matches across tokens."""
     return [byte + 1 for byte in text.encode()]
 
 
@@ -64,7 +64,7 @@ def test_stop_id_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("return_token_ids", [False, True])
-def test_what_is_taken_is_what_is_pushed_and_then_worth_sending(return_token_ids: bool) -> None:
+def test_process_token_equals_append_token_and_pop_delta(return_token_ids: bool) -> None:
     dice = random.Random(7)
     for _ in range(300):
         letters = [*spell("abc "), 0, 24281, *TOKENIZER.encode("é\n\n")]
@@ -95,7 +95,7 @@ def test_stop_string_across_tokens(chunk_size: int) -> None:
 
 
 @pytest.mark.parametrize(("last", "reason"), [(24281, FinishReason.STOP), (spell("T")[0], FinishReason.LENGTH)])
-def test_text_that_is_held_is_shown_with_the_token_that_ends_the_row(last: int, reason: FinishReason) -> None:
+def test_held_text_is_shown_with_the_last_token(last: int, reason: FinishReason) -> None:
     asked = request(stop_strings=[b"STOP"], stop_ids=[24281], max_tokens=6)
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
     assert [output.append_token(token) for token in [*spell("one S"), last]] == [None] * 5 + [reason]
@@ -106,7 +106,7 @@ def test_text_that_is_held_is_shown_with_the_token_that_ends_the_row(last: int, 
     assert not output.has_held_text
 
 
-def test_half_a_stop_is_shown_in_the_end() -> None:
+def test_an_incomplete_stop_is_shown_at_the_end() -> None:
     assert run(spell("one STO"), stop_strings=[b"STOP"], max_tokens=7)[:2] == (b"one STO", FinishReason.LENGTH)
 
 
@@ -116,7 +116,7 @@ def test_overlapping_beginnings() -> None:
 
 
 def test_blank_line_hidden_in_merged_tokens() -> None:
-    """`。\\n\\n` is [28329, 11]: the stop id 261 is never drawn, its text is."""
+    """`。\\n\\n` is [28329, 11]: the stop id 261 is never sampled, but its text appears."""
     text, reason, output, _ = run([10000, 28329, 11, 10000], stop_ids=[261])
     assert (text, reason) == (TABLE[10000] + "。".encode(), FinishReason.STOP)
     assert output.shown_tokens() == ([10000], "。".encode())
@@ -132,7 +132,7 @@ def test_held_text_names_its_first_token() -> None:
     assert not output.has_held_text
 
 
-def test_chunks_gather_tokens() -> None:
+def test_chunk_size_collects_tokens() -> None:
     _, _, _, deltas = run(spell("abcdefgh"), chunk_size=3)
     assert [delta.num_tokens for delta in deltas] == [3, 3, 2]
     assert [delta.text for delta in deltas] == [b"abc", b"def", b"gh"]
@@ -146,10 +146,10 @@ def test_random_texts_against_plain_search() -> None:
         shown, reason, output, _ = run(
             TOKENIZER.encode(text), stop_strings=[s.encode() for s in stops], chunk_size=rng.choice([0, 1, 4])
         )
-        # The earliest end of a stop decides; of those that end with the same token, the earliest beginning.
-        wanted = _plain_search(TOKENIZER.encode(text), stops)
-        assert shown.decode() == wanted
-        assert (reason is FinishReason.STOP) == (wanted != text or any(s in text for s in stops))
+        # The stop that ends first wins; among those that end in the same token, the one that begins first.
+        expected = _plain_search(TOKENIZER.encode(text), stops)
+        assert shown.decode() == expected
+        assert (reason is FinishReason.STOP) == (expected != text or any(s in text for s in stops))
         whole, partial = output.shown_tokens()
         assert TOKENIZER.decode_bytes(whole) + partial == shown
 
@@ -164,7 +164,7 @@ def _plain_search(tokens: list[int], stops: list[str]) -> str:
     return text
 
 
-def test_log_probabilities_do_not_gather_for_a_text_that_is_wanted_whole() -> None:
+def test_log_probabilities_of_a_whole_text_are_sent_in_chunks() -> None:
     for chunk_size in (0, 65_536):
         asked = request(sampling=SamplingParams(top_logprobs=20), chunk_size=chunk_size, max_tokens=2000)
         output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
@@ -177,19 +177,19 @@ def test_log_probabilities_do_not_gather_for_a_text_that_is_wanted_whole() -> No
         assert sizes == [256] * 3
 
 
-def test_a_long_text_that_is_wanted_whole_comes_in_a_few_pieces() -> None:
+def test_a_long_whole_text_is_sent_in_a_few_chunks() -> None:
     _, _, _, deltas = run(spell("x" * 10_000), chunk_size=0, max_tokens=20_000)
     assert [delta.num_tokens for delta in deltas] == [4096, 4096, 1808]
 
 
-def test_a_stop_string_beside_a_blank_line_stop_id() -> None:
+def test_a_stop_string_together_with_a_blank_line_stop_id() -> None:
     both: dict[str, object] = {"stop_ids": [261], "stop_strings": [b"STOP"]}
     assert run(spell("one STOP two"), **both)[:2] == (b"one ", FinishReason.STOP)
     assert run(spell("one\n\ntwo"), **both)[:2] == (b"one", FinishReason.STOP)
 
 
 def test_a_newline_stop_id_does_not_cut_merged_tokens() -> None:
-    """Only blank lines are matched as text: `。\n` is a token of its own, and the model did not draw the newline's."""
+    """Only blank lines are matched as text: `。\n` is a token of its own, and the model did not sample a newline."""
     text, reason, _, _ = run([10000, 28329, 10000, 11], stop_ids=[11])
     assert (text, reason) == (TABLE[10000] + TABLE[28329] + TABLE[10000], FinishReason.STOP)
 
@@ -200,7 +200,7 @@ def test_a_stop_that_the_last_allowed_token_completes_is_a_stop() -> None:
 
 
 def _held(text: bytes, stops: set[bytes]) -> int:
-    """The definition: the longest end of the text that is the beginning of a stop."""
+    """Reference: the longest suffix of the text that is a prefix of a stop."""
     return max((n for n in range(len(text) + 1) if any(s.startswith(text[len(text) - n :]) for s in stops)), default=0)
 
 
@@ -226,7 +226,7 @@ def test_the_automaton_against_plain_search(seed: int) -> None:
 
 
 def test_the_cost_of_a_byte_does_not_grow_with_the_number_of_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in moves of the automaton: at most two a byte over a whole text, whatever the stops."""
+    """Counts transitions: at most two per byte over a whole text, with any stops."""
     rng = random.Random(3)
     text = bytes(rng.choice(b"ab") for _ in range(5000))
     moves = 0
@@ -247,7 +247,7 @@ def test_the_cost_of_a_byte_does_not_grow_with_the_number_of_stops(monkeypatch: 
         return node
 
     monkeypatch.setattr(StopAutomaton, "_node", counted)
-    for _ in range(2):  # what a text needs has grown by the second time
+    for _ in range(2):  # the first pass creates the nodes
         moves, node = 0, automaton.root
         for at in range(0, len(text), 5):
             node, found = automaton.advance(node, text[at : at + 5])
@@ -262,15 +262,15 @@ def test_rows_with_the_same_stops_share_one_automaton() -> None:
     assert cache.build(request(stop_strings=[b"END", b"STOP"], stop_ids=[261], max_tokens=3)) is first
     assert cache.build(request(stop_strings=[b"END"], stop_ids=[261])) is not first
     del first
-    assert not cache._rules, "kept only while rows use it"
+    assert not cache._rules, "the cache keeps it only while rows use it"
 
 
 def test_log_probabilities_are_of_shown_tokens_only() -> None:
     asked = request(stop_strings=[b"cd"], chunk_size=1)
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
-    told: list[bytes] = []
+    received: list[bytes] = []
     for token in [*spell("ab"), *spell("c"), *spell("d")]:
         reason = output.append_token(token, TokenLogprob(TABLE[token], -1.0, []))
         delta = output.pop_delta(DONE if reason else None)
-        told += [entry.token for entry in (delta.logprobs or [])] if delta else []
-    assert told == [b"a", b"b"]
+        received += [entry.token for entry in (delta.logprobs or [])] if delta else []
+    assert received == [b"a", b"b"]

@@ -1,4 +1,4 @@
-"""Rows that give way, on a real engine: the same texts as undisturbed, and nothing is left behind."""
+"""Preempted rows on a real engine: the same texts as without preemption, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
-    """Every row that has given way, once for each time."""
+    """Every preempted row, once per preemption."""
     seen: list[Sequence] = []
     pause = FairQueue.pause
 
@@ -51,7 +51,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
 
 
 def bulk() -> list[GenerateRequest]:
-    """Rows of every kind whose sampler remembers what was drawn."""
+    """Rows of every kind whose sampler has penalties."""
     rows = [
         make_request(
             f"bulk row {i} " * (1 + i % 5),
@@ -68,7 +68,7 @@ def bulk() -> list[GenerateRequest]:
 
 
 def chat_until(engine: Engine, job: RunningJob) -> None:
-    """Interactive requests of four clients come every few steps, however busy this thread is, until the job ends."""
+    """Submit interactive requests of four clients every few steps until the job ends."""
     launch, steps, chats = engine.model_runner.launch, itertools.count(), list[RunningJob]()
 
     def launching(*arguments: Any) -> InFlightStep:
@@ -85,17 +85,17 @@ def chat_until(engine: Engine, job: RunningJob) -> None:
         chat.wait()
 
 
-def test_rows_that_gave_way_draw_what_they_would_have(engine: Engine, paused: list[Sequence]) -> None:
-    wanted = run(engine, *bulk(), client="bulk").all_texts
+def test_preempted_rows_give_the_same_text(engine: Engine, paused: list[Sequence]) -> None:
+    expected = run(engine, *bulk(), client="bulk").all_texts
     assert not paused
     job = submit(engine, *bulk(), client="bulk")
     chat_until(engine, job)
     assert len(paused) > 10 and len(set(paused)) > 3
-    assert job.all_texts == wanted
+    assert job.all_texts == expected
     assert all(finish.reason is FinishReason.LENGTH for finish in job.finishes.values())
 
 
-def test_sessions_that_gave_way_go_on_as_if_nothing_had_been(engine: Engine, paused: list[Sequence]) -> None:
+def test_preempted_sessions_give_the_same_text(engine: Engine, paused: list[Sequence]) -> None:
     def turns(name: str, disturb: bool) -> list[bytes]:
         texts = []
         for prompt in ("one", " two", " three"):
@@ -115,8 +115,8 @@ def test_sessions_that_gave_way_go_on_as_if_nothing_had_been(engine: Engine, pau
             texts += [job.wait().texts.get(0, b"") for job in jobs]
         return texts
 
-    wanted = turns("alone", False)
-    assert turns("among", True) == wanted
+    expected = turns("alone", False)
+    assert turns("among", True) == expected
     assert any(sequence.lease is None and sequence.request.session is not None for sequence in paused)
     call(engine, "session_delete", session_id="a", delete_prefix=True)
 
@@ -146,7 +146,7 @@ def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence
     assert len(engine.scheduler.admission.free_req_slots) == engine.model_runner.limits.num_req_slots
 
 
-def test_a_client_has_a_queue_place_of_its_own(model: Path) -> None:
+def test_the_queue_is_limited_per_client(model: Path) -> None:
     with started_engine(model, max_waiting_rows=40, max_waiting_rows_per_client=20) as engine:
         with pytest.raises(ServiceError) as refusal:
             run(engine, *[make_request("x")] * 21, client="greedy")
@@ -154,10 +154,10 @@ def test_a_client_has_a_queue_place_of_its_own(model: Path) -> None:
         assert "21 more would exceed the limit of 20" in str(refusal.value)
         assert "max_waiting_rows_per_client" in str(refusal.value)
         assert len(run(engine, *[make_request("x", max_tokens=2)] * 20, client="greedy").finishes) == 20
-        assert len(run(engine, *[make_request("x", max_tokens=2)] * 40).finishes) == 40, "of nobody in particular"
+        assert len(run(engine, *[make_request("x", max_tokens=2)] * 40).finishes) == 40, "without a client"
 
 
-def test_what_others_have_queued_does_not_fill_a_clients_place(model: Path) -> None:
+def test_other_clients_do_not_use_up_a_clients_queue(model: Path) -> None:
     with started_engine(model, max_running=1, max_waiting_rows=40) as engine:
         hog = submit(engine, *[make_request("x", max_tokens=10**6, ignore_eos=True)] * 30, client="hog")
         assert hog.started.wait(60)
@@ -168,8 +168,8 @@ def test_what_others_have_queued_does_not_fill_a_clients_place(model: Path) -> N
         hog.wait()
 
 
-def test_nobody_waits_for_the_prefix_of_a_row_that_gave_way(model: Path, paused: list[Sequence]) -> None:
-    """It goes on when the rows before it end, which may take hours."""
+def test_no_row_waits_for_the_prefix_of_a_preempted_row(model: Path, paused: list[Sequence]) -> None:
+    """It resumes after the rows before it end, which may take hours."""
     system = "A long system prompt that everybody sends. " * 60
     endless = {"max_tokens": 10**6, "ignore_eos": True}
     pool = PoolConfig(state_db="")
@@ -178,7 +178,7 @@ def test_nobody_waits_for_the_prefix_of_a_row_that_gave_way(model: Path, paused:
         launch, chats = engine.model_runner.launch, list[RunningJob]()
 
         def launching(rows: list[ScheduledRow], *more: Any) -> InFlightStep:
-            if any(row.sequence.cache_points for row in rows) and not chats:  # it has begun to read
+            if any(row.sequence.cache_points for row in rows) and not chats:  # it reads its prompt
                 chats.extend(submit(engine, make_request("hi", **endless), client=name) for name in ("a", "b"))
             return launch(rows, *more)
 

@@ -1,4 +1,4 @@
-"""How a step's prompt tokens are shared: between classes, between clients and between a client's jobs. No model."""
+"""A step's prompt tokens between classes, clients and a client's jobs. No model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quar
         rows = plan.schedule()
         assert sum(row.num_tokens for row in rows) == 64
         of_batch.append(sum(row.num_tokens for row in rows if row.sequence.job.is_batch))
-    assert of_batch == [0, 0, 0, 16] * 2, "a quarter of the steps, and of what these read"
+    assert of_batch == [0, 0, 0, 16] * 2, "a quarter of the steps, and of their tokens"
 
 
-def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -> None:
-    plan, _ = scheduler(req_slots=64, budget=64, chunk=64, beside=16)
+def test_batch_rows_skip_steps_until_an_interactive_row_has_its_first_token() -> None:
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=64, decode_budget=16)
     plan.add(*job(20, client="bulk"))
     read(plan.schedule())
     decoding = plan.schedule()
@@ -39,7 +39,7 @@ def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -
         rows = plan.schedule()
         sizes.append([row.num_tokens for row in rows])
         read(rows)
-    assert sizes == [[64], [56], [1] * 21], "its prompt is read as without them, and then all go on together"
+    assert sizes == [[64], [56], [1] * 21], "its prompt is read without batch rows, then all rows run together"
     plan.add(*job(1, prompt_tokens=500, client="other"))
     with_batch = []
     for _ in range(8):
@@ -47,11 +47,11 @@ def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -
         assert chat_rows[0] in [row.sequence for row in rows], "interactive rows that decode are in every step"
         with_batch.append(any(row.sequence.job.is_batch for row in rows))
         read(rows)
-    assert with_batch == [False, False, False, True] * 2, "a long prompt does not keep them out for ever"
+    assert with_batch == [False, False, False, True] * 2, "a long prompt does not block batch rows for ever"
 
 
-def test_batch_rows_do_not_stand_aside_for_a_row_that_takes_certain_text() -> None:
-    """It has had its first token, and reads what a grammar leaves no choice in."""
+def test_batch_rows_skip_no_step_for_a_row_that_jumps_forward() -> None:
+    """It has its first token and reads jump-forward text."""
     plan, _ = scheduler(req_slots=64, budget=64, chunk=16)
     plan.add(*job(20, client="bulk"))
     chat, chat_rows = job(1, prompt_tokens=5, client="chat")
@@ -81,7 +81,7 @@ def test_clients_share_the_prompt_budget() -> None:
 
 @pytest.mark.parametrize(("clients", "jobs"), [(10, 1), (1, 2), (3, 2), (7, 3), (1, 40)])
 def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> None:
-    """Between clients, and between a client's jobs, also where a step's budget is too small for a part of each."""
+    """Between clients and between a client's jobs, even if a step's budget is too small for all."""
     budget = 128
     running = [
         job(1, prompt_tokens=10_000, client=f"client {number % clients}")[1][0] for number in range(clients * jobs)

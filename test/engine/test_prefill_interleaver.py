@@ -1,4 +1,4 @@
-"""Prompts that are let in between two pieces of a step with batch work, told by counting steps and pieces. No model."""
+"""Prefill that overtakes a step with batch work, by counts of steps and pieces. No model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECE_MS, PROMPT_MS = 0.75, 4.5
 
 
 class Device:
-    """A step loop over a clock that stands still unless a piece runs: one step at a time, pieces one after another."""
+    """A step loop with a virtual clock that advances only while a piece runs."""
 
     def __init__(self, places: int = 320) -> None:
         self.plan = Scheduler(Limits(places, 10_000, 1024, 1024, 1024), Slots(10_000))
@@ -34,10 +34,10 @@ class Device:
         )
         self.now = 0.0
         self.coming: list[tuple[float, Sequence]] = []
-        """(when, row) of requests that come"""
+        """(when, row) of future requests"""
         self.first_at: dict[Sequence, float] = {}
-        self.let_in_within: list[list[ScheduledRow]] = []
-        """steps that were launched within one"""
+        self.interleaved_within: list[list[ScheduledRow]] = []
+        """steps launched within another one"""
 
     def chat_at(self, at: float, prompt_tokens: int = 80) -> Sequence:
         _, (sequence,) = job(1, prompt_tokens, client=f"chat at {at}")
@@ -70,7 +70,7 @@ class Device:
         return bool(taken)
 
     def _launch(self, rows: list[ScheduledRow]) -> Step:
-        self.let_in_within.append(rows)
+        self.interleaved_within.append(rows)
         self._end(rows, PROMPT_MS)
         return Step(0, [InFlightStep(rows, rows)])
 
@@ -86,7 +86,7 @@ class Device:
 
 
 def waits(places: int, come_at: list[float]) -> list[float]:
-    """Milliseconds to the first token of requests that come one after another beside a batch on all places."""
+    """Milliseconds to the first token of consecutive requests next to a batch that uses all running slots."""
     device = Device(places)
     device.batch(2 * places)
     device.step()
@@ -101,20 +101,20 @@ def waits(places: int, come_at: list[float]) -> list[float]:
     return found
 
 
-def test_a_first_token_waits_for_a_piece_of_a_step_and_not_for_its_end() -> None:
+def test_a_first_token_waits_for_a_piece_and_not_for_the_step() -> None:
     step_ms = PIECES * PIECE_MS
     for wait in waits(320, [step_ms * part / 40 for part in range(1, 40)]):
         assert PROMPT_MS <= wait <= PROMPT_MS + 2 * PIECE_MS
 
 
-def test_no_job_is_let_into_a_step_that_has_rows_of_it() -> None:
-    """Were it to fail there, its slots would be free while the rest of the step writes to them."""
+def test_no_job_overtakes_a_step_with_its_own_rows() -> None:
+    """If it failed there, the rest of the step would write to its free slots."""
     device = Device()
     device.batch(300)
     device.step()
     chat = device.chat_at(device.now)
     device.step()
-    rows = device.step()  # where it decodes beside the batch
+    rows = device.step()  # it decodes together with the batch
     asked: list[Collection[RunningJob]] = []
 
     def plan(running_jobs: Collection[RunningJob]) -> list[ScheduledRow]:
@@ -135,20 +135,20 @@ def test_no_job_is_let_into_a_step_that_has_rows_of_it() -> None:
     assert device.plan.schedule_interactive_prefill([*asked[0], later.job]) == []
 
 
-def test_a_scored_prompt_is_not_let_in() -> None:
-    """A part of it may be in a step in flight, whose scores come first and are told later."""
+def test_a_scored_prompt_does_not_overtake() -> None:
+    """A step in flight may contain an earlier part of it, whose scores would be reported later."""
     device = Device()
     device.batch(300)
     device.step()
     scored, other = (device.chat_at(device.now + 0.1) for _ in range(2))
     scored.scored = range(80)
     device.step()
-    assert [[row.sequence for row in rows] for rows in device.let_in_within] == [[other]]
+    assert [[row.sequence for row in rows] for rows in device.interleaved_within] == [[other]]
     while scored not in device.first_at:
         device.step()
 
 
-def test_a_step_lets_in_so_many_steps_of_prompts_and_no_more() -> None:
+def test_overtaking_steps_are_limited_per_step() -> None:
     device = Device()
     bulk = device.batch(300)
     device.step()
@@ -157,7 +157,7 @@ def test_a_step_lets_in_so_many_steps_of_prompts_and_no_more() -> None:
     began = device.now
     rows = device.step()
     assert {row.sequence for row in rows} == set(bulk)
-    assert len(device.let_in_within) == MAX_INTERLEAVED_STEPS
+    assert len(device.interleaved_within) == MAX_INTERLEAVED_STEPS
     assert device.now - began == PIECES * PIECE_MS + MAX_INTERLEAVED_STEPS * PROMPT_MS
 
 
@@ -173,23 +173,23 @@ def test_batch_work_has_one_launch_in_seven_however_many_requests_come() -> None
         for sequence in [sequence for sequence in device.first_at if not sequence.job.is_batch]:
             device.plan.remove(sequence)
             del device.first_at[sequence]
-    assert device.coming, "there are more than are answered"
-    launches = len(of_batch) + len(device.let_in_within)
-    assert launches >= sum(of_batch) * 5, "prompts are let in, and batch rows stand aside"
+    assert device.coming, "more requests arrive than are answered"
+    launches = len(of_batch) + len(device.interleaved_within)
+    assert launches >= sum(of_batch) * 5, "prefill overtakes, and batch rows skip steps"
     assert sum(of_batch) * (2 * MAX_INTERLEAVED_STEPS + 1) >= launches - MAX_INTERLEAVED_STEPS
 
 
-def test_a_long_prompt_goes_on_between_the_next_pieces() -> None:
+def test_a_long_prompt_continues_between_the_next_pieces() -> None:
     device = Device()
     device.batch(300)
     device.step()
     chat = device.chat_at(device.now + 1, prompt_tokens=2500)
     device.step()
-    assert [row.num_tokens for (row,) in device.let_in_within] == [1024, 1024, 452]
+    assert [row.num_tokens for (row,) in device.interleaved_within] == [1024, 1024, 452]
     assert chat in device.first_at
 
 
-def test_batch_prompts_and_rows_that_decode_are_not_let_in() -> None:
+def test_batch_prompts_and_decoding_rows_do_not_overtake() -> None:
     device = Device()
     bulk = device.batch(20)
     device.step()
@@ -197,14 +197,14 @@ def test_batch_prompts_and_rows_that_decode_are_not_let_in() -> None:
     _, (late, *_) = job(12, 500, client="bulk")
     device.coming.append((device.now + 1, late))
     device.step()
-    assert [[row.sequence for row in rows] for rows in device.let_in_within] == [[chat]]
+    assert [[row.sequence for row in rows] for rows in device.interleaved_within] == [[chat]]
     device.step()
-    assert len(device.let_in_within) == 1, "its second token is drawn in a step like all others"
+    assert len(device.interleaved_within) == 1, "its second token is sampled in a normal step"
     assert all(len(sequence.token_ids) > 1 for sequence in bulk)
 
 
-def test_rows_of_a_job_that_is_under_way_are_not_let_in() -> None:
-    """Were the job to fail with them, a slot would be free to which the rest of the step writes."""
+def test_rows_of_a_job_in_the_step_do_not_overtake() -> None:
+    """If the job failed with them, the rest of the step would write to a free slot."""
     plan = Scheduler(Limits(32, 10_000, 256, 256, 256), Slots(100))
     running, rows = job(3, 40, client="chat")
     plan.add(running, rows)
@@ -220,35 +220,35 @@ def test_a_step_without_batch_rows_is_not_in_pieces() -> None:
     device.step()
     chat = device.chat_at(device.now + 0.1)
     device.step()
-    assert not device.let_in_within and chat not in device.first_at
+    assert not device.interleaved_within and chat not in device.first_at
 
 
-def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None:
-    told: list[str] = []
+def test_overtaking_outputs_are_processed_after_the_next_piece_is_launched() -> None:
+    calls: list[str] = []
     _, (chat,) = job(1, 5)
     _, batch = job(9)
     comes = [False, True, True]
     prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
         lambda: comes.pop(0),
         lambda _: [ScheduledRow(chat, 5, samples=True)],
-        lambda rows: told.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
-        lambda step: told.append(f"conclude {step.number}"),
+        lambda rows: calls.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
+        lambda step: calls.append(f"process {step.number}"),
     )
     between = prefill_interleaver.begin([ScheduledRow(sequence, 1, samples=True) for sequence in batch])
     assert between is not None
     between()
-    told.append("piece")
+    calls.append("piece")
     between()
-    assert told == ["piece", "prompt"]
-    told.append("piece")
+    assert calls == ["piece", "prompt"]
+    calls.append("piece")
     between()
-    assert told == ["piece", "prompt", "piece", "conclude 7", "prompt"]
+    assert calls == ["piece", "prompt", "piece", "process 7", "prompt"]
     prefill_interleaver.finish()
-    assert told[5:] == ["conclude 7"]
+    assert calls[5:] == ["process 7"]
 
 
-def test_what_comes_before_the_first_piece_goes_before_it_and_is_concluded_behind_it() -> None:
-    told: list[str] = []
+def test_prefill_before_the_first_piece_is_processed_after_it() -> None:
+    calls: list[str] = []
     _, (chat,) = job(1, 5)
     _, batch = job(9)
     rows = [ScheduledRow(sequence, 1, samples=True) for sequence in batch]
@@ -256,48 +256,48 @@ def test_what_comes_before_the_first_piece_goes_before_it_and_is_concluded_behin
     prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
         lambda: comes.pop(0),
         lambda _: [ScheduledRow(chat, 5, samples=True)],
-        lambda rows: told.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
-        lambda step: told.append(f"conclude {step.number}"),
+        lambda rows: calls.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
+        lambda step: calls.append(f"process {step.number}"),
     )
     prefill_interleaver.interleave_now()
-    assert not told and len(comes) == 5, "no step with batch work was begun"
+    assert not calls and len(comes) == 5, "no step with batch work has begun"
     between = prefill_interleaver.begin(rows)
     assert between is not None
     prefill_interleaver.interleave_now()
-    told.append("first piece")
+    calls.append("first piece")
     prefill_interleaver.interleave_now()
-    assert told == ["prompt", "first piece"], "one at a time"
+    assert calls == ["prompt", "first piece"], "one overtaking step at a time"
     between()
-    assert told[2:] == ["conclude 7", "prompt"], "there may have been more than a step held"
+    assert calls[2:] == ["process 7", "prompt"], "there may be more prefill than a step holds"
     prefill_interleaver.finish()
     prefill_interleaver.interleave_now()
     prefill_interleaver.finish()
-    assert told[4:] == ["conclude 7", "prompt", "conclude 7"], "until the next step"
+    assert calls[4:] == ["process 7", "prompt", "process 7"], "nothing is left until the next step"
     prefill_interleaver.interleave_now()
-    assert told[7:] == [], "as many as a step lets in"
+    assert calls[7:] == [], "the maximum per step"
     assert prefill_interleaver.begin([ScheduledRow(chat, 5, samples=True)]) is None
     prefill_interleaver.interleave_now()
-    assert told[7:] == [], "a step without batch work is not waited for"
+    assert calls[7:] == [], "a step without batch work has no pieces"
 
 
 def test_pieces_are_launched_one_ahead_of_the_device() -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     def launch(graph: object) -> Callable[[], None]:
-        told.append(f"launch {graph}")
-        return lambda: told.append(f"wait {graph}")
+        calls.append(f"launch {graph}")
+        return lambda: calls.append(f"wait {graph}")
 
     def between() -> None:
-        told.append("between")
-        assert not torch.is_inference_mode_enabled(), "a tensor that is made there could not be written to later"
+        calls.append("between")
+        assert not torch.is_inference_mode_enabled(), "a tensor from inference mode could not be written later"
 
     pieces = Pieces(32, ["a", "b", "c"], launch)  # type: ignore[list-item]
     with torch.inference_mode():
-        ended = pieces.run(between, lambda: told.append("wait for the step before"))
+        ended = pieces.run(between, lambda: calls.append("wait for the step before"))
     before = ["launch a", "wait for the step before", "between"]
-    assert told == [*before, "launch b", "wait a", "between", "launch c"]
+    assert calls == [*before, "launch b", "wait a", "between", "launch c"]
     ended()
-    assert told[-1] == "wait c"
+    assert calls[-1] == "wait c"
 
 
 def test_a_step_holds_a_first_token_until_it_is_known() -> None:
@@ -313,7 +313,7 @@ def test_a_step_holds_a_first_token_until_it_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "layers", "streamed", "stages", "parameters", "found"),
+    ("configured", "layers", "streamed", "stages", "parameters", "found"),
     [
         (0, 32, 0, 1, MIN_PARAMETERS, 2),
         (0, 61, 0, 1, MIN_PARAMETERS, 4),
@@ -324,8 +324,8 @@ def test_a_step_holds_a_first_token_until_it_is_known() -> None:
         (2, 16, 0, 2, MIN_PARAMETERS, 0),
     ],
 )
-def test_steps_of_large_models_on_one_gpu_have_pieces_unless_told_otherwise(
-    told: int, layers: int, streamed: int, stages: int, parameters: int, found: int
+def test_steps_of_large_models_on_one_gpu_have_pieces_by_default(
+    configured: int, layers: int, streamed: int, stages: int, parameters: int, found: int
 ) -> None:
     place: Any = SimpleNamespace(stage=SimpleNamespace(layers=range(layers), num_streamed=streamed))
-    assert piece_layers(told, [place] * stages, parameters) == found
+    assert piece_layers(configured, [place] * stages, parameters) == found

@@ -1,4 +1,4 @@
-"""What every process of the service does first."""
+"""The common setup of the service's processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ print("goes on")
 
 
 @pytest.mark.parametrize("ends", ["dies", "leaves"])
-def test_a_process_whose_thread_dies_ends_and_says_so(ends: str) -> None:
-    """Half a process would be silent: whoever started it starts it anew."""
+def test_a_process_whose_thread_dies_ends_with_a_log_line(ends: str) -> None:
+    """Otherwise the process would continue without that thread. The supervisor restarts it."""
     child = subprocess.run(
         [sys.executable, "-c", CHILD, ends], capture_output=True, text=True, check=False, timeout=300
     )
@@ -53,7 +53,7 @@ print(before, slots)
 
 
 def test_threads_do_not_change_the_table_of_futexes() -> None:
-    """While the kernel changes it, a process that ends leaves its memory to a worker of the kernel's."""
+    """While the kernel resizes it, an ending process leaves its memory to a kernel worker."""
     run = [sys.executable, "-c", THREADS]
     before, slots = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
     if before == "None":

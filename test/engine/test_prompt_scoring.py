@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' own tokens against the log-softmax of a forward of their own."""
+"""Log-probabilities of prompts, compared with the log-softmax of a separate forward."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def score(ids: list[int], **fields: Any) -> GenerateRequest:
     return make_request(ids, **{"max_tokens": 0, "prompt_logprobs": ALL, **fields})
 
 
-def told(ran: RunningJob, row: int = 0) -> list[TokenLogprob]:
+def received(ran: RunningJob, row: int = 0) -> list[TokenLogprob]:
     deltas = [delta for events in ran.events for delta in events.deltas if delta.row == row]
     return [entry for delta in deltas for entry in delta.prompt_logprobs or ()]
 
 
 def check(entries: list[TokenLogprob], oracle: LogprobOracle, ids: list[int], start: int = 1) -> None:
-    wanted = oracle.logprobs(ids)
+    expected = oracle.logprobs(ids)
     assert [entry.token for entry in entries] == [TOKENIZER.byte_table[i] for i in ids[start:]]
     for at, entry in enumerate(entries, start):
-        row = wanted[at - 1]
+        row = expected[at - 1]
         assert entry.logprob == pytest.approx(float(row[ids[at]]), abs=CLOSE)
         assert [value for _, value in entry.top] == pytest.approx(row.topk(len(entry.top))[0].tolist(), abs=CLOSE)
 
@@ -66,11 +66,11 @@ def check(entries: list[TokenLogprob], oracle: LogprobOracle, ids: list[int], st
 def test_a_batch_of_prompts_of_different_lengths(engine: Engine, oracle: LogprobOracle) -> None:
     together = run(engine, *[score(ids) for ids in [*SOME, LONG]])
     for row, ids in enumerate([*SOME, LONG]):
-        check(told(together, row), oracle, ids)
+        check(received(together, row), oracle, ids)
         finish = together.finishes[row]
         assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == (FinishReason.LENGTH, len(ids), 0)
-        alone = [entry.logprob for entry in told(run(engine, score(ids)))]
-        assert [entry.logprob for entry in told(together, row)] == pytest.approx(alone, abs=1e-5)
+        alone = [entry.logprob for entry in received(run(engine, score(ids)))]
+        assert [entry.logprob for entry in received(together, row)] == pytest.approx(alone, abs=1e-5)
     assert call(engine, "status")["running_rows"] == 0
 
 
@@ -78,7 +78,7 @@ def test_a_prompt_is_scored_and_continued(engine: Engine, oracle: LogprobOracle)
     plain = run(engine, make_request(LONG, max_tokens=8))
     scored = run(engine, score(LONG, max_tokens=8))
     assert scored.texts == plain.texts
-    check(told(scored), oracle, LONG)
+    check(received(scored), oracle, LONG)
     first = next(i for i, events in enumerate(scored.events) if any(delta.text for delta in events.deltas))
     late = [delta for events in scored.events[first + 1 :] for delta in events.deltas]
     assert not any(delta.prompt_logprobs for delta in late), "text came before the prompt's log-probabilities"
@@ -86,12 +86,12 @@ def test_a_prompt_is_scored_and_continued(engine: Engine, oracle: LogprobOracle)
 
 @pytest.mark.parametrize("start", [1, 2, 31, 32, 33, 64, len(LONG) - 1, len(LONG)])
 def test_only_the_end_of_a_prompt(engine: Engine, oracle: LogprobOracle, start: int) -> None:
-    """Chunks are of 32 tokens: a token on a border is told by the step that has read the one before."""
+    """Chunks have 32 tokens. The step that reads the previous token scores a token at a chunk's start."""
     scored = run(engine, score(LONG, prompt_logprobs=PromptLogprobs(start=start, top=1)))
-    check(told(scored), oracle, LONG, start)
+    check(received(scored), oracle, LONG, start)
 
 
-def test_rows_beside_are_the_same_bit_by_bit(engine: Engine) -> None:
+def test_scoring_does_not_change_other_rows(engine: Engine) -> None:
     sampled = SamplingParams(temperature=1.0, seed=4, top_logprobs=2)
     prompt = SOME[1]
 
@@ -109,40 +109,40 @@ def test_rows_beside_are_the_same_bit_by_bit(engine: Engine) -> None:
 def test_candidates_share_the_prompt(engine: Engine, oracle: LogprobOracle, prompt: list[int]) -> None:
     candidates = [TOKENIZER.encode(text) for text in (" is fine.", " x", "猫", "\n\nUser")]
     before = call(engine, "status")["computed_tokens"]
-    wanted = PromptLogprobs(start=len(prompt), top=1)
-    ran = run(engine, score(prompt, candidates=candidates, prompt_logprobs=wanted), score(SOME[3]))
+    expected = PromptLogprobs(start=len(prompt), top=1)
+    ran = run(engine, score(prompt, candidates=candidates, prompt_logprobs=expected), score(SOME[3]))
     for row, candidate in enumerate(candidates):
-        check(told(ran, row), oracle, prompt + candidate, len(prompt))
-    check(told(ran, len(candidates)), oracle, SOME[3])
+        check(received(ran, row), oracle, prompt + candidate, len(prompt))
+    check(received(ran, len(candidates)), oracle, SOME[3])
     assert [ran.finishes[row].prompt_tokens for row in range(4)] == [len(prompt) + len(one) for one in candidates]
     most = len(prompt) + sum(1 + len(one) for one in candidates) + len(SOME[3])
     assert call(engine, "status")["computed_tokens"] - before <= most, "the prompt was read more than once"
 
 
-def test_n_continuations_tell_their_prompt_once(engine: Engine, oracle: LogprobOracle) -> None:
+def test_n_continuations_score_their_prompt_once(engine: Engine, oracle: LogprobOracle) -> None:
     ran = run(engine, score(SOME[1], n=3, max_tokens=3, sampling=SamplingParams(seed=1)))
-    check(told(ran, 0), oracle, SOME[1])
-    assert not told(ran, 1) and not told(ran, 2)
+    check(received(ran, 0), oracle, SOME[1])
+    assert not received(ran, 1) and not received(ran, 2)
     assert len({ran.texts[row] for row in range(3)}) == 3
 
 
-def test_a_cached_prefix_is_no_further_than_what_is_scored(engine: Engine, oracle: LogprobOracle) -> None:
+def test_a_cached_prefix_ends_before_scored_tokens(engine: Engine, oracle: LogprobOracle) -> None:
     shared = TOKENIZER.encode("This beginning is the same for every prompt, and it is long enough to be kept. " * 12)
     ends = [TOKENIZER.encode(f" Question {i}?") for i in range(6)]
     for end in ends:
         run(engine, make_request(shared + end, max_tokens=1))
     whole = run(engine, score(shared + ends[0]))
-    check(told(whole), oracle, shared + ends[0])
+    check(received(whole), oracle, shared + ends[0])
     assert whole.finishes[0].cached_tokens == 0
     same = (len(set(tokens)) == 1 for tokens in zip(*(shared + end for end in ends), strict=False))
     common = sum(itertools.takewhile(bool, same))
     for start, cached in ((common, 0), (common + 1, common)):
         part = run(engine, score(shared + ends[1], prompt_logprobs=PromptLogprobs(start=start)))
-        check(told(part), oracle, shared + ends[1], start)
+        check(received(part), oracle, shared + ends[1], start)
         assert part.finishes[0].cached_tokens == cached
 
 
-def test_there_are_never_logits_of_a_whole_prompt(
+def test_logits_of_a_whole_prompt_never_exist(
     engine: Engine, oracle: LogprobOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
@@ -155,7 +155,7 @@ def test_there_are_never_logits_of_a_whole_prompt(
 
     monkeypatch.setattr(stage, "logits_of", logits_of)
     monkeypatch.setattr(prompt_logprobs, "HEAD_ROWS", 7)
-    check(told(run(engine, score(LONG))), oracle, LONG)
+    check(received(run(engine, score(LONG))), oracle, LONG)
     assert max(taken) == 7 and sum(taken) == len(LONG) - 1
 
 
@@ -168,7 +168,7 @@ def test_a_row_that_only_reads(engine: Engine) -> None:
     )
     assert [finish.reason for finish in ran.finishes.values()] == [FinishReason.LENGTH] * 4
     assert ran.all_texts == [b""] * 4
-    assert not any(told(ran, row) for row in range(4))
+    assert not any(received(ran, row) for row in range(4))
 
 
 def test_cancelled_while_it_is_scored(engine: Engine) -> None:
@@ -199,14 +199,14 @@ def test_cancelled_while_it_is_scored(engine: Engine) -> None:
         (make_request("a b", prompt_logprobs=PromptLogprobs(top=-1)), "prompt_logprobs"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(engine: Engine, row: GenerateRequest, field: str) -> None:
+def test_invalid_scoring_fields_are_refused_by_name(engine: Engine, row: GenerateRequest, field: str) -> None:
     with pytest.raises(ServiceError) as refusal:
         run(engine, row)
     assert (refusal.value.info.kind, refusal.value.info.field) == (ErrorKind.INVALID_FIELD, field)
 
 
-def test_the_end_token_is_told_with_the_drawn_ones(engine: Engine) -> None:
-    """It was drawn and has no text; whoever scores by `echo` counts on an entry for each drawn token."""
+def test_the_end_token_has_a_log_probability(engine: Engine) -> None:
+    """It was sampled and has no text. Clients that score by `echo` expect an entry per sampled token."""
     forced = SamplingParams(temperature=0.0, logit_bias={0: 1e9}, top_logprobs=1)
     ran = run(engine, make_request("Hello", sampling=forced))
     entries = [entry for events in ran.events for delta in events.deltas for entry in delta.logprobs or ()]

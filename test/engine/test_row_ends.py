@@ -1,4 +1,4 @@
-"""How rows end at awkward moments, step by step: the engine's loop is turned by the test, on one thread."""
+"""Rows that end at awkward moments. The test runs the engine's loop step by step on one thread."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, WAIT_S, RunningJob, make_request, submit, tiny_model, turn
+from test.pool_integrity import integrity_faults
 
 HEADER = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
 ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
@@ -45,7 +46,7 @@ class Stepped:
             self.step()
             steps += len(self.rows) > 0
             if not self.rows:
-                time.sleep(0.002)  # the pool's threads are at work
+                time.sleep(0.002)  # the pool's threads may need time
             assert steps < 2000 and time.monotonic() < deadline, f"not within {steps} steps: {what}"
 
     def end(self, job: RunningJob) -> RunningJob:
@@ -62,17 +63,17 @@ class Stepped:
 
     @property
     def free(self) -> int:
-        return self.engine.model_runner.pool.num_free
+        return self.engine.model_runner.pool.tiers.slots.num_free
 
     def check_idle(self, free: int | None = None) -> None:
-        """Nothing is left of any row."""
+        """Check that nothing is left of any row."""
         self.until(lambda: not self.engine.jobs._jobs, "all jobs have ended")
         self.step(3)
         admission = self.engine.scheduler.admission
         assert (self.rows, admission.waiting_rows, admission.paused_rows) == ([], 0, 0)
         assert len(admission.free_req_slots) == self.engine.model_runner.limits.num_req_slots
         assert free is None or self.free == free
-        assert self.engine.model_runner.pool.check_integrity() == []
+        assert integrity_faults(self.engine.model_runner.pool) == []
         assert self.engine.jobs.check_integrity() == []
 
 
@@ -95,38 +96,39 @@ def loop(model: Path, request: pytest.FixtureRequest) -> Iterator[Stepped]:
         yield loop
 
 
-def test_a_border_of_a_cancelled_row_is_not_awaited(loop: Stepped) -> None:
-    """Rows that share a prefix wait for the one that reads it; when it is cancelled, another reads it."""
+def test_no_row_waits_for_the_prefix_of_a_cancelled_row(loop: Stepped) -> None:
+    """Rows wait for the one that reads their common prefix. If it is cancelled, another reads it."""
     header = "cancelled: " + HEADER
     first, second = (submit(loop.engine, make_request(header + tail, max_tokens=3)) for tail in ("one", "two"))
     loop.step(2)
-    assert [row.job.spec.job_id for row in loop.rows] == [first.job.job_id], "the second waits for what they share"
+    assert [row.job.spec.job_id for row in loop.rows] == [first.job.job_id], "the second waits for the common prefix"
     assert loop.rows[0].cache_points
     loop.cancel(first)
     assert loop.end(second).finishes[0].completion_tokens == 3
     loop.check_idle()
 
 
-@pytest.mark.parametrize("refusing", ["allocate", "offer_prefix"])
-def test_a_border_whose_state_is_not_cached_is_not_awaited(
+@pytest.mark.parametrize("refusing", ["tiers.allocate", "prefixes.offer"])
+def test_no_row_waits_for_a_prefix_that_is_not_cached(
     loop: Stepped, monkeypatch: pytest.MonkeyPatch, refusing: str
 ) -> None:
-    """For want of a slot, or because the cache wants none; the slot that was meant for it is free again."""
+    """No slot is free, or the cache refuses the state. The slot for it is freed again."""
     free, header = loop.free, f"refused by {refusing}: " + HEADER
     first, second = (submit(loop.engine, make_request(header + tail, max_tokens=3)) for tail in ("one", "two"))
     loop.step(2)
     assert len(loop.rows) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(loop.engine.model_runner.pool, refusing, lambda *_: None)
+        part, method = refusing.split(".")
+        patched.setattr(getattr(loop.engine.model_runner.pool, part), method, lambda *_: None)
         loop.until(lambda: not loop.rows[0].cache_points, "the border is behind it")
     loop.step(2)
-    assert len(loop.rows) == 2, "the second reads it all by itself"
+    assert len(loop.rows) == 2, "the second reads the whole prompt"
     loop.end(first)
     loop.end(second)
-    loop.check_idle(free - 1)  # from the second it is taken
+    loop.check_idle(free - 1)  # the second offers its state
 
 
-def test_a_row_that_wants_no_cached_prefix_leaves_none(loop: Stepped) -> None:
+def test_a_row_without_prefix_cache_adds_nothing_to_it(loop: Stepped) -> None:
     free, cache = loop.free, loop.engine.model_runner.pool.stats()["prefix_cache"]
     for tail in ("one", "two", "three"):
         asked = make_request(f"uncached: {HEADER}{tail}", max_tokens=2, use_prefix_cache=False)
@@ -135,7 +137,7 @@ def test_a_row_that_wants_no_cached_prefix_leaves_none(loop: Stepped) -> None:
     loop.check_idle(free)
 
 
-def test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it(loop: Stepped) -> None:
+def test_rows_cancelled_before_they_read_a_shared_slot_release_it(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, make_request("hello there", n=3, use_prefix_cache=False, **ENDLESS))
     loop.until(lambda: any(row.samples for row in job_rows(loop, job)), "the prompt is read for all")
@@ -147,7 +149,7 @@ def test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it(l
 
 
 def job_rows(loop: Stepped, job: RunningJob) -> list[Sequence]:
-    """Rows of a job that have not ended, waiting ones too."""
+    """A job's rows that have not ended, including waiting ones."""
     running = loop.engine.jobs._jobs.get(job.job.job_id)
     return [] if running is None else list(running.live)
 
@@ -164,8 +166,8 @@ def test_continuations_of_a_cancelled_job_leave_the_queue(loop: Stepped) -> None
     loop.check_idle(free)
 
 
-def test_a_prompt_read_for_several_ends_each_row_once(loop: Stepped) -> None:
-    """The row that has read it is none of theirs: it ends with the fork."""
+def test_each_row_of_a_shared_prompt_ends_once(loop: Stepped) -> None:
+    """The row that reads the prompt is not one of them: it ends with the fork."""
     job = submit(
         loop.engine,
         make_request("hello there", n=2, max_tokens=4),
@@ -174,11 +176,11 @@ def test_a_prompt_read_for_several_ends_each_row_once(loop: Stepped) -> None:
     loop.until(lambda: len(job_rows(loop, job)) == 4, "both prompts are read")
     assert all(row.samples for row in job_rows(loop, job))
     loop.end(job)
-    assert sorted(job.finishes) == [0, 1, 2, 3]  # the sink asserts that none ends twice
+    assert sorted(job.finishes) == [0, 1, 2, 3]  # the sink asserts that no row ends twice
     loop.check_idle()
 
 
-def test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for(loop: Stepped) -> None:
+def test_a_cancelled_shared_prompt_ends_all_its_rows(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, make_request("hello there " * 40, n=3, use_prefix_cache=False, **ENDLESS))
     loop.step(2)
@@ -199,7 +201,7 @@ def test_a_queued_turn_of_a_deleted_session_leaves_the_queue(loop: Stepped) -> N
     loop.step(2)
     waiting = loop.engine.scheduler.admission.waiting_rows
     assert [row.phase for row in job_rows(loop, queued)] == [Phase.WAITING]
-    assert loop.engine.model_runner.pool.delete("doomed") == 1
+    assert loop.engine.model_runner.pool.turns.delete("doomed") == 1
     error = loop.end(queued).finishes[0].error
     assert error is not None and error.kind is ErrorKind.SESSION_NOT_FOUND
     assert loop.engine.scheduler.admission.waiting_rows == waiting - 1
@@ -210,10 +212,10 @@ def test_a_queued_turn_of_a_deleted_session_leaves_the_queue(loop: Stepped) -> N
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-def test_a_turn_that_is_kept_is_not_told_that_it_timed_out(
+def test_a_kept_turn_is_not_reported_as_timed_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Its deadline passes between its last token and the moment when it is on disk."""
+    """Its deadline passes after its last token and before it is on disk."""
     with stepped(model, PoolConfig(state_db=str(tmp_path / "s.db")), overlap_on_cpu=overlap) as loop:
         gate, writer = threading.Event(), loop.engine.model_runner.pool._store.writer  # type: ignore[union-attr]
         commit = writer._transaction
@@ -222,13 +224,13 @@ def test_a_turn_that_is_kept_is_not_told_that_it_timed_out(
         loop.until(lambda: any(row.has_answered for row in job_rows(loop, job)), "the turn is recorded")
         loop.engine.jobs.expire(time.monotonic() + 2000.0)
         loop.step(3)
-        assert not job.finishes, "nobody knows yet whether it is kept"
+        assert not job.finishes, "its outcome is not known yet"
         gate.set()
         finish = loop.end(job).finishes[0]
         assert (finish.reason, finish.error) == (FinishReason.LENGTH, None)
 
 
-def test_a_turn_that_is_still_drawing_times_out(loop: Stepped) -> None:
+def test_a_turn_that_still_samples_times_out(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, turn("late", "one", **ENDLESS), timeout_s=1000.0)
     loop.until(job.started.is_set, "it draws")
@@ -237,7 +239,7 @@ def test_a_turn_that_is_still_drawing_times_out(loop: Stepped) -> None:
     loop.check_idle(free)
 
 
-def test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id(loop: Stepped) -> None:
+def test_a_deadline_does_not_apply_to_a_later_job_of_the_same_id(loop: Stepped) -> None:
     loop.end(named(loop, "same", make_request("a", max_tokens=1), timeout_s=100.0))
     later = named(loop, "same", make_request("a", **ENDLESS))
     loop.step()
@@ -252,12 +254,12 @@ def test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id(loop: 
 def named(loop: Stepped, job_id: str, *rows: GenerateRequest, **fields: Any) -> RunningJob:
     """A job with this id."""
     running = RunningJob(Job(job_id=job_id, rows=list(rows), **fields))
-    loop.engine.submit(running.job, running.sink, running.admitted)
+    loop.engine.submit(running.job, running.sink, running.on_admitted)
     return running
 
 
-def test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end(model: Path) -> None:
-    """Its last token was on its way when it was displaced; the session's state still has to read it."""
+def test_a_turn_that_ends_while_paused_is_read_to_its_end(model: Path) -> None:
+    """It was preempted while its last token was in flight. The session's state still has to read that token."""
     with stepped(model, overlap_on_cpu=True) as loop:
         free = loop.free
         job = submit(loop.engine, turn("s", "one", max_tokens=3, ignore_eos=True), priority=Priority.BATCH)
@@ -273,12 +275,12 @@ def test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end(model: Path) -> 
         again = loop.end(submit(loop.engine, turn("s", " two", max_tokens=3, ignore_eos=True)))
         loop.end(submit(loop.engine, turn("twin", "one", max_tokens=3, ignore_eos=True)))
         assert loop.end(submit(loop.engine, turn("twin", " two", max_tokens=3, ignore_eos=True))).texts == again.texts
-        assert loop.engine.model_runner.pool.delete("s") == loop.engine.model_runner.pool.delete("twin") == 1
+        assert loop.engine.model_runner.pool.turns.delete("s") == loop.engine.model_runner.pool.turns.delete("twin") == 1
         loop.check_idle(free)
 
 
-def test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row(loop: Stepped) -> None:
-    """It is in one step more, which reads its last token for the session; a row that waits is in the same step."""
+def test_an_answered_turn_frees_its_running_slot(loop: Stepped) -> None:
+    """It is in one more step, which reads its last token for the session. A waiting row starts in the same step."""
     free = loop.free
     first = submit(loop.engine, turn("closing", "one", max_tokens=3, ignore_eos=True))
     others = [submit(loop.engine, make_request("busy", **ENDLESS)) for _ in range(4)]
@@ -290,12 +292,12 @@ def test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row(loop: Steppe
     for job in others:
         loop.cancel(job)
         loop.end(job)
-    assert loop.engine.model_runner.pool.delete("closing") == 1
+    assert loop.engine.model_runner.pool.turns.delete("closing") == 1
     loop.check_idle(free)
 
 
 def test_text_held_for_a_stop_is_shown_at_a_timeout(loop: Stepped) -> None:
-    """The text so far is the beginning of a stop string, and may not have become one."""
+    """The text may be the beginning of a stop string."""
     said = loop.end(submit(loop.engine, make_request("hold", max_tokens=8, ignore_eos=True))).texts[0]
     held = {**ENDLESS, "chunk_size": 1, "stop_strings": [said + b" and no further"]}
     job = submit(loop.engine, make_request("hold", **held), timeout_s=1000.0)
@@ -309,12 +311,12 @@ def test_text_held_for_a_stop_is_shown_at_a_timeout(loop: Stepped) -> None:
     loop.check_idle()
 
 
-def test_a_failed_job_tells_nothing_behind_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step fails while the one before is in flight, with log-probabilities of the job's prompt."""
+def test_a_failed_job_sends_nothing_after_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails while an earlier one with scores of the job's prompt is in flight."""
     with stepped(model, overlap_on_cpu=True) as loop:
         free = loop.free
-        told = {"prompt_logprobs": PromptLogprobs(), "use_prefix_cache": False}
-        job = submit(loop.engine, make_request("a prompt of many steps " * 20, max_tokens=0, **told))
+        received = {"prompt_logprobs": PromptLogprobs(), "use_prefix_cache": False}
+        job = submit(loop.engine, make_request("a prompt of many steps " * 20, max_tokens=0, **received))
         loop.step(2)
         assert loop.engine._in_flight and not job.done.is_set()
         with monkeypatch.context() as patched:
@@ -326,16 +328,16 @@ def test_a_failed_job_tells_nothing_behind_its_error(model: Path, monkeypatch: p
         loop.check_idle(free)
 
 
-def test_prompts_read_for_several_never_hold_all_slots(model: Path) -> None:
-    """Each holds a slot until all its continuations run, which need slots too."""
+def test_shared_prompts_never_hold_all_slots(model: Path) -> None:
+    """A shared prompt holds a slot until all its continuations run, which need slots too."""
     pool = PoolConfig(state_db="", l1_sessions=0, l2_sessions=0, prefix_cache_slots=0)
     with stepped(model, pool, max_running=4) as loop:
         free = loop.free
-        held = [loop.engine.model_runner.pool.allocate() for _ in range(free - 4)]  # as sessions would
+        held = [loop.engine.model_runner.pool.tiers.allocate() for _ in range(free - 4)]  # as sessions do
         jobs = [submit(loop.engine, make_request(f"hello there number {i}", n=3, max_tokens=4)) for i in range(12)]
         for job in jobs:
             assert len(loop.end(job).finishes) == 3
         for slot in held:
             assert slot is not None
-            loop.engine.model_runner.pool.free(slot)
+            loop.engine.model_runner.pool.tiers.free(slot)
         loop.check_idle(free)

@@ -1,4 +1,4 @@
-"""Who runs in which step: admission, fairness between jobs, prompt budgets. No model."""
+"""Rows per step: admission, fairness between jobs, prompt budgets. No model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE = [b""] * 300
 
 
 class Slots:
-    """As many slots as asked for; rows in `blocked` are not ready."""
+    """A limited number of slots. Rows in `blocked` are not ready."""
 
     def __init__(self, count: int) -> None:
         self.free = list(range(2, count + 2))
@@ -42,14 +42,14 @@ class Slots:
 
 
 def scheduler(
-    req_slots: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, beside: int = 0
+    req_slots: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, decode_budget: int = 0
 ) -> tuple[Scheduler, Slots]:
     source = Slots(slots)
-    return Scheduler(Limits(req_slots, 10_000, budget, chunk, beside or budget), source), source
+    return Scheduler(Limits(req_slots, 10_000, budget, chunk, decode_budget or budget), source), source
 
 
 def job(rows: int, prompt_tokens: int = 1, client: str = "", attempt: int = 0) -> tuple[RunningJob, list[Sequence]]:
-    """A job and its rows: batch work if there are more than eight."""
+    """A job and its rows: batch work above eight rows."""
     request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=9, sampling=SamplingParams())
     spec = Job(job_id="j", rows=[request] * rows, client=client, attempt=attempt)
     running = RunningJob(spec, lambda events: None, {}, rows)
@@ -68,15 +68,15 @@ def read(rows: list[ScheduledRow]) -> None:
             row.sequence.token_ids.append(7)
 
 
-def test_jobs_share_free_seats_evenly() -> None:
+def test_jobs_share_free_running_slots_evenly() -> None:
     plan, _ = scheduler(req_slots=16)
     jobs = [job(100), job(100), job(100)]
     for running, rows in jobs:
         plan.add(running, rows)
-    assert sorted(per_job(plan.schedule()).values()) == [5, 5, 5]  # one seat stays reserved
+    assert sorted(per_job(plan.schedule()).values()) == [5, 5, 5]  # one running slot stays reserved
 
 
-def test_a_newcomer_finds_a_seat_beside_a_bulk_job() -> None:
+def test_an_interactive_row_starts_next_to_a_batch_job() -> None:
     plan, _ = scheduler(req_slots=16)
     plan.add(*job(1000))
     assert len(plan.schedule()) == 15
@@ -85,7 +85,7 @@ def test_a_newcomer_finds_a_seat_beside_a_bulk_job() -> None:
     assert per_job(plan.schedule())[newcomer] == 1
 
 
-def test_seats_and_slots_are_bounds() -> None:
+def test_running_slots_and_state_slots_are_limits() -> None:
     plan, _ = scheduler(req_slots=8, slots=3)
     plan.add(*job(10))
     assert len(plan.schedule()) == 3 and plan.admission.waiting_rows == 7
@@ -94,7 +94,7 @@ def test_seats_and_slots_are_bounds() -> None:
     assert len(alone.schedule()) == 1
 
 
-def test_a_freed_seat_is_taken_in_the_next_step() -> None:
+def test_a_freed_running_slot_is_used_in_the_next_step() -> None:
     plan, slots = scheduler(req_slots=2)
     running, rows = job(3)
     plan.add(running, rows)
@@ -129,7 +129,7 @@ def test_prompt_budget_is_shared_between_jobs() -> None:
     assert any(row.sequence.job is quick and row.samples for row in plan.schedule())
 
 
-def test_decoding_rows_are_in_every_step_whatever_is_read_beside_them() -> None:
+def test_decoding_rows_are_in_every_step_with_any_prefill() -> None:
     plan, _ = scheduler(req_slots=32, budget=16, chunk=16)
     plan.add(*job(4))
     decoding = plan.schedule()
@@ -150,7 +150,7 @@ def test_rows_decode_in_the_order_of_their_slots() -> None:
 
 
 def test_rows_with_two_slots_keep_their_order() -> None:
-    """What a session's row writes in turn: the order must not change with it."""
+    """A session's row alternates between two slots, which must not change the order."""
     plan, slots = scheduler(budget=8)
     slots.free = [5, 2]
     plan.add(*job(2))
@@ -163,7 +163,7 @@ def test_rows_with_two_slots_keep_their_order() -> None:
 
 
 def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
-    plan, _ = scheduler(budget=64, beside=20, chunk=64)
+    plan, _ = scheduler(budget=64, decode_budget=20, chunk=64)
     plan.add(*job(1, prompt_tokens=70))
     sizes = []
     for turn in range(6):
@@ -175,7 +175,7 @@ def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
     assert sizes == [[64], [6], [1, 20], [1, 20], [1, 10], [1, 1]]
 
 
-def test_a_border_ends_a_chunk() -> None:
+def test_a_cache_point_ends_a_chunk() -> None:
     plan, _ = scheduler(chunk=16, budget=64)
     running, rows = job(1, prompt_tokens=40)
     rows[0].cache_points = [10]
@@ -183,7 +183,7 @@ def test_a_border_ends_a_chunk() -> None:
     assert plan.schedule()[0].num_tokens == 10
 
 
-def test_rows_behind_a_busy_session_let_others_pass() -> None:
+def test_rows_of_a_busy_session_do_not_block_others() -> None:
     plan, slots = scheduler()
     running, rows = job(2)
     slots.blocked.add(rows[0])
@@ -201,7 +201,7 @@ def test_continuations_go_first() -> None:
     assert [row.sequence for row in plan.schedule()] == children
 
 
-def test_prompts_read_for_several_rows_never_hold_all_seats() -> None:
+def test_shared_prompts_never_hold_all_running_slots() -> None:
     plan, _ = scheduler(req_slots=16)
     for _ in range(10):
         running, rows = job(1, prompt_tokens=5)
@@ -226,8 +226,11 @@ def test_long_prompts_take_turns() -> None:
     assert quick_rows[0].num_uncomputed_tokens <= 1, "a short prompt waits at most one turn of every other job"
 
 
-def test_prompts_left_over_do_not_wait_for_their_groups_turn() -> None:
-    """Rows that decode take turns in two groups; prompts are read beside the first, unless some were left over."""
+def test_left_over_prompts_do_not_wait_for_their_group() -> None:
+    """Decoding rows alternate in two groups.
+
+    Prompts join the first group's steps, or any step if some are left over.
+    """
     plan = Scheduler(Limits(64, 10_000, 16, 16, 16, groups=2), Slots(200))
     decoding = [job(1)[1][0] for _ in range(2)]
     for sequence in decoding:
@@ -243,16 +246,16 @@ def test_prompts_left_over_do_not_wait_for_their_groups_turn() -> None:
         read(rows)
 
 
-def test_forgetting_a_job_empties_the_queue() -> None:
+def test_removing_a_job_empties_the_queue() -> None:
     plan, _ = scheduler(req_slots=2)
     running, rows = job(5)
     plan.add(running, rows)
     plan.schedule()
-    assert len(plan.remove_waiting(running)) == 4  # one sits, one seat is kept for other jobs
+    assert len(plan.remove_waiting(running)) == 4  # one runs, one running slot is reserved
     assert plan.admission.waiting_rows == 0 and len(plan.running_of(running)) == 1
 
 
-def test_only_a_row_that_closed_its_turn_has_answered() -> None:
+def test_a_row_has_answered_only_after_its_turn_closed() -> None:
     plan, _ = scheduler()
     running, rows = job(2)
     plan.add(running, rows)
@@ -261,7 +264,10 @@ def test_only_a_row_that_closed_its_turn_has_answered() -> None:
         row.output.append_token(ord("a"))
     cancelled, closing = rows
     plan.remove(cancelled)
-    assert (cancelled.phase, cancelled.has_answered) == (Phase.DONE, False)  # although it has drawn and has no seat
+    assert (cancelled.phase, cancelled.has_answered) == (
+        Phase.DONE,
+        False,
+    )  # although it has sampled and has no request slot
     closing.phase = Phase.CLOSING
     plan.release_req_slot(closing)
     assert closing.has_answered and closing.is_in_steps
@@ -269,18 +275,18 @@ def test_only_a_row_that_closed_its_turn_has_answered() -> None:
     assert (closing.phase, closing.has_answered, closing.is_in_steps) == (Phase.ANSWERED, True, False)
 
 
-def test_only_a_token_that_was_drawn_is_fed_back() -> None:
-    """The last token of a run that was taken without a draw is not the one that the row's seat holds."""
+def test_only_a_sampled_token_is_read_from_the_device() -> None:
+    """After a jump forward, the row's request slot does not hold its last token."""
     plan, _ = scheduler(chunk=4)
     plan.add(*job(1, prompt_tokens=3))
     (first,) = plan.schedule()
     assert not first.uses_device_token
     read([first])
     row = first.sequence
-    row.matcher = cast(Matcher, object())  # only rows under a grammar take tokens without a draw
-    (drawn,) = plan.schedule()
-    assert drawn.uses_device_token
-    read([drawn])
+    row.matcher = cast(Matcher, object())  # only constrained rows jump forward
+    (sampled,) = plan.schedule()
+    assert sampled.uses_device_token
+    read([sampled])
     row.token_ids += [5, 6, 7, 8]
     row.uncounted_ids = [5, 6, 7, 8]
     sizes = []
@@ -289,13 +295,13 @@ def test_only_a_token_that_was_drawn_is_fed_back() -> None:
         sizes.append((step.num_tokens, step.samples, step.uses_device_token))
         read([step])
     assert sizes == [(4, False, False), (1, True, False)]
-    row.token_ids[-1] = PENDING  # it draws behind the run before its sampler is told of that
+    row.token_ids[-1] = PENDING  # it samples before its sampler has counted the run
     assert plan.schedule()[0].uses_device_token
     row.token_ids[-1], row.uncounted_ids = 7, []
     assert plan.schedule()[0].uses_device_token
 
 
-def test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step() -> None:
+def test_a_row_whose_last_token_is_in_flight_is_in_no_further_step() -> None:
     plan, _ = scheduler()
     running, (row,) = job(1)
     plan.add(running, [row])

@@ -1,4 +1,4 @@
-"""The slots that a session's row takes in the overlapped loop: its own, the state before its turn, the one before."""
+"""The slots of a session's row with overlap: its own, the state before its turn, and the previous state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def test_every_seat_may_be_a_sessions(engine: Engine) -> None:
+def test_every_running_slot_may_hold_a_session(engine: Engine) -> None:
     names = [f"seat{i}" for i in range(32)]
     for job in [submit(engine, turn(name, PROMPTS[0], max_tokens=2)) for name in names]:
         job.wait()
@@ -39,25 +39,27 @@ def test_every_seat_may_be_a_sessions(engine: Engine) -> None:
 def conversation(engine: Engine, name: str) -> list[bytes]:
     free = [run(engine, turn(f"{name}-free", prompt, max_tokens=30, ignore_eos=True)).texts[0] for prompt in PROMPTS]
     stops = [text.decode(errors="ignore")[4:7].encode() for text in free]
-    told = [
+    received = [
         run(engine, turn(name, prompt, max_tokens=30, ignore_eos=True, stop_strings=stops)).texts.get(0, b"")
         for prompt in PROMPTS
     ]
     call(engine, "session_delete", session_id=name, delete_prefix=True)
-    return free + told
+    return free + received
 
 
 def test_a_row_without_its_second_slot_does_not_run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So what it draws too far need not be taken back: it could not be."""
-    wanted = conversation(engine, "with")
+    """Then no launched step has to be rolled back, which would be impossible."""
+    expected = conversation(engine, "with")
     asked: list[Sequence] = []
     monkeypatch.setattr(engine.state_manager, "add_spare", asked.append)
-    assert conversation(engine, "without") == wanted
-    assert all(row.spare_slot == NO_SLOT for row in asked) and len(asked) > 100, "it asks again at every step"
+    assert conversation(engine, "without") == expected
+    assert all(row.spare_slot == NO_SLOT for row in asked) and len(asked) > 100, (
+        "it requests the slot again at every step"
+    )
 
 
 def test_a_row_without_its_second_slot_gets_one_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = conversation(engine, "with")
+    expected = conversation(engine, "with")
     add_spare, asked = engine.state_manager.add_spare, []
 
     def late(sequence: Sequence) -> None:
@@ -66,5 +68,5 @@ def test_a_row_without_its_second_slot_gets_one_later(engine: Engine, monkeypatc
             add_spare(sequence)
 
     monkeypatch.setattr(engine.state_manager, "add_spare", late)
-    assert conversation(engine, "late") == wanted
+    assert conversation(engine, "late") == expected
     assert {asked.count(row) for row in asked if len(row.output.tokens) == 30} == {6}, "and then decodes in every step"

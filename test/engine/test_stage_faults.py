@@ -1,4 +1,4 @@
-"""A stage of several fails: too little memory on it is a 429, a lost device ends the engine, and another one serves."""
+"""A failing stage of a pipeline: out of memory is a 429, a lost device ends the engine, and a new one serves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(model: Path, tmp_path: Path) -> Iterator[Engine]:
 
 
 class Faulty:
-    """The forward of a stage that raises `error` while that is set."""
+    """A stage's forward that raises `error` while it is set."""
 
     def __init__(self, engine: Engine, stage: int, patch: pytest.MonkeyPatch) -> None:
         self.error: Exception | None = None
@@ -47,9 +47,9 @@ class Faulty:
 
 
 @PARTS
-def test_too_little_memory_on_any_stage_is_a_429(engine: Engine, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs ends with it, in every group; sessions are as before; what comes later is served."""
-    wanted = run(engine, turn("s", "hello", max_tokens=8)).texts[0]
+def test_out_of_memory_on_any_stage_is_a_429(engine: Engine, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running jobs end in every group. Sessions are unchanged, and later jobs are served."""
+    expected = run(engine, turn("s", "hello", max_tokens=8)).texts[0]
     free = free_slots(engine)
     faulty = Faulty(engine, stage, monkeypatch)
     jobs = [submit(engine, make_request(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
@@ -61,18 +61,18 @@ def test_too_little_memory_on_any_stage_is_a_429(engine: Engine, stage: int, mon
         assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
     faulty.error = None
     assert call(engine, "status")["free_slots"] == free and engine.is_alive
-    assert run(engine, turn("t", "hello", max_tokens=8)).texts[0] == wanted
+    assert run(engine, turn("t", "hello", max_tokens=8)).texts[0] == expected
 
 
 @PARTS
 def test_a_lost_device_ends_the_engine_and_the_next_one_serves(
     model: Path, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everyone is told; sessions go on in a new engine as if the turn had never been."""
+    """All jobs get an error. Sessions continue in a new engine as if the turn had not run."""
     config = PoolConfig(state_db=str(tmp_path / "s.db"))
     with started_engine(model, config, **STAGES) as engine:
-        wanted = [run(engine, turn("a", text, max_tokens=8)).texts[0] for text in ("hello", "more")]
-        assert run(engine, turn("s", "hello", max_tokens=8)).texts[0] == wanted[0]
+        expected = [run(engine, turn("a", text, max_tokens=8)).texts[0] for text in ("hello", "more")]
+        assert run(engine, turn("s", "hello", max_tokens=8)).texts[0] == expected[0]
         faulty = Faulty(engine, stage, monkeypatch)
         monkeypatch.setattr(engine.model_runner, "is_device_lost", lambda: faulty.raised.is_set())
         jobs = [submit(engine, make_request(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
@@ -87,4 +87,4 @@ def test_a_lost_device_ends_the_engine_and_the_next_one_serves(
         assert not engine.is_alive
         engine.model_runner.pool.close()  # the process that holds it is replaced
     with started_engine(model, config, **STAGES) as engine:
-        assert run(engine, turn("s", "more", max_tokens=8)).texts[0] == wanted[1]
+        assert run(engine, turn("s", "more", max_tokens=8)).texts[0] == expected[1]

@@ -1,4 +1,4 @@
-"""Python states of threads that Python did not make: kept while the thread lives, dropped when it has ended."""
+"""Python states of threads that Python did not create: kept while the thread lives, dropped afterwards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(not CAN_KEEP, reason="only where threads can be 
 
 
 def states() -> set[int]:
-    """Numbers of this interpreter's thread states, of which none is given twice: other tests' threads may end."""
+    """Return the ids of this interpreter's thread states. No id occurs twice: other tests' threads may end."""
     python = ctypes.PyDLL(None)
     for name in ("PyInterpreterState_Main", "PyInterpreterState_ThreadHead", "PyThreadState_Next"):
         getattr(python, name).restype = ctypes.c_void_p
     python.PyThreadState_GetID.restype = ctypes.c_uint64
     found, interval = set(), sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # no other thread runs, and ends, from here on
+    sys.setswitchinterval(1000.0)  # from here on, no other thread ends
     try:
         state = python.PyInterpreterState_ThreadHead(ctypes.c_void_p(python.PyInterpreterState_Main()))
         while state:
@@ -36,7 +36,7 @@ def states() -> set[int]:
 
 
 def on_foreign_thread(work: Callable[[], None]) -> None:
-    """Run `work` on a thread that the C library makes, and wait until that has ended for the kernel too."""
+    """Run `work` on a thread of the C library and wait until the kernel has ended it."""
     libc, numbers = ctypes.CDLL(None), list[int]()
 
     def body(_: object) -> None:
@@ -54,7 +54,7 @@ def test_a_kept_state_stays_until_its_thread_has_ended() -> None:
     drop_ended()
     before = states()
     on_foreign_thread(lambda: None)
-    assert not states() - before, "Python drops a state that nobody keeps"
+    assert not states() - before, "Python drops a state without an owner"
     on_foreign_thread(keep_state)
     on_foreign_thread(lambda: (keep_state(), keep_state())[0])
     assert len(states() - before) == 2
@@ -79,12 +79,12 @@ def test_the_state_of_a_living_thread_is_not_dropped() -> None:
     drop_ended()
     may_end.set()
     thread.join()
-    assert seen == [2], "the thread's and that of the one that waits for it"
+    assert seen == [2], "one state for the thread, one for the waiting thread"
     drop_ended()
     assert not states() - before
 
 
-def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_starts_during_the_search_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     drop_ended()
     before, listed = states(), os.listdir
     kept, may_end = threading.Event(), threading.Event()
@@ -105,7 +105,7 @@ def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monk
     with monkeypatch.context() as patched:
         patched.setattr(os, "listdir", list_then_start)
         drop_ended()
-    assert len(states() - before) == 2, "the thread's and that of the one that waits for it"
+    assert len(states() - before) == 2, "one state for the thread, one for the waiting thread"
     may_end.set()
     thread.join()
     drop_ended()
@@ -113,10 +113,10 @@ def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monk
 
 
 @pytest.mark.parametrize("lacks", ["descriptors", "threads"])
-def test_states_are_dropped_when_the_system_has_again_what_that_takes(
+def test_states_are_dropped_once_descriptors_are_free_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    """Clients may hold all descriptors of an HTTP worker, which goes on all the same."""
+    """Clients may use up all descriptors of an HTTP worker, which continues nevertheless."""
     drop_ended()
     before = states()
     on_foreign_thread(keep_state)
@@ -132,8 +132,8 @@ def test_states_are_dropped_when_the_system_has_again_what_that_takes(
     assert not states() - before
 
 
-def test_who_drops_stays_able_to_call_and_be_called() -> None:
-    """Python knows a thread by a mark that dropping another's state takes away."""
+def test_the_dropping_thread_can_still_call_python() -> None:
+    """Dropping another thread's state removes the mark by which Python knows a thread."""
     called: list[int] = []
     order = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda a, b: called.append(1) or 0)
     for turn in range(3):

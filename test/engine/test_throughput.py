@@ -1,4 +1,4 @@
-"""What is counted of the steps: tokens drawn and read, time that steps share, rates of the last seconds."""
+"""Counts of steps: sampled and read tokens, shared time, rates of the last seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rwkv_batch.core.throughput import WINDOW_S, Throughput
 
 
 class Clock:
-    """In place of `time`."""
+    """Replaces `time`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -52,7 +52,7 @@ def test_time_that_two_steps_share_counts_once(clock: Clock) -> None:
     assert counted.stats()["busy_s"] == 3.5
 
 
-def test_rates_are_of_the_last_seconds_and_what_is_older_is_forgotten(clock: Clock) -> None:
+def test_rates_cover_only_the_last_seconds(clock: Clock) -> None:
     counted = Throughput()
     for _ in range(300):
         clock.now += 1.0
@@ -66,10 +66,10 @@ def test_rates_are_of_the_last_seconds_and_what_is_older_is_forgotten(clock: Clo
     assert counted.stats()["generated_tokens_per_s"] == 0.0
 
 
-def test_the_log_says_how_interactive_rows_came_to_their_first_tokens(
+def test_waits_before_first_tokens_of_interactive_rows_are_logged(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not batch rows, of which many begin at once: telling of each would be what others wait for."""
+    """Not those of batch rows: many start at once, and logging each would delay the others."""
     caplog.set_level("DEBUG", throughput.logger.name)
 
     def row(came: float, is_batch: bool) -> ScheduledRow:

@@ -37,7 +37,7 @@ def reference():  # type: ignore[no-untyped-def]
 
 
 def random_text(rng: random.Random) -> str:
-    """Runs of one script, spaces, newlines and repetitions, which exercise long merges."""
+    """Runs of one script, spaces, newlines and repetitions, which produce long merges."""
     parts = []
     for _ in range(rng.randrange(1, 12)):
         low, high = rng.choice(RANGES)
@@ -126,20 +126,20 @@ def test_parts_of_a_character(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_countless_ids_are_digits_and_blanks(tokenizer: Tokenizer) -> None:
+def test_penalty_exempt_ids_are_digits_and_blanks(tokenizer: Tokenizer) -> None:
     assert {33, ord("7") + 1, ord("\t") + 1} <= set(tokenizer.penalty_exempt_ids)
     assert 11 not in tokenizer.penalty_exempt_ids and END_OF_TEXT not in tokenizer.penalty_exempt_ids
     assert all(set(tokenizer.decode_bytes([i])) <= set(b"0123456789 \t") for i in tokenizer.penalty_exempt_ids)
 
 
-def test_its_tables_are_made_once_in_a_process() -> None:
+def test_tables_are_created_once_per_process() -> None:
     one, other = Tokenizer(), Tokenizer()
     assert one.byte_table is other.byte_table and one.id_by_bytes is other.id_by_bytes
     assert one.encode("a") == other.encode("a") and tokenizers._encoder() is tokenizers._encoder()
 
 
-def test_threads_that_ask_first_make_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would take its 230 MB."""
+def test_concurrent_first_calls_create_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each table takes 230 MB."""
     made, all_ask = [], threading.Barrier(4)
 
     def slow() -> object:
@@ -161,10 +161,8 @@ def test_threads_that_ask_first_make_one_table(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 1
 
 
-def test_engines_encode_without_the_tables_of_whole_texts(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take 230 MB, and what an engine is forked from is copied page by page."""
+def test_engines_encode_without_the_text_encoder(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 230 MB, and a forked engine would copy it page by page."""
     rng = random.Random(2)
     texts = [random_text(rng) for _ in range(300)]
     expected = [tokenizer.encode(text) for text in texts]

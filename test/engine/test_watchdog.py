@@ -1,4 +1,4 @@
-"""A step that hangs is noticed; an idle engine, one that makes ready and one that was stopped are not taken for it."""
+"""A hanging step is detected. Idle, loading and suspended engines are not mistaken for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clock() -> Clock:
 
 
 def look(dog: Watchdog, clock: Clock, loop_count: list[int | None], every_s: float = 0.5) -> list[bool]:
-    """What the watchdog says at each look."""
+    """The watchdog's result at each check."""
     said = []
     for count in loop_count:
         clock.now += every_s
@@ -38,27 +38,27 @@ def look(dog: Watchdog, clock: Clock, loop_count: list[int | None], every_s: flo
     return said
 
 
-def test_a_loop_that_stands_still_for_too_long_hangs(clock: Clock) -> None:
+def test_a_loop_without_progress_for_too_long_hangs(clock: Clock) -> None:
     assert look(Watchdog(2.0, clock, 0.5), clock, [7] * 6) == [False] * 4 + [True] * 2
 
 
-def test_a_loop_that_comes_round_now_and_then_does_not(clock: Clock) -> None:
+def test_a_loop_with_occasional_progress_does_not_hang(clock: Clock) -> None:
     assert not any(look(Watchdog(2.0, clock, 0.5), clock, [i // 3 for i in range(60)]))
 
 
-def test_making_ready_and_ending_are_no_steps(clock: Clock) -> None:
+def test_loading_and_ending_do_not_count_as_hanging(clock: Clock) -> None:
     dog = Watchdog(2.0, clock, 0.5)
     assert not any(look(dog, clock, [1, 1, 1, *[None] * 100, 1, 1, 1]))
 
 
-def test_time_in_which_nobody_looked_does_not_count(clock: Clock) -> None:
-    """The process was stopped, or the machine slept: the engine gets the time anew."""
+def test_time_without_checks_does_not_count(clock: Clock) -> None:
+    """The process was stopped, or the machine slept: the engine gets the full time again."""
     dog = Watchdog(2.0, clock, 0.5)
     assert not any(look(dog, clock, [5, 5], every_s=3600.0))
     assert look(dog, clock, [5, 5, 5])[-1]
 
 
-def test_nought_switches_it_off(clock: Clock) -> None:
+def test_zero_disables_it(clock: Clock) -> None:
     assert not any(look(Watchdog(0.0, clock, 0.5), clock, [1] * 1000))
 
 
@@ -68,7 +68,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def test_an_idle_loop_comes_round(engine: Engine) -> None:
+def test_an_idle_loop_makes_progress(engine: Engine) -> None:
     before = engine.loop_count
     assert before is not None
     wait_for(lambda: engine.loop_count > before + 1, 30, "the loop comes round")  # type: ignore[operator]
@@ -93,7 +93,7 @@ def test_a_blocked_step_stops_the_count(engine: Engine, monkeypatch: pytest.Monk
     wait_for(lambda: engine.loop_count > stuck, 30, "the loop comes round")  # type: ignore[operator]
 
 
-def test_a_sampler_in_the_making_is_no_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_a_sampler_does_not_count_as_hanging(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
 
     def slowly(*arguments: object, **_: object) -> object:
@@ -105,7 +105,7 @@ def test_a_sampler_in_the_making_is_no_step(engine: Engine, monkeypatch: pytest.
     assert seen == [None] and engine.loop_count is not None
 
 
-def test_deadlines_of_ended_jobs_are_forgotten(engine: Engine) -> None:
+def test_deadlines_of_ended_jobs_are_removed(engine: Engine) -> None:
     for _ in range(200):
         run(engine, make_request("x", max_tokens=1), timeout_s=86_400.0)
     assert len(engine.jobs._deadlines) <= 66
@@ -116,7 +116,7 @@ def test_an_old_deadline_does_not_end_a_new_job_of_the_same_id(engine: Engine) -
         running = RunningJob(
             Job(job_id="same", rows=[make_request("x", max_tokens=tokens, ignore_eos=True)], timeout_s=timeout_s)
         )
-        engine.submit(running.job, running.sink, running.admitted)
+        engine.submit(running.job, running.sink, running.on_admitted)
         return running
 
     submitted(1, 0.2).wait()

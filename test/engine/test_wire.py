@@ -1,4 +1,4 @@
-"""A link whose peer lags: frames wait for a thread of their own, each goes once, in order."""
+"""A link with a slow peer: a separate thread sends queued frames, once and in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ends = tuple[SocketLink, SocketLink]
 
 @pytest.fixture
 def links() -> Iterator[Ends]:
-    """A sender and a receiver with little room between them."""
+    """A sender and a receiver with small buffers."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
@@ -35,7 +35,7 @@ def links() -> Iterator[Ends]:
 
 
 class SendsWhenReleased:
-    """A lock whose release lets another sender in, once, at the moment when nothing waits any more."""
+    """A lock whose release lets another sender in, once, when the queue is empty."""
 
     def __init__(self, link: SocketLink) -> None:
         self._link = link
@@ -52,7 +52,7 @@ class SendsWhenReleased:
             self._link.send((1, LARGE))
 
 
-def test_a_frame_that_comes_as_the_last_one_goes_is_sent_once(links: Ends) -> None:
+def test_a_frame_added_while_the_last_one_is_sent_is_sent_once(links: Ends) -> None:
     sender, receiver = links
     sender._lock = SendsWhenReleased(sender)  # type: ignore[assignment]
     got: list[tuple[int, int]] = []
@@ -88,14 +88,14 @@ def test_without_a_thread_the_peer_is_lost_and_not_the_sender(links: Ends, monke
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Threads that would send what waits: they are not started."""
+    """Threads that would send queued frames; they are not started."""
     threads: list[threading.Thread] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
     return threads
 
 
 def unread(link: SocketLink) -> bytes:
-    """All that comes until the other side has closed; fails if it stays open."""
+    """Return all received bytes until the other side closes. Fails if it stays open."""
     link._connection.settimeout(WAIT_S)
     got = b""
     while piece := link._connection.recv(1 << 20):
@@ -103,14 +103,14 @@ def unread(link: SocketLink) -> bytes:
     return got
 
 
-def test_what_is_sent_to_a_peer_that_lags_overtakes_nothing(
+def test_frames_to_a_slow_peer_keep_their_order(
     links: Ends, held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = links
     sender.send((0, LARGE))
     rest = len(sender._waiting[0])
-    assert 0 < rest < len(LARGE), "part of it went at once"
-    first = receiver._connection.recv(1 << 20)  # now there is room for a short frame
+    assert 0 < rest < len(LARGE), "part of it was sent at once"
+    first = receiver._connection.recv(1 << 20)  # now a short frame fits
     sender.send((1, b"short"))
     assert len(sender._waiting) == 2 and len(held) == 1
     monkeypatch.undo()
@@ -139,7 +139,7 @@ def test_a_peer_that_reads_nothing_is_cut_off(
     assert len(unread(receiver)) < 300_000
 
 
-def test_who_has_caught_up_may_lag_again(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_may_lag_repeatedly(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_WAITING_BYTES", 3 * len(LARGE))
     sender, receiver = links
     messages = receiver.receive()
@@ -148,15 +148,15 @@ def test_who_has_caught_up_may_lag_again(links: Ends, monkeypatch: pytest.Monkey
         assert next(messages) == (number, LARGE)
 
 
-def news(seed: int) -> list[JobEvents]:
-    """One step's news of several jobs: long rows that end together, some with log-probabilities, a job that failed."""
+def step_events(seed: int) -> list[JobEvents]:
+    """One step's events of several jobs: long rows that end together, log-probabilities, a failed job."""
     rng = random.Random(seed)
     finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=9)
     events = []
     for number in range(rng.randint(1, 6)):
-        told = [TokenLogprob(b"token", -1.0, [(b"rival", -2.0)] * 20)] * rng.choice([0, 0, 30])
+        received = [TokenLogprob(b"token", -1.0, [(b"rival", -2.0)] * 20)] * rng.choice([0, 0, 30])
         deltas = [
-            Delta(row, rng.randbytes(rng.choice([3, 900, 40_000])), 9, finish, told or None)
+            Delta(row, rng.randbytes(rng.choice([3, 900, 40_000])), 9, finish, received or None)
             for row in range(rng.randint(0, 12))
         ]
         error = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken") if rng.random() < 0.2 else None
@@ -165,8 +165,8 @@ def news(seed: int) -> list[JobEvents]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_news_of_a_step_go_in_frames_of_bounded_size(seed: int) -> None:
-    sent, bound = news(seed), 50_000
+def test_events_of_a_step_are_split_into_frames(seed: int) -> None:
+    sent, bound = step_events(seed), 50_000
     frames = list(split_frames(sent, bound))
     largest = max((len(msgspec.msgpack.encode(delta)) for event in sent for delta in event.deltas), default=0)
     for frame in frames:
@@ -179,7 +179,7 @@ def test_news_of_a_step_go_in_frames_of_bounded_size(seed: int) -> None:
         assert all(piece.error is None for piece in pieces[:-1])
 
 
-def test_few_news_go_in_one_frame() -> None:
+def test_few_events_need_one_frame() -> None:
     events = [JobEvents(job_id="j", deltas=[Delta(0, b"abc", 1)]), JobEvents(job_id="k", deltas=[], done=True)]
     assert list(split_frames(events)) == [events]
     assert list(split_frames([])) == []
@@ -194,7 +194,7 @@ def test_a_frame_that_is_too_long_is_not_sent(links: Ends, monkeypatch: pytest.M
     assert next(receiver.receive()) == (1, b"short")
 
 
-def test_a_length_from_outside_is_bounded() -> None:
+def test_a_received_length_is_limited() -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall((0xFFFFFFFF).to_bytes(4, "big") + b"x")
     theirs.close()

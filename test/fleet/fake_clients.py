@@ -1,4 +1,4 @@
-"""Engines that are played by hand, and a fleet of them."""
+"""Fake engine clients that tests control, and a fleet of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from test.harness import RunningJob, make_request
 LOST = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="lost")
 
 
-class Played:
-    """An engine's client, as far as a fleet sees it."""
+class FakeClient:
+    """An engine's client, as a fleet sees it."""
 
     def __init__(self, address: str, on_change: Callable[[bool], None], on_load: Callable[[Load], None]) -> None:
         self.name = address
@@ -28,15 +28,15 @@ class Played:
         self.num_received = 0
         self.jobs: list[tuple[Job, Any]] = []
         self.cancelled: list[str] = []
-        self.refuses: ErrorInfo | None = None
+        self.refusal_info: ErrorInfo | None = None
         self.reason = LOST
         self.was_dropped = False
-        self.asked: list[Any] = []
-        self.spent: list[UsageReport] = []
+        self.received_calls: list[Any] = []
+        self.usage_reports: list[UsageReport] = []
         self.limit: ErrorInfo | None = None
 
     def start(self, name: str) -> None:
-        """Nothing: tests connect it."""
+        """Do nothing: tests connect it."""
 
     def stop(self) -> None:
         self.connect(False)
@@ -49,66 +49,68 @@ class Played:
         self.is_connected = is_connected
         self.on_change(is_connected)
 
-    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
-        if self.refuses is not None:
-            admitted(ServiceError.from_info(self.refuses))
+    def submit(self, job: Job, sink: Any, on_admitted: Any) -> None:
+        if self.refusal_info is not None:
+            on_admitted(ServiceError.from_info(self.refusal_info))
             return
         self.jobs.append((job, sink))
-        admitted(None)
+        on_admitted(None)
 
     def call(self, call: Any, reply: Any) -> None:
-        self.asked.append(call)
+        self.received_calls.append(call)
         reply(True if self.limit is None else ServiceError.from_info(self.limit))
 
-    def report_usage(self, spent: UsageReport) -> None:
-        self.spent.append(spent)
+    def report_usage(self, usage_reports: UsageReport) -> None:
+        self.usage_reports.append(usage_reports)
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
 
-    def says(self, text: bytes, ids: list[int], *, ends: bool = False, job: int = -1) -> None:
-        """Tell of its latest job's row."""
+    def send_text(self, text: bytes, ids: list[int], *, ends: bool = False, job: int = -1) -> None:
+        """Send text of one of its jobs' rows, by default the latest."""
         finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1) if ends else None
         spec, sink = self.jobs[job]
         sink(JobEvents(job_id=spec.job_id, deltas=[Delta(0, text, len(ids), finish, token_ids=ids)], done=ends))
 
     def lose(self, error: ErrorInfo = LOST) -> None:
-        """It is gone, and its jobs with it."""
+        """Disconnect and end its jobs with an error."""
         self.connect(False)
         jobs, self.jobs = self.jobs, []
         for job, sink in jobs:
             sink(JobEvents(job_id=job.job_id, deltas=[], done=True, error=error))
 
 
-Made = tuple[Fleet, list[Played]]
+FakeFleet = tuple[Fleet, list[FakeClient]]
 
 
-def play(monkeypatch: pytest.MonkeyPatch, role: type[Played]) -> None:
-    """Have engines played, each under its address."""
+def use_fake_clients(monkeypatch: pytest.MonkeyPatch, client_class: type[FakeClient]) -> None:
+    """Replace the clients of members, each under its address."""
     monkeypatch.setattr(member, "dial", lambda address: address)
-    monkeypatch.setattr(member, "EngineClient", role)
+    monkeypatch.setattr(member, "EngineClient", client_class)
 
 
-def made(limits: FleetLimits, count: int = 2, on_change: Callable[[bool], None] = lambda is_connected: None) -> Made:
+def make_fleet(
+    limits: FleetLimits, count: int = 2, on_change: Callable[[bool], None] = lambda is_connected: None
+) -> FakeFleet:
     fleet = Fleet(limits, on_change)
-    fleet.update([told(f"engine-{number}") for number in range(count)])
+    fleet.update([engine_info(f"engine-{number}") for number in range(count)])
     engines: list[Any] = [one.client for one in fleet.members]
     for engine in engines:
         engine.connect()
     return fleet, engines
 
 
-def told(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
+def engine_info(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
     return ServedModel(spec=ModelSpec(name="m", file=""), status=status, address=name, since=0, engine=name)
 
 
 def submit(fleet: Fleet, row: Any = None) -> RunningJob:
     running = RunningJob(Job(job_id="job", rows=[row or make_request("Once", chunk_size=1)]))
-    fleet.submit(running.job, running.sink, running.admitted)
+    fleet.submit(running.job, running.sink, running.on_admitted)
     return running
 
 
-def having(engines: list[Played]) -> Played:
-    """The one that has the job."""
+def client_with_job(engines: list[FakeClient]) -> FakeClient:
+    """Return the only client with jobs."""
     (found,) = [engine for engine in engines if engine.jobs]
     return found

@@ -1,4 +1,4 @@
-"""The few calls of Ray that a service makes, without Ray: a head that lists actors, and actors that tests play."""
+"""The calls of Ray that the service uses, without Ray: a head that lists actors, and actors that tests control."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RayError(Exception):
 
 
 class GetTimeoutError(RayError, TimeoutError):
-    """An OSError too, as Ray's is."""
+    """Also an OSError, as in Ray."""
 
 
 class RayActorError(RayError):
@@ -29,8 +29,8 @@ class ActorAlreadyExistsError(ValueError, RayError):
     pass
 
 
-class PlayedEngine:
-    """An engine's actor: what tests set it answers, once it has a process."""
+class FakeActor:
+    """An engine's actor. It answers as the test decides, once it has a process."""
 
     def __init__(self, serves: str) -> None:
         self.serves = serves
@@ -38,19 +38,19 @@ class PlayedEngine:
         self.error = ""
         self.has_served = False
         self.has_process = True
-        self.dies: RayError | None = None
+        self.failure: RayError | None = None
         self.is_last = True
-        self.asked: list[tuple[Any, ...]] = []
+        self.received: list[tuple[Any, ...]] = []
         """calls with their arguments"""
 
-    def becomes(self, status: ModelStatus, error: str = "") -> PlayedEngine:
+    def set_status(self, status: ModelStatus, error: str = "") -> FakeActor:
         self.status, self.error = status, error
         self.has_served = self.has_served or status is ModelStatus.READY
         return self
 
     def __getattr__(self, call: str) -> Any:
         def remote(*arguments: Any) -> SimpleNamespace:
-            self.asked.append((call, *arguments))
+            self.received.append((call, *arguments))
             return SimpleNamespace(engine=self, call=call)
 
         if call.startswith("_"):
@@ -58,8 +58,8 @@ class PlayedEngine:
         return SimpleNamespace(remote=remote)
 
     def answer(self, call: str) -> Any:
-        if self.dies is not None:
-            raise self.dies
+        if self.failure is not None:
+            raise self.failure
         if call == "leave":
             return self.is_last
         if call == "drain":
@@ -69,20 +69,20 @@ class PlayedEngine:
 
     @property
     def drains(self) -> list[bool]:
-        """Whether it was to come back, for each time that it was drained."""
-        return [arguments[1] for arguments in self.asked if arguments[0] == "drain"]
+        """The `will_restart` argument of each drain."""
+        return [arguments[1] for arguments in self.received if arguments[0] == "drain"]
 
 
 class FakeRay:
-    """The package `ray`, `ray.util` and the modules in it, as far as `rwkv_batch.fleet.actors` asks for them."""
+    """Replaces `ray`, `ray.util` and their modules, as far as `rwkv_batch.fleet.actors` uses them."""
 
     def __init__(self) -> None:
-        self.actors: dict[str, PlayedEngine] = {}
+        self.actors: dict[str, FakeActor] = {}
         self.fault: Exception | None = None
-        """what the head raises, whatever it is asked"""
+        """raised by every call of the head"""
         self.gpus = 0
-        self.begins_as = (ModelStatus.LOADING, "")
-        """how an engine stands that is placed"""
+        self.initial_status = (ModelStatus.LOADING, "")
+        """status of a newly placed engine"""
         self.is_joined = False
         self.exceptions = SimpleNamespace(
             RayError=RayError,
@@ -94,15 +94,15 @@ class FakeRay:
         )
         self._private: Any = SimpleNamespace()
         self.util = self
-        """one object plays all modules"""
+        """one object replaces all modules"""
 
     def modules(self) -> dict[str, Any]:
-        """For sys.modules."""
+        """Return the entries for sys.modules."""
         return dict.fromkeys(("ray", "ray.util", "ray.util.scheduling_strategies"), self)
 
-    def engine(self, name: str, serves: str, status: ModelStatus = ModelStatus.READY) -> PlayedEngine:
-        """An engine that is there."""
-        self.actors[name] = PlayedEngine(serves).becomes(status)
+    def engine(self, name: str, serves: str, status: ModelStatus = ModelStatus.READY) -> FakeActor:
+        """Add an existing engine."""
+        self.actors[name] = FakeActor(serves).set_status(status)
         return self.actors[name]
 
     def _head(self) -> None:
@@ -116,26 +116,26 @@ class FakeRay:
 
     def init(self, **settings: Any) -> None:
         self.is_joined = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray sets a handler of its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
 
     def cluster_resources(self) -> dict[str, float]:
         self._head()
         return {"GPU": float(self.gpus)}
 
-    def get_actor(self, name: str) -> PlayedEngine:
+    def get_actor(self, name: str) -> FakeActor:
         self._head()
         if name not in self.actors:
             raise ValueError(name)
         return self.actors[name]
 
     def wait(self, references: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
-        ready = [one for one in references if one.engine.has_process or one.engine.dies]
+        ready = [one for one in references if one.engine.has_process or one.engine.failure]
         return ready, [one for one in references if one not in ready]
 
     def get(self, reference: Any) -> Any:
         return reference.engine.answer(reference.call)
 
-    def kill(self, actor: PlayedEngine, no_restart: bool) -> None:
+    def kill(self, actor: FakeActor, no_restart: bool) -> None:
         self.actors = {name: one for name, one in self.actors.items() if one is not actor}
 
     def remote(self, **settings: Any) -> Any:
@@ -144,10 +144,10 @@ class FakeRay:
 
         return lambda actor_class: SimpleNamespace(options=options)
 
-    def _create(self, name: str, settings: dict[str, Any], serves: str) -> PlayedEngine:
+    def _create(self, name: str, settings: dict[str, Any], serves: str) -> FakeActor:
         self._head()
         if name not in self.actors:
-            self.actors[name] = PlayedEngine(serves).becomes(*self.begins_as)
+            self.actors[name] = FakeActor(serves).set_status(*self.initial_status)
         elif not settings.get("get_if_exists"):
             raise ActorAlreadyExistsError(name)
         return self.actors[name]

@@ -1,6 +1,6 @@
-"""Engines as Ray actors: another link, the same streams. Ray takes its time to start: CI has one short test here.
+"""Engines as Ray actors: another link, the same streams. Ray starts slowly, so CI runs one short test here.
 
-RWKV_LONG_TESTS=1 also kills actors, HTTP workers and a node in the midst of streams.
+RWKV_LONG_TESTS=1 also kills actors, HTTP workers and a node during streams.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def nodes() -> Iterator[RayNodes]:
 
 
 def joined(nodes: RayNodes, folder: Path, tiny_model: Path, *arguments: str, **environment: str) -> Service:
-    """A service of one machine that takes part in the cluster."""
+    """A service of one machine in the cluster."""
     common = ("--model-path", str(tiny_model), "--cluster", nodes.address, "--threads", "1", "--http-workers", "1")
     more = {**nodes.environment, **environment}
     return Service(folder, *common, *arguments, state_db="", **more)
@@ -81,7 +81,7 @@ def test_streams_over_ray_outlive_their_actor(nodes: RayNodes, tiny_model: Path,
 
 
 def actors() -> list[int]:
-    """Processes of engines in clusters that were started here."""
+    """Processes of engines in clusters that the tests started."""
     return [pid for pid in descendants(os.getpid()) if b"EngineActor" in command(pid)]
 
 
@@ -93,7 +93,7 @@ def command(pid: int) -> bytes:
 
 
 @long
-def test_the_text_is_that_of_an_engine_of_this_machine(nodes: RayNodes, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_text_equals_that_of_a_local_engine(nodes: RayNodes, tiny_model: Path, tmp_path: Path) -> None:
     local = Service(tmp_path, "--model-path", str(tiny_model), "--threads", "1")
     service = joined(nodes, tmp_path, tiny_model, "--cluster-service", "same")
     try:
@@ -135,7 +135,7 @@ def test_streams_outlive_a_machine_and_engines_outlive_a_service(tiny_model: Pat
             second = joined(cluster, tmp_path, tiny_model, "--cluster-node", other)
             expected = streams_of(all_ready(second))
             assert {one["node"] for one in engines(second).values()} == {head, other}
-            assert second.terminate() == 0 and len(actors()) == 2, "another service has them still"
+            assert second.terminate() == 0 and len(actors()) == 2, "another service still uses the engines"
             streams = Meanwhile(first, [body(number) for number in range(9)])
             wait_for(lambda: all(one["rows"] for one in engines(first).values()), 30, "both have rows")
             cluster.kill(other)
@@ -143,9 +143,9 @@ def test_streams_outlive_a_machine_and_engines_outlive_a_service(tiny_model: Pat
             (lost,) = [one for one in engines(first).values() if one["node"] == other]
             assert lost["status"] != "ready"
             wait_for(lambda: "no node" in engines(first)[lost["engine"]]["error"], 60, "it waits for a node")
-            # Room again: the engine comes back there.
+            # With room again, the engine starts there.
             back = cluster.start(cpus=1)
-            wait_for(lambda: engines(first)[lost["engine"]]["node"] == back, 90, "it is placed anew")
+            wait_for(lambda: engines(first)[lost["engine"]]["node"] == back, 90, "it is placed again")
             all_ready(first)
             assert streams_of(first) == expected
         finally:
@@ -156,9 +156,7 @@ def test_streams_outlive_a_machine_and_engines_outlive_a_service(tiny_model: Pat
 
 
 @long
-def test_every_engine_is_restarted_without_a_request_that_fails(
-    nodes: RayNodes, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_all_engines_restart_without_a_failed_request(nodes: RayNodes, tiny_model: Path, tmp_path: Path) -> None:
     service = joined(nodes, tmp_path, tiny_model, "--engine-wait-s", "300", "--cluster-service", "rolling")
     try:
         expected = streams_of(all_ready(service))
@@ -175,7 +173,7 @@ def test_every_engine_is_restarted_without_a_request_that_fails(
 
 
 @long
-def test_another_token_or_model_is_refused(nodes: RayNodes, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_wrong_token_or_model_is_refused(nodes: RayNodes, tiny_model: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("0" * 64)
     service = joined(nodes, tmp_path, tiny_model, RAY_AUTH_TOKEN_PATH=str(wrong))
@@ -194,7 +192,7 @@ def test_another_token_or_model_is_refused(nodes: RayNodes, tiny_model: Path, tm
 
 
 @long
-def test_a_process_that_takes_part_rests_while_the_head_is_away() -> None:
+def test_a_participating_process_idles_while_the_head_is_unreachable() -> None:
     program = (
         "import sys\n"
         "from rwkv_batch.fleet.actors.address import ClusterAddress\n"
@@ -216,7 +214,7 @@ def test_a_process_that_takes_part_rests_while_the_head_is_away() -> None:
                 before = cpu_s(joined.pid)
                 time.sleep(4)
                 assert joined.poll() is None
-                assert cpu_s(joined.pid) - before < 0.4, "a thread that does not rest takes most of a core"
+                assert cpu_s(joined.pid) - before < 0.4, "a busy thread takes most of a core"
                 joined.kill()
         finally:
             nodes.close()

@@ -1,4 +1,4 @@
-"""What a service asks of a cluster, without one: settings, places, and what its supervisor obeys and is told."""
+"""A service's side of a cluster, without Ray: settings, placement, commands to the cluster process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CONFIG = EngineConfig(model_path="/models/a.pth", pool=PoolConfig(state_db="post
         (["--cluster", "host", "--state-db", ""], "HOST:PORT"),
         (["--cluster", "ray://h:1|x:1", "--state-db", ""], "HOST:PORT"),
         (["--cluster", "auto", "--state-db", "", "--cluster-node", "here"], "--cluster-node must be an IP address"),
-        (["--cluster", "auto", "--state-db", "", "--cluster-service", "a|b"], "--cluster-service must be"),
+        (["--cluster", "auto", "--state-db", "", "--cluster-service", "a|b"], "--cluster-service must consist of letters"),
     ],
 )
-def test_what_cannot_be_a_cluster_is_refused(arguments: list[str], says: str) -> None:
+def test_invalid_cluster_settings_are_refused(arguments: list[str], says: str) -> None:
     with pytest.raises(SettingsError) as refused:
         parse_settings(arguments, {})
     assert says in str(refused.value)
@@ -50,7 +50,7 @@ def test_engines_anywhere_may_share_a_server_or_keep_sessions_in_memory() -> Non
         assert (service.cluster, service.cluster_service, service.cluster_node) == ("auto", "rwkv-batch", "")
 
 
-def test_an_address_is_read_as_it_was_written() -> None:
+def test_an_address_survives_a_round_trip() -> None:
     address = EngineAddress(CLUSTER, "engine-3")
     assert parse_address(str(address)) == address
     assert parse_address(str(EngineAddress(ClusterAddress("auto", "", "x"), "engine-0"))).cluster.node == ""
@@ -66,7 +66,7 @@ def test_an_address_is_read_as_it_was_written() -> None:
         (("cuda:5", "cpu"), True, {"GPU": 1.0}, ("cuda:0", "cpu")),
     ],
 )
-def test_an_engine_sees_its_own_devices_alone(
+def test_an_engine_sees_only_its_own_devices(
     devices: tuple[str, ...], has_gpus: bool, bundle: dict[str, float], placed: tuple[str, ...]
 ) -> None:
     config = msgspec.structs.replace(CONFIG, devices=devices, replica=3, replicas=8)
@@ -85,7 +85,7 @@ def test_each_engine_has_its_devices_and_its_name_in_the_database() -> None:
     assert "/models/a.pth" in plan.serves and "postgresql://h/d" in plan.serves
 
 
-def test_engines_find_files_from_whatever_folder_they_run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_find_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = msgspec.structs.replace(
         CONFIG, model_path="m.pth", adapters=("a.pth:0.5",), states=("poet=p.pth",), served_adapters=("x=/b.pth:2",)
@@ -96,7 +96,7 @@ def test_engines_find_files_from_whatever_folder_they_run_in(tmp_path: Path, mon
 
 
 @pytest.mark.cluster
-def test_a_process_that_is_in_no_cluster_begins_none() -> None:
+def test_a_process_outside_a_cluster_starts_none() -> None:
     pytest.importorskip("ray")
     says = "Ray has not been started"
     program = (
@@ -104,16 +104,16 @@ def test_a_process_that_is_in_no_cluster_begins_none() -> None:
         "ray = load_ray()\n"
         "try:\n    ray.get_actor('engine-0', 'chat')\nexcept ray.exceptions.RaySystemError as error:\n    print(error)"
     )
-    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert says in told.stdout, told.stderr
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert says in result.stdout, result.stderr
 
 
-class PlayedChild:
-    """The process that follows the cluster."""
+class FakeChild:
+    """The cluster process."""
 
     def __init__(self) -> None:
         self.says: list[tuple[str, Any]] = []
-        self.told: list[Any] = []
+        self.result: list[Any] = []
         self.process: object | None = object()
         self.is_alive = True
         self.restart_at = 0.0
@@ -126,7 +126,7 @@ class PlayedChild:
         return said
 
     def send_command(self, command: Any) -> None:
-        self.told.append(command)
+        self.result.append(command)
 
     def reap(self) -> str:
         self.process = None
@@ -145,7 +145,7 @@ class PlayedChild:
 class NoModels:
     registered = ()
     any_alive = False
-    obeyed: Any = None
+    handled: Any = None
 
     def poll(self) -> None:
         pass
@@ -165,47 +165,45 @@ def engine(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
     return ServedModel(spec=spec, status=status, address=name, since=0, engine=name, is_own=True)
 
 
-def made(*names: str) -> tuple[ClusterEngines, PlayedChild]:
+def make_engines(*names: str) -> tuple[ClusterEngines, FakeChild]:
     models: Any = NoModels()
-    child: Any = PlayedChild()
+    child: Any = FakeChild()
     engines = ClusterEngines(models, child, 7.0)
     child.says = [("engines", tuple(engine(name) for name in names))] if names else []
     engines.poll()
     return engines, child
 
 
-def test_commands_go_to_the_cluster_unless_they_cannot_be_done() -> None:
-    engines, child = made("engine-0", "engine-1")
+def test_valid_commands_are_sent_to_the_cluster() -> None:
+    engines, child = make_engines("engine-0", "engine-1")
     assert engines.is_up and [one.engine for one in engines.registered] == ["engine-0", "engine-1"]
     assert engines.handle_command(ModelCommand(1, add_engine=("cuda:1",))) is None
     assert engines.handle_command(ModelCommand(2, remove_engine="engine-1")) is None
     assert engines.handle_command(ModelCommand(3, restart_engine="all")) is None
-    assert child.told == [("add", ("cuda:1",)), ("remove", "engine-1"), ("restart", "all")]
+    assert child.result == [("add", ("cuda:1",)), ("remove", "engine-1"), ("restart", "all")]
     assert "no engine 'engine-7'" in (engines.handle_command(ModelCommand(4, restart_engine="engine-7")) or "")
     assert engines.handle_command(ModelCommand(5, unload="x")) == "of this machine"
     child.says = [("engines", (engine("engine-0"),))]
     engines.poll()
     assert "last one" in (engines.handle_command(ModelCommand(6, remove_engine="engine-0")) or "")
-    assert len(child.told) == 3
+    assert len(child.result) == 3
 
 
-def test_engines_that_are_to_leave_are_none_that_the_last_one_could_leave_to() -> None:
-    engines, child = made("engine-0", "engine-1")
+def test_the_last_remaining_engine_cannot_be_removed() -> None:
+    engines, child = make_engines("engine-0", "engine-1")
     assert engines.handle_command(ModelCommand(1, remove_engine="engine-1")) is None
-    child.says = [("engines", (engine("engine-0"), engine("engine-1")))]  # the head is away: both go on
+    child.says = [("engines", (engine("engine-0"), engine("engine-1")))]  # the head is unreachable: both continue
     engines.poll()
     assert "last one" in (engines.handle_command(ModelCommand(2, remove_engine="engine-0")) or "")
-    assert engines.handle_command(ModelCommand(3, remove_engine="engine-1")) is None, "it may be told twice"
-    assert child.told == [("remove", "engine-1")] * 2
+    assert engines.handle_command(ModelCommand(3, remove_engine="engine-1")) is None, "a command may be repeated"
+    assert child.result == [("remove", "engine-1")] * 2
     child.says = [("engines", (engine("engine-0"),)), ("engines", (engine("engine-0"), engine("engine-1")))]
     engines.poll()
-    assert engines.handle_command(ModelCommand(4, remove_engine="engine-0")) is None, (
-        "another one has come by that name"
-    )
+    assert engines.handle_command(ModelCommand(4, remove_engine="engine-0")) is None, "a new engine has that name"
 
 
-def test_what_a_process_that_ended_was_told_is_forgotten_with_it() -> None:
-    engines, child = made("engine-0", "engine-1")
+def test_commands_to_an_ended_process_are_dropped() -> None:
+    engines, child = make_engines("engine-0", "engine-1")
     engines.handle_command(ModelCommand(1, remove_engine="engine-1"))
     child.is_alive = False
     engines.poll()
@@ -213,61 +211,61 @@ def test_what_a_process_that_ended_was_told_is_forgotten_with_it() -> None:
 
 
 def test_a_cluster_that_cannot_be_joined_ends_a_service_that_never_served() -> None:
-    engines, child = made()
+    engines, child = make_engines()
     child.says = [("failed", "no such cluster")]
     with pytest.raises(StartupError, match="no such cluster"):
         engines.poll()
-    engines, child = made("engine-0")
+    engines, child = make_engines("engine-0")
     child.says = [("failed", "the cluster is gone")]
     engines.poll()
-    assert engines.registered, "what is known goes on"
+    assert engines.registered, "known engines continue"
 
 
-def test_the_process_that_follows_the_cluster_is_started_again_until_the_service_leaves() -> None:
-    engines, child = made("engine-0")
+def test_the_cluster_process_is_restarted_until_the_service_leaves() -> None:
+    engines, child = make_engines("engine-0")
     child.is_alive = False
     engines.poll()
     assert child.starts == 1 and engines.registered
     engines.drain()
-    assert child.told == [("begin", True), ("leave", 7.0)]
+    assert child.result == [("begin", True), ("leave", 7.0)]
     child.is_alive = False
     engines.poll()
     assert child.starts == 1 and not engines.any_alive
 
 
 def test_a_process_that_cannot_be_forked_does_not_end_the_service() -> None:
-    engines, child = made("engine-0")
+    engines, child = make_engines("engine-0")
     child.is_alive, child.fault = False, OSError("no process to be had")
     engines.poll()
     assert engines.registered and engines.wait_s() == 0.0
     child.fault = None
     engines.poll()
-    assert child.starts == 1 and child.told == [("begin", True)]
+    assert child.starts == 1 and child.result == [("begin", True)]
 
 
-def test_a_service_that_has_had_no_engine_yet_begins_anew() -> None:
-    engines, child = made()
+def test_a_service_without_an_engine_begins_again() -> None:
+    engines, child = make_engines()
     child.is_alive = False
     engines.poll()
-    assert child.told == [("begin", False)]
+    assert child.result == [("begin", False)]
 
 
 def test_an_engine_that_failed_can_be_restarted_and_one_that_loads_cannot() -> None:
-    engines, child = made()
+    engines, child = make_engines()
     child.says = [("engines", (engine("engine-0", ModelStatus.FAILED), engine("engine-1", ModelStatus.LOADING)))]
     engines.poll()
     assert engines.handle_command(ModelCommand(1, restart_engine="engine-0")) is None
     assert "wait until it is ready" in (engines.handle_command(ModelCommand(2, restart_engine="engine-1")) or "")
 
 
-def test_a_link_that_fails_in_an_unknown_way_is_made_again() -> None:
+def test_a_link_that_fails_unexpectedly_is_made_again() -> None:
     attempts: list[int] = []
     again = threading.Event()
 
     def connect() -> None:
         attempts.append(1)
         if len(attempts) == 1:
-            raise OSError("a status that nobody names")
+            raise OSError("an unknown status")
         again.set()
 
     client = EngineClient(connect)

@@ -1,4 +1,4 @@
-"""How an engine's actor ends: always, whatever fails or hangs meanwhile. Ray and the engine are played."""
+"""An engine's actor always ends, even if parts fail or hang. Ray and the engine are fakes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 """A thread that would end the process raises SystemExit instead."""
 
 
-class PlayedEngine:
-    """An engine that serves at once; how it ends the test says."""
+class FakeEngine:
+    """An engine that is ready at once and ends as the test decides."""
 
     def __init__(self, ends: Callable[[], None]) -> None:
         self._ends = ends
@@ -37,7 +37,7 @@ class PlayedEngine:
 
 
 class Ended:
-    """Process and cluster that the actor leaves."""
+    """Records the ends of the process and the actor."""
 
     def __init__(self) -> None:
         self.process = threading.Event()
@@ -55,7 +55,7 @@ class Ended:
 
 
 def frame_of(message: int) -> bytes:
-    """What an HTTP worker sends, in one piece."""
+    """A message of an HTTP worker, in one piece."""
     other = BufferedLink[Any, int](msgspec.msgpack.Decoder(list[int]))
     other.send(message)
     (piece,) = other.take(0.0) or []
@@ -80,21 +80,21 @@ def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(engine_actor, "EngineMonitor", lambda engine, config: lambda: None)
 
     def start(ends: Callable[[], None]) -> Any:
-        monkeypatch.setattr(engine_actor, "started_engine", lambda config, factory: PlayedEngine(ends))
+        monkeypatch.setattr(engine_actor, "started_engine", lambda config, factory: FakeEngine(ends))
         config = EngineConfig(model_path="/x.pth", drain_timeout_s=0.0)
         actor = engine_actor.EngineActor("engine-0", config, "m:E", LogStyle(), "x")
         wait_for(lambda: actor.info().status is ModelStatus.READY, 10, "it serves")
         return actor
 
     yield start
-    for thread in threading.enumerate():  # before os._exit is the process's own again
+    for thread in threading.enumerate():  # before os._exit is restored
         if thread.name in ("engine-life", "engine-end"):
             thread.join(60)
             assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("will_restart", [True, False])
-def test_an_engine_that_fails_as_it_ends_ends(
+def test_an_engine_that_fails_at_the_end_ends(
     started: Callable[..., Any], ended: Ended, will_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
@@ -106,7 +106,7 @@ def test_an_engine_that_fails_as_it_ends_ends(
     assert ended.process.wait(60) and ended.has_left.is_set() is not will_restart
 
 
-def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended: Ended) -> None:
+def test_an_engine_that_hangs_at_the_end_ends(started: Callable[..., Any], ended: Ended) -> None:
     hangs = threading.Event()
     try:
         started(hangs.wait).drain(False)
@@ -116,10 +116,8 @@ def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended
 
 
 @pytest.mark.parametrize("gives_up", [True, False])
-def test_work_that_was_on_its_way_while_it_stood_still_waits_for_one_more_word(
-    started: Callable[..., Any], gives_up: bool
-) -> None:
-    """A turn that its sender has given to another engine meanwhile would be taken twice."""
+def test_messages_after_a_pause_wait_for_the_next_message(started: Callable[..., Any], gives_up: bool) -> None:
+    """Otherwise a turn that its sender moved to another engine would run twice."""
     actor, link = started(lambda: None), BufferedLink[Any, Any](msgspec.msgpack.Decoder(list[int]))
     actor._links["worker"] = link
     assert actor.push("worker", [frame_of(1)], 0) and link.has_input
@@ -130,13 +128,13 @@ def test_work_that_was_on_its_way_while_it_stood_still_waits_for_one_more_word(
         assert list(link.receive()) == []
     else:
         link._last_put_at -= 2.0
-        assert actor.push("worker", [frame_of(3)], 0), "however slow it is"
+        assert actor.push("worker", [frame_of(3)], 0), "even if it is slow"
         incoming = link.receive()
         assert [next(incoming) for _ in range(3)] == [1, 2, 3]
     actor.drain(False)
 
 
-def test_a_watcher_that_comes_while_another_leaves_breaks_nothing(
+def test_a_watcher_may_arrive_while_another_leaves(
     started: Callable[..., Any], ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor = started(lambda: None)
@@ -144,18 +142,18 @@ def test_a_watcher_that_comes_while_another_leaves_breaks_nothing(
     actor._watchers = {"gone": -1e9, **actor._watchers}
     clock, this = time.monotonic, threading.current_thread()
 
-    def comes_meanwhile() -> float:
+    def arrives() -> float:
         if threading.current_thread() is this:
             actor._watchers["comes"] = clock()
         return clock()
 
     with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", comes_meanwhile)
-        assert actor.leave("leaves"), "those that had come before are gone"
+        patch.setattr(time, "monotonic", arrives)
+        assert actor.leave("leaves"), "the earlier watchers are gone"
     assert ended.process.wait(60)
 
 
-def test_an_engine_that_cannot_tell_the_head_that_it_leaves_ends(started: Callable[..., Any], ended: Ended) -> None:
+def test_an_engine_that_cannot_reach_the_head_ends(started: Callable[..., Any], ended: Ended) -> None:
     ended.fault = GetTimeoutError("the head is away")
     started(lambda: None).drain(False)
     assert ended.process.wait(60) and ended.has_left.is_set()

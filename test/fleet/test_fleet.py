@@ -1,4 +1,4 @@
-"""What a fleet does with jobs whose engines are lost, leave or refuse; engines are played by hand."""
+"""A fleet's jobs when engines are lost, drain or refuse. Engines are fake clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, SocketLink, to_worke
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Load
 from test.fleet.fake_clients import (
     LOST,
-    Made,
-    Played,
-    having,
-    made,
-    play,
+    FakeClient,
+    FakeFleet,
+    client_with_job,
+    engine_info,
+    make_fleet,
     submit,
-    told,
+    use_fake_clients,
 )
 from test.harness import RunningJob, make_request
 from test.serving import wait_for
@@ -34,54 +34,54 @@ LEAVES = ErrorInfo(kind=ErrorKind.DRAINING, message="leaves")
 CROWDED = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full", retry_after_s=1)
 
 
-def test_a_job_goes_on_where_it_was_and_its_lost_engine_is_not_heard_any_more(two: Made) -> None:
-    fleet, engines = two
+def test_a_job_continues_elsewhere_and_its_lost_engine_is_ignored(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     running = submit(fleet)
-    first = having(engines)
-    first.says(b"ab", [7, 8])
+    first = client_with_job(engines)
+    first.send_text(b"ab", [7, 8])
     late = first.jobs[0]
     first.lose()
-    second = having(engines)
+    second = client_with_job(engines)
     job = second.jobs[0][0]
     assert second is not first and job.attempt == 1
     assert job.rows[0].resumed is not None and job.rows[0].resumed.token_ids == [7, 8]
     late[1](JobEvents(job_id="job", deltas=[Delta(0, b"XX", 1)], done=True, error=LOST))
-    second.says(b"c", [9], ends=True)
+    second.send_text(b"c", [9], ends=True)
     assert running.texts[0] == b"abc" and running.done.is_set() and running.events[-1].error is None
     assert fleet.num_jobs == 0
 
 
-def test_the_rows_that_each_engine_was_given_are_counted_as_long_as_it_has_them(two: Made) -> None:
-    fleet, engines = two
+def test_assigned_rows_are_counted_while_the_engine_has_them(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
 
-    def given() -> list[int]:
+    def assigned() -> list[int]:
         return sorted(one.assigned_rows for one in fleet.members)
 
     submit(fleet)
-    assert given() == [0, 1]
-    having(engines).lose()
-    assert given() == [0, 1], "the other one has it"
-    having(engines).says(b"a", [1], ends=True)
-    assert given() == [0, 0]
+    assert assigned() == [0, 1]
+    client_with_job(engines).lose()
+    assert assigned() == [0, 1], "the other engine has the job"
+    client_with_job(engines).send_text(b"a", [1], ends=True)
+    assert assigned() == [0, 0]
 
 
-def test_a_crowd_is_halved_though_the_engines_report_nothing_of_it(two: Made) -> None:
-    fleet, engines = two
+def test_a_burst_is_split_evenly_without_reports(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     for engine in engines:
         engine.on_load(Load(200, 0), None)  # type: ignore[call-arg]
     for number in range(40):
         running = RunningJob(Job(job_id=f"job-{number}", rows=[make_request("Once", chunk_size=1)]))
-        fleet.submit(running.job, running.sink, running.admitted)
+        fleet.submit(running.job, running.sink, running.on_admitted)
         engines[0].on_load(Load(200, 0), f"job-{number}")  # type: ignore[call-arg]
         engines[1].on_load(Load(201, 0), f"job-{number}")  # type: ignore[call-arg]
     assert [len(engine.jobs) for engine in engines] == [20, 20]
 
 
-def test_a_job_that_loses_its_engine_too_often_ends_with_the_error(two: Made) -> None:
-    fleet, engines = two
+def test_a_job_that_loses_too_many_engines_fails(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     running = submit(fleet)
     for _ in range(3):
-        victim = having(engines)
+        victim = client_with_job(engines)
         victim.lose()
         victim.connect()
     error = running.events[-1].error
@@ -90,78 +90,78 @@ def test_a_job_that_loses_its_engine_too_often_ends_with_the_error(two: Made) ->
     assert running.events[-1].done and not any(one.jobs for one in engines)
 
 
-def test_engines_that_leave_are_not_counted(two: Made) -> None:
-    fleet, engines = two
+def test_draining_engines_do_not_count_as_lost(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     running = submit(fleet)
     for _ in range(8):
-        leaving = having(engines)
+        leaving = client_with_job(engines)
         leaving.lose(LEAVES)
         leaving.connect()
-    having(engines).says(b"a", [1], ends=True)
+    client_with_job(engines).send_text(b"a", [1], ends=True)
     assert running.texts == {0: b"a"}
 
 
-def test_without_resubmission_a_job_ends_with_its_engine(two: Made) -> None:
-    fleet, engines = made(FleetLimits(resubmit=0))
+def test_without_resubmission_a_job_ends_with_its_engine(two_engines: FakeFleet) -> None:
+    fleet, engines = make_fleet(FleetLimits(resubmit=0))
     running = submit(fleet)
-    assert not having(engines).jobs[0][0].return_token_ids
-    having(engines).lose()
+    assert not client_with_job(engines).jobs[0][0].return_token_ids
+    client_with_job(engines).lose()
     assert running.events[-1].error == LOST
 
 
-def test_a_machine_that_drains_lets_its_streams_go_on_with_engines_that_stay(two: Made) -> None:
-    fleet, engines = two
+def test_streams_of_a_draining_machine_continue_on_other_engines(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     running = submit(fleet)
     fleet.is_shutting_down = True
-    having(engines).lose(LEAVES)
-    having(engines).says(b"a", [1], ends=True)
+    client_with_job(engines).lose(LEAVES)
+    client_with_job(engines).send_text(b"a", [1], ends=True)
     assert running.texts == {0: b"a"}
-    having(engines).jobs.clear()
+    client_with_job(engines).jobs.clear()
     cut_off = submit(fleet)
-    having(engines).lose(LEAVES)
-    assert cut_off.events[-1].error == LEAVES, "it was the last one"
+    client_with_job(engines).lose(LEAVES)
+    assert cut_off.events[-1].error == LEAVES, "it was the last engine"
 
 
-def test_a_job_waits_for_an_engine_only_so_long(two: Made) -> None:
+def test_a_job_waits_for_an_engine_for_a_limited_time(two_engines: FakeFleet) -> None:
     for wait_s in (60.0, 0.0):
-        fleet, (only,) = made(FleetLimits(wait_s=wait_s), 1)
+        fleet, (only,) = make_fleet(FleetLimits(wait_s=wait_s), 1)
         running = submit(fleet)
-        only.says(b"a", [1])
+        only.send_text(b"a", [1])
         only.lose()
         if wait_s:
             only.connect()
-            only.says(b"b", [2], ends=True)
+            only.send_text(b"b", [2], ends=True)
             assert running.texts == {0: b"ab"}
         else:
             fleet._dispatch_waiting()
             assert running.events[-1].error == LOST
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_job_that_comes_just_as_the_only_engine_is_lost_waits_for_it(two: Made, is_told: bool) -> None:
-    """Whoever handed it over had been told that there is one."""
-    fleet, (only,) = made(FleetLimits(wait_s=60.0), 1)
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_job_submitted_as_the_only_engine_is_lost_waits(two_engines: FakeFleet, is_reported: bool) -> None:
+    """Its submitter had seen a connected engine."""
+    fleet, (only,) = make_fleet(FleetLimits(wait_s=60.0), 1)
     only.is_connected = False
-    if is_told:
+    if is_reported:
         only.connect(False)
     running = submit(fleet)
     assert running.refusal is None and not only.jobs
     only.connect()
-    only.says(b"a", [1], ends=True)
+    only.send_text(b"a", [1], ends=True)
     assert running.texts == {0: b"a"}
 
 
-def test_a_job_that_comes_long_after_the_only_engine_was_lost_is_refused_at_once(two: Made) -> None:
+def test_a_job_long_after_the_only_engine_was_lost_is_refused(two_engines: FakeFleet) -> None:
     for wait_s, ago_s in ((60.0, 61.0), (0.0, 0.0)):
-        fleet, (only,) = made(FleetLimits(wait_s=wait_s), 1)
+        fleet, (only,) = make_fleet(FleetLimits(wait_s=wait_s), 1)
         only.connect(False)
         fleet._lost_at -= ago_s
         refusal = submit(fleet).refusal
         assert refusal is not None and refusal.info == LOST
 
 
-def test_a_job_that_is_cancelled_while_it_waits_ends(two: Made) -> None:
-    fleet, (only,) = made(FleetLimits(wait_s=60.0), 1)
+def test_a_job_cancelled_while_it_waits_ends(two_engines: FakeFleet) -> None:
+    fleet, (only,) = make_fleet(FleetLimits(wait_s=60.0), 1)
     running = submit(fleet)
     only.lose()
     fleet.cancel("job")
@@ -171,56 +171,58 @@ def test_a_job_that_is_cancelled_while_it_waits_ends(two: Made) -> None:
     assert not only.jobs
 
 
-def test_cancelling_reaches_the_engine_that_has_the_job_now(two: Made) -> None:
-    fleet, engines = two
+def test_a_cancel_reaches_the_current_engine(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     submit(fleet)
-    having(engines).lose()
+    client_with_job(engines).lose()
     fleet.cancel("job")
-    assert having(engines).cancelled == ["job/1"]
+    assert client_with_job(engines).cancelled == ["job/1"]
 
 
-def test_a_refusal_is_the_clients_and_one_of_an_engine_that_leaves_is_not(two: Made) -> None:
-    fleet, engines = two
+def test_a_refusal_is_final_unless_the_engine_drains(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     for engine in engines:
-        engine.refuses = CROWDED
+        engine.refusal_info = CROWDED
     refusal = submit(fleet).refusal
     assert refusal is not None and refusal.info == CROWDED
-    engines[0].refuses, engines[1].refuses = LEAVES, None
+    engines[0].refusal_info, engines[1].refusal_info = LEAVES, None
     for _ in range(4):
         assert submit(fleet).refusal is None
-        having(engines[1:]).says(b"a", [1], ends=True)
+        client_with_job(engines[1:]).send_text(b"a", [1], ends=True)
 
 
 @pytest.mark.parametrize("is_shutting_down", [False, True])
-def test_where_the_only_engine_leaves_nobody_is_told_that_the_service_ends(
+def test_a_draining_only_engine_does_not_report_a_shutdown(
     monkeypatch: pytest.MonkeyPatch, is_shutting_down: bool
 ) -> None:
-    play(monkeypatch, Played)
-    fleet, (only,) = made(FleetLimits(wait_s=0.0), 1)
-    only.refuses = LEAVES
+    use_fake_clients(monkeypatch, FakeClient)
+    fleet, (only,) = make_fleet(FleetLimits(wait_s=0.0), 1)
+    only.refusal_info = LEAVES
     fleet.is_shutting_down = is_shutting_down
     running = submit(fleet)
     fleet._dispatch_waiting()
-    told_it = running.refusal
-    assert told_it is not None and told_it.info.kind is ErrorKind.DRAINING
-    assert told_it.info == LEAVES if is_shutting_down else "engine-0 is being removed or restarted" in told_it.info.message
+    refusal = running.refusal
+    assert refusal is not None and refusal.info.kind is ErrorKind.DRAINING
+    assert (
+        refusal.info == LEAVES if is_shutting_down else "engine-0 is being removed or restarted" in refusal.info.message
+    )
 
 
-def test_a_draining_engine_gets_nothing_new_and_one_that_has_gone_gives_its_jobs_away(two: Made) -> None:
-    fleet, engines = two
+def test_a_draining_engine_gets_no_jobs_and_a_removed_one_loses_its_jobs(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     running = submit(fleet)
-    first = having(engines)
+    first = client_with_job(engines)
     other = next(engine for engine in engines if engine is not first)
-    fleet.update([told(first.name, ModelStatus.UNLOADING), told(other.name)])
+    fleet.update([engine_info(first.name, ModelStatus.UNLOADING), engine_info(other.name)])
     assert fleet.lost == [first.name] and first.jobs
-    fleet.update([told(other.name)])
+    fleet.update([engine_info(other.name)])
     first.lose()
-    having([other]).says(b"a", [1], ends=True)
+    client_with_job([other]).send_text(b"a", [1], ends=True)
     assert running.texts == {0: b"a"}
 
 
-def test_an_engine_that_says_nothing_is_dropped(two: Made) -> None:
-    fleet, engines = two
+def test_a_silent_engine_is_dropped(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     for _ in range(MAX_SILENT_POLLS):
         assert not engines[1].was_dropped
         engines[0].num_received += 1
@@ -228,9 +230,9 @@ def test_an_engine_that_says_nothing_is_dropped(two: Made) -> None:
     assert engines[1].was_dropped and not engines[0].was_dropped and fleet.lost == ["engine-1"]
 
 
-def test_the_last_engine_that_says_nothing_is_given_more_time(two: Made) -> None:
-    """Nobody else would do its work; a busy machine may hold up a process that is as it should be."""
-    fleet, engines = two
+def test_the_last_engine_may_be_silent_for_longer(two_engines: FakeFleet) -> None:
+    """No other engine would do its work, and a busy machine may delay its process."""
+    fleet, engines = two_engines
     engines[0].lose()
     for _ in range(MAX_SILENT_POLLS_LAST_ENGINE):
         assert not engines[1].was_dropped
@@ -238,8 +240,8 @@ def test_the_last_engine_that_says_nothing_is_given_more_time(two: Made) -> None
     assert engines[1].was_dropped
 
 
-def test_a_refusal_of_the_connection_before_says_nothing_of_the_next(two: Made) -> None:
-    fleet, (only,) = made(FleetLimits(resubmit=0), 1)
+def test_a_refusal_does_not_affect_the_next_connection(two_engines: FakeFleet) -> None:
+    fleet, (only,) = make_fleet(FleetLimits(resubmit=0), 1)
 
     def submit_while_it_comes_back(job: Job, sink: Any, admitted: Any) -> None:
         only.connect(False)
@@ -252,11 +254,11 @@ def test_a_refusal_of_the_connection_before_says_nothing_of_the_next(two: Made) 
     assert fleet.lost == [] and fleet.is_connected
 
 
-def test_an_engine_that_sends_a_long_frame_is_not_silent(tmp_path: Path) -> None:
+def test_a_long_frame_is_not_silence(tmp_path: Path) -> None:
     address = str(tmp_path / "engine")
     listener = socket.create_server(address, family=socket.AF_UNIX)
     changes: queue.Queue[bool] = queue.Queue()
-    one = member.Member(told(address), lambda _, is_connected: changes.put(is_connected))
+    one = member.Member(engine_info(address), lambda _, is_connected: changes.put(is_connected))
     one.client.start("test")
     connection, _ = listener.accept()
     sender: SocketLink[Any, Any] = SocketLink(connection, to_worker_decoder, "engine")
@@ -275,21 +277,21 @@ def test_an_engine_that_sends_a_long_frame_is_not_silent(tmp_path: Path) -> None
     listener.close()
 
 
-def test_one_engine_holds_a_clients_limits_for_all(two: Made) -> None:
-    fleet, engines = two
+def test_one_engine_counts_a_clients_limits_for_all(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     limits = ClientLimits(rows=4)
     for number in range(12):
         running = RunningJob(Job(job_id=f"j{number}", rows=[make_request("Once")], client="key", limits=limits))
-        fleet.submit(running.job, running.sink, running.admitted)
-        at = having(engines)
+        fleet.submit(running.job, running.sink, running.on_admitted)
+        at = client_with_job(engines)
         assert at.jobs[0][0].limits is None and at.jobs[0][0].client == "key"
-        at.says(b"ab", [1, 2])
-        at.says(b"c", [3], ends=True)
+        at.send_text(b"ab", [1, 2])
+        at.send_text(b"c", [3], ends=True)
         at.jobs.clear()
-        assert engines[0].asked[-1].usage == running.job.usage
-        assert [(one.tokens, one.done) for one in engines[0].spent[-3:]] == [(2, False), (1, False), (0, True)]
-    assert not engines[1].asked and not engines[1].spent
+        assert engines[0].received_calls[-1].usage == running.job.usage
+        assert [(one.tokens, one.done) for one in engines[0].usage_reports[-3:]] == [(2, False), (1, False), (0, True)]
+    assert not engines[1].received_calls and not engines[1].usage_reports
     engines[0].limit = CROWDED
     refused = RunningJob(Job(job_id="no", rows=[make_request("Once")], client="key", limits=limits))
-    fleet.submit(refused.job, refused.sink, refused.admitted)
+    fleet.submit(refused.job, refused.sink, refused.on_admitted)
     assert refused.refusal is not None and refused.refusal.info == CROWDED and fleet.num_jobs == 0

@@ -1,4 +1,4 @@
-"""What a fleet does with sessions: which engine has one, and the list of all; engines are played by hand."""
+"""A fleet's sessions: their engines, and the merged list. Engines are fake clients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.request import Delta, JobEvents
 from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.fleet.fake_clients import (
-    Made,
-    Played,
-    having,
-    made,
-    play,
+    FakeClient,
+    FakeFleet,
+    client_with_job,
+    make_fleet,
     submit,
+    use_fake_clients,
 )
 from test.harness import turn
 
@@ -28,25 +28,25 @@ def page_of(fleet: Fleet, limit: int, offset: int) -> Any:
     return answers[0]
 
 
-class Listing(Played):
-    """Lists sessions, numbered down from the newest."""
+class Listing(FakeClient):
+    """Lists sessions, newest first by number."""
 
     names: ClassVar[dict[str, range]] = {}
 
     def call(self, call: Any, reply: Any) -> None:
-        self.asked.append(call)
+        self.received_calls.append(call)
         mine = [SessionEntry(f"s{number}", Tier.DISK, 1000.0 - number) for number in self.names[self.name]]
         part = mine[call.offset : call.offset + call.limit]
         reply(SessionPage(total=len(mine), in_slots=1, in_host_memory=0, on_disk=9, sessions=part))
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_no_offset_makes_engines_list_everything(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
-    play(monkeypatch, Listing)
+def test_an_offset_does_not_make_engines_list_everything(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    use_fake_clients(monkeypatch, Listing)
     both = range(40)
     names = (both, both) if shares else (range(0, 40, 2), range(1, 40, 2))
     monkeypatch.setattr(Listing, "names", {f"engine-{number}": names[number] for number in range(2)})
-    fleet, engines = made(FleetLimits(shares_sessions=shares))
+    fleet, engines = make_fleet(FleetLimits(shares_sessions=shares))
     for offset in (0, 10, 38, 50):
         page = page_of(fleet, 5, offset)
         assert [one.session_id for one in page.sessions] == [f"s{n}" for n in range(offset, min(offset + 5, 40))]
@@ -54,34 +54,34 @@ def test_no_offset_makes_engines_list_everything(monkeypatch: pytest.MonkeyPatch
     far = page_of(fleet, 5, 2**52)
     if shares:
         assert far.sessions == [] and far.total == 40
-        assert all(call.limit == 5 for one in engines for call in one.asked)
+        assert all(call.limit == 5 for one in engines for call in one.received_calls)
     else:
         assert far.info.kind is ErrorKind.INVALID_FIELD and far.info.field == "offset" and "100000" in far.info.message
-        assert all(call.limit < 100 for one in engines for call in one.asked)
+        assert all(call.limit < 100 for one in engines for call in one.received_calls)
 
 
-def test_a_turn_is_taken_again_only_if_its_session_is_as_it_was(two: Made) -> None:
-    fleet, engines = made(FleetLimits(shares_sessions=True))
+def test_a_turn_is_repeated_only_if_its_session_is_unchanged(two_engines: FakeFleet) -> None:
+    fleet, engines = make_fleet(FleetLimits(shares_sessions=True))
     running = submit(fleet, turn("s", "Hello"))
-    first = having(engines)
+    first = client_with_job(engines)
     first.jobs[0][1](JobEvents(job_id="job", deltas=[Delta(0, b"", 0, session_tokens=12)]))
-    assert not running.events, "that is the fleet's business"
+    assert not running.events, "the caller does not see the session's length"
     first.lose()
-    (row,) = having(engines).jobs[0][0].rows
+    (row,) = client_with_job(engines).jobs[0][0].rows
     assert row.session is not None and row.session.expected_tokens == 12 and row.resumed is None
 
 
-def test_a_session_stays_with_its_engine_where_none_shares_it(two: Made) -> None:
-    fleet, engines = two
+def test_an_unshared_session_stays_with_its_engine(two_engines: FakeFleet) -> None:
+    fleet, engines = two_engines
     homes = set()
     for number in range(40):
         submit(fleet, turn(f"s{number}", "Hello"))
-        homes.add(having(engines).name)
-        home = having(engines)
-        home.says(b"", [], ends=True)
+        homes.add(client_with_job(engines).name)
+        home = client_with_job(engines)
+        home.send_text(b"", [], ends=True)
         home.jobs.clear()
         submit(fleet, turn(f"s{number}", "Hello"))
-        assert having(engines) is home
-        home.says(b"", [], ends=True)
+        assert client_with_job(engines) is home
+        home.send_text(b"", [], ends=True)
         home.jobs.clear()
     assert homes == {"engine-0", "engine-1"}

@@ -1,4 +1,4 @@
-"""What an HTTP worker knows of an engine's load when others give it work at the same moment."""
+"""An HTTP worker's view of an engine's load while other workers send it jobs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from rwkv_batch.ipc.arrivals import Arrivals
 from rwkv_batch.ipc.server import EngineServer, Peer
 from rwkv_batch.ipc.wire import Arrived, EventBatch, Submit
 from rwkv_batch.request import Job, JobEvents, Load
-from test.fleet.fake_clients import told
+from test.fleet.fake_clients import engine_info
 from test.harness import make_request
 from test.serving import wait_for
 
 
-class InAStep:
-    """An engine whose thread looks at nothing before `end_step`."""
+class BusyEngine:
+    """An engine whose thread handles nothing before `end_step`."""
 
     def __init__(self) -> None:
         self.waiting: list[Any] = []
         self.load = Load(0, 0)
 
-    def on_delivered(self, callback: Any) -> None:
-        """Nothing is delivered."""
+    def on_delivered(self, callback: Any) -> None: ...
 
-    def cancel(self, job_id: str) -> None:
-        """Its rows are nobody's."""
+    def cancel(self, job_id: str) -> None: ...
 
     def submit(self, job: Job, sink: Any, admitted: Any) -> None:
         self.waiting.append((job, admitted))
@@ -45,17 +43,17 @@ class InAStep:
 
 
 @pytest.fixture
-def engine() -> InAStep:
-    return InAStep()
+def engine() -> BusyEngine:
+    return BusyEngine()
 
 
 @pytest.fixture
-def two_workers(engine: InAStep, tmp_path: Path) -> Iterator[list[Member]]:
-    """The engine as two HTTP workers see it."""
+def two_workers(engine: BusyEngine, tmp_path: Path) -> Iterator[list[Member]]:
+    """The engine as seen by two HTTP workers."""
     address = str(tmp_path / "engine")
     EngineServer(engine).listen(address)  # type: ignore[arg-type]  # as far as it is used here
     with contextlib.ExitStack() as stack:
-        members = [Member(told(address), lambda _, is_connected: None) for _ in range(2)]
+        members = [Member(engine_info(address), lambda _, is_connected: None) for _ in range(2)]
         for member in members:
             member.client.start("test")
             stack.callback(member.client.stop)
@@ -70,45 +68,43 @@ def give(member: Member, *job_ids: str) -> None:
         member.client.submit(job, lambda events: None, lambda refusal: None)
 
 
-def wait_for_its_word(member: Member) -> None:
-    """Until the engine has told of each job that this worker gave to it: what it tells then counts them."""
+def wait_for_reports(member: Member) -> None:
+    """Wait until the engine has reported each of this worker's jobs."""
     wait_for(lambda: not member.num_unanswered, 30, "they have come")
 
 
-def test_it_knows_what_others_gave_to_an_engine_in_the_midst_of_a_step(
-    engine: InAStep, two_workers: list[Member]
-) -> None:
+def test_a_worker_sees_jobs_of_others_during_a_step(engine: BusyEngine, two_workers: list[Member]) -> None:
     one, other = two_workers
     give(one, *(f"one-{number}" for number in range(20)))
     wait_for(lambda: len(engine.waiting) == 20, 30, "they have come")
     give(other, "other")
-    wait_for_its_word(other)
-    assert other.load == other.report.rows == 21, "all are counted"
-    wait_for(lambda: len(engine.waiting) == 21, 30, "the engine has that one too, of which its server tells before")
+    wait_for_reports(other)
+    assert other.load == other.report.rows == 21, "all jobs are counted"
+    wait_for(lambda: len(engine.waiting) == 21, 30, "the engine has that one too; its server reports it before")
     engine.end_step()
     assert engine.load.rows == 21
     give(other, "another")
-    wait_for_its_word(other)
-    assert other.load == other.report.rows == 22, "none is counted twice"
+    wait_for_reports(other)
+    assert other.load == other.report.rows == 22, "no job is counted twice"
 
 
-def test_what_an_engine_refuses_is_not_its_load(engine: InAStep, two_workers: list[Member]) -> None:
+def test_refused_jobs_do_not_count(engine: BusyEngine, two_workers: list[Member]) -> None:
     one, other = two_workers
     give(one, "one", "two")
     wait_for(lambda: len(engine.waiting) == 2, 30, "they have come")
     engine.end_step(ServiceError(ErrorKind.OVERLOADED, "the queue is full"))
     give(other, "three")
-    wait_for_its_word(other)
-    assert other.load == other.report.rows == 1, "only what is there is counted"
+    wait_for_reports(other)
+    assert other.load == other.report.rows == 1, "only admitted jobs are counted"
 
 
-def test_a_job_that_the_engine_takes_while_its_load_is_asked_for_is_counted() -> None:
+def test_a_job_admitted_while_the_load_is_read_is_counted() -> None:
     job = Job(job_id="job", rows=[make_request("")])
 
     class TakesIt:
         @property
         def load(self) -> Load:
-            arrivals.remove(job)  # its own count has it from now on
+            arrivals.remove(job)  # from here on, the engine counts it
             return Load(0, 0)
 
     arrivals = Arrivals(TakesIt())
@@ -116,8 +112,8 @@ def test_a_job_that_the_engine_takes_while_its_load_is_asked_for_is_counted() ->
     assert arrivals.load.rows == 1
 
 
-class PlayedLink:
-    """A worker's end: what was sent to it, and something that happens as the first events are."""
+class FakeLink:
+    """A worker's end. It records messages and runs a callback when the first events are sent."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -129,17 +125,17 @@ class PlayedLink:
             self.meanwhile()
 
 
-def test_what_is_told_after_a_job_has_come_counts_it(engine: InAStep) -> None:
+def test_loads_sent_after_an_arrival_include_it(engine: BusyEngine) -> None:
     server, any_engine = EngineServer(engine), cast(Any, engine)  # type: ignore[arg-type]  # as above
-    links = [PlayedLink(), PlayedLink()]
+    links = [FakeLink(), FakeLink()]
     one, other = (
         Peer(cast(Any, link), any_engine, server._arrivals, server._metrics, server._quotas) for link in links
     )
     for peer in (one, other):
         peer._deliver(JobEvents(job_id="earlier", deltas=[]))
     links[0].meanwhile = lambda: other._handle(Submit(Job(job_id="late", rows=[make_request("")])), cast(Any, None))
-    server._peers = cast(Any, [one, other])  # told in this order
+    server._peers = cast(Any, [one, other])  # in this order
     server._flush_events()
-    arrived, told_later = links[1].sent
-    assert isinstance(arrived, Arrived) and isinstance(told_later, EventBatch)
-    assert arrived.load.rows == told_later.load.rows == 1
+    arrived, later = links[1].sent
+    assert isinstance(arrived, Arrived) and isinstance(later, EventBatch)
+    assert arrived.load.rows == later.load.rows == 1

@@ -31,25 +31,25 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def all_ready(service: Service) -> Service:
-    """Every engine takes work, as every HTTP worker sees it; each connection meets one of them by chance."""
+    """Whether every engine accepts work in every HTTP worker. A connection reaches one worker by chance."""
     looks = range(12)
     service.wait(lambda: all(service.get("/readyz").json() == {"status": "ready"} for _ in looks), START_TIMEOUT_S)
     return service
 
 
 def engines(service: Service) -> dict[str, dict[str, Any]]:
-    """What /status says of each engine."""
+    """The engines of /status."""
     return {one["engine"]: one for one in service.status()["engines"]}
 
 
 def pid_of(service: Service, engine: str) -> int:
-    """Its process. Of one that was started again a worker is told a moment after it is connected."""
+    """The engine's process. A worker learns a restarted process's pid shortly after it connects."""
     pid: int = wait_for(lambda: engines(service)[engine]["pid"], 30, f"{engine} has a process")
     return pid
 
 
 def body(number: int, **fields: Any) -> dict[str, Any]:
-    """A stream: greedy ones, sampled ones with penalties, and several rows, by turns."""
+    """A stream by number: greedy, sampled with penalties, or with several rows."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.2, "seed": number, "presence_penalty": 0.5, "frequency_penalty": 0.3},
@@ -70,7 +70,7 @@ def body(number: int, **fields: Any) -> dict[str, Any]:
 def texts(
     service: Service, bodies: list[dict[str, Any]], path: str = CHAT, begins: Callable[[], None] = lambda: None
 ) -> list[dict[int, str]]:
-    """The text of each row of each stream, all at once; no stream may tell of an error. `begins`: one has."""
+    """The text of each row of concurrent streams. No stream may report an error. `begins` is set at the first text."""
 
     def one(asked: dict[str, Any]) -> dict[int, str]:
         with service.stream(path, asked) as answer:
@@ -94,7 +94,7 @@ def undisturbed(pair: Service) -> list[dict[int, str]]:
 
 
 class Meanwhile(threading.Thread):
-    """Streams under way while something happens to the engines."""
+    """Streams that run during an operation on the engines."""
 
     def __init__(self, service: Service, bodies: list[dict[str, Any]], path: str = CHAT) -> None:
         super().__init__(daemon=True)
@@ -107,28 +107,31 @@ class Meanwhile(threading.Thread):
         self.texts = texts(self._service, self._bodies, self._path, self._begun.release)
 
     def wait_begun(self, count: int = 6) -> None:
-        """Until so many streams have begun: told by themselves, for they may be over before a status could say it."""
+        """Wait until this many streams have begun.
+
+        The streams report it themselves, because they may end before a status call.
+        """
         for _ in range(count):
             assert self._begun.acquire(timeout=120), "no stream begins"
 
     def result(self) -> list[dict[int, str]]:
         self.join(500)
-        assert not self.is_alive(), "a stream waits for ever"
+        assert not self.is_alive(), "a stream hangs"
         return self.texts
 
 
-def drawn(service: Service) -> dict[str, float]:
-    """Tokens that each engine has sent."""
+def generated(service: Service) -> dict[str, float]:
+    """Return the tokens that each engine has sent."""
     found = re.findall(
         r'^rwkv_completion_tokens_total\{engine="(.*)"\} (.*)$', service.get("/metrics").text, re.MULTILINE
     )
     return {engine: float(count) for engine, count in found}
 
 
-def test_both_engines_get_work(pair: Service) -> None:
-    before = drawn(pair)
+def test_both_engines_get_jobs(pair: Service) -> None:
+    before = generated(pair)
     texts(pair, [body(number) for number in range(12)])
-    assert all(after > before[name] for name, after in drawn(pair).items())
+    assert all(after > before[name] for name, after in generated(pair).items())
     status = pair.wait_idle()
     assert [one["status"] for one in status["engines"]] == ["ready", "ready"]
     assert len({one["pid"] for one in status["engines"]}) == 2 and status["running_rows"] == 0
@@ -154,11 +157,11 @@ def test_streams_and_turns_outlive_killed_engines(
     assert streams.result() == undisturbed
     assert turns.result() == [expected]
     following = [{**body(0, contents=["And then?"]), "session_id": one} for one in (name, f"{name}-alone")]
-    assert len({str(text) for text in texts(pair, following, STATE)}) == 1, "the turn was taken twice, or not at all"
+    assert len({str(text) for text in texts(pair, following, STATE)}) == 1, "the turn ran twice, or not at all"
     all_ready(pair)
 
 
-def test_an_engine_that_stands_still_is_lost_and_what_it_says_later_is_not_heard(
+def test_a_suspended_engine_is_lost_and_its_later_events_are_ignored(
     pair: Service, undisturbed: list[dict[int, str]]
 ) -> None:
     still = pid_of(pair, "engine-0")
@@ -177,7 +180,7 @@ def test_an_engine_that_stands_still_is_lost_and_what_it_says_later_is_not_heard
     pair.wait_idle()
 
 
-def test_no_request_fails_while_all_engines_are_started_anew(pair: Service, undisturbed: list[dict[int, str]]) -> None:
+def test_no_request_fails_while_all_engines_restart(pair: Service, undisturbed: list[dict[int, str]]) -> None:
     before = {one["pid"] for one in engines(pair).values()}
     asked = {"engine": "all", "wait_s": 300}
     with ThreadPoolExecutor(1) as thread:
@@ -207,8 +210,8 @@ def test_engines_are_added_and_removed_while_others_serve(pair: Service) -> None
     all_ready(pair)
 
 
-def test_two_turns_of_a_session_at_once_are_taken_one_after_the_other(pair: Service) -> None:
-    """Connections meet HTTP workers by chance, and these choose engines for themselves."""
+def test_concurrent_turns_of_a_session_run_one_after_the_other(pair: Service) -> None:
+    """Connections reach HTTP workers by chance, and each worker routes on its own."""
     short = {"max_tokens": 8, "temperature": 0, "session_id": "shared", "ignore_eos": True, "stop_tokens": []}
     with ThreadPoolExecutor(6) as threads:
         asked = [{**short, "contents": [f"Turn {number}."]} for number in range(6)]

@@ -1,4 +1,4 @@
-"""A row that another engine began goes on with the same text, from wherever it was cut."""
+"""A row that another engine began continues with the same text, cut at any point."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def told(running: RunningJob) -> list[Delta]:
-    """Everything a job has told, delta by delta."""
+def deltas_of(running: RunningJob) -> list[Delta]:
+    """All deltas of a job."""
     return [delta for events in running.events for delta in events.deltas]
 
 
 def joined(deltas: list[Delta]) -> dict[int, Any]:
-    """What a client makes of it: each row's text, log-probabilities and end."""
+    """The client's result: each row's text, log-probabilities and end."""
     rows: dict[int, Any] = {}
     for delta in deltas:
         text, logprobs, scores, end = rows.get(delta.row, (b"", [], [], None))
-        assert end is None, "a row goes on after its end"
+        assert end is None, "a row continues after its end"
         logprobs = logprobs + [(one.token, round(one.logprob, 3)) for one in delta.logprobs or ()]
         scores = scores + [(one.token, round(one.logprob, 3)) for one in delta.prompt_logprobs or ()]
         finish = delta.finish
@@ -50,18 +50,18 @@ def joined(deltas: list[Delta]) -> dict[int, Any]:
 
 
 def cut_and_resumed(engine: Engine, job: Job, deltas: list[Delta], at: int) -> list[Delta]:
-    """What is told if the first engine is lost after so many deltas."""
+    """The deltas if the first engine is lost after `at` deltas."""
     progress = Progress(job)
     before = [progress.record(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in deltas[:at]]
     remaining_job = progress.remaining_job()
     if remaining_job is None:
         return before
     after = run(engine, *remaining_job.rows, return_token_ids=True)
-    return before + [progress.record(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in told(after)]
+    return before + [progress.record(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in deltas_of(after)]
 
 
 def stop_inside(engine: Engine, **fields: Any) -> list[bytes]:
-    """Stops that the text comes close to, again and again, and one that it meets late."""
+    """Stops that the text approaches repeatedly, and one that it meets late."""
     text = run(engine, make_request("Once", **fields)).texts[0]
     near = {text[i : i + 6] + b"\xff" for i in range(0, len(text) - 6, 3)}
     return [*sorted(near), text[-12:-6]]
@@ -96,21 +96,21 @@ def cases(engine: Engine) -> dict[str, list[GenerateRequest]]:
     "name",
     ["greedy", "penalties", "stops", "logprobs", "several", "scored", "candidates", "constrained", "chunks"],
 )
-def test_a_cut_row_goes_on_with_the_same_text(engine: Engine, name: str) -> None:
+def test_a_cut_row_continues_with_the_same_text(engine: Engine, name: str) -> None:
     rows = cases(engine)[name]
     whole = run(engine, *rows, return_token_ids=True)
-    deltas = told(whole)
+    deltas = deltas_of(whole)
     expected = joined(deltas)
     for at in sorted({0, 1, 2, len(deltas) // 3, len(deltas) // 2, len(deltas) - 2, len(deltas) - 1, len(deltas)}):
         assert joined(cut_and_resumed(engine, whole.job, deltas, max(0, at))) == expected, f"cut after delta {at}"
 
 
-def test_a_cut_turn_of_a_session_begins_from_the_state_before_it(engine: Engine) -> None:
+def test_a_cut_turn_restarts_from_the_state_before_it(engine: Engine) -> None:
     for name in ("kept", "cut"):
         run(engine, turn(name, "My name is Ada."))
     whole = run(engine, turn("kept", " What is it?", chunk_size=1), return_token_ids=True)
     progress = Progress(whole.job)
-    for delta in told(whole)[:5]:
+    for delta in deltas_of(whole)[:5]:
         progress.record(JobEvents(job_id="x", deltas=[delta]))
     remaining_job = progress.remaining_job()
     assert remaining_job is not None
@@ -123,33 +123,33 @@ def test_a_cut_turn_of_a_session_begins_from_the_state_before_it(engine: Engine)
         session=turn("cut", " What is it?").session,
     )
     resumed = run(engine, request)
-    begun = b"".join(delta.text for delta in told(whole)[:5])
+    begun = b"".join(delta.text for delta in deltas_of(whole)[:5])
     assert begun + resumed.texts[0] == whole.texts[0]
     following = [run(engine, turn(name, " And again?")).texts[0] for name in ("kept", "cut")]
     assert following[0] == following[1]
 
 
-def test_what_cannot_be_resumed_is_refused(engine: Engine) -> None:
+def test_invalid_resumed_rows_are_refused(engine: Engine) -> None:
     for fields in ({"n": 2}, {"max_tokens": 2}):
         request = make_request("Once", resumed=Resumed(token_ids=[5, 6], shown=2), **fields)
         with pytest.raises(ServiceError, match="resumed"):
             run(engine, request)
 
 
-def test_ids_are_told_only_where_they_are_wanted(engine: Engine) -> None:
-    assert all(not delta.token_ids for delta in told(run(engine, make_request("Once"))))
-    wanted = told(run(engine, make_request("Once"), return_token_ids=True))
-    assert [len(delta.token_ids) for delta in wanted] == [delta.num_tokens for delta in wanted]
+def test_token_ids_are_sent_only_on_request(engine: Engine) -> None:
+    assert all(not delta.token_ids for delta in deltas_of(run(engine, make_request("Once"))))
+    requested = deltas_of(run(engine, make_request("Once"), return_token_ids=True))
+    assert [len(delta.token_ids) for delta in requested] == [delta.num_tokens for delta in requested]
 
 
-def test_a_job_that_has_told_nothing_is_handed_on_as_it_is() -> None:
+def test_a_job_without_output_moves_unchanged() -> None:
     job = Job(job_id="j", rows=[make_request("a", n=2), make_request("b")])
     remaining_job = Progress(job).remaining_job()
     assert remaining_job is not None and remaining_job.rows == job.rows
 
 
-def test_a_token_that_was_told_takes_four_bytes_until_its_stream_ends() -> None:
-    """A list takes some forty, which each HTTP worker would hold for all tokens of its streams."""
+def test_a_sent_token_takes_four_bytes_until_its_stream_ends() -> None:
+    """A list takes about forty bytes per token, and each HTTP worker holds all tokens of its streams."""
     progress = Progress(Job(job_id="x", rows=[make_request("Once")]))
     tracemalloc.start()
     for number in range(20_000):

@@ -1,4 +1,4 @@
-"""Who is there, who is wanted, who leaves: a service's roster of a cluster that is played (`fake_ray`)."""
+"""A service's roster of a fake cluster: existing, desired and leaving engines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ OTHER = "/y.pth (sessions in memory)"
 READY, LOADING, FAILED, UNLOADING = ModelStatus.READY, ModelStatus.LOADING, ModelStatus.FAILED, ModelStatus.UNLOADING
 
 
-class Made:
-    """A roster whose names are looked at when the test says so."""
+class Service:
+    """A roster that polls only when the test decides."""
 
     def __init__(self, ray: FakeRay, replicas: int = 0, is_up: bool = False) -> None:
         self.ray = ray
@@ -40,11 +40,11 @@ class Made:
         self.roster.begin(is_up)
 
     def poll(self) -> dict[str, ModelStatus]:
-        """How the engines stand, once the head and each of them have been asked."""
+        """Poll the head and each engine. Returns the engines' status."""
         self.engine_directory.poll()
         for _ in range(2):
             table = self.roster.poll()
-        return {told.engine: told.status for told in table}
+        return {info.engine: info.status for info in table}
 
     @property
     def engine_directory(self) -> engine_directory.EngineDirectory:
@@ -52,66 +52,70 @@ class Made:
 
 
 @pytest.fixture
-def made(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
+def make_service(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Service]:
     monkeypatch.setattr(engine_directory.EngineDirectory, "_poll_loop", lambda self: None)
     monkeypatch.setattr(roster, "_PLACE_S", 0.0)
     monkeypatch.setattr(engine_directory, "_CURRENT_S", float("inf"))
-    return lambda *arguments, **more: Made(ray, *arguments, **more)
+    return lambda *arguments, **more: Service(ray, *arguments, **more)
 
 
-# Who is there ------------------------------------------------------------------------------------------------
+# Polling -----------------------------------------------------------------------------------------------------
 
 
-def test_a_service_of_another_model_places_nothing_and_is_no_watcher(made: Callable[..., Made], ray: FakeRay) -> None:
+def test_a_service_with_another_model_neither_places_nor_watches(
+    make_service: Callable[..., Service], ray: FakeRay
+) -> None:
     engine = ray.engine("engine-0", OTHER)
     with pytest.raises(StartupError, match="engine-0 of the cluster serves"):
-        made(replicas=4)
-    assert list(ray.actors) == ["engine-0"] and engine.asked == [("info",)]
+        make_service(replicas=4)
+    assert list(ray.actors) == ["engine-0"] and engine.received == [("info",)]
 
 
-def test_an_engine_of_another_model_is_left_alone_by_a_service_that_runs(
-    made: Callable[..., Made], ray: FakeRay
+def test_a_running_service_ignores_an_engine_of_another_model(
+    make_service: Callable[..., Service], ray: FakeRay
 ) -> None:
     ray.engine("engine-0", PLAN.serves)
-    service = made()
+    service = make_service()
     assert service.poll() == {"engine-0": READY}
     other = ray.engine("engine-1", OTHER)
     for _ in range(3):
         assert service.poll() == {"engine-0": READY}
-    assert len(other.asked) == 1, "nobody asks for it any more: it leaves"
+    assert len(other.received) == 1, "it is polled no more, so it leaves"
     service.roster.add(())
     service.poll()
     assert ray.actors["engine-1"] is other and ray.actors["engine-2"].serves == PLAN.serves
 
 
-def test_of_two_services_that_come_at_once_the_one_with_the_first_engine_stays(
-    made: Callable[..., Made], ray: FakeRay
+def test_of_two_starting_services_the_one_with_the_first_engine_stays(
+    make_service: Callable[..., Service], ray: FakeRay
 ) -> None:
-    late, first = made(replicas=2), ray.engine("engine-0", OTHER)
+    late, first = make_service(replicas=2), ray.engine("engine-0", OTHER)
     with pytest.raises(StartupError, match="engine-0 of the cluster serves"):
         late.poll()
     late.roster.remove_created()
-    assert ray.actors == {"engine-0": first}, "the one that it had placed is gone"
+    assert ray.actors == {"engine-0": first}, "its own engine is removed"
 
 
-def test_an_actor_that_has_died_is_looked_up_again(made: Callable[..., Made], ray: FakeRay) -> None:
+def test_an_actor_that_has_died_is_looked_up_again(make_service: Callable[..., Service], ray: FakeRay) -> None:
     dead = ray.engine("engine-0", PLAN.serves)
-    service = made()
+    service = make_service()
     assert service.poll() == {"engine-0": READY}
-    dead.dies = ActorUnavailableError()
+    dead.failure = ActorUnavailableError()
     assert service.poll() == {"engine-0": LOADING}
-    dead.dies = RayActorError()
-    ray.engine("engine-0", PLAN.serves)  # placed anew by another machine between two looks
+    dead.failure = RayActorError()
+    ray.engine("engine-0", PLAN.serves)  # placed again by another machine between two polls
     service.poll()
     assert service.poll() == {"engine-0": READY}
 
 
-# Who is wanted -----------------------------------------------------------------------------------------------
+# Placement ---------------------------------------------------------------------------------------------------
 
 
-def test_what_leaves_as_a_service_comes_is_placed_again(made: Callable[..., Made], ray: FakeRay) -> None:
+def test_engines_that_leave_while_a_service_starts_are_placed_again(
+    make_service: Callable[..., Service], ray: FakeRay
+) -> None:
     ray.engine("engine-0", PLAN.serves, UNLOADING)
-    service = made(replicas=2)
+    service = make_service(replicas=2)
     assert service.poll() == {"engine-0": UNLOADING}
     assert list(ray.actors) == ["engine-0", "engine-1"]
     del ray.actors["engine-0"]  # it has drained
@@ -120,21 +124,25 @@ def test_what_leaves_as_a_service_comes_is_placed_again(made: Callable[..., Made
 
 
 @pytest.mark.parametrize("replicas", [0, 3])
-def test_where_all_have_left_all_are_placed_again(made: Callable[..., Made], ray: FakeRay, replicas: int) -> None:
+def test_if_all_engines_left_all_are_placed_again(
+    make_service: Callable[..., Service], ray: FakeRay, replicas: int
+) -> None:
     for number in range(max(1, replicas)):
         ray.engine(f"engine-{number}", PLAN.serves)
-    service = made(replicas)
+    service = make_service(replicas)
     placed = list(service.poll())
-    ray.actors.clear()  # nobody had asked for them for a minute
+    ray.actors.clear()  # without a watcher for a minute
     service.poll()
     assert list(ray.actors) == placed
 
 
-def test_where_two_machines_remove_the_last_two_one_is_placed_anew(made: Callable[..., Made], ray: FakeRay) -> None:
-    one, other = made(replicas=2), made()
+def test_if_two_machines_remove_the_last_two_engines_one_is_placed_again(
+    make_service: Callable[..., Service], ray: FakeRay
+) -> None:
+    one, other = make_service(replicas=2), make_service()
     one.poll()
     for engine in ray.actors.values():
-        engine.becomes(READY)
+        engine.set_status(READY)
     assert one.poll() == other.poll() == {"engine-0": READY, "engine-1": READY}
     one.roster.remove("engine-0")
     other.roster.remove("engine-1")
@@ -144,32 +152,32 @@ def test_where_two_machines_remove_the_last_two_one_is_placed_anew(made: Callabl
     ray.actors.clear()
     one.poll()
     other.poll()
-    assert list(ray.actors) == ["engine-1"], "which the first one wants still"
+    assert list(ray.actors) == ["engine-1"], "the first service still needs it"
 
 
-def test_what_was_removed_is_not_placed_again(made: Callable[..., Made], ray: FakeRay) -> None:
-    service = made(replicas=2)
+def test_removed_engines_are_not_placed_again(make_service: Callable[..., Service], ray: FakeRay) -> None:
+    service = make_service(replicas=2)
     service.poll()
     for engine in ray.actors.values():
-        engine.becomes(READY)
+        engine.set_status(READY)
     service.poll()
     service.roster.remove("engine-1")
     service.poll()
     assert ray.actors["engine-1"].drains == [False]
     del ray.actors["engine-1"]
     assert service.poll() == {"engine-0": READY} and list(ray.actors) == ["engine-0"]
-    again = made(replicas=2, is_up=True)  # the process that follows the cluster was started again
+    again = make_service(replicas=2, is_up=True)  # the cluster process was restarted
     assert again.poll() == {"engine-0": READY} and list(ray.actors) == ["engine-0"]
     ray.actors.clear()
     service.poll()
     assert list(ray.actors) == ["engine-0"]
 
 
-def test_two_that_are_added_at_once_are_two(made: Callable[..., Made], ray: FakeRay) -> None:
+def test_two_engines_added_at_once_are_both_placed(make_service: Callable[..., Service], ray: FakeRay) -> None:
     ray.engine("engine-0", PLAN.serves)
-    service = made()
+    service = make_service()
     service.poll()
-    ray.engine("engine-1", PLAN.serves)  # by another machine: the head has not told of it here
+    ray.engine("engine-1", PLAN.serves)  # by another machine; this one has not polled it yet
     service.roster.add(())
     service.roster.poll()
     service.roster.add(())
@@ -177,9 +185,9 @@ def test_two_that_are_added_at_once_are_two(made: Callable[..., Made], ray: Fake
     assert list(ray.actors) == ["engine-0", "engine-1", "engine-2", "engine-3"]
 
 
-def test_what_cannot_be_placed_now_is_placed_later(made: Callable[..., Made], ray: FakeRay) -> None:
+def test_failed_placements_are_retried(make_service: Callable[..., Service], ray: FakeRay) -> None:
     ray.engine("engine-0", PLAN.serves)
-    service = made(replicas=2)
+    service = make_service(replicas=2)
     service.roster.add(())
     ray.fault = GetTimeoutError("the head is slow")
     service.roster.poll()
@@ -188,139 +196,139 @@ def test_what_cannot_be_placed_now_is_placed_later(made: Callable[..., Made], ra
     assert list(ray.actors) == ["engine-0", "engine-1", "engine-2"]
 
 
-def test_an_engine_that_cannot_load_ends_a_service_that_never_served_and_no_other(
-    made: Callable[..., Made], ray: FakeRay
+def test_a_failed_first_engine_ends_only_a_service_that_never_served(
+    make_service: Callable[..., Service], ray: FakeRay
 ) -> None:
-    service = made()
+    service = make_service()
     service.poll()
-    ray.actors["engine-0"].becomes(FAILED, "no such file")
+    ray.actors["engine-0"].set_status(FAILED, "no such file")
     with pytest.raises(StartupError, match="no such file"):
         service.poll()
-    ray.actors["engine-0"].becomes(READY)
-    service = made()
+    ray.actors["engine-0"].set_status(READY)
+    service = make_service()
     service.poll()
     service.roster.add(("cuda:9",))
     service.poll()
-    ray.actors["engine-1"].becomes(FAILED, "no such device")
+    ray.actors["engine-1"].set_status(FAILED, "no such device")
     assert service.poll() == {"engine-0": READY, "engine-1": FAILED}
-    assert [told.error for told in service.roster.poll()] == ["", "no such device"]
+    assert [info.error for info in service.roster.poll()] == ["", "no such device"]
 
 
-def test_that_an_engine_takes_cpus_for_want_of_a_gpu_is_told(ray: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_gpu_is_logged(ray: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
     for gpus, device, lines in ((0, "auto", 1), (1, "auto", 1), (0, "cpu", 1)):
         ray.gpus = gpus
         place(f"engine-{device}{gpus}", EngineConfig(model_path="", devices=(device,)), "", STYLE, "")
         assert len([one for one in caplog.messages if "has no GPU:" in one]) == lines
 
 
-# Who leaves --------------------------------------------------------------------------------------------------
+# Removal -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def waiting(made: Callable[..., Made], ray: FakeRay) -> Made:
-    """A service with an engine that is ready and one for which no node has room."""
-    service = made(replicas=2)
+def waiting(make_service: Callable[..., Service], ray: FakeRay) -> Service:
+    """A service with a ready engine and one for which no node has room."""
+    service = make_service(replicas=2)
     service.poll()
-    ray.actors["engine-0"].becomes(READY)
+    ray.actors["engine-0"].set_status(READY)
     ray.actors["engine-1"].has_process = False
     service.poll()
     assert service.poll() == {"engine-0": READY, "engine-1": LOADING}
     return service
 
 
-def test_an_engine_without_a_node_holds_up_no_restart(waiting: Made, ray: FakeRay) -> None:
+def test_an_engine_without_a_node_blocks_no_restart(waiting: Service, ray: FakeRay) -> None:
     assert "no node" in waiting.roster.poll()[1].error
     waiting.roster.restart("all")
     waiting.poll()
-    ray.actors["engine-0"].becomes(READY)
+    ray.actors["engine-0"].set_status(READY)
     waiting.poll()
     waiting.poll()
     assert ray.actors["engine-0"].drains == [True] and ray.actors["engine-1"].drains == []
 
 
-def test_an_engine_without_a_node_can_be_removed(waiting: Made, ray: FakeRay) -> None:
+def test_an_engine_without_a_node_can_be_removed(waiting: Service, ray: FakeRay) -> None:
     waiting.roster.remove("engine-1")
     waiting.poll()
     assert waiting.poll() == {"engine-0": READY} and list(ray.actors) == ["engine-0"]
 
 
-def test_an_engine_is_removed_when_the_head_is_back(
-    made: Callable[..., Made], ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_is_removed_when_the_head_answers_again(
+    make_service: Callable[..., Service], ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(2):
         ray.engine(f"engine-{number}", PLAN.serves)
-    service = made()
+    service = make_service()
     service.poll()
-    monkeypatch.setattr(engine_directory, "_CURRENT_S", 0.0)  # it has said nothing for a while
+    monkeypatch.setattr(engine_directory, "_CURRENT_S", 0.0)  # no answer for a while
     ray.fault = GetTimeoutError("the head is away")
     service.roster.remove("engine-1")
     service.roster.add(())
     service.roster.restart("engine-0")
     for _ in range(2):
-        assert [told.status for told in service.roster.poll()] == [READY, READY], "it serves until then"
+        assert [info.status for info in service.roster.poll()] == [READY, READY], "it serves until then"
     assert not any(engine.drains for engine in ray.actors.values())
     monkeypatch.setattr(engine_directory, "_CURRENT_S", float("inf"))
-    service.roster.poll()  # it stops answering in that moment
+    service.roster.poll()  # the head stops answering here
     ray.fault = None
     service.poll()
     assert ray.actors["engine-1"].drains == [False] and "engine-2" in ray.actors
-    ray.actors["engine-1"].becomes(READY)  # the head was away when it left, and has had it started anew
+    ray.actors["engine-1"].set_status(READY)  # the head missed its leaving and restarted it
     service.poll()
     service.poll()
     assert ray.actors["engine-1"].drains == [False, False]
     del ray.actors["engine-1"]
     service.poll()
-    ray.engine("engine-1", PLAN.serves)  # another one
+    ray.engine("engine-1", PLAN.serves)  # a new engine
     service.poll()
     assert ray.actors["engine-1"].drains == []
 
 
-def test_an_engine_that_has_the_name_of_one_that_was_removed_stays(made: Callable[..., Made], ray: FakeRay) -> None:
+def test_a_new_engine_with_the_name_of_a_removed_one_stays(make_service: Callable[..., Service], ray: FakeRay) -> None:
     for number in range(2):
         ray.engine(f"engine-{number}", PLAN.serves)
-    service = made()
+    service = make_service()
     service.poll()
     service.roster.remove("engine-1")
     service.poll()
     gone = ray.actors["engine-1"]
     assert gone.drains == [False]
-    gone.dies = RayActorError("it has left")
-    ray.engine("engine-1", PLAN.serves)  # placed by another machine between two looks of this one
+    gone.failure = RayActorError("it has left")
+    ray.engine("engine-1", PLAN.serves)  # placed by another machine between two polls
     for _ in range(4):
         service.poll()
     assert service.poll() == {"engine-0": READY, "engine-1": READY} and ray.actors["engine-1"].drains == []
 
 
-def test_engines_without_a_node_leave_with_the_service_that_placed_them(waiting: Made, ray: FakeRay) -> None:
+def test_engines_without_a_node_leave_with_the_service_that_placed_them(waiting: Service, ray: FakeRay) -> None:
     ray.actors["engine-0"].is_last = False
-    assert not waiting.roster.leave() and len(ray.actors) == 2, "another service has them"
+    assert not waiting.roster.leave() and len(ray.actors) == 2, "another service uses them"
     ray.actors["engine-0"].has_process = False
     waiting.poll()
-    ray.actors["engine-0"].dies = ActorUnavailableError()
+    ray.actors["engine-0"].failure = ActorUnavailableError()
     waiting.poll()
-    ray.actors["engine-0"].dies = None
+    ray.actors["engine-0"].failure = None
     waiting.poll()
     waiting.roster.leave()
-    assert not ray.actors, "nobody can tell that it was the last"
+    assert not ray.actors, "it is unknown whether it was the last"
 
 
 # The process -------------------------------------------------------------------------------------------------
 
 
 class Supervisor:
-    """At the other end of the pipe of the process that follows the cluster."""
+    """The supervisor's end of the cluster process's pipe."""
 
     def __init__(self) -> None:
         self.pipe, self._theirs = multiprocessing.Pipe()
         self.pipe.send(("begin", False))
 
     def runs(self) -> None:
-        """The process, until it ends."""
+        """Run the process until it ends."""
         process.run_cluster(PLAN, STYLE, "cluster", self._theirs)
 
 
 @pytest.fixture
-def supervisor(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+def supervisor(make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     poll = Roster.poll
     monkeypatch.setattr(Roster, "poll", lambda self: (self._directory.poll(), poll(self))[1])
     monkeypatch.setattr(process, "become_child", lambda name, style: None)
@@ -337,14 +345,14 @@ def departures(monkeypatch: pytest.MonkeyPatch) -> list[Roster]:
 
 
 def test_a_service_that_cannot_start_leaves_nothing_behind(supervisor: Supervisor, ray: FakeRay) -> None:
-    ray.begins_as = (FAILED, "no such file")
+    ray.initial_status = (FAILED, "no such file")
     supervisor.runs()
-    told = [supervisor.pipe.recv() for _ in range(2)]
-    assert told[-1] == ("failed", "no such file") and not ray.actors
+    info = [supervisor.pipe.recv() for _ in range(2)]
+    assert info[-1] == ("failed", "no such file") and not ray.actors
 
 
 @pytest.mark.parametrize("fault", [GetTimeoutError("slow"), OSError("the head"), RayActorError("away")])
-def test_a_head_that_is_slow_is_no_supervisor_that_is_gone(
+def test_a_slow_head_is_not_a_dead_supervisor(
     supervisor: Supervisor,
     departures: list[Roster],
     monkeypatch: pytest.MonkeyPatch,
@@ -361,18 +369,16 @@ def test_a_head_that_is_slow_is_no_supervisor_that_is_gone(
     assert departures == [] and "the cluster's head does not answer" in caplog.text
     monkeypatch.setattr(engine_directory.EngineDirectory, "poll", fails)
     supervisor.runs()
-    assert departures == [], "nor if it is slow at once"
+    assert departures == [], "also if it is slow at once"
 
 
-def test_a_supervisor_that_is_gone_has_left(supervisor: Supervisor, departures: list[Roster]) -> None:
+def test_a_dead_supervisor_counts_as_leaving(supervisor: Supervisor, departures: list[Roster]) -> None:
     supervisor.pipe.close()
     supervisor.runs()
     assert len(departures) == 1
 
 
-def test_a_signal_for_the_whole_service_is_the_supervisors_business(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signals_to_the_group_are_ignored(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         join(PLAN.cluster)
@@ -381,8 +387,8 @@ def test_a_signal_for_the_whole_service_is_the_supervisors_business(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_no_thread_asks_for_errors_to_print_without_a_pause(ray: FakeRay) -> None:
-    """`test_actors` has it with Ray itself."""
+def test_rays_error_thread_is_stopped(ray: FakeRay) -> None:
+    """`test_actors` checks it with Ray itself."""
     stopped = threading.Event()
     ray._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(threads_stopped=stopped)))
     before = signal.getsignal(signal.SIGTERM)
@@ -393,7 +399,7 @@ def test_no_thread_asks_for_errors_to_print_without_a_pause(ray: FakeRay) -> Non
     assert ray.is_joined and stopped.is_set()
 
 
-def test_services_with_other_databases_are_others_and_no_password_is_told() -> None:
+def test_the_session_database_identifies_a_service_without_its_password() -> None:
     assert "memory" in PLAN.serves
     databases = ("postgresql://me:secret@h/one", "postgresql://h/one", "postgresql://h/two")
     configs = [msgspec.structs.replace(CONFIG, pool=PoolConfig(state_db=database)) for database in databases]

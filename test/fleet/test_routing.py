@@ -1,4 +1,4 @@
-"""Who gets a request."""
+"""Routing of requests to engines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def chosen(
     return Counter(choose(RoutingHints(preferred), loads, holder, rng) for _ in range(rounds))
 
 
-def test_the_only_one_gets_everything() -> None:
+def test_the_only_engine_gets_all_requests() -> None:
     assert chosen([500.0]) == {0: 400}
 
 
-def test_the_busiest_gets_nothing() -> None:
+def test_the_busiest_engine_gets_no_request() -> None:
     shares = chosen([10.0, 0.0, 5.0])
     assert shares[1] > shares[2] > 0 and 0 not in shares
     assert chosen([1.0, 0.0]) == {1: 400}
@@ -35,12 +35,12 @@ def test_a_holder_keeps_its_sessions_unless_it_is_clearly_busier() -> None:
     assert chosen([20.0, 20.0, 300.0], holder=2)[2] < 400 / 2
 
 
-def test_who_has_read_the_prompts_beginning_gets_it_among_equals() -> None:
+def test_among_equals_the_engine_with_the_prefix_is_chosen() -> None:
     assert chosen([3.0, 3.0, 3.0], preferred=1) == {1: 400}
     assert chosen([3.0, 9.0, 3.0], preferred=1)[1] < 400 / 4
 
 
-def test_of_engines_that_are_nearly_as_busy_each_asker_takes_the_one_it_has_given_less() -> None:
+def test_on_a_near_tie_the_engine_with_less_assigned_work_is_chosen() -> None:
     def chosen_with(assigned_rows: list[int], loads: list[float]) -> set[int]:
         return {
             choose(RoutingHints(assigned_rows=assigned_rows), loads, None, random.Random(seed)) for seed in range(40)
@@ -48,14 +48,13 @@ def test_of_engines_that_are_nearly_as_busy_each_asker_takes_the_one_it_has_give
 
     assert chosen_with([3, 4], [100.0, 96.0]) == {0}
     assert chosen_with([3, 3], [100.0, 96.0]) == {1}
-    assert chosen_with([3, 4], [100.0, 90.0]) == {1}, "a tenth is no trifle"
+    assert chosen_with([3, 4], [100.0, 90.0]) == {1}, "a tenth is no near-tie"
     assert chosen_with([3, 4], [1009.0, 1000.0]) == {1}, "nor are nine rows"
 
 
 @pytest.mark.parametrize("slow", [24, 200])
-def test_a_crowd_that_comes_at_once_to_many_askers_is_halved(slow: int) -> None:
-    """Each of eight knows what came to engine 0 up to 24 requests ago, to engine 1 up to `slow`, and what it gave since
-    then."""
+def test_a_burst_to_many_routers_is_split_evenly(slow: int) -> None:
+    """Eight routers. Reports of engine 0 are up to 24 requests old, those of engine 1 up to `slow`."""
     excesses = []
     for seed in range(20):
         rng = random.Random(seed)
@@ -75,7 +74,7 @@ def test_a_crowd_that_comes_at_once_to_many_askers_is_halved(slow: int) -> None:
     assert mean(excesses) < 2 and max(excesses) <= 4
 
 
-def test_loads_that_are_known_count_more_than_what_was_given() -> None:
+def test_reported_loads_count_more_than_assigned_rows() -> None:
     assigned_rows, loads = [9, 3], [10.0, 60.0]
     assert choose(RoutingHints(assigned_rows=assigned_rows, unanswered=[0, 0]), loads, None, random.Random(1)) == 0
     assert (
@@ -89,22 +88,22 @@ def test_loads_that_are_known_count_more_than_what_was_given() -> None:
             RoutingHints(assigned_rows=assigned_rows, unanswered=[8, 0], num_routers=8), loads, None, random.Random(1)
         )
         == 1
-    ), "who knows"
+    ), "without a report, assigned rows decide"
 
 
-def test_a_request_on_its_way_does_not_hide_an_engine_that_is_known_to_be_full() -> None:
-    """Nor do those of a burst: two askers have thirty of sixty requests each."""
+def test_a_request_on_its_way_does_not_hide_a_full_engine() -> None:
+    """Nor do those of a burst: two routers have thirty of sixty requests each."""
     for unanswered in ([0, 1], [1, 0], [0, 30]):
         hints = RoutingHints(assigned_rows=[0, 30], unanswered=unanswered, num_routers=2)
         assert {choose(hints, [1000.0, 32.0], None, random.Random(seed)) for seed in range(20)} == {1}
 
 
-def test_unread_prompts_weigh_as_rows() -> None:
+def test_queued_prompt_tokens_count_as_rows() -> None:
     assert load_of(3, 512) == 5.0
 
 
-def test_the_simulated_fleet_does_as_well_as_planned() -> None:
-    """Within a tenth of another program's figures for the same policy and traffic, means of six runs of 10 s."""
+def test_the_simulated_fleet_reaches_the_expected_latencies() -> None:
+    """Within a tenth of another program's results for the same policy and traffic; means of six runs of 10 s."""
     runs = [simulate(Fleet(8, seed), Traffic(load=0.8), seed + 1) for seed in range(4)]
     assert mean(run.tokens_per_s for run in runs) == pytest.approx(84_960, rel=0.1)
     assert mean(run.ttft_p50_ms for run in runs) == pytest.approx(16.4, rel=0.1)

@@ -1,4 +1,4 @@
-"""What a service with several engines tells of their figures."""
+"""Merged statistics of several engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rwkv_batch.fleet.gather import gather
 from rwkv_batch.fleet.stats import merged_metrics
 
 
-def test_figures_of_engines_bear_their_names_and_those_of_requests_are_added_up() -> None:
+def test_engine_metrics_are_labelled_and_request_metrics_are_summed() -> None:
     text = '# HELP rwkv_x X.\n# TYPE rwkv_x gauge\nrwkv_x 1.0\n# HELP rwkv_http_n N.\nrwkv_http_n{a="b"} 2.0\n'
     members: list[Any] = [type("Member", (), {"name": name}) for name in ("engine-0", "engine-1")]
     merged = merged_metrics([(one, text) for one in members]).splitlines()
@@ -29,8 +29,8 @@ def test_figures_of_engines_bear_their_names_and_those_of_requests_are_added_up(
     ]
 
 
-def test_families_without_samples_do_not_tear_others_in_two() -> None:
-    """Of a service that nobody has asked anything yet in one of its engines."""
+def test_families_without_samples_do_not_split_others() -> None:
+    """One of the engines has served no request yet."""
     registry = CollectorRegistry()
     counter = Counter("rwkv_answers", "Answers.", ["kind"], registry=registry)
     Gauge("rwkv_rows", "Rows.", registry=registry).set(1)
@@ -47,13 +47,13 @@ def test_families_without_samples_do_not_tear_others_in_two() -> None:
 
 
 @pytest.mark.parametrize("away", [ErrorKind.ENGINE_LOST, ErrorKind.DRAINING])
-def test_an_engine_that_is_lost_or_leaves_does_not_answer_for_all(away: ErrorKind) -> None:
-    def asked(answer: Any) -> Any:
+def test_a_lost_or_draining_engine_does_not_decide_the_answer(away: ErrorKind) -> None:
+    def member(answer: Any) -> Any:
         return SimpleNamespace(client=SimpleNamespace(call=lambda call, reply: reply(answer)))
 
     gone, other = ServiceError(away, "it ends"), ServiceError(ErrorKind.INTERNAL, "it fails")
     for answers, right in (((2, gone, 3), 5), ((gone,), gone), ((2, gone, other), other)):
-        told: list[Any] = []
-        members = [asked(answer) for answer in answers]
-        gather(CountJobs("v1"), told.append, members, members, lambda session: None, True)
-        assert told == [right]
+        replies: list[Any] = []
+        members = [member(answer) for answer in answers]
+        gather(CountJobs("v1"), replies.append, members, members, lambda session: None, True)
+        assert replies == [right]

@@ -1,1 +1,1 @@
-"""The engine on one thread with a virtual clock: traffic, faults and every order of events come from a seed."""
+"""The engine on one thread with a virtual clock. Traffic, faults and the order of events come from a seed."""

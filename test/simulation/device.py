@@ -1,4 +1,4 @@
-"""A device whose states can be checked: each is a number that depends on every token read, in order."""
+"""A device with states that tests can check: a state is a hash of every token read, in order."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _PRIME = (1 << 127) - 1
 _FACTOR = 0x5851F42D4C957F2D14057B7EF767814F
 _TEXTS = [b"a", b"b", b"ab", b"ba", b" a", b"\n", b"\n\n", b"aa", b"\xc3", b"\xa9", "é".encode(), b"stop", b" b"]
 ALPHABET = [TOKENIZER.byte_table.index(text) for text in _TEXTS if text in TOKENIZER.byte_table]
-"""What the model draws from: few tokens that join in many ways, so that stops begin and fail often."""
+"""The model's tokens: few that join in many ways, so that stops often begin and fail."""
 PIECES = 4
-"""Of a step, where steps have pieces."""
+"""Pieces per step, if steps have pieces."""
 
 
 def fold(state: int, tokens: Iterable[int], mark: int = 0) -> int:
-    """The state after some more tokens, read under the adapter of that mark."""
+    """Return the state after more tokens, read with the adapter `mark`."""
     for token in tokens:
         state = (state * _FACTOR + token + 1 + mark) % _PRIME
     return state
 
 
 def mixed(states: Iterable[int], shares: Iterable[float]) -> int:
-    """What a mixture draws from: each of its states counts, and how much; of another row its state."""
+    """Return the combined state that a mixture samples from; of another row, its state."""
     of_each = tuple(zip(states, shares, strict=True))
     return of_each[0][0] if len(of_each) == 1 else hash(of_each)
 
 
-def draw_token(state: int, seed: int, step: int, ignore_eos: bool) -> int:
-    """What a row draws in a state at its draw number `step`: a function of these alone."""
+def sample_token(state: int, seed: int, step: int, ignore_eos: bool) -> int:
+    """Return the token sampled in a state as sample number `step`. Depends only on the arguments."""
     number = hash((state, seed, step)) & 0xFFFFFFFF
     if number % 31 == 0 and not ignore_eos:
         return END_OF_TEXT
@@ -48,42 +48,42 @@ def draw_token(state: int, seed: int, step: int, ignore_eos: bool) -> int:
 
 
 def score_of(state: int, token: int) -> float:
-    """The log-probability of a token behind a state, as far as this device knows any."""
+    """Return the log-probability of a token after a state."""
     return -float(hash((state, token)) & 0xFFFFF)
 
 
 def bans_end(request: GenerateRequest) -> bool:
-    """Whether the end token cannot be drawn: what `ignore_eos` becomes for a sampler."""
+    """Return whether the end token is banned, as a sampler sees `ignore_eos`."""
     return request.sampling.logit_bias.get(END_OF_TEXT, 0.0) == float("-inf")
 
 
 class Device:
-    """Implements `state_pool.layout.Arena`: slots of 16 bytes."""
+    """Implements the state pool's arena with slots of 16 bytes."""
 
     state_bytes = 16
     vocab = VOCAB_SIZE
     layout: dict[str, tuple[str, tuple[int, ...]]] = {"a.wkv": ("int32", (3,)), "a.shift": ("int32", (1,))}  # noqa: RUF012
     fingerprint = "model-a"
 
-    def __init__(self, num_slots: int, delays: list[int], draw: random.Random) -> None:
+    def __init__(self, num_slots: int, delays: list[int], rng: random.Random) -> None:
         self.num_slots = num_slots
         self.memory = [(1 << 126) + slot for slot in range(num_slots)]
-        """what is in no state that was ever computed"""
+        """a value of no computed state"""
         self.memory[ZERO_SLOT] = 0
         self.marks: dict[int, int] = {}
-        """of adapters, by the place that they have"""
+        """marks of adapters, by their slot"""
         self._delays = delays
-        self._draw = draw
+        self._rng = rng
 
     def mark_of(self, sequence: Sequence) -> int:
-        """Of the adapter that a row has."""
+        """Return the mark of a row's adapter."""
         return 0 if sequence.adapter is None else self.marks[sequence.adapter.slot_index]
 
     def _looks(self) -> int:
-        return self._draw.choice(self._delays)
+        return self._rng.choice(self._delays)
 
     def save(self, slot: int) -> FakeCopy:
-        """Copy out; reads the slot only at the end, so that writing to it meanwhile shows."""
+        """Copy out. Reads the slot only at the end, so that a write meanwhile shows."""
         host = FakeHost({})
 
         def finish() -> None:
@@ -93,35 +93,34 @@ class Device:
         return FakeCopy(host, self._looks(), finish)
 
     def load(self, slot: int, host: FakeHost) -> FakeCopy:
-        """Copy in; at once, since the device orders later reads after it."""
+        """Copy in at once, because a device orders later reads after it."""
         self.memory[slot] = int.from_bytes(host.data["a.wkv"] + host.data["a.shift"], "little")
         return FakeCopy(host, self._looks())
 
     def host_state(self, parts: dict[str, bytes]) -> FakeHost:
-        """From stored bytes."""
         if {name: len(data) for name, data in parts.items()} != {"a.wkv": 12, "a.shift": 4}:
             raise ValueError(f"parts of {[len(data) for data in parts.values()]} bytes")
         return FakeHost({name: bytes(data) for name, data in parts.items()})
 
 
 def read_slots(sequence: Sequence) -> list[int]:
-    """Of the row and of its mixture's other members."""
+    """The read slots of all members of a row's mixture."""
     return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
 
 
 def write_slots(sequence: Sequence) -> list[int]:
-    """Likewise."""
+    """The write slots of all members."""
     return [sequence.write_slot, *(member.slot for member in sequence.members)]
 
 
 def shares(sequence: Sequence) -> list[float]:
-    """How much each counts."""
+    """The members' weights."""
     return [sequence.weight, *(member.weight for member in sequence.members)] if sequence.members else [1.0]
 
 
 @dataclass
 class Step:
-    """A step on its way."""
+    """A launched step."""
 
     rows: list[ScheduledRow]
     tokens: list[int]
@@ -133,36 +132,34 @@ class Step:
 
 @dataclass
 class Runner:
-    """What the engine asks of its `ModelRunner`, over such a device."""
+    """Replaces `ModelRunner` over such a device."""
 
     limits: Limits
     device: Device
     pool: Any
     overlaps: bool
     splits: bool
-    """whether rows that decode are a part of their own, as with graphs"""
+    """whether decoding rows are a separate part, as with graphs"""
     before_launch: Callable[[list[ScheduledRow]], None]
-    """may raise what a device raises"""
+    """may raise a device error"""
     before_read: Callable[[Step], None]
     within: Callable[[], None] | None = None
-    """what happens between two pieces of a step; None: there are none"""
+    """called between two pieces of a step; None: no pieces"""
     tokenizer: Tokenizer = TOKENIZER
     vocab: int = VOCAB_SIZE
-    _seats: dict[int, list[Any]] = field(default_factory=dict)
-    """seat -> [seed, draws, end banned, token drawn last]"""
+    _req_slots: dict[int, list[Any]] = field(default_factory=dict)
+    """request slot -> [seed, samples, end banned, last sampled token]"""
 
     @property
     def steps_in_flight(self) -> int:
-        """See `ModelRunner.steps_in_flight`."""
         return self.limits.groups + self.overlaps
 
     @property
     def has_pieces(self) -> bool:
-        """See `ModelRunner.has_pieces`."""
         return self.within is not None
 
-    def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
-        """See `ModelRunner.parts`. What comes meanwhile is looked at before the first of them is launched."""
+    def split(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
+        """See `ModelRunner.split`. Runs the interleaving callback before the first part."""
         if self.within is not None:
             self.within()
         if not self.splits:
@@ -174,7 +171,7 @@ class Runner:
     def launch(
         self, rows: list[ScheduledRow], after: Iterable[Step] = (), between: Callable[[], None] | None = None
     ) -> Step:
-        """Compute a step: all rows read, then all write; what goes between finds states that are not written yet."""
+        """Compute a step: all rows read, then all write. Overtaking steps see states not written yet."""
         self.before_launch(rows)
         states = [self._computed(row) for row in rows]
         scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
@@ -187,33 +184,33 @@ class Runner:
         for slots, found in zip(targets, states, strict=True):
             for slot, state in zip(slots, found, strict=True):
                 self.device.memory[slot] = state
-        drawn = [
-            self._draw(row, mixed(found, shares(row.sequence)))
+        sampled = [
+            self._sample(row, mixed(found, shares(row.sequence)))
             for row, found in zip(rows, states, strict=True)
             if row.samples
         ]
-        return Step(rows, drawn, scores=scores)
+        return Step(rows, sampled, scores=scores)
 
     def _computed(self, row: ScheduledRow) -> list[int]:
-        """The state of each member after the row's tokens."""
+        """Return each member's state after the row's tokens."""
         tokens, mark = self._tokens_of(row), self.device.mark_of(row.sequence)
         return [fold(self.device.memory[slot], tokens, mark) for slot in read_slots(row.sequence)]
 
     def _score(self, row: ScheduledRow) -> list[TokenLogprob]:
-        """What the row's tokens tell of those after them."""
+        """Return the scores that the row's tokens give."""
         sequence, prompt = row.sequence, row.sequence.request.prompt
-        state, told = self.device.memory[sequence.read_slot], []
+        state, reported = self.device.memory[sequence.read_slot], []
         for at, token in enumerate(self._tokens_of(row), sequence.num_computed_tokens + 1):
             state = fold(state, [token], self.device.mark_of(sequence))
             if at in row.scored:
-                told.append(TokenLogprob(TOKENIZER.byte_table[prompt[at]], score_of(state, prompt[at]), []))
-        return told
+                reported.append(TokenLogprob(TOKENIZER.byte_table[prompt[at]], score_of(state, prompt[at]), []))
+        return reported
 
     def _tokens_of(self, row: ScheduledRow) -> list[int]:
         sequence = row.sequence
         tokens = sequence.token_ids[sequence.num_computed_tokens :][: row.num_tokens]
         if sequence.is_next_token_pending:
-            tokens = [self._seats[sequence.req_slot][3]]
+            tokens = [self._req_slots[sequence.req_slot][3]]
         if len(tokens) != row.num_tokens or not tokens or not 0 <= min(tokens) <= max(tokens) < self.vocab:
             raise IndexError(f"token ids {tokens} of {row.num_tokens}")
         return tokens
@@ -227,36 +224,40 @@ class Runner:
             others = [*reads[:at], *reads[at + 1 :]]
             demand(target not in others, f"slot {target} is read and written by two rows of a step")
 
-    def _draw(self, row: ScheduledRow, state: int) -> int:
+    def _sample(self, row: ScheduledRow, state: int) -> int:
         sequence = row.sequence
         if len(sequence.token_ids) == sequence.sampled_start:
             step = sequence.sampled_start - sequence.prompt_end
-            self._seats[sequence.req_slot] = [sequence.request.sampling.seed, step, bans_end(sequence.request), PENDING]
-        req_slot = self._seats[sequence.req_slot]
-        req_slot[3] = draw_token(state, req_slot[0], req_slot[1], req_slot[2])
+            self._req_slots[sequence.req_slot] = [
+                sequence.request.sampling.seed,
+                step,
+                bans_end(sequence.request),
+                PENDING,
+            ]
+        req_slot = self._req_slots[sequence.req_slot]
+        req_slot[3] = sample_token(state, req_slot[0], req_slot[1], req_slot[2])
         req_slot[1] += 1
         return int(req_slot[3])
 
     def read(self, step: Step) -> list[tuple[int, TokenLogprob | None]]:
-        """The tokens that a step has drawn."""
+        """Return the sampled tokens of a step."""
         self.before_read(step)
         if self.within is not None:
             self.within()
         return [(token, None) for token in step.tokens]
 
     def read_scores(self, step: Step) -> list[tuple[Sequence, list[TokenLogprob]]]:
-        """What a step tells of prompts."""
+        """Return the scores of a step."""
         return step.scores
 
     def is_device_lost(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     @staticmethod
     def is_out_of_memory(error: Exception) -> bool:
-        """Whether a step failed for want of memory."""
+        """Return whether a step failed for lack of memory."""
         return isinstance(error, MemoryError)
 
     def status(self) -> dict[str, Any]:
-        """A part of what the real one tells."""
         return {"pool": self.pool.stats()}

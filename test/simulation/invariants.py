@@ -1,4 +1,4 @@
-"""What must hold of the engine's bookkeeping after every step, counted afresh from its parts."""
+"""Invariants of the engine's bookkeeping after every step, recomputed from its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test.simulation.violation import demand
 
 
 def check_step(engine: Engine) -> None:
-    """Everything below; raises Violation."""
+    """Check all invariants. Raises Violation."""
     pool: Any = engine.model_runner.pool
     _check_scheduler(engine)
     _check_jobs(engine)
@@ -24,7 +24,7 @@ def check_step(engine: Engine) -> None:
 
 
 def _rows(engine: Engine) -> list[Sequence]:
-    """Rows that hold slots: those in the steps, and those that gave way."""
+    """Rows that hold slots: running and paused ones."""
     scheduler: Any = engine.scheduler
     return list(dict.fromkeys([*scheduler._running, *_paused(engine)]))
 
@@ -43,7 +43,7 @@ def _check_scheduler(engine: Engine) -> None:
     admission, limits = scheduler.admission, scheduler.limits
     rows = _rows(engine)
     req_slots = [row.req_slot for row in rows if row.req_slot != NO_REQ_SLOT] + list(admission.free_req_slots)
-    demand(sorted(req_slots) == list(range(limits.num_req_slots)), f"seats {sorted(req_slots)}")
+    demand(sorted(req_slots) == list(range(limits.num_req_slots)), f"request slots {sorted(req_slots)}")
     demand(all(row.phase in (Phase.RUNNING, Phase.CLOSING) for row in rows), "a running row has ended")
     demand(not set(_paused(engine)) & set(scheduler._running), "a row that gave way is in the steps")
     placed = [row for client in _clients(engine) for row in client.running]
@@ -84,8 +84,8 @@ def _check_jobs(engine: Engine) -> None:
 
 
 def _check_slots(engine: Engine, pool: Any) -> None:
-    """Each slot has one owner; each holder is somebody we know."""
-    tiers = pool._tiers
+    """Each slot has one owner, and each holder is known."""
+    tiers = pool.tiers
     running = _rows(engine)
     owners: Counter[int] = Counter()
     everyone = list(dict.fromkeys([*running, *(row for job in engine.jobs._jobs.values() for row in job.live)]))
@@ -100,9 +100,9 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     owners.update(session.slot for session in sessions if session.slot not in (None, ZERO_SLOT))
     pending = [session.pending for session in sessions if session.pending is not None]
     owners.update(turn.slot for turn in pending if turn.slot is not None)
-    owners.update(pool._prefix.slots)
+    owners.update(pool.prefixes.slots)
     twice = {slot: count for slot, count in owners.items() if count > 1 or slot < FIRST_FREE_SLOT}
-    demand(not twice, f"slots with more than one owner, or that nobody may own: {twice}")
+    demand(not twice, f"slots with more than one owner, or without a permitted owner: {twice}")
     expected = owners + Counter(tiers._pins) + Counter(transfer.slot for transfer in tiers._transfers)
     readers = [*[one.shared for one in [*running, *_forked(engine), *members]], *(row.tuned_slot for row in everyone)]
     shared = Counter(base.slot for base in set(readers) if base is not None)
@@ -117,7 +117,7 @@ def _check_slots(engine: Engine, pool: Any) -> None:
 
 
 def _unsettled(pool: Any) -> int:
-    """Slots that a turn of a session nobody finds any more may still hold until it is told."""
+    """Slots that a turn of a deleted session may hold until its end is reported."""
     return 1 if pool.pending else 0
 
 
@@ -127,14 +127,14 @@ def _forked(engine: Engine) -> list[Sequence]:
 
 
 def _check_prefixes(pool: Any) -> None:
-    cache = pool._prefix
+    cache = pool.prefixes
     filed = [entry for bucket in cache._buckets.values() for entry in bucket]
     listed = [*cache._l1, *cache._l2]
     demand(len(set(filed)) == len(filed) == len(listed), f"{len(filed)} prefixes can be found, {len(listed)} are kept")
     demand(set(filed) == set(listed), "a prefix is kept that cannot be found")
     for entry in filed:
-        wanted = (entry in cache._l1, entry in cache._l2)
-        demand((entry.slot is not None, entry.host is not None) == wanted, "a prefix is on the wrong tier")
+        expected_counts = (entry in cache._l1, entry in cache._l2)
+        demand((entry.slot is not None, entry.host is not None) == expected_counts, "a prefix is on the wrong tier")
     keys = [entry.ids for entry in filed]
     demand(len(set(keys)) == len(keys), "a prefix is cached twice")
 
@@ -156,13 +156,13 @@ def _check_tiers(pool: Any) -> None:
 
 
 def check_rest(engine: Engine, pool: StatePool) -> None:
-    """What must hold when nothing runs and nothing is under way."""
+    """Check the invariants of an idle engine."""
     engine.state_manager.parked.clear()
     demand(not pool.adapters.num_refs, f"{pool.adapters.num_refs} adapters are held at rest")
     faults = integrity_faults(pool) + engine.jobs.check_integrity()
     demand(not faults, f"at rest: {faults}")
     demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")
-    pins: Any = pool._tiers._pins
+    pins: Any = pool.tiers._pins
     demand(not pins, f"pinned at rest: {pins}")
-    coming: Any = pool._prefix._in_progress
-    demand(not coming, "prefixes are awaited that nobody computes")
+    coming: Any = pool.prefixes._in_progress
+    demand(not coming, "rows wait for prefixes that no row computes")

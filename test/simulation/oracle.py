@@ -1,4 +1,4 @@
-"""What a row must answer, from its history, its prompt and its seed alone; written without the engine's output code."""
+"""Predicts a row's answer from its history, prompt and seed, without the engine's output code."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass
 
 from rwkv_batch.request import FinishReason, GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT
-from test.simulation.device import TOKENIZER, draw_token, fold, mixed, score_of
+from test.simulation.device import TOKENIZER, fold, mixed, sample_token, score_of
 from test.simulation.history import Beginning, History, began_of, shares_of
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The whole answer of a row that nobody interrupts."""
+    """The whole answer of an uninterrupted row."""
 
     reason: FinishReason
-    drawn: list[int]
+    sampled: list[int]
     raw: bytes
-    """text of all that was drawn"""
+    """text of all sampled tokens"""
     text: bytes
-    """the same up to the stop"""
+    """the text up to the stop"""
     kept: list[int]
-    """token ids that a session's history keeps of it"""
+    """token ids that its session keeps"""
 
 
 def predict(before: list[int], request: GenerateRequest, continuation: int = 0) -> Answer:
-    """The answer after the tokens `before` (history and prompt)."""
+    """Return the answer after the tokens `before` (history and prompt)."""
     if request.max_tokens == 0:
         return Answer(FinishReason.LENGTH, [], b"", b"", [])
     stop_ids = set(request.stop_ids) - {END_OF_TEXT} | (set() if request.ignore_eos else {END_OF_TEXT})
@@ -33,28 +33,28 @@ def predict(before: list[int], request: GenerateRequest, continuation: int = 0) 
     for token in stop_ids:
         text = TOKENIZER.byte_table[token]
         if len(text) > 1 and set(text) == set(b"\n"):
-            stops.append(text)  # a blank line is one wherever it comes from
+            stops.append(text)  # a blank line counts wherever it comes from
     seed = (request.sampling.seed + continuation) % (1 << 64)
     began, shares = began_of(before), shares_of(request)
-    states, drawn, whole = History(before, began).states, [], b""
+    states, sampled, whole = History(before, began).states, [], b""
     while True:
-        token = draw_token(mixed(states, shares), seed, len(drawn), request.ignore_eos)
-        drawn.append(token)
+        token = sample_token(mixed(states, shares), seed, len(sampled), request.ignore_eos)
+        sampled.append(token)
         if token in stop_ids:
-            return Answer(FinishReason.STOP, drawn, whole, whole, drawn[:-1])
+            return Answer(FinishReason.STOP, sampled, whole, whole, sampled[:-1])
         whole += TOKENIZER.byte_table[token]
         ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
         if ends:
-            return Answer(FinishReason.STOP, drawn, whole, whole[: min(ends)], _tokens_until(drawn, min(ends)))
-        if len(drawn) >= request.max_tokens:
-            return Answer(FinishReason.LENGTH, drawn, whole, whole, drawn)
+            return Answer(FinishReason.STOP, sampled, whole, whole[: min(ends)], _tokens_until(sampled, min(ends)))
+        if len(sampled) >= request.max_tokens:
+            return Answer(FinishReason.LENGTH, sampled, whole, whole, sampled)
         states = tuple(fold(state, [token], began.mark) for state in states)
 
 
-def _tokens_until(drawn: list[int], end: int) -> list[int]:
-    """Whole tokens of the first `end` bytes, and what is cut tokenised anew."""
+def _tokens_until(sampled: list[int], end: int) -> list[int]:
+    """Return whole tokens of the first `end` bytes; a cut token is tokenised again."""
     kept: list[int] = []
-    for token in drawn:
+    for token in sampled:
         text = TOKENIZER.byte_table[token]
         if len(text) > end:
             return kept + (TOKENIZER.encode_bytes(text[:end]) if end else [])
@@ -64,12 +64,12 @@ def _tokens_until(drawn: list[int], end: int) -> list[int]:
 
 
 def prompt_of(request: GenerateRequest, i: int) -> list[int]:
-    """What row `i` of a request reads before it draws."""
+    """Return the tokens that row `i` of a request reads before it samples."""
     return request.prompt + request.candidates[i] if request.candidates else request.prompt
 
 
 def predict_scores(request: GenerateRequest, i: int, began: Beginning) -> list[float]:
-    """The log-probabilities that row `i` of a request tells; of what rows share the first tells all."""
+    """Return the log-probabilities of row `i`. The first row reports those of a shared prompt."""
     if request.prompt_logprobs is None:
         return []
     prompt, first = prompt_of(request, i), request.prompt_logprobs.start

@@ -1,7 +1,7 @@
-"""The product's threads as tasks on one thread, and its clock: who goes on when is drawn from a seed.
+"""The product's threads as tasks on one thread, with a virtual clock. The seed decides which task runs next.
 
-The main task is the engine's thread. The others (writer, reader, …) are greenlets: they run when the main task
-lets them, or waits for them, and stop at every lock, queue, crash point and SQL statement.
+The main task is the engine's thread. The others (writer, reader, …) are greenlets. They run when the main task yields
+or waits. They stop at every lock, queue, crash point and SQL statement.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ EPOCH = 1_700_000_000.0
 """`time.time()` at the start of every world."""
 
 
-class Stuck(Exception):  # noqa: N818 - names what happened
-    """The main task waits for something that no task will ever do."""
+class Stuck(Exception):  # noqa: N818 - names an event
+    """The main task waits for an event that no task will cause."""
 
 
 class Task:
-    """A thread that was started."""
+    """A started thread."""
 
     def __init__(self, tasks: Tasks, name: str, run: Callable[[], Any]) -> None:
         self.name = name
@@ -46,24 +46,24 @@ class Task:
 class Tasks:
     """All tasks of a world, and its clock."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self.main = greenlet.getcurrent()
         self.now = 0.0
         self.died: list[tuple[str, Exception]] = []
-        """threads that ended with an exception nobody caught"""
-        self._draw = draw
+        """threads that ended with an uncaught exception"""
+        self._rng = rng
         self._tasks: list[Task] = []
         self._current: Task | None = None
         self._killing = False
 
     def start(self, name: str, run: Callable[[], Any]) -> Task:
-        """A new task; it runs later."""
+        """Create a task. It runs later."""
         task = Task(self, name, run)
         self._tasks.append(task)
         return task
 
     def kill(self) -> None:
-        """End every task where it stands."""
+        """End every task where it stopped."""
         self._killing = True
         for task in self._tasks:
             task.greenlet.throw(greenlet.GreenletExit)
@@ -71,16 +71,16 @@ class Tasks:
         self._killing = False
 
     def pause(self) -> None:
-        """Let the main task go on, if another one runs; a point at which everything may change."""
+        """Yield to the main task. Any state may change here."""
         if self._current is not None and not self._killing:
             self.main.switch()
 
     def run_one(self) -> bool:
-        """From the main task: let one task go on until it stops again; False when none can."""
+        """From the main task: run one task until it stops again. Returns False if none can run."""
         able = [task for task in self._tasks if task.ready() or self._is_late(task)]
         if not able:
             return False
-        task = able[self._draw.randrange(len(able))] if len(able) > 1 else able[0]
+        task = able[self._rng.randrange(len(able))] if len(able) > 1 else able[0]
         self._current = task
         try:
             task.greenlet.switch()
@@ -91,13 +91,13 @@ class Tasks:
         return True
 
     def run(self, most: int) -> None:
-        """Let tasks go on so many times, as far as they can."""
+        """Run tasks up to `times` times."""
         for _ in range(most):
             if not self.run_one():
                 return
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Stop until `ready`, or for `timeout` seconds of the world; returns whether it is."""
+        """Wait until `ready`, or for `timeout` virtual seconds. Returns whether it is ready."""
         deadline = None if timeout is None else self.now + timeout
         if self._current is None:
             return self._wait_in_main(ready, deadline)
@@ -126,8 +126,8 @@ class Tasks:
         return task.deadline is not None and self.now >= task.deadline
 
 
-class StandIn:
-    """A module with some of its names replaced."""
+class PatchedModule:
+    """A module with some names replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self.__dict__.update(names)
@@ -138,7 +138,7 @@ class StandIn:
 
 
 class Primitives:
-    """What `threading`, `queue`, `time` and `concurrent.futures` give, by tasks."""
+    """Replacements of `threading`, `queue`, `time` and `concurrent.futures` by tasks."""
 
     def __init__(self, tasks: Tasks) -> None:
         class Lock(_Lock):
@@ -181,7 +181,7 @@ class Primitives:
 
 
 class _Lock:
-    """Also a reentrant one."""
+    """Also reentrant."""
 
     hub: Tasks
 
@@ -220,13 +220,13 @@ class _Condition(_Lock):
         self._waiting: deque[list[bool]] = deque()
 
     def wait(self, timeout: float | None = None) -> bool:
-        told = [False]
-        self._waiting.append(told)
+        reported = [False]
+        self._waiting.append(reported)
         depth, self._depth, self._holder = self._depth, 0, None
-        self.hub.wait(lambda: told[0], timeout)
+        self.hub.wait(lambda: reported[0], timeout)
         self.hub.wait(lambda: self._holder is None)
         self._holder, self._depth = greenlet.getcurrent(), depth
-        return told[0]
+        return reported[0]
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         end = None if timeout is None else self.hub.now + timeout
@@ -334,7 +334,7 @@ class _Thread:
 
 
 class _Executor:
-    """One worker, whatever the size."""
+    """One worker, for any size."""
 
     hub: Tasks
 

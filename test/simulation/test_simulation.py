@@ -1,4 +1,4 @@
-"""Worlds by seed: every answer as predicted, nothing leaked, every acknowledged turn found again."""
+"""Worlds by seed: every answer as predicted, no leaks, every acknowledged turn found again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.origins import Adapters
-from test.simulation.world import OWN_WORLDS, Found, run
+from test.simulation.world import OWN_WORLDS, WorldFailed, run
 
 SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 120
 PART = 20
@@ -27,20 +27,20 @@ def test_worlds(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        128,  # a turn behind a failed import was lost to the import's delete, which the disk had refused at first
+        128,  # a turn after a failed import was lost to the import's delete, which the disk had refused at first
         175,  # an export right after an acknowledged first turn was 404 while the row still read its last token
         207,  # what the disk refused to delete came back with an orderly restart
-        274,  # the same in the middle of work
-        741,  # a step failed in which a prompt was read for several rows: they went on, and its scores were missing
-        1061,  # the same with a step in flight behind it
-        2746,  # an orderly end left out a turn with its answer whose job had just been cancelled
+        274,  # the same during work
+        741,  # a step with a shared prompt failed: its rows continued without the prompt's scores
+        1061,  # the same with a later step in flight
+        2746,  # a normal end lost an answered turn whose job had just been cancelled
         3155,  # the same
-        1466,  # a scored prompt's next part was let in between two pieces, and its scores told before those in flight
-        4985,  # states that were imported did not count among those on their way to host memory
-        387,  # turns that waited held all slots but one, and that one was a prompt's that was read for several rows
+        1466,  # a scored prompt's next part overtook a step, and its scores came before those in flight
+        4985,  # imported states did not count as transfers to host memory
+        387,  # waiting turns held all slots but one, and a shared prompt held that one
     ],
 )
-def test_worlds_that_found_something(seed: int) -> None:
+def test_worlds_that_found_faults(seed: int) -> None:
     run(seed)
 
 
@@ -50,21 +50,21 @@ def test_a_world_is_the_same_every_time() -> None:
     assert elsewhere.stdout == f"{[run(seed)['digest'] for seed in range(3)]}\n", elsewhere.stderr
 
 
-def test_the_worlds_notice_a_cached_prefix_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation itself: a cache that hands out the state of a prompt that merely begins alike is found."""
+def test_the_worlds_notice_a_wrong_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the simulation: a cache that returns the state of a similar prompt is found."""
     offer = PrefixCache.offer
 
     def wrong(cache: PrefixCache, tokens: list[int], slot: int) -> object:
         return offer(cache, [*tokens[:-1], tokens[-1] ^ 1], slot)
 
     monkeypatch.setattr(PrefixCache, "offer", wrong)
-    with pytest.raises(Found):
+    with pytest.raises(WorldFailed):
         for seed in range(SEEDS):
             run(seed)
 
 
 def test_the_worlds_notice_a_prefix_that_was_read_under_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Adapters, "base", lambda _self, state, _adapter: state)
-    with pytest.raises(Found):
+    with pytest.raises(WorldFailed):
         for seed in range(0, SEEDS, OWN_WORLDS):
             run(seed)

@@ -1,13 +1,13 @@
-"""How a world says that something is wrong."""
+"""The exception for a violated invariant."""
 
 from __future__ import annotations
 
 
 class Violation(BaseException):
-    """Something that must never happen has happened; no handler of the product may take it for a failure of its own."""
+    """A violated invariant. The product's handlers must not catch it."""
 
 
 def demand(holds: object, message: str) -> None:
-    """Raises Violation unless it holds."""
+    """Raises Violation unless `holds`."""
     if not holds:
         raise Violation(message)

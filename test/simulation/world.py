@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
@@ -43,30 +44,30 @@ from test.simulation.history import PLAIN, Beginning, History
 from test.simulation.invariants import check_rest, check_step
 from test.simulation.ledger import Gone, Ledger
 from test.simulation.own_weights import OwnWeights
-from test.simulation.tasks import Primitives, StandIn, Tasks
+from test.simulation.tasks import PatchedModule, Primitives, Tasks
 from test.simulation.violation import Violation, demand
 
 STEPS = 140
 DRAIN_STEPS = 4000
 CHUNK_BYTES = 8
-"""States are written in pieces of so many bytes, so that there are several."""
+"""Bytes per written piece of a state, so that a state has several."""
 SCORING_WORLDS = 5
-"""In one world of so many prompts are scored, have candidates, or are only read."""
+"""In one of this many worlds, prompts are scored, have candidates, or are only read."""
 OWN_WORLDS = 6
-"""In one of so many there are tuned states, mixtures and adapters."""
+"""In one of this many worlds, there are tuned states, mixtures and adapters."""
 PIECES_WORLDS = 7
-"""In one of so many clients act between the pieces of steps."""
+"""In one of this many worlds, clients act between the pieces of steps."""
 
 
-class WatchedKeeper(StateManager):
-    """The engine's own, each of whose promises is checked against the ledger."""
+class CheckedStateManager(StateManager):
+    """The engine's state manager, checked against the ledger."""
 
     def __init__(self, world: World, pool: StatePool, overlap: bool) -> None:
         super().__init__(pool, TOKENIZER, overlap)
         self._world = world
 
     def prepare(self, sequence: Sequence) -> None:
-        """What a row starts from is its whole history, or a true beginning of its prompt."""
+        """A row starts from its whole history, or a true prefix of its prompt."""
         super().prepare(sequence)
         lease, device, began = sequence.lease, self._world.device, self._world.beginning(sequence.request)
         if lease is not None:
@@ -84,39 +85,46 @@ class WatchedKeeper(StateManager):
             demand(found == begun.states, f"a row begins from something else after {len(begun)} tokens")
 
     def record_turn(self, sequence: Sequence, acknowledge: Any) -> None:
-        """What is recorded is what should be answered."""
+        """The recorded tokens are the predicted answer."""
         world, ledger = self._world, self._world.ledger
         world.recording = sequence
 
-        def told(error: Any) -> None:
-            ledger.told(ledger.turns[sequence], error)
+        def reported(error: Any) -> None:
+            ledger.reported(ledger.turns[sequence], error)
             acknowledge(error)
 
-        super().record_turn(sequence, told)
+        super().record_turn(sequence, reported)
 
     def check_in(self, sequence: Sequence) -> None:
-        """The state that is parked is the one after the turn."""
+        """The parked state is the one after the turn."""
         turn = self._world.ledger.turns[sequence]
-        wanted = (turn.before + turn.tokens).stored
-        if not sequence.members:  # of a mixture the tokens are kept alone
-            demand(self._world.device.memory[sequence.slot] == wanted, f"{turn.session.key} parks a wrong state")
+        expected = (turn.before + turn.tokens).stored
+        if not sequence.members:  # of a mixture only the tokens are kept
+            demand(self._world.device.memory[sequence.slot] == expected, f"{turn.session.key} parks a wrong state")
         super().check_in(sequence)
 
 
-class WatchedPool(StatePool):
-    """Tells the ledger of what the engine asks for."""
+class CheckedPool(StatePool):
+    """Reports the engine's calls to the ledger."""
 
     world: World
 
-    def record(self, lease: Any, tokens: list[int], on_durable: Any) -> None:
-        """See `StatePool.record`."""
+    def watch(self, world: World) -> None:
+        """Report the calls from here on to the world's ledger."""
+        self.world = world
+        turns: Any = self.turns
+        turns.record = partial(self._record, turns.record)
+        turns.delete_counted = partial(self._delete_counted, turns.delete_counted)
+        import_export: Any = self.import_export
+        import_export.import_session = partial(self._import_session, import_export.import_session)
+
+    def _record(self, record: Any, lease: Any, tokens: list[int], on_durable: Any) -> None:
         sequence = self.world.recording
         assert sequence is not None
         self.world.ledger.begin(sequence, tokens, self.world.beginning(sequence.request))
-        super().record(lease, tokens, on_durable)
+        record(lease, tokens, on_durable)
 
-    def import_session(self, session_id: str, file: SessionFile, on_durable: Any) -> None:
-        """See `StatePool.import_session`."""
+    def _import_session(self, import_session: Any, session_id: str, file: SessionFile, on_durable: Any) -> None:
         ledger, key = self.world.ledger, SessionKey(session_id)
         state = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
         carried = ledger.carried(state, file.replay)
@@ -129,12 +137,11 @@ class WatchedPool(StatePool):
                 ledger.keep(session, ledger.imported(carried, file.num_tokens))
             on_durable(error)
 
-        super().import_session(session_id, file, durable)
-        for history in carried[:1]:  # until it is told, a crash may leave all of it, or its stored state alone
+        import_session(session_id, file, durable)
+        for history in carried[:1]:  # until it is reported, a crash may leave all of it, or only its stored state
             ledger.unsure.setdefault(key, []).extend([history, history[: len(history) - len(file.replay)]])
 
-    def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: Any) -> None:
-        """See `StatePool.delete_counted`."""
+    def _delete_counted(self, delete_counted: Any, session_id: str, delete_prefix: bool, on_deleted: Any) -> None:
         gone = self.world.deleted(session_id, delete_prefix, list(self._index.matching(session_id, delete_prefix)))
 
         def durable(outcome: int | Exception) -> None:
@@ -142,32 +149,32 @@ class WatchedPool(StatePool):
                 self.world.ledger.deleted(gone)
             on_deleted(outcome)
 
-        super().delete_counted(session_id, delete_prefix, durable)
+        delete_counted(session_id, delete_prefix, durable)
 
 
-class WatchedEngine(Engine):
-    """The real engine over a world's runner; its thread is never started."""
+class CheckedEngine(Engine):
+    """The real engine over a world's runner. Its thread is never started."""
 
     def load(self, world: World, runner: Runner) -> None:
-        """In place of loading a model."""
+        """Replaces loading a model."""
         self.model_runner = runner  # type: ignore[assignment]
-        self.state_manager = WatchedKeeper(world, runner.pool, runner.overlaps)
+        self.state_manager = CheckedStateManager(world, runner.pool, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
         self.jobs = JobTable(self.scheduler, self.state_manager, TOKENIZER, runner.vocab)
 
 
 class World:
-    """Built, run and checked by `run`."""
+    """A world. `run` builds, runs and checks it."""
 
     def __init__(self, seed: int, folder: Path, tasks: Tasks, without: frozenset[str] = frozenset()) -> None:
         self.seed = seed
-        self.draw = random.Random(f"{seed} world")
-        self.settings = Settings.draw(random.Random(f"{seed} settings"), without)
+        self.rng = random.Random(f"{seed} world")
+        self.settings = Settings.random_settings(random.Random(f"{seed} settings"), without)
         self.tasks = tasks
         self.faults = Faults(self.settings, tasks, random.Random(f"{seed} faults"))
         self.ledger = Ledger(self.settings.durability == "lazy")
         self.before: dict[Sequence, History] = {}
-        """histories that rows started from"""
+        """initial histories of rows"""
         self.recording: Sequence | None = None
         self.connections: list[sqlite3.Connection] = []
         self.database = folder / "sessions.db"
@@ -178,19 +185,19 @@ class World:
         self.steps = 0
         self._drains = False
 
-    # Life ----------------------------------------------------------------------------------------------------
+    # Start and stop ------------------------------------------------------------------------------------------
 
     def connect(
         self, *arguments: Any, factory: type[sqlite3.Connection] = sqlite3.Connection, **options: Any
     ) -> sqlite3.Connection:
-        """In place of `sqlite3.connect`."""
+        """Replaces `sqlite3.connect`."""
         watched = connection_class(self.tasks, self.faults, factory)
         connection = sqlite3.connect(*arguments, factory=watched, **options)
         self.connections.append(connection)
         return connection
 
     def open(self) -> None:
-        """A new process on the same database."""
+        """Start a new process on the same database."""
         settings, own = self.settings, self.own
         pool_config = PoolConfig(
             l1_sessions=settings.l1_sessions + (own.more_sessions if own is not None else 0),
@@ -218,8 +225,8 @@ class World:
         slots = settings.max_running + max(4, settings.max_running // 8) + parked
         slots += settings.session_slots * settings.max_running + pool_config.state_slots
         self.device = Device(slots, settings.delays, random.Random(f"{self.seed} copies {self.tasks.now}"))
-        self.pool = WatchedPool(self.device, pool_config)
-        self.pool.world = self
+        self.pool = CheckedPool(self.device, pool_config)
+        self.pool.watch(self)
         runner = Runner(
             limits,
             self.device,
@@ -230,7 +237,7 @@ class World:
             self.faults.before_read,
             self._act_within if self.seed % PIECES_WORLDS == 3 else None,
         )
-        self.engine = WatchedEngine(EngineConfig(model_path="", pool=pool_config))
+        self.engine = CheckedEngine(EngineConfig(model_path="", pool=pool_config))
         self.engine.load(self, runner)
         if own is not None:
             own.open()
@@ -238,7 +245,7 @@ class World:
             connection.is_open = True  # type: ignore[attr-defined]
 
     def crash(self) -> None:
-        """kill -9 in the middle of whatever the threads do; then a new process."""
+        """kill -9 at any point of the threads, then a new process."""
         self.counts["crashes"] += 1
         self.faults.met("crash")
         self.tasks.kill()
@@ -252,16 +259,16 @@ class World:
         self.faults.quiet = quiet
 
     def restart(self, drained: bool = True) -> None:
-        """An orderly end, once all is quiet or in the middle of it; then a new process."""
+        """A normal end, idle or busy, then a new process."""
         self.counts["restarts"] += 1
         self.faults.met("restart")
         self.faults.quiet = True
         if drained:
             self.drain()
         self.engine._draining = self.engine._stopping = True
-        self.engine._serve()  # only its end
+        self.engine._serve()  # only the end of the file
         demand(self.engine._fatal_error is None, f"the engine died at its end: {self.engine._fatal_error}")
-        demand(not self.clients.open_jobs, f"not told of the end: {self.clients.describe()}")
+        demand(not self.clients.open_jobs, f"without an end: {self.clients.describe()}")
         self.clients.open_calls.clear()
         self.tasks.kill()
         self.connections.clear()
@@ -275,43 +282,43 @@ class World:
     # Steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One step of the engine, and as much of the other threads as is drawn."""
+        """Run one step of the engine and a random part of the other threads."""
         self.counts["steps"] += 1
         self.faults.step()
-        self.tasks.now += self.draw.choice((0.001, 0.003, 0.02, 0.1))
+        self.tasks.now += self.rng.choice((0.001, 0.003, 0.02, 0.1))
         self.engine._inbox.run_all()
         try:
             worked = self.engine.step()
-        except PoolLost:  # the process ends, and is started again
+        except PoolLost:  # the process ends and is restarted
             demand(self.faults.since(0.0, "thread"), "a thread of the pool has died")
             self.crash()
             return True
-        self.tasks.run(self.draw.choice(self.settings.paces))
+        self.tasks.run(self.rng.choice(self.settings.paces))
         demand(not self.tasks.died, f"a thread died: {self.tasks.died}")
         check_step(self.engine)
         self.clients.check_step()
         return worked
 
     def run(self, steps: int) -> None:
-        """Traffic for so many steps, then the end: everything answered, stored and found again."""
+        """Run `steps` steps of traffic, then check that everything is answered, stored and found again."""
         self.open()
         for _ in range(steps):
             self.clients.act()
             if self.own is not None:
                 self.own.act()
             self.step()
-            chance = self.draw.random()
+            chance = self.rng.random()
             if chance < self.settings.crash:
                 self.crash()
             elif chance > 0.993:
-                self.restart(drained=self.draw.random() < 0.5)
+                self.restart(drained=self.rng.random() < 0.5)
         self.restart()
         self.faults.quiet = True
         self.check_sessions()
         self.restart()
 
     def drain(self) -> None:
-        """Until every job has ended and nothing is under way."""
+        """Run until every job has ended."""
         self._drains = True
         for _ in range(DRAIN_STEPS):
             self.step()
@@ -323,24 +330,24 @@ class World:
         raise Violation(f"never ends: {self.clients.describe()}")
 
     def _act_within(self) -> None:
-        """Between two pieces of a step."""
+        """Act between two pieces of a step."""
         if not self._drains:
             self.clients.act()
 
     def _is_quiet(self) -> bool:
-        undeleted: Any = self.pool._turns._undeleted
+        undeleted: Any = self.pool.turns._undeleted
         return not self.pool.pending and not self.engine._in_flight and not undeleted
 
     def check_sessions(self) -> None:
-        """Every session can be had, and holds its history."""
+        """Check that every session exists and holds its history."""
         for key, history in list(self.ledger.by_key.items()):
             demand(self._state(key) == history.stored, f"{key} does not hold its history at the end")
 
     def _state(self, key: SessionKey) -> int:
-        """What a next turn would begin from, its replay applied; the session is not changed."""
+        """Return the state that a next turn would start from, with its replay applied. The session does not change."""
         session = self.pool._index.get(key)
         mixture = session.origin if session is not None and is_mixture(session.origin) else None
-        lease = self.pool.checkout(key.session_id, None if key.dialogue < 0 else key.dialogue, mixture=mixture)
+        lease = self.pool.turns.checkout(key.session_id, None if key.dialogue < 0 else key.dialogue, mixture=mixture)
         for _ in range(DRAIN_STEPS):
             if lease.state is not LeaseState.WAITING:
                 break
@@ -350,17 +357,17 @@ class World:
         demand(lease.state is LeaseState.READY, f"{key}: {lease.state} {lease.error}")
         mark = 0 if lease.adapter is None else self.device.marks[lease.adapter.slot_index]
         state = fold(self.device.memory[lease.read_slot], lease.replay, mark)
-        self.pool.release(lease)
+        self.pool.turns.release(lease)
         return state
 
-    # What the watched parts tell -----------------------------------------------------------------------------
+    # Callbacks of the checked parts --------------------------------------------------------------------------
 
     def beginning(self, request: GenerateRequest) -> Beginning:
-        """What a row of this request that begins anew is read from."""
+        """Return the initial state of a new row of this request."""
         return PLAIN if self.own is None else self.own.beginning(request)
 
     def deleted(self, session_id: str, prefix: bool, doomed: list[Any]) -> Gone:
-        """A delete is carried out: of everything that its name means."""
+        """Record a finished delete of every session that its name means."""
         gone = self.ledger.delete(doomed)
         left = [key for key in self.ledger.by_key if key.session_id == session_id]
         left += [key for key in self.ledger.by_key if prefix and key.display_name.startswith(session_id)]
@@ -373,27 +380,27 @@ PRODUCT = ("rwkv_batch.engine", "rwkv_batch.core", "state_pool")
 
 @contextlib.contextmanager
 def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
-    """The product's modules see tasks in place of threads, a clock of the world and a disk that may fail."""
+    """Replace the product's threads by tasks, and its clock and disk by the world's."""
     parts = Primitives(tasks)
-    stand_ins = {
-        id(threading): StandIn(threading, **parts.threading),
-        id(time): StandIn(time, **parts.time),
-        id(sqlite3): StandIn(sqlite3, connect=lambda *a, **k: world_of().connect(*a, **k)),
+    patches = {
+        id(threading): PatchedModule(threading, **parts.threading),
+        id(time): PatchedModule(time, **parts.time),
+        id(sqlite3): PatchedModule(sqlite3, connect=lambda *a, **k: world_of().connect(*a, **k)),
         id(ThreadPoolExecutor): parts.executor,
-        id(sys.modules["queue"]): StandIn(sys.modules["queue"], **parts.queue),
+        id(sys.modules["queue"]): PatchedModule(sys.modules["queue"], **parts.queue),
         id(SimpleQueue): parts.queue["SimpleQueue"],
         id(state_pool.crash_points.reach): lambda _point: tasks.pause(),
         id(state_pool.disk.database.ProcessLock): _NoLock,
     }
-    stand_ins.pop(id(None), None)
+    patches.pop(id(None), None)
     replaced: list[tuple[ModuleType, str, Any]] = []
     for name, module in list(sys.modules.items()):
         if not name.startswith(PRODUCT) or name == "state_pool.crash_points":
             continue
         for attribute, value in list(vars(module).items()):
-            if id(value) in stand_ins:
+            if id(value) in patches:
                 replaced.append((module, attribute, value))
-                setattr(module, attribute, stand_ins[id(value)])
+                setattr(module, attribute, patches[id(value)])
     replaced.append((state_pool.layout, "CHUNK_BYTES", state_pool.layout.CHUNK_BYTES))
     state_pool.layout.CHUNK_BYTES = CHUNK_BYTES
     level = logging.root.manager.disable
@@ -407,26 +414,24 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
 
 
 class _NoLock:
-    """In place of the lock between processes: a world has one."""
+    """Replaces the lock between processes: a world has one process."""
 
     is_first = True
 
     def __init__(self, path: str, service: str = "") -> None:
         pass
 
-    def share(self) -> None:
-        """Nobody else is there."""
+    def share(self) -> None: ...
 
-    def release(self) -> None:
-        """Nothing is held."""
+    def release(self) -> None: ...
 
 
-class Found(AssertionError):  # noqa: N818 - names what it is
-    """A world in which something went wrong, with what happened last."""
+class WorldFailed(AssertionError):  # noqa: N818 - the failed thing is a world
+    """A world that failed, with its last events."""
 
 
 def run(seed: int, steps: int = STEPS, without: frozenset[str] = frozenset()) -> dict[str, int]:
-    """One world from beginning to end; returns counts, raises Found."""
+    """Run one world from beginning to end and return its counts. Raises WorldFailed."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="world-", dir=memory if memory.is_dir() else None))
     tasks = Tasks(random.Random(f"{seed} order"))
@@ -438,9 +443,9 @@ def run(seed: int, steps: int = STEPS, without: frozenset[str] = frozenset()) ->
                 worlds[0].run(steps)
             except (Exception, Violation) as error:
                 trace = "\n  ".join(worlds[0].clients.log)
-                told = f"{type(error).__name__}: {error}"
+                reported = f"{type(error).__name__}: {error}"
                 at = worlds[0].counts["steps"]
-                raise Found(f"seed {seed}, step {at}: {told}\n{worlds[0].settings}\n  {trace}") from error
+                raise WorldFailed(f"seed {seed}, step {at}: {reported}\n{worlds[0].settings}\n  {trace}") from error
             finally:
                 tasks.kill()
                 for connection in worlds[0].connections:
