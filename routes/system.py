@@ -8,8 +8,8 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from routes import big_batch
 from routes.context import Context
+from routes.many_prompts import BIG_BATCH_LABEL
 from routes.models import model_entry
 from routes.openai.conversation import prompt_of
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
@@ -92,7 +92,7 @@ async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
 async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Return model, devices, samplers, rows, pool and processes, and the models loaded at run time."""
     status_fields = await call_engine(context, GetStatus())
-    jobs = status_fields["jobs"].get(big_batch.LABEL, 0)
+    jobs = status_fields["jobs"].get(BIG_BATCH_LABEL, 0)
     others = [] if context.models is None else context.models.registered
     models = await asyncio.gather(*(_model_status(context, model) for model in others))
     return json_response(status_fields | {"big_batch_jobs": jobs, "models": models})
@@ -117,7 +117,7 @@ async def _model_status(context: Context, model: ServedModel) -> dict[str, objec
 async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Return the metrics of all processes in Prometheus' text format."""
     text = await call_engine(context, GetMetrics())
-    jobs = await call_engine(context, CountJobs(big_batch.LABEL))
+    jobs = await call_engine(context, CountJobs(BIG_BATCH_LABEL))
     return HttpResponse(
         (text + _LEGACY_METRIC.format(jobs)).encode(), content_type="text/plain; version=0.0.4; charset=utf-8"
     )

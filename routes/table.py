@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from routes import (
     adapters,
-    big_batch,
     engines,
-    fim,
+    many_prompts,
     models,
     multi_state,
     rwkv_infer,
@@ -17,8 +16,6 @@ from routes import (
     tokenizer,
     translate,
     tuned_states,
-    v1,
-    v2,
     web_page,
 )
 from routes.docs import pages
@@ -26,10 +23,7 @@ from routes.openai import batches, chat, completions, embeddings, files, respons
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
-    *v1.ROUTES,
-    *v2.ROUTES,
-    *big_batch.ROUTES,
-    *fim.ROUTES,
+    *many_prompts.ROUTES,
     *translate.ROUTES,
     *state.ROUTES,
     *session_files.ROUTES,

@@ -11,11 +11,11 @@ import aiohttp
 
 from programs.backends.local_engine import LocalEngine
 from programs.chat.conversation import ConsoleError
+from routes.many_prompts import ROUTES, V1_PATH
 from routes.request.bodies import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HandlerResponse, HttpResponse
 from routes.route import response_or_error
-from routes.v1 import PATH, ROUTES
 
 _DATA, _DONE = b"data: ", b"[DONE]"
 _READ_TIMEOUT_S = 60.0
@@ -38,7 +38,7 @@ class RemoteAnswers:
     """A service at a URL."""
 
     def __init__(self, url: str, password: str) -> None:
-        self._url = url.rstrip("/") + PATH
+        self._url = url.rstrip("/") + V1_PATH
         self._headers = {"Authorization": f"Bearer {password}"} if password else {}
         self._session: aiohttp.ClientSession | None = None
 

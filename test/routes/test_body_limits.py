@@ -22,8 +22,7 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "a"}
 
 def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     """Return kind, field and length of the error."""
-    from routes.big_batch import BigBatchBody
-    from routes.fim import FimBody
+    from routes.many_prompts import BigBatchBody, FimBody
     from routes.openai.request import ChatBody, CompletionBody
     from routes.request.bodies import PromptBody, TranslateBody, validate
     from routes.request.json_body import parse_json

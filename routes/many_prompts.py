@@ -1,0 +1,211 @@
+"""Routes that continue many prompts in one request.
+
+- `/v1/chat/completions`: prompts, or one conversation
+- `/v2/chat/completions`: like /v1, with FlashInfer's sampler and token 0 before the prompt
+- `/big_batch`: minimal work per token; supports temperature and noise only
+- `/FIM/v1/batch-FIM`: fills in the middle
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from routes.context import Context
+from routes.request import prompts
+from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
+from routes.request.jobs import build_rows, make_job, native_job, offload_if_large, row_stops
+from routes.request_context import current_request
+from routes.response.batch_formatter import BatchFormatter, answer, make_decoder
+from routes.response.generate import OutputDecoder, call_engine, run
+from routes.response.http_response import HandlerResponse, json_response
+from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
+from routes.route import SESSION_ERRORS, Route
+from rwkv_batch.calls import CancelJobs, GetStatus
+from rwkv_batch.errors import ErrorKind
+from sampling.params import Method, SamplingParams
+
+V1_PATH = "/v1/chat/completions"
+
+
+async def v1_chat_completions(context: Context, body: PromptBody) -> HandlerResponse:
+    """Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow.
+
+    OpenAI's clients may send `messages` to this route too. Tools, several answers (`n`), log-probabilities and separate
+    reasoning text are on `/openai/v1/chat/completions`.
+    """
+    return await answer(context, body, await native_job(context, body, V1_PATH))
+
+
+V1_EXAMPLE = {
+    "contents": ["English: Good morning.\n\nChinese:", "English: How are you?\n\nChinese:"],
+    "max_tokens": 64,
+    "temperature": 0.8,
+    "stream": True,
+}
+
+
+V2_PATH = "/v2/chat/completions"
+
+
+class PaddedBody(PromptBody):
+    """Like /v1, with another default of `pad_zero`."""
+
+    pad_zero: bool = Field(True, description="Put token 0 before the prompt.")
+
+
+async def v2_chat_completions(context: Context, body: PaddedBody) -> HandlerResponse:
+    """Continue every prompt like /v1/chat/completions, with the same parameters and the same distribution."""
+    return await answer(context, body, await native_job(context, body, V2_PATH, sampler="flashinfer"))
+
+
+BIG_BATCH_PATH = "/big_batch/completions"
+BIG_BATCH_LABEL = "big_batch"
+"""Label of the route's jobs in the engine's counters."""
+
+
+class BigBatchBody(BatchBody):
+    """Prompts with the simplest sampling. top_k, top_p and penalties have no effect."""
+
+    stream: bool = Field(True, description="false: one JSON answer instead of a stream.")
+    noise: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="Sample argmax(logits / temperature + U(0, noise)). Default: exact sampling at the temperature.",
+    )
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """Return the row's sampling parameters: Gumbel-max, or uniform noise. Temperature 0 is greedy in both."""
+        if self.noise is None or self.temperature == 0:
+            return super().sampling(seed)
+        return SamplingParams(temperature=self.temperature, seed=seed, method=Method.NOISE, noise=self.noise)
+
+
+async def big_batch_completions(context: Context, body: BigBatchBody) -> HandlerResponse:
+    """Continue every prompt with minimal work per token. The answer is a stream unless `stream` is false."""
+    job = await native_job(context, body, BIG_BATCH_LABEL)
+    return await run(context, job, BatchFormatter(body), make_decoder(body, job), body.stream)
+
+
+async def big_batch_status(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return how many requests of this route run or wait."""
+    status = await call_engine(context, GetStatus())
+    jobs = status["jobs"].get(BIG_BATCH_LABEL, 0)
+    rows = {name: status[name] for name in ("running_rows", "waiting_rows")}
+    return json_response({"generating": jobs > 0, "requests": jobs, **rows})
+
+
+async def cancel_big_batch(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Cancel all running and waiting requests of this route. Their rows end with "cancelled".
+
+    With an API key, only the requests of that key are cancelled.
+    """
+    count = await call_engine(context, CancelJobs(BIG_BATCH_LABEL, current_request().owner))
+    return json_response({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
+
+
+FIM_PATH = "/FIM/v1/batch-FIM"
+
+
+class FimBody(SamplingBody):
+    """Texts with a gap."""
+
+    prefix: Texts = Field(min_length=1, description="Texts before the gaps.")
+    suffix: Texts = Field(min_length=1, description="Texts after the gaps, one per prefix.")
+
+    @model_validator(mode="after")
+    def _equal_lengths(self) -> Self:
+        if len(self.prefix) != len(self.suffix):
+            raise PydanticCustomError(
+                "fim_lengths",
+                "prefix and suffix must be of equal length, got {prefixes} and {suffixes}",
+                {"prefixes": len(self.prefix), "suffixes": len(self.suffix)},
+            )
+        return self
+
+
+async def batch_fim(context: Context, body: FimBody) -> HandlerResponse:
+    """Fill the gap between each prefix and its suffix."""
+    texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
+    stops = row_stops(body, built_in=(prompts.FIM_STOP,))
+    characters = sum(map(len, texts))
+    rows = await offload_if_large(
+        characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix"
+    )
+    job = make_job(rows, body, FIM_PATH)
+    formatter = BatchFormatter(body, "FIM.completion")
+    return await run(context, job, formatter, OutputDecoder(len(rows)), body.stream)
+
+
+FIM_EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
+
+
+ROUTES = (
+    Route(
+        "POST",
+        V1_PATH,
+        v1_chat_completions,
+        PromptBody,
+        "Continue many prompts, or one conversation, with the first available sampler of --samplers.",
+        is_generation=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
+        errors=SESSION_ERRORS,
+        example=V1_EXAMPLE,
+    ),
+    Route(
+        "POST",
+        V2_PATH,
+        v2_chat_completions,
+        PaddedBody,
+        "Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
+        is_generation=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
+        errors=SESSION_ERRORS,
+        example={**V1_EXAMPLE, "pad_zero": True, "chunk_size": 128},
+    ),
+    Route(
+        "POST",
+        BIG_BATCH_PATH,
+        big_batch_completions,
+        BigBatchBody,
+        "Continue many prompts as fast as possible. Only temperature and noise have an effect.",
+        is_generation=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
+        example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
+    ),
+    Route(
+        "GET",
+        "/big_batch/completions-status",
+        big_batch_status,
+        None,
+        "Whether big_batch requests run.",
+        answer=BigBatchStatus,
+        errors=(ErrorKind.ENGINE_LOST,),
+    ),
+    Route(
+        "POST",
+        "/big_batch/clean",
+        cancel_big_batch,
+        None,
+        "Cancel the big_batch requests.",
+        answer=Cleaned,
+        errors=(ErrorKind.ENGINE_LOST,),
+    ),
+    Route(
+        "POST",
+        FIM_PATH,
+        batch_fim,
+        FimBody,
+        "Fill in the middle.",
+        is_generation=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
+        example=FIM_EXAMPLE,
+    ),
+)
