@@ -1,6 +1,7 @@
 """lm-evaluation-harness' `local-completions` against a service: loglikelihood, rolling and generate tasks.
 
-Skipped unless `lm_eval` is on the PATH or RWKV_LM_EVAL names its program. docs/generation.md describes the installation.
+Skipped unless `lm_eval` is on the PATH or RWKV_LM_EVAL names its program. docs/generation.md describes how to
+install it.
 """
 
 from __future__ import annotations
