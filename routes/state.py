@@ -1,24 +1,45 @@
-"""`/state`: conversations with stored state, the list of sessions and their deletion."""
+"""Conversations with stored state: turns, branches, the list of sessions, deletion, export and import.
+
+A branch never changes an existing dialogue.
+"""
 
 from __future__ import annotations
 
+import io
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
-from routes.request.fields import NO_NUL, SessionId
+from routes.request.fields import NO_NUL, Fields, SessionId
 from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large, row_stops
+from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter
-from routes.response.generate import OutputDecoder, call_engine, run
-from routes.response.http_response import HandlerResponse, json_response
-from routes.response.response_models import BatchAnswer, BatchChunk, Deleted, SessionList
-from routes.route import SESSION_ERRORS, Route
-from rwkv_batch.calls import DeleteSessions, ListSessions
+from routes.response.generate import OutputDecoder, RowResult, RowUpdate, call_engine, run
+from routes.response.http_response import (
+    FILE,
+    FileChunks,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    json_response,
+    sse,
+)
+from routes.response.response_models import (
+    BatchAnswer,
+    BatchChunk,
+    Deleted,
+    DialogueAnswer,
+    DialogueMade,
+    Imported,
+    SessionList,
+)
+from routes.route import SESSION_ERRORS, Route, Upload
+from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.request import Job
+from rwkv_batch.request import Finish, Job
 from state_pool.session_page import SessionEntry, Tier
 
 PATH = "/state/chat/completions"
@@ -67,7 +88,7 @@ async def turn_job(context: Context, body: TurnBody, label: str, branch_from: in
     return make_job(rows, body, label)
 
 
-async def chat_completions(context: Context, body: TurnBody) -> HandlerResponse:
+async def state_chat_completions(context: Context, body: TurnBody) -> HandlerResponse:
     """Continue a session with one prompt. Prompt and answer are stored durably when the answer ends."""
     job = await turn_job(context, body, PATH)
     return await run(context, job, BatchFormatter(body), OutputDecoder(1), body.stream)
@@ -108,25 +129,119 @@ async def delete(context: Context, body: DeleteBody) -> HandlerResponse:
     return json_response({"status": "success", "message": message, "deleted": count})
 
 
-EXAMPLE = {
+TURN_EXAMPLE = {
     "contents": ["User: What should we eat for dinner?\n\nAssistant: <think>\n</think>\n"],
     "session_id": "session_one",
     "stop_tokens": list(DEFAULT_STOPS),
     "max_tokens": 64,
     "stream": True,
 }
+_FILE_ERRORS = (*SESSION_ERRORS, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
+
+
+BRANCH_PATH = "/multi_state/chat/completions"
+
+
+class BranchBody(TurnBody):
+    """A turn that creates a new dialogue of a session."""
+
+    dialogue_idx: int = Field(0, ge=0, lt=2**31, description="The dialogue to continue. 0 is the empty root.")
+
+
+class DialogueFormatter(BatchFormatter):
+    """The batch format with the number of the new dialogue."""
+
+    def __init__(self, body: BranchBody) -> None:
+        super().__init__(body)
+        self._session_id = body.session_id
+        self._new_dialogue: int | None = None
+
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        """See ResponseFormatter."""
+        for row in updates:
+            self._record_dialogue(row.finish)
+        return super().chunk(updates)
+
+    def stream_end(self) -> bytes:
+        """See ResponseFormatter."""
+        end = super().stream_end()
+        if self._new_dialogue is None:
+            return end
+        name = f"{self._session_id}:{self._new_dialogue}"
+        return end + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._new_dialogue})
+
+    def full_body(self, rows: list[RowResult]) -> Any:
+        """See ResponseFormatter."""
+        for row in rows:
+            self._record_dialogue(row.finish)
+        return {**super().full_body(rows), "session_id": self._session_id, "dialogue_idx": self._new_dialogue}
+
+    def _record_dialogue(self, finish: Finish | None) -> None:
+        if finish is not None and finish.error is None:
+            self._new_dialogue = finish.dialogue_idx
+
+
+async def branch_chat_completions(context: Context, body: BranchBody) -> HandlerResponse:
+    """Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is returned."""
+    job = await turn_job(context, body, BRANCH_PATH, branch_from=body.dialogue_idx)
+    return await run(context, job, DialogueFormatter(body), OutputDecoder(1), body.stream)
+
+
+class ExportQuery(Fields):
+    """The session to export."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
+
+    session_id: SessionId = Field(description="The session.")
+    dialogue_idx: int | None = Field(None, ge=1, lt=2**63, description="One dialogue of a branching session.")
+
+
+class ImportQuery(Fields):
+    """Name of the imported session."""
+
+    session_id: SessionId = Field(description="A name that no session has.")
+
+
+async def export_session(context: Context, upload: Upload) -> HandlerResponse:
+    """Export a session as a safetensors file, with the turns that are stored durably. HEAD creates no file."""
+    query: ExportQuery = upload.query
+    include_file = current_request().method != "HEAD"
+    release = context.session_files.acquire(current_request().client)
+    try:
+        content = await call_engine(context, ExportSession(query.session_id, query.dialogue_idx, include_file))
+    except BaseException:
+        release()
+        raise
+    headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
+    if not include_file:
+        release()
+        return HttpResponse(b"", content_type=FILE, headers=headers)
+    return StreamedResponse(FileChunks(io.BytesIO(content), release), FILE, headers)
+
+
+async def import_session(context: Context, upload: Upload) -> HandlerResponse:
+    """Create a session from a file of `/state/export`. The exporting service must have the same model."""
+    query: ImportQuery = upload.query
+    release = context.session_files.acquire(current_request().client)
+    try:
+        num_tokens = await call_engine(context, ImportSession(query.session_id, upload.content))
+    finally:
+        release()
+    return json_response({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
+
+
 ROUTES = (
     Route(
         "POST",
         PATH,
-        chat_completions,
+        state_chat_completions,
         TurnBody,
         "Continue a session with stored state.",
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
         errors=SESSION_ERRORS,
-        example=EXAMPLE,
+        example=TURN_EXAMPLE,
     ),
     Route(
         "POST",
@@ -148,6 +263,43 @@ ROUTES = (
         answer=Deleted,
         errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
         example={"session_id": "your_session_id_to_delete"},
+        waits_for_engine=True,
+    ),
+    Route(
+        "POST",
+        BRANCH_PATH,
+        branch_chat_completions,
+        BranchBody,
+        "Branch off a dialogue of a session.",
+        is_generation=True,
+        answer=DialogueAnswer,
+        events=(BatchChunk, DialogueMade),
+        errors=SESSION_ERRORS,
+        example={**TURN_EXAMPLE, "session_id": "story", "dialogue_idx": 0},
+    ),
+    Route(
+        "GET",
+        "/state/export",
+        export_session,
+        None,
+        "Export a session as a file.",
+        query=ExportQuery,
+        errors=_FILE_ERRORS,
+        content_type=FILE,
+        example={"session_id": "session_one"},
+        waits_for_engine=True,
+    ),
+    Route(
+        "POST",
+        "/state/import",
+        import_session,
+        None,
+        "Import a session from a file.",
+        query=ImportQuery,
+        uploads=FILE,
+        answer=Imported,
+        errors=_FILE_ERRORS,
+        example={"session_id": "session_brought_back"},
         waits_for_engine=True,
     ),
 )

@@ -27,7 +27,7 @@ from routes.response.http_response import DONE, HandlerResponse, HttpResponse
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import http
 from routes.serving.access import bearer_grant
-from routes.session_files import ImportQuery, import_session
+from routes.state import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
 from test.routes.test_dispatch import BY_PATH, Engine, ask

@@ -18,7 +18,7 @@ from routes.context import MAX_SESSION_TRANSFERS, Context, Readiness, RequestLim
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HttpResponse
 from routes.route import Upload
-from routes.session_files import ExportQuery, ImportQuery, export_session, import_session
+from routes.state import ExportQuery, ImportQuery, export_session, import_session
 from rwkv_batch.calls import ExportSession
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_file import SessionFile, decode

@@ -8,13 +8,11 @@ import pytest
 
 from routes.engines import AddBody
 from routes.models import LoadBody
-from routes.multi_state import BranchBody
 from routes.openai.request import ChatBody
 from routes.openai.responses_body import ResponsesBody
 from routes.request.bodies import PromptBody, validate
 from routes.request.json_body import parse_json
-from routes.session_files import ExportQuery, ImportQuery
-from routes.state import DeleteBody, TurnBody
+from routes.state import BranchBody, DeleteBody, ExportQuery, ImportQuery, TurnBody
 from rwkv_batch.errors import ServiceError
 from state_pool.session_file import InvalidSessionFile, decode
 
