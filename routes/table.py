@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from routes import (
-    adapters,
     engines,
+    loaded,
     many_prompts,
     models,
     rwkv_infer,
@@ -12,7 +12,6 @@ from routes import (
     state,
     system,
     translate,
-    tuned_states,
     web_page,
 )
 from routes.docs import pages
@@ -23,8 +22,7 @@ ROUTES: tuple[Route, ...] = (
     *many_prompts.ROUTES,
     *translate.ROUTES,
     *state.ROUTES,
-    *tuned_states.ROUTES,
-    *adapters.ROUTES,
+    *loaded.ROUTES,
     *chat.ROUTES,
     *completions.ROUTES,
     *score.ROUTES,
