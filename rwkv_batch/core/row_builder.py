@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from rwkv_batch.core.output import RowOutput
+from rwkv_batch.core.output import RowOutput, StopRulesCache
 from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
 from rwkv_batch.core.state_manager import StateManager
-from rwkv_batch.core.stops import StopRulesCache
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from rwkv_batch.core.output import RowOutput
-from rwkv_batch.core.stops import StopAutomaton, StopRules, StopRulesCache
+from rwkv_batch.core.output import RowOutput, StopAutomaton, StopRules, StopRulesCache
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams

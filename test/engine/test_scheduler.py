@@ -6,10 +6,9 @@ from collections import Counter
 from typing import cast
 
 from rwkv_batch.core.limits import Limits
-from rwkv_batch.core.output import RowOutput
+from rwkv_batch.core.output import RowOutput, StopRules
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
-from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
 from sampling.params import SamplingParams
