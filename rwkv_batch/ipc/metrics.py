@@ -2,18 +2,195 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.ipc.device_stats import DeviceMonitor, DeviceStats
-from rwkv_batch.ipc.token_latency import TokenLatency
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
+
+_FRESH_S = 1.0
+"""Seconds for which statistics are cached."""
+
+
+class DeviceStats(NamedTuple):
+    """Bytes and watts. None: unknown."""
+
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Nvml:
+    """The NVML functions in use. Raises OSError if the library is missing or does not start."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        if self._library.nvmlInit_v2() != 0:
+            raise OSError("NVML does not start")
+
+    def stats(self, number: str) -> DeviceStats:
+        """Return statistics of the GPU with this index or UUID, as in CUDA_VISIBLE_DEVICES."""
+        handle = ctypes.c_void_p()
+        if number.isdecimal():
+            found = self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(number)), ctypes.byref(handle))
+        else:
+            found = self._library.nvmlDeviceGetHandleByUUID(number.encode(), ctypes.byref(handle))
+        if found != 0:
+            return DeviceStats()
+        memory, milliwatts = _Memory(), ctypes.c_uint()
+        has_memory = self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+        has_power = self._library.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)) == 0
+        return DeviceStats(
+            memory.used if has_memory else None,
+            memory.total if has_memory else None,
+            milliwatts.value / 1000 if has_power else None,
+        )
+
+
+def _cpu_stats() -> DeviceStats:
+    """Resident memory of this process, and the machine's total."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return DeviceStats(pages * os.sysconf("SC_PAGE_SIZE"), total)
+    return DeviceStats()
+
+
+class DeviceMonitor:
+    """Memory and power of devices by name ("cuda:0", "cpu"), at most a second old. Any thread.
+
+    GPUs: through NVML, which does not touch CUDA. So no stream waits and no graph capture fails. CPU: /proc.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: _Nvml | None = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._nvml = _Nvml()
+        self._known: dict[str, tuple[float, DeviceStats]] = {}
+
+    def stats(self, device: str) -> DeviceStats:
+        """Return a device's statistics. All None for an unknown device."""
+        now = time.monotonic()
+        updated_at, stats = self._known.get(device, (-_FRESH_S, DeviceStats()))
+        if now - updated_at >= _FRESH_S:
+            stats = self._query(device)
+            self._known[device] = (now, stats)
+        return stats
+
+    def _query(self, device: str) -> DeviceStats:
+        kind, _, number = device.partition(":")
+        if kind == "cpu":
+            return _cpu_stats()
+        if kind != "cuda" or self._nvml is None:
+            return DeviceStats()
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        index = int(number or 0)
+        return self._nvml.stats(visible[index] if index < len(visible) else str(index))
+
+
+FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Seconds; inclusive upper bounds of the buckets."""
+
+
+class Buckets:
+    """Counts of values by upper bound. One thread writes; a reader may see a value half added."""
+
+    def __init__(self, name: str, meaning: str, bounds: Sequence[float]) -> None:
+        self._name, self._meaning, self._bounds = name, meaning, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def count(self, value: float, times: int = 1) -> None:
+        """Add `value` (seconds) `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self) -> HistogramMetricFamily:
+        """Return Prometheus' cumulative buckets."""
+        so_far, buckets = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts.copy(), strict=True):
+            so_far += count
+            buckets.append((floatToGoString(bound), so_far))
+        return HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum)
+
+
+class TokenLatency(Collector):
+    """Histograms of the time to first token and between tokens, from a job's arrival.
+
+    `arrived` and `forget` run on any thread, `observe` on the engine's.
+    """
+
+    def __init__(self) -> None:
+        self._first_token = Buckets(
+            "rwkv_first_token_seconds",
+            "Seconds from a job's arrival to the first tokens of a row that are sent (chunk_size gathers them).",
+            FIRST_TOKEN_BOUNDS,
+        )
+        self._inter_token = Buckets(
+            "rwkv_inter_token_seconds",
+            "Seconds from token to token of a row: the time between two deltas by the tokens of the second.",
+            INTER_TOKEN_BOUNDS,
+        )
+        self._last: dict[str, tuple[float, dict[int, float]]] = {}
+        """per job its arrival, and per row the time of its last delta"""
+
+    def arrived(self, job_id: str, now: float) -> None:
+        """Record a submitted job. `now` is time.monotonic()."""
+        self._last[job_id] = (now, {})
+
+    def forget(self, job_id: str) -> None:
+        """Drop a job that was refused or whose client has gone."""
+        self._last.pop(job_id, None)
+
+    def observe(self, events: Sequence[JobEvents], now: float) -> None:
+        """Record the events of one step. `now` is time.monotonic()."""
+        delta_counts: dict[tuple[float, int], int] = {}
+        """deltas by time of the row's previous delta and number of tokens: few keys, because rows share their steps"""
+        for event in events:
+            known = self._last.get(event.job_id)
+            if known is None:
+                continue
+            arrival, rows = known
+            for delta in event.deltas:
+                tokens = delta.num_tokens
+                if not tokens:
+                    continue
+                before = rows.get(delta.row)
+                if before is not None:
+                    delta_counts[before, tokens] = delta_counts.get((before, tokens), 0) + 1
+                elif delta.finish is None or tokens == 1:  # a whole row in one delta shows no first token
+                    self._first_token.count(now - arrival)
+                rows[delta.row] = now
+            if event.done:
+                self.forget(event.job_id)
+        for (before, tokens), deltas in delta_counts.items():
+            self._inter_token.count((now - before) / tokens, tokens * deltas)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """See Collector."""
+        yield self._first_token.family()
+        yield self._inter_token.family()
+
 
 disable_created_metrics()
 

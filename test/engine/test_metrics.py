@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.token_latency import TokenLatency
+from rwkv_batch.ipc.metrics import Metrics, TokenLatency
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents
 
 FINISH = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
