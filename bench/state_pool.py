@@ -101,11 +101,11 @@ def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
         for name in [entry.session_id for entry in bench.list_sessions().sessions]:
             before = counters(bench.pool)
             started = time.perf_counter()
-            lease = bench.ready(bench.pool.checkout(name))
+            lease = bench.ready(bench.pool.turns.checkout(name))
             tier = TIERS[lease.tier]
             found.setdefault(tier, []).append(time.perf_counter() - started)
             moved[tier] = counters(bench.pool) - before
-            bench.pool.release(lease)
+            bench.pool.turns.release(lease)
             bench.settle()
     bench.pool.close()
     found |= {"log": resume_from_log(folder, sizes)}
@@ -133,11 +133,11 @@ def resume_from_log(folder: Path, sizes: dict[str, Any]) -> list[float]:
     times: list[float] = []
     for i in range(8):
         started = time.perf_counter()
-        lease = bench.ready(bench.pool.checkout(f"log{i}"))
+        lease = bench.ready(bench.pool.turns.checkout(f"log{i}"))
         times.append(time.perf_counter() - started)
         if lease.read_slot != ZERO_SLOT or len(lease.replay) != 2048:
             raise RuntimeError("the session did not come from the log")
-        bench.pool.release(lease)
+        bench.pool.turns.release(lease)
     bench.pool.close()
     return times
 

@@ -101,7 +101,7 @@ class EngineCalls:
             reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
 
         try:
-            self._pool.list_sessions(listed, limit, offset)
+            self._pool.listing.request(listed, limit, offset)
         except PoolError as error:
             reply(as_service_error(error, field=None))
 
@@ -116,7 +116,7 @@ class EngineCalls:
                 logger.error("deleting a session failed", exc_info=error)
             return as_service_error(error, given=session_id)
 
-        calls.reply_on_error(reply, failed, lambda: self._pool.delete_counted(session_id, delete_prefix, done))
+        calls.reply_on_error(reply, failed, lambda: self._pool.turns.delete_counted(session_id, delete_prefix, done))
 
 
 def reply_with(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:

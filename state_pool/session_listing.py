@@ -55,8 +55,12 @@ class SessionListing:
         """Whether a caller waits for a page."""
         return any(not request.is_answered for request in self._requests)
 
-    def request(self, limit: int, offset: int, on_listed: OnListed) -> None:
-        """See `StatePool.list_sessions`. Raises PoolFull."""
+    def request(self, on_listed: OnListed, limit: int = 100, offset: int = 0) -> None:
+        """List a page of sessions, newest first, with counts by tier.
+
+        `on_listed` is called once from `StatePool.poll` with a `SessionPage`, DatabaseReadFailed,
+        DirectoryUnreachable, or DatabaseTimeout after `TIMEOUT_S`. Raises PoolFull when too many lists are being read.
+        """
         if self._store is None:  # every session is in memory, and the sizes of L1 and L2 bound their number
             existing = (session for session in reversed(self._index) if session.exists)
             entries = [_entry_of(session) for session in islice(existing, offset, offset + limit)]

@@ -180,7 +180,7 @@ class Lease:
     tier: Tier | None = None
     """Tier of the state at checkout; None: the session is new."""
     dialogue_idx: int | None = None
-    """Number of the new dialogue, set by `StatePool.record`; None for a plain session."""
+    """Number of the new dialogue, set by `Turns.record`; None for a plain session."""
     branch: bool = False
     pinned: bool = False
     """Whether the lease holds `read_slot`."""

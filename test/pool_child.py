@@ -74,12 +74,12 @@ class Worker:
         parent = None
         if self.rng.random() < 0.3:
             parent = self.rng.choice([0, *self.dialogues.get(name, [])])
-        self.open.append((self.pool.checkout(name, parent), name, parent))
+        self.open.append((self.pool.turns.checkout(name, parent), name, parent))
 
     def finish(self, lease: Lease, name: str, parent: int | None) -> None:
         """Run one turn and journal its acknowledgement."""
         if lease.state is LeaseState.FAILED:
-            self.pool.release(lease)
+            self.pool.turns.release(lease)
             return
         tokens = [self.rng.randrange(65536) for _ in range(self.rng.randrange(1, 16))]
         slot = self.driver.compute(lease, tokens)
@@ -93,8 +93,8 @@ class Worker:
                 if parent is not None:
                     self.dialogues.setdefault(name, []).append(dialogue)
 
-        self.pool.record(lease, tokens, durable)
-        self.pool.checkin(lease, slot)
+        self.pool.turns.record(lease, tokens, durable)
+        self.pool.turns.checkin(lease, slot)
 
     def delete(self, name: str) -> None:
         """Delete durably."""

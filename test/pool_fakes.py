@@ -157,13 +157,13 @@ class Driver(PoolDriver):
     def finish_turn(self, lease: Lease, tokens: list[int], slot: int) -> Outcome:
         """Record and check in a computed turn, without waiting for its acknowledgement."""
         outcome = Outcome()
-        self.pool.record(lease, tokens, outcome)
-        self.pool.checkin(lease, slot)
+        self.pool.turns.record(lease, tokens, outcome)
+        self.pool.turns.checkin(lease, slot)
         return outcome
 
     def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
         """Run a whole turn until it is acknowledged. Raises its error."""
-        lease = self.ready(self.pool.checkout(session_id, branch_from))
+        lease = self.ready(self.pool.turns.checkout(session_id, branch_from))
         outcome = self.finish_turn(lease, tokens, self.compute(lease, tokens))
         self.until(lambda: outcome.known)
         if outcome.calls[0] is not None:
@@ -173,15 +173,15 @@ class Driver(PoolDriver):
 
     def state(self, session_id: str, branch_from: int | None = None) -> np.ndarray:
         """Return the state that the next turn would read, replay included. Does not change the session."""
-        lease = self.ready(self.pool.checkout(session_id, branch_from))
+        lease = self.ready(self.pool.turns.checkout(session_id, branch_from))
         state = fold(self.arena.memory[lease.read_slot], lease.replay)
-        self.pool.release(lease)
+        self.pool.turns.release(lease)
         return state
 
     def delete(self, session_id: str, prefix: bool = False) -> int:
         """Delete durably."""
         outcome = Outcome()
-        count = self.pool.delete(session_id, prefix, outcome)
+        count = self.pool.turns.delete(session_id, prefix, outcome)
         self.until(lambda: outcome.known)
         assert outcome.ok
         return count

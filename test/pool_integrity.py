@@ -18,7 +18,7 @@ def integrity_faults(pool: StatePool, rows: Iterable[int] | None = None) -> list
     `rows`: slots from `allocate` that the caller holds. None: nothing runs, so no session may be busy.
     """
     index: SessionIndex = pool._index
-    faults = _slot_faults(pool, rows or ()) + _prefix_faults(pool._prefix)
+    faults = _slot_faults(pool, rows or ()) + _prefix_faults(pool.prefixes)
     for session in index:
         tiers_of_it = [session.slot is not None, session.host is not None]
         if tiers_of_it != [session in index.l1, session in index.l2] or all(tiers_of_it):
@@ -40,10 +40,10 @@ def _slot_faults(pool: StatePool, rows: Iterable[int]) -> list[str]:
 
     An owner is an idle session, a reader, a copy, a turn being committed, a row, a cached prefix or a tuned state.
     """
-    index, tiers = pool._index, pool._tiers
+    index, tiers = pool._index, pool.tiers
     owners = Counter(session.slot for session in index.l1 if session.slot != ZERO_SLOT)
     owners.update(slot for session in index if session.pending is not None for slot in (session.pending.slot,) if slot)
-    owners.update([*pool._prefix.slots, *pool.tuned.slots])
+    owners.update([*pool.prefixes.slots, *pool.tuned.slots])
     owners.update(tiers._pins)
     owners.update(transfer.slot for transfer in tiers._transfers if transfer.slot != ZERO_SLOT)
     owners.update(rows)

@@ -89,7 +89,7 @@ class Bench(PoolDriver):
     def turns(self, names: Sequence[str], tokens: list[int]) -> list[float]:
         """One turn of each session, all at once; returns seconds from record to durable."""
         waits: list[float] = []
-        leases = [self.ready(self.pool.checkout(name)) for name in names]
+        leases = [self.ready(self.pool.turns.checkout(name)) for name in names]
         for lease in leases:
             slot = self.slot()
             started = time.perf_counter()
@@ -99,7 +99,7 @@ class Bench(PoolDriver):
                     raise error
                 waits.append(time.perf_counter() - started)
 
-            self.pool.record(lease, tokens, durable)
-            self.pool.checkin(lease, slot)
+            self.pool.turns.record(lease, tokens, durable)
+            self.pool.turns.checkin(lease, slot)
         self.until(lambda: len(waits) == len(names))
         return waits

@@ -45,7 +45,7 @@ class PoolDriver:
         found: list[int] = []
 
         def take() -> bool:
-            slot = self.pool.allocate()
+            slot = self.pool.tiers.allocate()
             if slot is not None:
                 found.append(slot)
             return bool(found)
@@ -56,7 +56,7 @@ class PoolDriver:
     def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
         """A page of the list, waited for; raises what it failed with."""
         pages: list[SessionPage | Exception] = []
-        self.pool.list_sessions(pages.append, limit, offset)
+        self.pool.listing.request(pages.append, limit, offset)
         self.until(lambda: bool(pages))
         if isinstance(pages[0], Exception):
             raise pages[0]

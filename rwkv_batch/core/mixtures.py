@@ -35,7 +35,7 @@ def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
 
 def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
     """Check a mixture's states and weights. Raises ServiceError, or StateNotFound for a state that is not loaded."""
-    most = min(MAX_MEMBERS, pool.num_slots // 2)
+    most = min(MAX_MEMBERS, pool.tiers.slots.num_usable // 2)
     if len(mixture) > most:
         limit = f"{most}" if most == MAX_MEMBERS else f"{most}, half of this server's slots"
         raise _invalid_field(f"has {len(mixture)} states, the limit is {limit}", len(mixture))
@@ -76,21 +76,21 @@ def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
         return True
     states = [sequence.tuned, *(member.tuned for member in sequence.members)]
     pinned = [None if state is None else pin(state, pool) for state in states]
-    slots = [pool.allocate() for _ in states]
+    slots = [pool.tiers.allocate() for _ in states]
     if None in slots or any(state and not found for state, found in zip(states, pinned, strict=True)):
         for found in pinned:
             if found is not None:
                 found.drop()
         for slot in slots:
             if slot is not None:
-                pool.free(slot)
+                pool.tiers.free(slot)
         return False
     for member, slot, found in zip(sequence.members, slots[1:], pinned[1:], strict=True):
         assert slot is not None
         member.slot, member.shared = slot, found
     sequence.tuned_slot = pinned[0]
     assert slots[0] is not None
-    pool.free(slots[0])
+    pool.tiers.free(slots[0])
     _release_tuned(sequence, pool)
     return True
 
@@ -98,7 +98,7 @@ def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
 def pin(state: TunedState, pool: StatePool) -> SharedSlot | None:
     """Pin a tuned state's slot for a reader; None if the state is not in a slot yet."""
     slot = pool.tuned.pin(state)
-    return None if slot is None else SharedSlot(slot, lambda: pool.unpin_slot(slot))
+    return None if slot is None else SharedSlot(slot, lambda: pool.tiers.unpin(slot))
 
 
 def release_read_slots(sequence: Sequence) -> None:
@@ -115,7 +115,7 @@ def release_members(sequence: Sequence, pool: StatePool) -> None:
     release_read_slots(sequence)
     for member in sequence.members:
         if member.slot != NO_SLOT:
-            pool.free(member.slot)
+            pool.tiers.free(member.slot)
             member.slot = NO_SLOT
 
 

@@ -78,7 +78,7 @@ class ParkedMixtures:
 
     def _free(self, parked: Parked) -> None:
         for slot in parked.slots:
-            self._pool.free(slot)
+            self._pool.tiers.free(slot)
 
 
 def write_slots_of(sequence: Sequence) -> list[int]:
@@ -88,7 +88,7 @@ def write_slots_of(sequence: Sequence) -> list[int]:
 
 def begin_from(sequence: Sequence, parked: Parked, pool: StatePool) -> None:
     """Let the row start from parked states. Its members must have slots to write."""
-    release = [SharedSlot(slot, partial(pool.free, slot)) for slot in parked.slots]
+    release = [SharedSlot(slot, partial(pool.tiers.free, slot)) for slot in parked.slots]
     release_read_slots(sequence)
     if sequence.tuned_slot is not None:
         sequence.tuned_slot.drop()

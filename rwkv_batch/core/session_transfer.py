@@ -39,7 +39,8 @@ class SessionTransfer:
             else:
                 reply(b"")
 
-        reply_on_error(reply, _to_service_error, lambda: pool.export(call.session_id, exported, call.dialogue))
+        export = pool.import_export.export
+        reply_on_error(reply, _to_service_error, lambda: export(call.session_id, exported, call.dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Reply with the session's number of tokens once it is durable."""
@@ -55,7 +56,7 @@ class SessionTransfer:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error, given=session_id))
 
-        reply_on_error(reply, _to_service_error, lambda: pool.import_session(session_id, file, durable))
+        reply_on_error(reply, _to_service_error, lambda: pool.import_export.import_session(session_id, file, durable))
 
     def close(self) -> None:
         """Refuse calls that have not started."""

@@ -80,7 +80,7 @@ class StateManager:
         try:
             if turn is not None:
                 origin = origin_of(sequence.request, self.pool)
-                sequence.lease = self.pool.checkout(
+                sequence.lease = self.pool.turns.checkout(
                     turn.session_id, turn.branch_from, turn.wait, state, adapter, origin
                 )
                 if sequence.request.mixture:
@@ -97,7 +97,7 @@ class StateManager:
         except PoolError as error:
             raise as_service_error(error, given=_session_of(sequence)) from error
         if _may_share_prefix(sequence):
-            self.pool.observe_prompt(sequence.token_ids, sequence.base)
+            self.pool.prefixes.observe(sequence.token_ids, sequence.base)
 
     def failure(self, sequence: Sequence) -> ServiceError | None:
         """Return why the row's session failed, if it did."""
@@ -117,7 +117,7 @@ class StateManager:
         if sequence.lease is not None:
             is_ready = sequence.lease.state is LeaseState.READY
             return is_ready and (not sequence.members or self._allocate_members(sequence))
-        if _may_share_prefix(sequence) and self.pool.should_wait_for_prefix(sequence.reusable_ids, sequence.base):
+        if _may_share_prefix(sequence) and self.pool.prefixes.should_wait(sequence.reusable_ids, sequence.base):
             return False
         if sequence.members:
             return self._allocate_members(sequence)
@@ -144,8 +144,8 @@ class StateManager:
 
     def allocate(self) -> int | None:
         """See `SlotSource.allocate`."""
-        slot = self.pool.allocate()
-        return self.pool.allocate() if slot is None and self.parked.drop_oldest() else slot
+        slot = self.pool.tiers.allocate()
+        return self.pool.tiers.allocate() if slot is None and self.parked.drop_oldest() else slot
 
     def prepare(self, sequence: Sequence) -> None:
         """Find the initial state of a row that got its slot."""
@@ -185,7 +185,7 @@ class StateManager:
 
     def add_spare(self, sequence: Sequence) -> None:
         """See `SlotSource.add_spare`."""
-        if (spare := self.pool.allocate()) is not None:
+        if (spare := self.pool.tiers.allocate()) is not None:
             sequence.spare_slot = spare
 
     def preempt(self, sequence: Sequence) -> None:
@@ -194,14 +194,14 @@ class StateManager:
 
     def _abandon_cache_points(self, sequence: Sequence) -> None:
         for cache_point in sequence.cache_points:
-            self.pool.abandon_cache_point(sequence.token_ids[:cache_point], sequence.base)
+            self.pool.prefixes.abandon(sequence.token_ids[:cache_point], sequence.base)
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
-        hit = self.pool.match_prefix(sequence.reusable_ids, sequence.base)
+        hit = self.pool.prefixes.match(sequence.reusable_ids, sequence.base)
         if hit is not None:
-            sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
+            sequence.shared = SharedSlot(hit.slot, lambda: self.pool.prefixes.unpin(hit))
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
-        sequence.cache_points = self.pool.prefix_cache_points(sequence.token_ids, observed=True, base=sequence.base)
+        sequence.cache_points = self.pool.prefixes.cache_points(sequence.token_ids, observed=True, base=sequence.base)
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -221,21 +221,21 @@ class StateManager:
     def _offer_prefix(self, sequence: Sequence) -> None:
         """Give the state at a cache point to the prefix cache and continue in a new slot."""
         prefix = sequence.token_ids[: sequence.num_computed_tokens]
-        fresh = self.pool.allocate()
-        hit = self.pool.offer_prefix(prefix, sequence.slot, sequence.base) if fresh is not None else None
+        fresh = self.pool.tiers.allocate()
+        hit = self.pool.prefixes.offer(prefix, sequence.slot, sequence.base) if fresh is not None else None
         if fresh is None or hit is None:
-            self.pool.abandon_cache_point(prefix, sequence.base)
+            self.pool.prefixes.abandon(prefix, sequence.base)
             if fresh is not None:
-                self.pool.free(fresh)
+                self.pool.tiers.free(fresh)
             return
-        sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
+        sequence.shared = SharedSlot(hit.slot, lambda: self.pool.prefixes.unpin(hit))
         sequence.slot = fresh
 
     def fork(self, sequence: Sequence, children: list[Sequence]) -> None:
         """Make the row's state the initial state of its children. The row itself ends."""
         assert sequence.shared is None, "at least one token follows a cache point, so the row has written its own slot"
         slot, sequence.slot = sequence.slot, NO_SLOT
-        base = SharedSlot(slot, lambda: self.pool.free(slot), len(children))
+        base = SharedSlot(slot, lambda: self.pool.tiers.free(slot), len(children))
         for child in children:
             child.shared, child.num_computed_tokens = base, sequence.num_computed_tokens
             child.cached_tokens = sequence.cached_tokens
@@ -268,7 +268,7 @@ class StateManager:
     def _keep_rollback_state(self, sequence: Sequence) -> None:
         count = sequence.num_computed_tokens - sequence.prompt_end
         reads_token = sequence.reads_sampled_token  # the spare slot's state has not read that token
-        if count - reads_token > sequence.output.first_held_token() or (fresh := self.pool.allocate()) is None:
+        if count - reads_token > sequence.output.first_held_token() or (fresh := self.pool.tiers.allocate()) is None:
             return
         if reads_token and count > sequence.output.first_held_token():
             sequence.rollback_state, sequence.spare_slot = RollbackState(sequence.spare_slot, count - 1), fresh
@@ -279,12 +279,12 @@ class StateManager:
 
     def _drop_rollback_state(self, sequence: Sequence) -> None:
         if sequence.rollback_state is not None:
-            self.pool.free(sequence.rollback_state.slot)
+            self.pool.tiers.free(sequence.rollback_state.slot)
             sequence.rollback_state = None
 
     def _drop_spare_slot(self, sequence: Sequence) -> None:
         if sequence.spare_slot != NO_SLOT:
-            self.pool.free(sequence.spare_slot)
+            self.pool.tiers.free(sequence.spare_slot)
             sequence.spare_slot = NO_SLOT
 
     # Ends ----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class StateManager:
             sequence.dialogue_idx = lease.dialogue_idx
             acknowledge(None if error is None else as_service_error(error, given=_session_of(sequence)))
 
-        self.pool.record(lease, token_ids[sequence.turn_start :], durable)
+        self.pool.turns.record(lease, token_ids[sequence.turn_start :], durable)
         if sequence.members:
             self._park_mixture(sequence, token_ids)
             return
@@ -335,7 +335,7 @@ class StateManager:
             sequence.shared.drop()
             sequence.shared = None
         if kept is not None and sequence.token_ids[: base + kept.count] == token_ids[: base + kept.count]:
-            self.pool.free(sequence.slot)
+            self.pool.tiers.free(sequence.slot)
             sequence.slot, sequence.num_computed_tokens, sequence.rollback_state = kept.slot, base + kept.count, None
             return
         self._drop_rollback_state(sequence)
@@ -351,7 +351,7 @@ class StateManager:
         assert sequence.shared is None, "the turn's last tokens were never read"
         self._drop_rollback_state(sequence)
         self._drop_spare_slot(sequence)
-        self.pool.checkin(sequence.lease, sequence.slot)
+        self.pool.turns.checkin(sequence.lease, sequence.slot)
         sequence.lease, sequence.slot, sequence.adapter = None, NO_SLOT, None
 
     def release(self, sequence: Sequence) -> None:
@@ -370,8 +370,8 @@ class StateManager:
         self._drop_rollback_state(sequence)
         self._drop_spare_slot(sequence)
         if sequence.slot != NO_SLOT:
-            self.pool.free(sequence.slot)
+            self.pool.tiers.free(sequence.slot)
             sequence.slot = NO_SLOT
         if sequence.lease is not None:
-            self.pool.release(sequence.lease)
+            self.pool.turns.release(sequence.lease)
             sequence.lease = None

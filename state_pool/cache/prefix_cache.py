@@ -69,7 +69,11 @@ class PrefixCounters:
 
 
 class PrefixCache:
-    """Owns the entries. `Tiers` provides slots and copies."""
+    """Owns the entries. `Tiers` provides slots and copies.
+
+    `base` is the number of the state that the tokens follow (`TunedState.number`). Prompts share a prefix only with
+    equal bases.
+    """
 
     def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
         self.counters = PrefixCounters()
@@ -117,15 +121,16 @@ class PrefixCache:
         self._tiers.unpin(hit.slot)
 
     def observe(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
-        """Record a prompt, so that later prompts that share its prefix are recognised."""
+        """Announce a prompt. Optional: lets prompts that wait together share a prefill."""
         if self.enabled and len(tokens) > MIN_TOKENS:
             self._recent.add(_pack_prompt(tokens, base))
 
-    def cache_points(self, tokens: Sequence[int], observed: bool, base: int = NO_BASE) -> list[int]:
-        """Return the position, if any, where prefill should pause and offer the state. At most one.
+    def cache_points(self, tokens: Sequence[int], observed: bool = False, base: int = NO_BASE) -> list[int]:
+        """Return the position, if any, where prefill should pause and call `offer`. At most one.
 
         This is where the prompt departs from earlier ones, at the point that would have saved the most tokens beyond
-        the cached prefix. A prompt without similar ones needs no state.
+        the cached prefix. `observed`: the prompt was announced by `observe`. Other rows may wait for this state
+        (`should_wait`), so a row that ends early must call `abandon`.
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
@@ -154,7 +159,7 @@ class PrefixCache:
         return answer
 
     def abandon(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
-        """The row that was computing this prefix has ended."""
+        """The state after `tokens`, promised by `cache_points`, will not be offered."""
         self._in_progress.pop(_pack_prompt(tokens, base), None)
         self._wait_decisions.clear()
 

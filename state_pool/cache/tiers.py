@@ -74,7 +74,10 @@ class Tiers:
     # -- slots -----------------------------------------------------------------------------------------
 
     def allocate(self) -> int | None:
-        """Return a free slot. If there is none, start to make room and return None."""
+        """Return a slot for the caller to write to.
+
+        None if there is none: room is being made, so try again at a later step.
+        """
         slot = self.slots.allocate()
         if slot is not None:
             return slot
@@ -83,6 +86,10 @@ class Tiers:
             self._make_room()
             self.finish_copies()
         return self.slots.allocate()
+
+    def free(self, slot: int) -> None:
+        """Free a slot from `allocate` that neither `Turns.checkin` nor `PrefixCache.offer` took."""
+        self.slots.drop_ref(slot)
 
     @property
     def can_pin(self) -> bool:

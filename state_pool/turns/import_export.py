@@ -53,8 +53,12 @@ class ImportExport:
         """Whether an export or import is running."""
         return self._num_active > 0
 
-    def export(self, session_id: str, dialogue: int | None, on_exported: OnExported) -> None:
-        """See `StatePool.export`."""
+    def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:
+        """Copy a session as of its last durable turn. The session stays usable meanwhile.
+
+        `on_exported` is called once from `StatePool.poll` with a `SessionFile` or an error. Call `SessionFile.encode`
+        on another thread. Raises InvalidSessionId, SessionNotFound, SessionUnusable, PoolFull.
+        """
         key = checked_key(session_id)._replace(dialogue=LINEAR if dialogue is None else dialogue)
         if self._store is not None and self._store.shared:
             self._export_shared(self._store, key, on_exported)
@@ -135,7 +139,11 @@ class ImportExport:
         )
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
-        """See `StatePool.import_session`."""
+        """Create a session from an exported one. `on_durable` is called once from `StatePool.poll`.
+
+        Raises InvalidSessionFile (another model or state layout), SessionBusy (the id is taken), PoolFull,
+        InvalidSessionId, SessionUnusable, AdapterNotFound.
+        """
         arena = self._tiers.arena
         fingerprint, digest = split_fingerprint(file.fingerprint)
         dataclasses.replace(file, fingerprint=fingerprint).check(arena.fingerprint, arena.layout, arena.vocab)

@@ -38,6 +38,8 @@ from state_pool.sessions import (
 from state_pool.turns.acquisition import Acquisition
 from state_pool.turns.lease_queue import LeaseQueue, origin_mismatch
 
+OnDeleted = Callable[[int | Exception], None]
+
 
 class Turns:
     """Keeps each session's turns in order and makes them durable before they count."""
@@ -92,9 +94,30 @@ class Turns:
     # -- checkout --------------------------------------------------------------------------------------
 
     def checkout(
-        self, session_id: str, wait: bool, state: str = "", adapter: str = "", mixture: Origin | None = None
+        self,
+        session_id: str,
+        branch_from: int | None = None,
+        wait: bool = True,
+        state: str = "",
+        adapter: str = "",
+        mixture: Origin | None = None,
     ) -> Lease:
-        """Start a turn that continues the plain session. Raises the errors of `StatePool.checkout`."""
+        """Start a turn of a session. The lease becomes READY at once or in a later `StatePool.poll`.
+
+        - `branch_from`: None continues the plain session, one turn after another. A number n starts a new dialogue
+          from dialogue n, which does not change; 0 is the empty root.
+        - `wait`: False raises SessionBusy while another turn runs.
+        - `state`: the tuned state that a new session starts from. "" is the zero state, or the one that the session
+          has.
+        - `adapter`: the adapter that the row runs under. "" is none, or the one that the session has.
+        - `mixture`: the origin of a session that starts from several states. Such a session has no state in one slot,
+          so end its turn with `record` and `release`.
+
+        Raises InvalidSessionId, SessionBusy, DialogueNotFound, SessionUnusable, PoolFull, StateNotFound,
+        AdapterNotFound, and OriginMismatch or AdapterMismatch if the session started differently.
+        """
+        if branch_from is not None:
+            return self._checkout_branch(session_id, branch_from, state, adapter, mixture)
         key = checked_key(session_id)
         session = self._index.get(key)
         self._check_origin(session, state, adapter, mixture)
@@ -132,10 +155,8 @@ class Turns:
         lease.adapter = self._adapters.acquire(adapter) if adapter else None
         return lease
 
-    def checkout_branch(
-        self, session_id: str, parent: int, state: str = "", adapter: str = "", mixture: Origin | None = None
-    ) -> Lease:
-        """Start a turn that adds a dialogue after an earlier one. Raises the errors of `StatePool.checkout`."""
+    def _checkout_branch(self, session_id: str, parent: int, state: str, adapter: str, mixture: Origin | None) -> Lease:
+        """Start a turn that adds a dialogue after an earlier one."""
         checked_key(session_id)
         source = None
         if parent != ROOT and self.acquisition is None:
@@ -195,7 +216,11 @@ class Turns:
     # -- record, checkin, release ----------------------------------------------------------------------
 
     def record(self, lease: Lease, tokens: list[int], on_durable: OnDurable) -> None:
-        """See `StatePool.record`."""
+        """Append a finished turn to the session: the prompt's tokens and the visible answer's.
+
+        `on_durable` is called once from `StatePool.poll`. It gets None once the turn is durable, or the error that
+        lost it; the session is then unchanged. Call `checkin` or `release` next.
+        """
         session = lease.session
         if lease.state is not LeaseState.READY or session.pending is not None:
             error = lease.error or PoolError("the lease has ended or its turn is already recorded")
@@ -224,7 +249,10 @@ class Turns:
         self._index.add(dialogue)
 
     def checkin(self, lease: Lease, slot: int) -> None:
-        """See `StatePool.checkin`."""
+        """Give the pool the slot with the state after the recorded turn.
+
+        The session's next turn starts once this one is durable.
+        """
         session, turn = lease.session, lease.session.pending
         if lease.state is not LeaseState.READY or turn is None:
             self._end_lease(lease)
@@ -249,7 +277,10 @@ class Turns:
         )
 
     def release(self, lease: Lease) -> None:
-        """See `StatePool.release`."""
+        """End the turn without a state; without `record`, the session is unchanged.
+
+        After `record` with a token log the turn stays. The next turn replays its tokens.
+        """
         session, turn = lease.session, lease.session.pending
         self._end_lease(lease)
         self._branches.pop(lease, None)
@@ -338,8 +369,26 @@ class Turns:
 
     # -- deletes ---------------------------------------------------------------------------------------
 
-    def delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> DeleteNamed:
-        """See `StatePool.delete`. The count is final once the delete is durable."""
+    def delete(self, session_id: str, delete_prefix: bool = False, on_durable: OnDurable | None = None) -> int:
+        """Delete a session with its dialogues, or all sessions with the name prefix; return the number.
+
+        Deletes one dialogue when given its display name, unless a session has that id. Leases of running turns become
+        FAILED. `on_durable` is called once from `StatePool.poll`, with None or with the error that delays the delete
+        on disk; the pool retries it. Raises InvalidSessionId.
+        """
+        return self._delete(session_id, delete_prefix, on_durable).count
+
+    def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: OnDeleted) -> None:
+        """`delete`, but also count the sessions that only other engines knew.
+
+        `on_deleted` is called once from `StatePool.poll`, with the number or with the error that delays the delete on
+        disk. Raises InvalidSessionId.
+        """
+        job = self._delete(session_id, delete_prefix, lambda error: on_deleted(error or job.count))
+
+    def _delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> DeleteNamed:
+        """Start the delete. The count is final once it is durable."""
+        checked_key(session_id)
         to_delete = self._index.matching(session_id, delete_prefix)
         for lease in list(self._branches):
             name = lease.session.key.session_id

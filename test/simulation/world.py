@@ -24,9 +24,9 @@ import state_pool.disk.database
 import state_pool.layout
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
-from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest

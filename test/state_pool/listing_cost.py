@@ -92,9 +92,9 @@ def measure(folder: Path, sessions: int) -> dict[str, Any]:
         "measure": "listing",
         "sessions": sessions,
         "stats": measure_call(pool, lambda tell: tell(pool.stats())),
-        "list": measure_call(pool, lambda tell: pool.list_sessions(tell, PAGE, 0)),
-        "list deep": measure_call(pool, lambda tell: pool.list_sessions(tell, PAGE, deep)),
-        "delete": measure_call(pool, lambda tell: void(pool.delete("s000000", True, tell))),
+        "list": measure_call(pool, lambda tell: pool.listing.request(tell, PAGE, 0)),
+        "list deep": measure_call(pool, lambda tell: pool.listing.request(tell, PAGE, deep)),
+        "delete": measure_call(pool, lambda tell: void(pool.turns.delete("s000000", True, tell))),
     }
     pool.close()
     return found

@@ -55,16 +55,16 @@ class Prompts:
         """Start a prompt of whole blocks and one unique token. Drops it if no slot is free."""
         tokens = [token for block in blocks for token in range(block * BLOCK, (block + 1) * BLOCK)] + [tail]
         if announced:
-            self.pool.observe_prompt(tokens)
-        if len(self.rows) >= MAX_ROWS or (announced and self.pool.should_wait_for_prefix(tokens)):
+            self.pool.prefixes.observe(tokens)
+        if len(self.rows) >= MAX_ROWS or (announced and self.pool.prefixes.should_wait(tokens)):
             return
-        slot = self.pool.allocate()
+        slot = self.pool.tiers.allocate()
         if slot is None:
             return
-        hit = self.pool.match_prefix(tokens)
+        hit = self.pool.prefixes.match(tokens)
         row = Row(tokens, slot, hit)
         assert row.start < len(tokens), "a hit leaves a token to compute"
-        row.borders = [at for at in self.pool.prefix_cache_points(tokens, announced) if at > row.start]
+        row.borders = [at for at in self.pool.prefixes.cache_points(tokens, announced) if at > row.start]
         self.rows.append(row)
 
     def advance(self, at: int) -> None:
@@ -77,13 +77,13 @@ class Prompts:
             return
         border = row.borders.pop(0)
         self._read(row, border)
-        fresh = self.pool.allocate()
-        hit = None if fresh is None else self.pool.offer_prefix(row.tokens[:border], row.slot)
+        fresh = self.pool.tiers.allocate()
+        hit = None if fresh is None else self.pool.prefixes.offer(row.tokens[:border], row.slot)
         if fresh is None or hit is None:
-            self.pool.abandon_cache_point(row.tokens[:border])
+            self.pool.prefixes.abandon(row.tokens[:border])
             self.cancel_row(row)
             if fresh is not None:
-                self.pool.free(fresh)
+                self.pool.tiers.free(fresh)
             return
         self._leave(row)
         row.hit, row.slot = hit, fresh
@@ -96,16 +96,16 @@ class Prompts:
     def cancel_row(self, row: Row) -> None:
         """Cancel a row, with its announced cache points."""
         for border in row.borders:
-            self.pool.abandon_cache_point(row.tokens[:border])
+            self.pool.prefixes.abandon(row.tokens[:border])
         self._leave(row)
-        self.pool.free(row.slot)
+        self.pool.tiers.free(row.slot)
         self.rows.remove(row)
 
     def cancel_all(self) -> None:
         """Cancel every prompt."""
         for row in list(self.rows):
             self.cancel_row(row)
-        assert not self.pool._prefix._in_progress, "a prefix is awaited that nobody computes"
+        assert not self.pool.prefixes._in_progress, "a prefix is awaited that nobody computes"
 
     def check(self) -> None:
         """Check that the states of rows and entries match their tokens, on every tier."""
@@ -115,7 +115,7 @@ class Prompts:
             assert np.array_equal(memory[read], expected_state(row.tokens[: row.start])), (
                 "a prefix changed under its reader"
             )
-        cache = self.pool._prefix
+        cache = self.pool.prefixes
         for entry in [*cache._l1, *cache._l2]:
             if entry.slot is not None:
                 state = memory[entry.slot]
@@ -136,5 +136,5 @@ class Prompts:
 
     def _leave(self, row: Row) -> None:
         if row.hit is not None:
-            self.pool.unpin(row.hit)
+            self.pool.prefixes.unpin(row.hit)
             row.hit = None

@@ -30,7 +30,7 @@ def rows_of(folder: Path, table: str = "sessions") -> int:
 
 def computed(driver: Driver, name: str, token: int) -> tuple[Lease, int]:
     """Start a turn and compute its state, without recording it."""
-    lease = driver.ready(driver.pool.checkout(name))
+    lease = driver.ready(driver.pool.turns.checkout(name))
     return lease, driver.compute(lease, [token])
 
 
@@ -42,12 +42,12 @@ def test_state_of_deleted_session_is_not_stored(tmp_path: Path, durability: str)
     driver = opened(tmp_path, delay=3, durability=durability)
     lease, slot = computed(driver, "s", 1)
     outcome = Outcome()
-    driver.pool.record(lease, [1], outcome)
-    driver.pool.checkin(lease, slot)
+    driver.pool.turns.record(lease, [1], outcome)
+    driver.pool.turns.checkin(lease, slot)
     if durability == "log":
         driver.until(lambda: outcome.known)
-        assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
-    assert driver.pool._tiers.busy
+        assert driver.pool.tiers.checkpoints.begin(get_session(driver, "s"))
+    assert driver.pool.tiers.busy
     driver.delete("s")
     driver.settle()
     assert outcome.known
@@ -70,7 +70,7 @@ def test_log_gap_forces_a_checkpoint(tmp_path: Path) -> None:
 
 def test_unlogged_state_stays_in_memory(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
-    checkpoints = driver.pool._tiers.checkpoints
+    checkpoints = driver.pool.tiers.checkpoints
     with get_store(driver).writer._changed:
         driver.turn("s", [1])
         assert not checkpoints.can_replay(get_session(driver, "s"))
@@ -87,12 +87,12 @@ def test_least_recently_used_state_is_evicted_first(tmp_path: Path, session_firs
     cache(prompts, 1)
     if not session_first:
         prompts.driver.turn("s", [1])
-    held = [prompts.driver.slot() for _ in range(prompts.pool.num_free)]
+    held = [prompts.driver.slot() for _ in range(prompts.pool.tiers.slots.num_free)]
     held.append(prompts.driver.slot())
     left_its_slot = get_session(prompts.driver, "s").slot is None
-    assert (left_its_slot, prompts.pool._prefix.sizes) == ((True, (1, 0)) if session_first else (False, (0, 1)))
+    assert (left_its_slot, prompts.pool.prefixes.sizes) == ((True, (1, 0)) if session_first else (False, (0, 1)))
     for slot in held:
-        prompts.pool.free(slot)
+        prompts.pool.tiers.free(slot)
     prompts.close()
 
 
@@ -103,41 +103,41 @@ def test_prompt_does_not_wait_for_prefix_of_its_own_length(tmp_path: Path) -> No
     """It would leave no token to compute, so it would be no hit."""
     prompts = Prompts(tmp_path)
     head = head_of(1)
-    prompts.pool.observe_prompt([*head, 1])
-    assert prompts.pool.prefix_cache_points([*head, 2]) == [len(head)]
-    assert prompts.pool.should_wait_for_prefix([*head, 3])
-    assert not prompts.pool.should_wait_for_prefix(head)
-    prompts.pool.abandon_cache_point(head)
+    prompts.pool.prefixes.observe([*head, 1])
+    assert prompts.pool.prefixes.cache_points([*head, 2]) == [len(head)]
+    assert prompts.pool.prefixes.should_wait([*head, 3])
+    assert not prompts.pool.prefixes.should_wait(head)
+    prompts.pool.prefixes.abandon(head)
     prompts.close()
 
 
 def test_prefix_hit_during_eviction_keeps_the_slot(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     cache(prompts, 1)
-    prompts.pool._prefix.evict()
-    hit = prompts.pool.match_prefix([*head_of(1), 7])
+    prompts.pool.prefixes.evict()
+    hit = prompts.pool.prefixes.match([*head_of(1), 7])
     assert hit is not None
     prompts.driver.settle()
-    assert prompts.pool._prefix.sizes == (1, 0)
+    assert prompts.pool.prefixes.sizes == (1, 0)
     assert integrity_faults(prompts.pool) == []
-    prompts.pool.unpin(hit)
+    prompts.pool.prefixes.unpin(hit)
     prompts.close()
 
 
 def test_prefix_in_host_memory_hits_once_a_slot_is_free(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     cache(prompts, 1)
-    prompts.pool._prefix.evict()
+    prompts.pool.prefixes.evict()
     prompts.driver.settle()
-    held = [prompts.driver.slot() for _ in range(prompts.pool.num_free)]
-    assert prompts.pool.match_prefix([*head_of(1), 7]) is None
+    held = [prompts.driver.slot() for _ in range(prompts.pool.tiers.slots.num_free)]
+    assert prompts.pool.prefixes.match([*head_of(1), 7]) is None
     assert integrity_faults(prompts.pool, rows=held) == []
     for slot in held:
-        prompts.pool.free(slot)
-    hit = prompts.pool.match_prefix([*head_of(1), 7])
+        prompts.pool.tiers.free(slot)
+    hit = prompts.pool.prefixes.match([*head_of(1), 7])
     assert hit is not None
     assert np.array_equal(prompts.driver.arena.memory[hit.slot], expected_state(head_of(1)))
-    prompts.pool.unpin(hit)
+    prompts.pool.prefixes.unpin(hit)
     prompts.close()
 
 
@@ -146,27 +146,27 @@ def test_prefix_in_host_memory_hits_once_a_slot_is_free(tmp_path: Path) -> None:
 
 def test_no_branch_from_an_uncommitted_dialogue(tmp_path: Path) -> None:
     driver = opened(tmp_path)
-    lease = driver.ready(driver.pool.checkout("s", 0))
+    lease = driver.ready(driver.pool.turns.checkout("s", 0))
     slot = driver.compute(lease, [1])
     outcome = Outcome()
-    driver.pool.record(lease, [1], outcome)
+    driver.pool.turns.record(lease, [1], outcome)
     assert lease.dialogue_idx == 1
     with pytest.raises(SessionNotFound, match="no dialogue 1"):
-        driver.pool.checkout("s", 1)
-    driver.pool.checkin(lease, slot)
+        driver.pool.turns.checkout("s", 1)
+    driver.pool.turns.checkin(lease, slot)
     driver.until(lambda: outcome.known)
-    driver.pool.release(driver.ready(driver.pool.checkout("s", 1)))
+    driver.pool.turns.release(driver.ready(driver.pool.turns.checkout("s", 1)))
     driver.pool.close()
 
 
 def test_record_copies_the_token_list(tmp_path: Path) -> None:
     driver = opened(tmp_path)
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     tokens, outcome = [1, 2], Outcome()
     with get_store(driver).writer._changed:  # the write comes after the engine has changed its list
-        driver.pool.record(lease, tokens, outcome)
+        driver.pool.turns.record(lease, tokens, outcome)
         tokens.append(3)
-    driver.pool.release(lease)
+    driver.pool.turns.release(lease)
     driver.until(lambda: outcome.known)
     assert np.array_equal(driver.state("s"), expected_state([1, 2]))
     driver.pool.close()
@@ -176,7 +176,7 @@ def logged(driver: Driver, token: int) -> tuple[Lease, int, Outcome]:
     """Start a turn of "s" that is logged but not checked in."""
     lease, slot = computed(driver, "s", token)
     outcome = Outcome()
-    driver.pool.record(lease, [token], outcome)
+    driver.pool.turns.record(lease, [token], outcome)
     driver.until(lambda: lease.session.pending is not None and lease.session.pending.outcome is True)
     return lease, slot, outcome
 
@@ -185,7 +185,7 @@ def test_turn_is_acknowledged_after_checkin(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     lease, slot, outcome = logged(driver, 1)
     assert not outcome.known
-    driver.pool.checkin(lease, slot)
+    driver.pool.turns.checkin(lease, slot)
     assert outcome.ok
     assert driver.list_sessions().total == 1
     driver.pool.close()
@@ -195,12 +195,12 @@ def test_turn_is_acknowledged_after_checkin(tmp_path: Path) -> None:
 def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path, how: str) -> None:
     driver = opened(tmp_path)
     lease, slot, outcome = logged(driver, 1)
-    driver.pool.delete("s")
+    driver.pool.turns.delete("s")
     if how == "checked in":
-        driver.pool.checkin(lease, slot)
+        driver.pool.turns.checkin(lease, slot)
     else:
-        driver.pool.free(slot)
-        driver.pool.release(lease)
+        driver.pool.tiers.free(slot)
+        driver.pool.turns.release(lease)
     driver.settle()
     assert isinstance(outcome.calls[0], SessionNotFound)
     assert len(outcome.calls) == 1
@@ -211,7 +211,7 @@ def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path, how: str) -
 
 def test_session_without_a_committed_turn_is_removed(tmp_path: Path) -> None:
     driver = opened(tmp_path)
-    driver.pool.release(driver.ready(driver.pool.checkout("s")))
+    driver.pool.turns.release(driver.ready(driver.pool.turns.checkout("s")))
     assert driver.pool._index.get(SessionKey("s")) is None
     assert list(driver.pool._index) == []
     driver.pool.close()
@@ -227,9 +227,9 @@ def given_up(tmp_path: Path) -> Iterator[Driver]:
     driver.turn("s", [1])
     driver.settle()
     with get_store(driver).writer._changed:
-        lease = driver.ready(driver.pool.checkout("s"))
-        driver.pool.record(lease, [2], Outcome())
-        driver.pool.release(lease)
+        lease = driver.ready(driver.pool.turns.checkout("s"))
+        driver.pool.turns.record(lease, [2], Outcome())
+        driver.pool.turns.release(lease)
         driver.until(lambda: get_session(driver, "s").turn == 2)
         yield driver
     driver.settle()
@@ -237,7 +237,7 @@ def given_up(tmp_path: Path) -> Iterator[Driver]:
 
 
 def test_load_waits_for_the_log(given_up: Driver) -> None:
-    lease = given_up.pool.checkout("s")
+    lease = given_up.pool.turns.checkout("s")
     given_up.pool.poll()
     assert not get_session(given_up, "s").loading
     assert lease.state is LeaseState.WAITING
@@ -248,12 +248,12 @@ def test_load_waits_for_the_log(given_up: Driver) -> None:
     finally:
         writer._changed.acquire()
     assert np.array_equal(fold(given_up.arena.memory[lease.read_slot], lease.replay), expected_state([1, 2]))
-    given_up.pool.release(lease)
+    given_up.pool.turns.release(lease)
 
 
 def test_export_is_refused_while_the_log_is_written(given_up: Driver) -> None:
     with pytest.raises(PoolFull, match="is being written; try again"):
-        given_up.pool.export("s", lambda file: None)
+        given_up.pool.import_export.export("s", lambda file: None)
 
 
 def test_slots_go_to_leases_in_order(tmp_path: Path) -> None:
@@ -262,20 +262,20 @@ def test_slots_go_to_leases_in_order(tmp_path: Path) -> None:
         driver.turn(name, [ord(name)])
     driver.until(lambda: not driver.pool._index.l1)
     driver.settle()
-    held = [driver.slot() for _ in range(driver.pool.num_free)]
-    leases = [driver.pool.checkout(name) for name in "abc"]
+    held = [driver.slot() for _ in range(driver.pool.tiers.slots.num_free)]
+    leases = [driver.pool.turns.checkout(name) for name in "abc"]
     for _ in range(3):  # retries in between must not change the order
         driver.pool.poll()
     waiting: Callable[[], list[Lease]] = lambda: [one for one in leases if one.poll() is LeaseState.WAITING]  # noqa: E731
     assert waiting() == leases
     for number in range(1, 4):
-        driver.pool.free(held.pop())
+        driver.pool.tiers.free(held.pop())
         driver.until(lambda: len(waiting()) < 4 - number)  # noqa: B023
         assert waiting() == leases[number:]
     for lease in leases:
-        driver.pool.release(lease)
+        driver.pool.turns.release(lease)
     for slot in held:
-        driver.pool.free(slot)
+        driver.pool.tiers.free(slot)
     driver.pool.close()
 
 
@@ -293,7 +293,7 @@ def test_session_deleted_during_load_stays_deleted(tmp_path: Path, monkeypatch: 
     store = get_store(driver)
     load, late = store.load, []
     monkeypatch.setattr(store, "load", lambda *request: late.append(request))
-    lease = driver.pool.checkout("a")
+    lease = driver.pool.turns.checkout("a")
     session = get_session(driver, "a")
     assert session.loading
     load(*late[0])
@@ -302,7 +302,7 @@ def test_session_deleted_during_load_stays_deleted(tmp_path: Path, monkeypatch: 
     driver.until(lambda: not session.loading)
     assert lease.poll() is LeaseState.FAILED
     assert (session.slot, session.host, list(driver.pool._index.l2)) == (None, None, [])
-    driver.pool.release(lease)
+    driver.pool.turns.release(lease)
     driver.pool.close()
 
 
@@ -310,7 +310,7 @@ def test_loaded_session_can_be_evicted(tmp_path: Path) -> None:
     driver = reopened(tmp_path)
     for name in "ab":
         assert np.array_equal(driver.state(name), expected_state([ord(name)]))
-    assert driver.pool._tiers.num_loading == 0
+    assert driver.pool.tiers.num_loading == 0
     assert [get_session(driver, name).readers for name in "ab"] == [0, 0]
     driver.pool.close()
 
@@ -334,8 +334,8 @@ def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_sta
         patched.setattr(store, "submit", refuse)
         if not stores_state:
             patched.setattr(store, "submit_state", refuse)
-        driver.pool.import_session("t", file, outcome)
-        lease = driver.pool.checkout("t")
+        driver.pool.import_export.import_session("t", file, outcome)
+        lease = driver.pool.turns.checkout("t")
         driver.until(lambda: outcome.known)
         driver.pool.poll()
     assert isinstance(outcome.calls[0], TurnNotStored)
@@ -345,9 +345,9 @@ def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_sta
 
 def test_failed_import_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
-    driver.pool.release(failed_import(driver, monkeypatch, stores_state=True))
+    driver.pool.turns.release(failed_import(driver, monkeypatch, stores_state=True))
     assert rows_of(tmp_path) == 3
-    driver.pool._turns.retry_deletes()
+    driver.pool.turns.retry_deletes()
     driver.settle()
     assert (rows_of(tmp_path), rows_of(tmp_path, "states")) == (2, 2)
     driver.pool.close()
@@ -359,11 +359,11 @@ def test_turn_after_failed_import_starts_a_new_session(tmp_path: Path, monkeypat
     lease = failed_import(driver, monkeypatch, stores_state=False)
     slot = driver.compute(lease, [7])
     outcome = Outcome()
-    driver.pool.record(lease, [7], outcome)
-    driver.pool.checkin(lease, slot)
+    driver.pool.turns.record(lease, [7], outcome)
+    driver.pool.turns.checkin(lease, slot)
     driver.until(lambda: outcome.known)
     assert outcome.ok
-    driver.pool._turns.retry_deletes()
+    driver.pool.turns.retry_deletes()
     driver.settle()
     assert rows_of(tmp_path) == 3
     assert np.array_equal(driver.state("t"), expected_state([7]))
@@ -375,8 +375,8 @@ def test_imports_one_after_another(tmp_path: Path) -> None:
     data = export(driver, "a")
     for number in range(4):
         outcome = Outcome()
-        driver.pool.import_session(f"t{number}", decode(data), outcome)
+        driver.pool.import_export.import_session(f"t{number}", decode(data), outcome)
         driver.until(lambda: outcome.known)  # noqa: B023
         assert outcome.ok
-    assert not driver.pool._import_export.pending
+    assert not driver.pool.import_export.pending
     driver.pool.close()

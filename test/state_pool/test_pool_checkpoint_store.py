@@ -253,14 +253,14 @@ def test_delete_during_upload_wins(engines: Engines, tmp_path: Path, monkeypatch
         put(self, key, data)
 
     monkeypatch.setattr(FolderStore, "put", held)
-    lease = one.ready(one.pool.checkout("s"))
+    lease = one.ready(one.pool.turns.checkout("s"))
     slot, outcome = one.compute(lease, [1]), Outcome()
-    one.pool.record(lease, [1], outcome)
-    one.pool.checkin(lease, slot)
+    one.pool.turns.record(lease, [1], outcome)
+    one.pool.turns.checkin(lease, slot)
     store = one.pool._store
     assert store is not None
     one.until(lambda: bool(store.writer._staged.uploading))
-    one.pool.delete("s")
+    one.pool.turns.delete("s")
     go.set()
     one.until(lambda: outcome.known)
     two = restarted(one, engines)
@@ -284,12 +284,12 @@ def test_delete_during_commit_keeps_the_object_until_it_is_stored(
 
     monkeypatch.setattr(writer, "_commit", held)
     monkeypatch.setattr(objects_of(one), "delete", deleted.append)
-    lease = one.ready(one.pool.checkout("s"))
+    lease = one.ready(one.pool.turns.checkout("s"))
     slot, outcome = one.compute(lease, [1]), Outcome()
-    one.pool.record(lease, [1], outcome)
-    one.pool.checkin(lease, slot)
+    one.pool.turns.record(lease, [1], outcome)
+    one.pool.turns.checkin(lease, slot)
     one.until(commits.is_set)
-    one.pool.delete("s")
+    one.pool.turns.delete("s")
     assert deleted == []
     resumed.set()
     one.settle()

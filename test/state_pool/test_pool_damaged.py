@@ -125,11 +125,11 @@ def test_session_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
 def test_whole_log_rebuilds_a_session_for_another_model(tmp_path: Path) -> None:
     write_three(tmp_path, retain_tokens=-1)
     other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
-    lease = other.ready(other.pool.checkout("a"))
+    lease = other.ready(other.pool.turns.checkout("a"))
     assert lease.replay == [ord("a"), 1, 2, 3]
     assert lease.num_tokens == 4
     assert lease.exists
-    other.pool.release(lease)
+    other.pool.turns.release(lease)
     other.pool.close()
 
 

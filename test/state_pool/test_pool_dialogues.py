@@ -28,7 +28,7 @@ def test_dialogue_number_is_not_reused_after_a_delete(tmp_path: Path, durability
     assert [number_of(driver, "s") for _ in range(3)] == [1, 2, 3]
     assert driver.delete("s:3") == 1
     with pytest.raises(SessionNotFound):
-        driver.pool.checkout("s", 3)
+        driver.pool.turns.checkout("s", 3)
     assert number_of(driver, "s") == 4
     assert driver.delete("s") == 3
     assert number_of(driver, "s") == 5

@@ -38,7 +38,7 @@ def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, m
 
     monkeypatch.setattr("state_pool.layout.CHUNK_BYTES", 64)
     monkeypatch.setattr(statements, "put_chunk", put_and_do)
-    assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
+    assert driver.pool.tiers.checkpoints.begin(get_session(driver, "s"))
     driver.settle()
     driver.until(lambda: not get_store(driver).writer.is_collecting_garbage)
 
@@ -114,16 +114,16 @@ def test_delete_removes_a_queued_state(tmp_path: Path, durability: str) -> None:
     driver.settle()
     writer = get_store(driver).writer
     with writer._changed:  # the writer thread can take no work meanwhile
-        lease = driver.ready(driver.pool.checkout("s"))
+        lease = driver.ready(driver.pool.turns.checkout("s"))
         slot = driver.compute(lease, [2])
         outcome = Outcome()
-        driver.pool.record(lease, [2], outcome)
-        driver.pool.checkin(lease, slot)
+        driver.pool.turns.record(lease, [2], outcome)
+        driver.pool.turns.checkin(lease, slot)
         if durability == "log":
-            assert driver.pool._tiers.checkpoints.begin(next(iter(driver.pool._index)))
+            assert driver.pool.tiers.checkpoints.begin(next(iter(driver.pool._index)))
         driver.pool.poll()
         assert writer.queued[1] == 1
-        assert driver.pool.delete("s") == 1
+        assert driver.pool.turns.delete("s") == 1
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
     driver.settle()
@@ -166,9 +166,9 @@ def test_session_without_a_state_is_replayed(tmp_path: Path) -> None:
     driver.pool._flush = lambda store: None  # type: ignore[method-assign]
     driver.pool.close()
     driver = opened(tmp_path)
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     assert (lease.read_slot, lease.replay) == (ZERO_SLOT, [1, 2, 3])
-    driver.pool.release(lease)
+    driver.pool.turns.release(lease)
     driver.pool.close()
 
 

@@ -85,13 +85,13 @@ def test_older_state_does_not_repair_a_broken_log(tmp_path: Path) -> None:
     driver.settle()
     session, writer = get_session(driver, "s"), get_store(driver).writer
     with writer._changed:  # the state after turn 1 waits while turn 2 is lost
-        assert driver.pool._tiers.checkpoints.begin(session)
+        assert driver.pool.tiers.checkpoints.begin(session)
         driver.pool.poll()
         session.log_broken = True
         session.turn += 1
     driver.until(lambda: writer.stats.states == 1 and not session.moving)
     assert session.log_broken, "the state that was stored is older than the gap"
-    driver.until(lambda: driver.pool._tiers.checkpoints.begin(session) or not session.dirty)
+    driver.until(lambda: driver.pool.tiers.checkpoints.begin(session) or not session.dirty)
     driver.until(lambda: not session.dirty)
     assert not session.log_broken
     driver.pool.close()
@@ -99,24 +99,24 @@ def test_older_state_does_not_repair_a_broken_log(tmp_path: Path) -> None:
 
 def test_session_is_busy_while_its_turn_is_stored(tmp_path: Path) -> None:
     driver = opened(tmp_path)
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     slot = driver.compute(lease, [1])
     with get_store(driver).writer._changed:
-        driver.pool.record(lease, [1], Outcome())
-        driver.pool.checkin(lease, slot)
+        driver.pool.turns.record(lease, [1], Outcome())
+        driver.pool.turns.checkin(lease, slot)
         get_session(driver, "s").active = None  # the turn is over but still being stored
         with pytest.raises(SessionBusy):
-            driver.pool.checkout("s", wait=False)
+            driver.pool.turns.checkout("s", wait=False)
     driver.settle()
     driver.pool.close()
 
 
 def test_checkout_waits_by_default(tmp_path: Path) -> None:
     driver = opened(tmp_path)
-    first, second = driver.pool.checkout("s"), driver.pool.checkout("s")
-    driver.pool.release(first)
+    first, second = driver.pool.turns.checkout("s"), driver.pool.turns.checkout("s")
+    driver.pool.turns.release(first)
     assert driver.ready(second).error is None
-    driver.pool.release(second)
+    driver.pool.turns.release(second)
     driver.pool.close()
 
 
@@ -126,10 +126,10 @@ def test_no_branch_from_an_unusable_or_deleted_dialogue(tmp_path: Path) -> None:
         driver.turn("s", [1], branch_from=0)
     driver.pool._index.mark_unusable(get_session(driver, "s", 1), "its rows are damaged")
     with pytest.raises(SessionUnusable, match="damaged"):
-        driver.pool.checkout("s", 1)
+        driver.pool.turns.checkout("s", 1)
     driver.delete("s:2")
     with pytest.raises(SessionNotFound, match="no dialogue 2"):
-        driver.pool.checkout("s", 2)
+        driver.pool.turns.checkout("s", 2)
     driver.settle()
     driver.pool.close()
 
@@ -140,7 +140,7 @@ def test_branch_at_the_size_limit_is_refused(tmp_path: Path) -> None:
     driver.until(lambda: get_store(driver).over_limit or bool(driver.turn("s", [1])))
     for parent in (0, 1):
         with pytest.raises(PoolFull, match="takes no new session"):
-            driver.pool.checkout("s", parent)
+            driver.pool.turns.checkout("s", parent)
     driver.pool.close()
 
 
@@ -148,14 +148,14 @@ def test_branch_at_the_size_limit_is_refused(tmp_path: Path) -> None:
 def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability: str) -> None:
     """Its tokens are committed before the delete. Still it is deleted, and its client gets an error."""
     driver = opened(tmp_path, durability=durability)
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     slot = driver.compute(lease, [1])
     outcome = Outcome()
-    driver.pool.record(lease, [1], outcome)
-    driver.pool.checkin(lease, slot)
+    driver.pool.turns.record(lease, [1], outcome)
+    driver.pool.turns.checkin(lease, slot)
     while durability == "log" and get_store(driver).writer.stats.turns == 0:
         time.sleep(0.001)  # committed, but not polled yet
-    driver.pool.delete("s")
+    driver.pool.turns.delete("s")
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
     driver.settle()
@@ -208,7 +208,7 @@ def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch
     deliver = writer._deliver
     monkeypatch.setattr(writer, "_deliver", lambda callback: (callback(), deliver(lambda: None)))
     monkeypatch.setattr(statements, "put_chunk", put_slowly)
-    assert driver.pool._tiers.checkpoints.begin(get_session(driver, "s"))
+    assert driver.pool.tiers.checkpoints.begin(get_session(driver, "s"))
     driver.until(lambda: writer.stats.states == 1)
     assert order[:2] == ["chunk", "turn acknowledged"]
     assert order.count("chunk") > 8
@@ -238,11 +238,11 @@ def test_hit_leaves_one_token_to_compute(tmp_path: Path) -> None:
     head = list(range(40))
     for tail in (60_000, 60_001):
         prompts.prefill([*head, tail])
-    assert prompts.pool.match_prefix(head) is None
-    hit = prompts.pool.match_prefix([*head, 7])
+    assert prompts.pool.prefixes.match(head) is None
+    hit = prompts.pool.prefixes.match([*head, 7])
     assert hit is not None
     assert hit.num_tokens == 40
-    prompts.pool.unpin(hit)
+    prompts.pool.prefixes.unpin(hit)
     prompts.close()
 
 
@@ -252,11 +252,11 @@ def test_the_same_prefix_is_cached_once(tmp_path: Path) -> None:
     slots = [prompts.driver.slot(), prompts.driver.slot()]
     for slot in slots:
         prompts.driver.arena.run(0, slot, head)
-    hit = prompts.pool.offer_prefix(head, slots[0])
+    hit = prompts.pool.prefixes.offer(head, slots[0])
     assert hit is not None
-    assert prompts.pool.offer_prefix(head, slots[1]) is None
-    prompts.pool.free(slots[1])
-    prompts.pool.unpin(hit)
+    assert prompts.pool.prefixes.offer(head, slots[1]) is None
+    prompts.pool.tiers.free(slots[1])
+    prompts.pool.prefixes.unpin(hit)
     prompts.close()
 
 
@@ -267,26 +267,26 @@ def test_state_needed_by_a_waiting_turn_stays_in_host_memory(tmp_path: Path) -> 
         driver.turn(name, [ord(name)])
         driver.settle()
     held: list[int] = []
-    driver.until(lambda: _take(driver, held) == driver.pool.num_slots)
+    driver.until(lambda: _take(driver, held) == driver.pool.tiers.slots.num_usable)
     driver.settle()
-    leases = [driver.pool.checkout(name) for name in ("a", "b")]
+    leases = [driver.pool.turns.checkout(name) for name in ("a", "b")]
     driver.until(lambda: len(driver.pool._index.l2) == 2)
-    loads = driver.pool._tiers.counters.loads
-    driver.pool._tiers.trim()
+    loads = driver.pool.tiers.counters.loads
+    driver.pool.tiers.trim()
     assert len(driver.pool._index.l2) == 2
     for slot in held:
-        driver.pool.free(slot)
+        driver.pool.tiers.free(slot)
     for lease in leases:
         driver.ready(lease)
-        driver.pool.release(lease)
-    assert driver.pool._tiers.counters.loads == loads
+        driver.pool.turns.release(lease)
+    assert driver.pool.tiers.counters.loads == loads
     driver.settle()
     driver.pool.close()
 
 
 def _take(driver: Driver, held: list[int]) -> int:
     """Allocate one more slot if possible; return the number held."""
-    slot = driver.pool.allocate()
+    slot = driver.pool.tiers.allocate()
     if slot is not None:
         held.append(slot)
     return len(held)

@@ -182,7 +182,7 @@ def test_failed_delete_is_reported_and_retried(tmp_path: Path) -> None:
     driver.settle()
     break_disk(driver, "read-only")
     outcome = Outcome()
-    assert driver.pool.delete("a", on_durable=outcome) == 1
+    assert driver.pool.turns.delete("a", on_durable=outcome) == 1
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], TurnNotStored)
     assert driver.list_sessions().total == 0

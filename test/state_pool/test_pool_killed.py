@@ -60,9 +60,9 @@ class Child:
         for line in self.reports:
             histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
         for name, history in histories.items():
-            lease = here.ready(here.pool.checkout(name))
+            lease = here.ready(here.pool.turns.checkout(name))
             found = fold(here.arena.memory[lease.read_slot], lease.replay)
-            here.pool.release(lease)
+            here.pool.turns.release(lease)
             later = [*history, history[-1] + 5]
             assert any(np.array_equal(found, expected_state(known)) for known in (history, later)), name
             here.turn(name, [999])

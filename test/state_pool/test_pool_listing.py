@@ -78,7 +78,7 @@ def test_unwritten_turns_are_listed_once(tmp_path: Path, monkeypatch: pytest.Mon
         pages = {(limit, offset): driver.list_sessions(limit, offset) for limit in range(5) for offset in range(12)}
         for (limit, offset), page in pages.items():
             assert [entry.session_id for entry in page.sessions] == expected[offset : offset + limit], (limit, offset)
-        driver.until(lambda: len(driver.pool._index.l1) <= 3 and not driver.pool._tiers.busy)  # and all stays there
+        driver.until(lambda: len(driver.pool._index.l1) <= 3 and not driver.pool.tiers.busy)  # and all stays there
         whole = driver.list_sessions()
         tiers = [(entry.session_id, entry.tier) for entry in whole.sessions]
         assert tiers == [
@@ -113,7 +113,7 @@ def test_page_is_full_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         driver.turn(f"s{number}", [number])
     outcome = Outcome()
     with writer_held(driver, monkeypatch):
-        assert driver.pool.delete("s4", on_durable=outcome) == 1
+        assert driver.pool.turns.delete("s4", on_durable=outcome) == 1
         page = driver.list_sessions(3)
         assert [entry.session_id for entry in page.sessions] == ["s5", "s3", "s2"]
         assert page.total == 5
@@ -130,13 +130,13 @@ def test_hung_reader_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     outcomes: list[SessionPage | Exception] = []
     with reader_held(driver.pool):
         for _ in range(session_listing.MAX_PENDING_LISTS):
-            driver.pool.list_sessions(outcomes.append)
+            driver.pool.listing.request(outcomes.append)
         driver.until(lambda: len(outcomes) == session_listing.MAX_PENDING_LISTS)
         assert all(isinstance(outcome, DatabaseTimeout) for outcome in outcomes)
         assert not driver.pool.pending, "nobody waits any more"
         with pytest.raises(PoolFull, match="lists of sessions are being read already"):
-            driver.pool.list_sessions(outcomes.append)
-    driver.until(lambda: not driver.pool._listing._requests)
+            driver.pool.listing.request(outcomes.append)
+    driver.until(lambda: not driver.pool.listing._requests)
     assert len(outcomes) == session_listing.MAX_PENDING_LISTS, "each is told once"
     monkeypatch.setattr(session_listing, "TIMEOUT_S", 60.0)
     assert driver.list_sessions().total == 1
@@ -171,7 +171,7 @@ def test_pending_lists_are_answered_at_close(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     outcomes: list[SessionPage | Exception] = []
-    driver.pool.list_sessions(outcomes.append)
+    driver.pool.listing.request(outcomes.append)
     driver.pool.close()
     assert [outcome.total for outcome in outcomes if isinstance(outcome, SessionPage)] == [1]
 

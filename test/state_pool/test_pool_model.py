@@ -72,7 +72,7 @@ class World:
         if len(self.open) >= MAX_OPEN:
             return
         try:
-            lease = self.pool.checkout(name, parent)
+            lease = self.pool.turns.checkout(name, parent)
         except SessionNotFound:
             assert parent is not None and parent != 0
             assert (name, parent) not in self.model or self.is_committing((name, parent))
@@ -118,13 +118,13 @@ class World:
             return
         turn = ready[at % len(ready)]
         lease = turn.lease
-        slot = self.pool.allocate()
+        slot = self.pool.tiers.allocate()
         if slot is None:
             return
         self.open.remove(turn)
         self.driver.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
         outcome = Outcome()
-        self.pool.record(lease, tokens, outcome)
+        self.pool.turns.record(lease, tokens, outcome)
         new = turn.key
         if turn.parent is not None:
             assert lease.dialogue_idx is not None
@@ -133,13 +133,13 @@ class World:
             self.seen_numbers.add(new)
         self.model[new] = ([] if turn.parent == 0 else self.history(turn.key)) + tokens
         self.committing.append(Committing(new, outcome))
-        self.pool.checkin(lease, slot)
+        self.pool.turns.checkin(lease, slot)
 
     def cancel(self, at: int) -> None:
         """Release one turn, ready or waiting."""
         if self.open:
             turn = self.open.pop(at % len(self.open))
-            self.pool.release(turn.lease)
+            self.pool.turns.release(turn.lease)
 
     def delete(self, name: str, prefix: bool) -> None:
         """Delete a session, also during turns; these fail."""
@@ -150,11 +150,11 @@ class World:
         for key in gone:
             del self.model[key]
         outcome = Outcome()
-        assert self.pool.delete(name, prefix, outcome) >= len(gone)
+        assert self.pool.turns.delete(name, prefix, outcome) >= len(gone)
         for turn in [t for t in self.open if t.key[0] == name or (prefix and t.key[0].startswith(name))]:
             assert turn.lease.poll() is LeaseState.FAILED
             assert isinstance(turn.lease.error, SessionNotFound)
-            self.pool.release(turn.lease)
+            self.pool.turns.release(turn.lease)
             self.open.remove(turn)
         self.driver.until(lambda: outcome.known)
         assert outcome.ok
@@ -321,15 +321,15 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(left=st.integers(0, 2))
     def press(self, left: int) -> None:
         """Other rows take all but some slots, so cached prefixes are evicted."""
-        for _ in range(max(1, self.pool.num_free - left)):
-            slot = self.pool.allocate()
+        for _ in range(max(1, self.pool.tiers.slots.num_free - left)):
+            slot = self.pool.tiers.allocate()
             if slot is not None:
                 self.held.append(slot)
 
     @rule()
     def relieve(self) -> None:
         if self.held:
-            self.pool.free(self.held.pop())
+            self.pool.tiers.free(self.held.pop())
 
     @rule()
     def step(self) -> None:
@@ -346,11 +346,11 @@ class PrefixMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.prompts.cancel_all()
             while self.held:
-                self.pool.free(self.held.pop())
+                self.pool.tiers.free(self.held.pop())
             for _ in range(8):
                 self.step()
             assert integrity_faults(self.pool) == []
-            sizes, config = self.pool._prefix.sizes, self.pool.config
+            sizes, config = self.pool.prefixes.sizes, self.pool.config
             assert sizes[0] <= config.prefix_cache_slots
             assert sizes[1] <= config.prefix_cache_l2
             self.pool.close()

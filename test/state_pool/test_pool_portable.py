@@ -25,7 +25,7 @@ from test.pool_integrity import integrity_faults
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
     """Export a session as a file's bytes."""
     found: list[SessionFile | Exception] = []
-    driver.pool.export(name, found.append, dialogue)
+    driver.pool.import_export.export(name, found.append, dialogue)
     driver.until(lambda: bool(found))
     assert isinstance(found[0], SessionFile), found
     return found[0].encode()
@@ -34,7 +34,7 @@ def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
 def import_session(driver: Driver, name: str, data: bytes) -> None:
     """Import a file durably."""
     outcome = Outcome()
-    driver.pool.import_session(name, decode(data), outcome)
+    driver.pool.import_export.import_session(name, decode(data), outcome)
     driver.until(lambda: outcome.known)
     assert outcome.ok, outcome.calls
 
@@ -95,16 +95,16 @@ def test_refused_exports_and_imports(tmp_path: Path) -> None:
     driver.turn("s", [1])
     data = export(driver, "s")
     with pytest.raises(SessionBusy, match="already"):
-        driver.pool.import_session("s", decode(data), Outcome())
+        driver.pool.import_export.import_session("s", decode(data), Outcome())
     with pytest.raises(SessionNotFound):
-        driver.pool.export("nobody", print)
+        driver.pool.import_export.export("nobody", print)
     driver.pool.close()
     other = Driver(FakeArena(fingerprint="model-b"), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(InvalidSessionFile, match="another model"):
-        other.pool.import_session("t", decode(data), Outcome())
+        other.pool.import_export.import_session("t", decode(data), Outcome())
     wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(InvalidSessionFile, match="has the layout"):
-        wide.pool.import_session("t", decode(data), Outcome())
+        wide.pool.import_export.import_session("t", decode(data), Outcome())
     for damaged in (b"", data[:20], data[:-1], data + b"x", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"):
         with pytest.raises(InvalidSessionFile):
             decode(damaged)
@@ -135,12 +135,12 @@ def test_turn_waits_for_a_running_import(tmp_path: Path) -> None:
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
     outcome = Outcome()
-    driver.pool.import_session("t", file, outcome)
-    lease = driver.ready(driver.pool.checkout("t"))
+    driver.pool.import_export.import_session("t", file, outcome)
+    lease = driver.ready(driver.pool.turns.checkout("t"))
     assert outcome.ok
     assert lease.exists
-    driver.pool.release(lease)
-    driver.pool.import_session("u", file, Outcome())
+    driver.pool.turns.release(lease)
+    driver.pool.import_export.import_session("u", file, Outcome())
     driver.delete("u")
     driver.settle()
     assert driver.list_sessions().total == 2
@@ -197,7 +197,7 @@ def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
     file = SessionFile("model-a", 3, [1, 1000, 999], {}, {})
     with pytest.raises(InvalidSessionFile, match=r"token id 1000 at position 1 .* vocabulary of 1000"):
-        driver.pool.import_session("t", decode(file.encode()), Outcome())
+        driver.pool.import_export.import_session("t", decode(file.encode()), Outcome())
     import_session(driver, "t", SessionFile("model-a", 2, [1, 999], {}, {}).encode())
     assert driver.list_sessions().total == 1
     driver.pool.close()
@@ -231,14 +231,14 @@ def test_export_of_a_session_deleted_meanwhile(tmp_path: Path, monkeypatch: pyte
     load, late = store.load, []
     monkeypatch.setattr(store, "load", lambda *request: late.append(request))
     found: list[object] = []
-    driver.pool.export("s", found.append)
+    driver.pool.import_export.export("s", found.append)
     outcome = Outcome()
-    driver.pool.delete("s", on_durable=outcome)
+    driver.pool.turns.delete("s", on_durable=outcome)
     driver.until(lambda: outcome.known)
     load(*late[0])
     driver.until(lambda: bool(found))
     assert isinstance(found[0], SessionNotFound), found
-    assert driver.pool._import_export._num_active == 0
+    assert driver.pool.import_export._num_active == 0
     driver.pool.close()
 
 
@@ -255,7 +255,7 @@ def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, mon
     with monkeypatch.context() as patched:
         patched.setattr(store, "load", lambda *request: late.append(request))
         found: list[SessionFile | Exception] = []
-        driver.pool.export("s", found.append)
+        driver.pool.import_export.export("s", found.append)
     driver.turn("s", [3])
     load(*late[0])
     driver.until(lambda: bool(found))
@@ -279,9 +279,9 @@ def test_concurrent_exports_and_imports_are_limited(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(store, "load", lambda *request: late.append(request))
     found: list[SessionFile | Exception] = []
     for _ in range(MAX_CONCURRENT):
-        driver.pool.export("s", found.append)
+        driver.pool.import_export.export("s", found.append)
     with pytest.raises(PoolFull, match="try again"):
-        driver.pool.export("s", found.append)
+        driver.pool.import_export.export("s", found.append)
     for request in late:
         load(*request)
     driver.until(lambda: len(found) == MAX_CONCURRENT)
@@ -302,7 +302,7 @@ def test_failed_import_start_is_not_counted(tmp_path: Path, monkeypatch: pytest.
         with monkeypatch.context() as patched:
             patched.setattr(driver.pool._store, "submit_state", fails)
             with pytest.raises(RuntimeError):
-                driver.pool.import_session(f"t{i}", file, Outcome())
+                driver.pool.import_export.import_session(f"t{i}", file, Outcome())
     import_session(driver, "u", file.encode())
     driver.pool.close()
 

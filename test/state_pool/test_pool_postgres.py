@@ -56,17 +56,17 @@ def test_turns_wait_for_a_server_that_comes_back(
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0)  # starting takes long on a busy machine
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
-    lease = one.ready(one.pool.checkout("s"))
+    lease = one.ready(one.pool.turns.checkout("s"))
     slot = one.compute(lease, [2])
     server.kill()
     outcome = one.finish_turn(lease, [2], slot)
-    waiting = one.pool.checkout("t")
+    waiting = one.pool.turns.checkout("t")
     one.until(lambda: one.pool.stats()["degraded"] is not None)
     assert not outcome.known
     server.start()
     one.until(lambda: outcome.known)
     assert outcome.ok
-    one.pool.release(one.ready(waiting))
+    one.pool.turns.release(one.ready(waiting))
     assert np.array_equal(one.state("s"), expected_state([1, 2]))
     end(one)
 
@@ -75,7 +75,7 @@ def test_long_outage_acknowledges_nothing(tmp_path: Path, server: Server, monkey
     monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
-    lease = one.ready(one.pool.checkout("s"))
+    lease = one.ready(one.pool.turns.checkout("s"))
     slot = one.compute(lease, [2])
     server.kill()
     outcome = one.finish_turn(lease, [2], slot)
@@ -83,7 +83,7 @@ def test_long_outage_acknowledges_nothing(tmp_path: Path, server: Server, monkey
     assert isinstance(outcome.calls[0], DirectoryUnreachable)
     assert "does not answer" in str(outcome.calls[0])
     with pytest.raises(DirectoryUnreachable):
-        one.ready(one.pool.checkout("t"))
+        one.ready(one.pool.turns.checkout("t"))
     server.start()
     one.until(lambda: np.array_equal(try_state(one), expected_state([1])))
     one.turn("s", [3])
@@ -102,7 +102,7 @@ def test_silent_server_counts_as_unavailable(tmp_path: Path, postgres: Server, m
         link.cut(os.getpid())
         get_store(one).writer._connection._connection.read_timeout_s = 1.0  # type: ignore[attr-defined]
         with pytest.raises(DirectoryUnreachable, match="does not answer"):
-            one.ready(one.pool.checkout("s"))
+            one.ready(one.pool.turns.checkout("s"))
         link.mend()
         one.until(lambda: np.array_equal(try_state(one), expected_state([1])))
         one.turn("s", [2])
@@ -240,18 +240,18 @@ def test_session_acquired_in_doubt_is_released(
     one.turn("s", [1])
     LosesConnection.lose = True
     with pytest.raises(DirectoryUnreachable):
-        one.ready(one.pool.checkout("s"))
+        one.ready(one.pool.turns.checkout("s"))
     assert not LosesConnection.lose
     LosesConnection.is_down = False
     two = opened(tmp_path, address, "two")
-    waiting = two.pool.checkout("s")
+    waiting = two.pool.turns.checkout("s")
 
     def has_started() -> bool:
         one.pool.poll()
         return waiting.poll() is not LeaseState.WAITING
 
     two.until(has_started)
-    two.pool.release(two.ready(waiting))
+    two.pool.turns.release(two.ready(waiting))
     end(one, two)
 
 
@@ -260,7 +260,7 @@ def test_engine_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, mo
     address = postgres.database()
     one, two = opened(tmp_path, address, "one"), opened(tmp_path, address, "two")
     one.turn("s", [1])
-    lease = one.ready(one.pool.checkout("s"))
+    lease = one.ready(one.pool.turns.checkout("s"))
     slot = one.compute(lease, [2])
     assert one.pool._store is not None
     connection, go = one.pool._store.writer._connection, threading.Event()
@@ -288,9 +288,9 @@ def test_states_in_several_chunks_are_loaded(tmp_path: Path, postgres: Server) -
         for name in ("one", "two")
     ]
     drivers[0].turn("s", [1, 2])
-    lease = drivers[1].ready(drivers[1].pool.checkout("s"))
+    lease = drivers[1].ready(drivers[1].pool.turns.checkout("s"))
     assert np.array_equal(fold(drivers[1].arena.memory[lease.read_slot], lease.replay), expected_state([1, 2], words))
-    drivers[1].pool.release(lease)
+    drivers[1].pool.turns.release(lease)
     end(*drivers)
 
 
@@ -301,7 +301,7 @@ def test_refused_statement_quarantines_no_session(tmp_path: Path, postgres: Serv
     drivers[0].turn("s", [1, 2])
     other = adapter.Connection(parse_server_address(address))
     other.execute("ALTER TABLE state_chunks RENAME TO chunks_elsewhere")
-    refused = drivers[1].pool.checkout("s")
+    refused = drivers[1].pool.turns.checkout("s")
     drivers[1].until(lambda: refused.state is LeaseState.FAILED)
     assert isinstance(refused.error, SessionReadFailed)
     other.execute("ALTER TABLE chunks_elsewhere RENAME TO state_chunks")
@@ -336,14 +336,14 @@ def test_load_waits_for_a_restarted_server(
     end(one)
     two = opened(tmp_path, address, "two")
     LosesConnectionOnRead.lose = staticmethod(server.kill)
-    lease = two.pool.checkout("s")
+    lease = two.pool.turns.checkout("s")
     reader = get_store(two)._reader
     if reconnects:
         two.until(lambda: bool(reader._waiting))
         server.start()
         two.ready(lease)
         assert np.array_equal(fold(two.arena.memory[lease.read_slot], lease.replay), expected_state([1, 2]))
-        two.pool.release(lease)
+        two.pool.turns.release(lease)
     else:
         two.until(lambda: lease.state is LeaseState.FAILED)
         assert lease.error is not None
@@ -392,19 +392,19 @@ def test_messages_hide_the_password(
 def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Server) -> None:
     one = opened(tmp_path, postgres.database())
     with pytest.raises(InvalidSessionId, match=r"U\+0000"):
-        one.pool.checkout("a\x00b")
+        one.pool.turns.checkout("a\x00b")
     one.turn("é🙂'; --%s?", [1])
     assert np.array_equal(one.state("é🙂'; --%s?"), expected_state([1]))
     files: list[SessionFile | Exception] = []
-    one.pool.export("é🙂'; --%s?", files.append)
+    one.pool.import_export.export("é🙂'; --%s?", files.append)
     one.until(lambda: bool(files))
     assert isinstance(files[0], SessionFile)
     file, answers = decode(files[0].encode()), []
     for ask in (
-        lambda: one.pool.delete_counted("a\x00b", False, answers.append),
-        lambda: one.pool.delete_counted("a\x00", True, answers.append),
-        lambda: one.pool.export("a\x00b", answers.append),
-        lambda: one.pool.import_session("a\x00b", file, answers.append),
+        lambda: one.pool.turns.delete_counted("a\x00b", False, answers.append),
+        lambda: one.pool.turns.delete_counted("a\x00", True, answers.append),
+        lambda: one.pool.import_export.export("a\x00b", answers.append),
+        lambda: one.pool.import_export.import_session("a\x00b", file, answers.append),
     ):
         with pytest.raises(InvalidSessionId, match=r"U\+0000"):
             ask()

@@ -29,24 +29,24 @@ class Prompts:
 
     def prefill(self, tokens: list[int]) -> np.ndarray:
         """Return the state after a prompt. Counts the computed tokens."""
-        hit = self.pool.match_prefix(tokens)
+        hit = self.pool.prefixes.match(tokens)
         read, at = (ZERO_SLOT, 0) if hit is None else (hit.slot, hit.num_tokens)
         slot = self.driver.slot()
-        for border in [b for b in self.pool.prefix_cache_points(tokens) if b > at]:
+        for border in [b for b in self.pool.prefixes.cache_points(tokens) if b > at]:
             self.driver.arena.run(read, slot, tokens[at:border])
             self.computed += border - at
             if hit is not None:
-                self.pool.unpin(hit)
+                self.pool.prefixes.unpin(hit)
             fresh = self.driver.slot()
-            hit = self.pool.offer_prefix(tokens[:border], slot)
+            hit = self.pool.prefixes.offer(tokens[:border], slot)
             assert hit is not None
             read, slot, at = hit.slot, fresh, border
         self.driver.arena.run(read, slot, tokens[at:])
         self.computed += len(tokens) - at
         if hit is not None:
-            self.pool.unpin(hit)
+            self.pool.prefixes.unpin(hit)
         state = self.driver.arena.memory[slot].copy()
-        self.pool.free(slot)
+        self.pool.tiers.free(slot)
         self.pool.poll()
         return state
 
@@ -72,32 +72,32 @@ def test_prompts_that_wait_together_share_a_prefill(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     waiting = [[*SYSTEM, 60000 + i, i] for i in range(64)]
     for tokens in waiting:
-        prompts.pool.observe_prompt(tokens)
+        prompts.pool.prefixes.observe(tokens)
     first = waiting[0]
-    assert not prompts.pool.should_wait_for_prefix(first)
-    assert prompts.pool.prefix_cache_points(first, observed=True) == [2000]
-    assert all(prompts.pool.should_wait_for_prefix(tokens) for tokens in waiting[1:])
+    assert not prompts.pool.prefixes.should_wait(first)
+    assert prompts.pool.prefixes.cache_points(first, observed=True) == [2000]
+    assert all(prompts.pool.prefixes.should_wait(tokens) for tokens in waiting[1:])
     slot = prompts.driver.slot()
     prompts.driver.arena.run(ZERO_SLOT, slot, SYSTEM)
-    hit = prompts.pool.offer_prefix(SYSTEM, slot)
+    hit = prompts.pool.prefixes.offer(SYSTEM, slot)
     assert hit is not None
-    assert not any(prompts.pool.should_wait_for_prefix(tokens) for tokens in waiting[1:])
+    assert not any(prompts.pool.prefixes.should_wait(tokens) for tokens in waiting[1:])
     for tokens in waiting[1:]:
-        found = prompts.pool.match_prefix(tokens)
+        found = prompts.pool.prefixes.match(tokens)
         assert found is not None
         assert found.num_tokens == 2000
-        prompts.pool.unpin(found)
-    prompts.pool.unpin(hit)
+        prompts.pool.prefixes.unpin(found)
+    prompts.pool.prefixes.unpin(hit)
     prompts.close()
 
 
 def test_abandoned_cache_point_blocks_nobody(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
-    prompts.pool.observe_prompt([*SYSTEM, 1])
-    assert prompts.pool.prefix_cache_points([*SYSTEM, 2]) == [2000]
-    assert prompts.pool.should_wait_for_prefix([*SYSTEM, 3])
-    prompts.pool.abandon_cache_point(SYSTEM)
-    assert not prompts.pool.should_wait_for_prefix([*SYSTEM, 3])
+    prompts.pool.prefixes.observe([*SYSTEM, 1])
+    assert prompts.pool.prefixes.cache_points([*SYSTEM, 2]) == [2000]
+    assert prompts.pool.prefixes.should_wait([*SYSTEM, 3])
+    prompts.pool.prefixes.abandon(SYSTEM)
+    assert not prompts.pool.prefixes.should_wait([*SYSTEM, 3])
     prompts.close()
 
 
@@ -106,8 +106,8 @@ def test_prompts_without_a_shared_prefix_are_not_cached(tmp_path: Path) -> None:
     draw = random.Random(2)
     for _ in range(50):
         tokens = [draw.randrange(65536) for _ in range(500)]
-        assert prompts.pool.prefix_cache_points(tokens) == []
-        assert prompts.pool.match_prefix(tokens) is None
+        assert prompts.pool.prefixes.cache_points(tokens) == []
+        assert prompts.pool.prefixes.match(tokens) is None
     assert prompts.pool.stats()["prefix_cache"]["stored"] == 0
     prompts.close()
 
@@ -183,18 +183,18 @@ def test_promoted_prefix_is_not_trimmed_meanwhile(tmp_path: Path) -> None:
     cache(prompts, 1)
     while prompts.pool.stats()["prefix_cache"]["l2"] == 0:
         held.append(prompts.driver.slot())
-    prompts.pool.free(held.pop())
-    prompts.pool.free(held.pop())
+    prompts.pool.tiers.free(held.pop())
+    prompts.pool.tiers.free(held.pop())
     cache(prompts, 2)
-    while prompts.pool.num_free:
+    while prompts.pool.tiers.slots.num_free:
         held.append(prompts.driver.slot())
-    hit = prompts.pool.match_prefix([*head_of(1), 7])
+    hit = prompts.pool.prefixes.match([*head_of(1), 7])
     assert integrity_faults(prompts.pool, rows=held) == []
     assert hit is not None
     assert np.array_equal(prompts.driver.arena.memory[hit.slot], expected_state(head_of(1)))
-    prompts.pool.unpin(hit)
+    prompts.pool.prefixes.unpin(hit)
     for slot in held:
-        prompts.pool.free(slot)
+        prompts.pool.tiers.free(slot)
     prompts.close()
 
 
@@ -203,13 +203,13 @@ def test_broken_prefix_cache_does_not_stop_close(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path, prefix_cache_slots=2)  # another cache, to borrow an entry from
     cache(prompts, 1)
     driver.turn("s", [1, 2])
-    for entry in prompts.pool._prefix._l1:
-        driver.pool._prefix._l1[entry] = None  # on the list but in no bucket
+    for entry in prompts.pool.prefixes._l1:
+        driver.pool.prefixes._l1[entry] = None  # on the list but in no bucket
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     assert (lease.exists, lease.replay) == (True, []), "the state was stored, not the log alone"
-    driver.pool.release(lease)
+    driver.pool.turns.release(lease)
     driver.pool.close()
 
 

@@ -33,42 +33,42 @@ def test_new_session_starts_from_zero_and_resumes_without_a_copy(driver: Driver)
     lease = driver.turn("s", [1, 2])
     assert not lease.exists
     saves, loads = driver.arena.saves, driver.arena.loads
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     assert (lease.exists, lease.replay, lease.num_tokens, lease.tier) == (True, [], 2, Tier.SLOT)
     assert (driver.arena.saves, driver.arena.loads) == (saves, loads)
-    driver.pool.release(lease)
+    driver.pool.turns.release(lease)
 
 
 def test_turns_of_one_session_run_in_order(driver: Driver) -> None:
-    leases = [driver.pool.checkout("s") for _ in range(4)]
+    leases = [driver.pool.turns.checkout("s") for _ in range(4)]
     assert [lease.poll() for lease in leases] == [LeaseState.READY, *[LeaseState.WAITING] * 3]
     for i, lease in enumerate(leases):
         driver.ready(lease)
         assert lease.num_tokens == i
         assert all(later.poll() is LeaseState.WAITING for later in leases[i + 1 :])
         slot = driver.compute(lease, [i])
-        driver.pool.record(lease, [i], Outcome())
-        driver.pool.checkin(lease, slot)
+        driver.pool.turns.record(lease, [i], Outcome())
+        driver.pool.turns.checkin(lease, slot)
     driver.settle()
     assert np.array_equal(driver.state("s"), expected_state([0, 1, 2, 3]))
 
 
 def test_checkout_without_wait_raises_session_busy(driver: Driver) -> None:
-    lease = driver.pool.checkout("s")
+    lease = driver.pool.turns.checkout("s")
     with pytest.raises(SessionBusy, match="'s' is busy"):
-        driver.pool.checkout("s", wait=False)
-    driver.pool.release(lease)
-    driver.pool.release(driver.pool.checkout("s", wait=False))
+        driver.pool.turns.checkout("s", wait=False)
+    driver.pool.turns.release(lease)
+    driver.pool.turns.release(driver.pool.turns.checkout("s", wait=False))
 
 
 def test_released_turn_changes_nothing(driver: Driver) -> None:
-    driver.pool.release(driver.ready(driver.pool.checkout("never")))
+    driver.pool.turns.release(driver.ready(driver.pool.turns.checkout("never")))
     assert driver.list_sessions().total == 0
     driver.turn("s", [1])
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     slot = driver.compute(lease, [9, 9])
-    driver.pool.free(slot)
-    driver.pool.release(lease)
+    driver.pool.tiers.free(slot)
+    driver.pool.turns.release(lease)
     assert np.array_equal(driver.state("s"), expected_state([1]))
 
 
@@ -83,17 +83,17 @@ def test_forks_never_change_their_parent(driver: Driver) -> None:
     driver.turn("s", [5])
     assert np.array_equal(driver.state("s"), expected_state([5])), "the plain session stands beside its dialogues"
     with pytest.raises(DialogueNotFound, match="no dialogue 9"):
-        driver.pool.checkout("s", 9)
+        driver.pool.turns.checkout("s", 9)
 
 
 def test_forks_of_one_parent_run_at_once(driver: Driver) -> None:
     driver.turn("s", [1], branch_from=0)
-    leases = [driver.ready(driver.pool.checkout("s", 1)) for _ in range(3)]
+    leases = [driver.ready(driver.pool.turns.checkout("s", 1)) for _ in range(3)]
     assert len({lease.read_slot for lease in leases}) == 1
     for i, lease in enumerate(leases):
         slot = driver.compute(lease, [10 + i])
-        driver.pool.record(lease, [10 + i], Outcome())
-        driver.pool.checkin(lease, slot)
+        driver.pool.turns.record(lease, [10 + i], Outcome())
+        driver.pool.turns.checkin(lease, slot)
     driver.settle()
     for i, lease in enumerate(leases):
         assert np.array_equal(driver.state("s", lease.dialogue_idx), expected_state([1, 10 + i]))
@@ -101,9 +101,9 @@ def test_forks_of_one_parent_run_at_once(driver: Driver) -> None:
 
 def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
     driver.turn("s", [1])
-    running = driver.ready(driver.pool.checkout("s"))
-    waiting = driver.pool.checkout("s")
-    branch = driver.ready(driver.pool.checkout("s", 0))
+    running = driver.ready(driver.pool.turns.checkout("s"))
+    waiting = driver.pool.turns.checkout("s")
+    branch = driver.ready(driver.pool.turns.checkout("s", 0))
     assert driver.delete("s") == 1
     for lease in (running, waiting, branch):
         assert lease.deleted or lease is waiting
@@ -111,23 +111,23 @@ def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
         assert isinstance(lease.error, SessionNotFound)
     slot = driver.compute(running, [2])
     outcome = Outcome()
-    driver.pool.record(running, [2], outcome)
-    driver.pool.checkin(running, slot)
+    driver.pool.turns.record(running, [2], outcome)
+    driver.pool.turns.checkin(running, slot)
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
-    driver.pool.release(waiting)
-    driver.pool.release(branch)
+    driver.pool.turns.release(waiting)
+    driver.pool.turns.release(branch)
     assert driver.list_sessions().total == 0
     assert not driver.turn("s", [3]).exists
     assert np.array_equal(driver.state("s"), expected_state([3]))
 
 
 def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     slot = driver.compute(lease, [1])
     outcome = Outcome()
-    driver.pool.record(lease, [1], outcome)
-    driver.pool.checkin(lease, slot)
+    driver.pool.turns.record(lease, [1], outcome)
+    driver.pool.turns.checkin(lease, slot)
     driver.delete("s")
     driver.settle()
     assert outcome.known
@@ -158,7 +158,7 @@ def test_ids_are_opaque(driver: Driver) -> None:
     assert driver.delete("%", prefix=True) == 1
     for unfit, why in (("\ud800", "not valid Unicode"), ("s\x00t", r"U\+0000")):
         with pytest.raises(InvalidSessionId, match=why):
-            driver.pool.checkout(unfit)
+            driver.pool.turns.checkout(unfit)
         with pytest.raises(InvalidSessionId, match=why):
             driver.delete(unfit, prefix=True)
 
@@ -216,10 +216,10 @@ def test_release_after_record(tmp_path: Path, durability: str) -> None:
     """With a log the turn stays and is replayed. Without, it is dropped and its caller gets an error."""
     driver = Driver(FakeArena(), config_in(tmp_path, durability=durability))
     driver.turn("s", [1])
-    lease = driver.ready(driver.pool.checkout("s"))
+    lease = driver.ready(driver.pool.turns.checkout("s"))
     outcome = Outcome()
-    driver.pool.record(lease, [2], outcome)
-    driver.pool.release(lease)
+    driver.pool.turns.record(lease, [2], outcome)
+    driver.pool.turns.release(lease)
     driver.until(lambda: outcome.known)
     assert outcome.ok == (durability != "turn")
     assert np.array_equal(driver.state("s"), expected_state([1] if durability == "turn" else [1, 2]))
@@ -237,18 +237,18 @@ def test_more_turns_than_slots_never_deadlock(tmp_path: Path, durability: str) -
     )
     for i in range(12):
         driver.turn(f"s{i}", [i])
-    leases = [driver.pool.checkout(f"s{i}") for i in range(12)]
+    leases = [driver.pool.turns.checkout(f"s{i}") for i in range(12)]
     done: list[Outcome] = []
     deadline = time.monotonic() + 60
     while len(done) < 12 or not all(outcome.known for outcome in done):
         assert time.monotonic() < deadline, "stuck"
         driver.pool.poll()
         for i, lease in enumerate(leases):
-            if lease.poll() is LeaseState.READY and (slot := driver.pool.allocate()) is not None:
+            if lease.poll() is LeaseState.READY and (slot := driver.pool.tiers.allocate()) is not None:
                 driver.arena.run(lease.read_slot, slot, [*lease.replay, 100 + i])
                 done.append(Outcome())
-                driver.pool.record(lease, [100 + i], done[-1])
-                driver.pool.checkin(lease, slot)
+                driver.pool.turns.record(lease, [100 + i], done[-1])
+                driver.pool.turns.checkin(lease, slot)
     for i in range(12):
         assert np.array_equal(driver.state(f"s{i}"), expected_state([i, 100 + i]))
     driver.settle()
@@ -257,14 +257,14 @@ def test_more_turns_than_slots_never_deadlock(tmp_path: Path, durability: str) -
 
 
 def test_a_release_while_waiting_keeps_the_order(driver: Driver) -> None:
-    first, second, third = (driver.pool.checkout("s") for _ in range(3))
-    driver.pool.release(second)
+    first, second, third = (driver.pool.turns.checkout("s") for _ in range(3))
+    driver.pool.turns.release(second)
     slot = driver.compute(first, [1])
-    driver.pool.record(first, [1], Outcome())
-    driver.pool.checkin(first, slot)
+    driver.pool.turns.record(first, [1], Outcome())
+    driver.pool.turns.checkin(first, slot)
     driver.ready(third)
     assert np.array_equal(fold(driver.arena.memory[third.read_slot], third.replay), expected_state([1]))
-    driver.pool.release(third)
+    driver.pool.turns.release(third)
 
 
 def test_slots_are_counted() -> None:

@@ -61,15 +61,15 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, int]:
     """Start a turn: return its lease and the slot with the state after it."""
-    lease = driver.ready(driver.pool.checkout(session_id))
+    lease = driver.ready(driver.pool.turns.checkout(session_id))
     return lease, driver.compute(lease, tokens)
 
 
 def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception | None:
     """Commit the turn and return its outcome."""
     outcome = Outcome()
-    driver.pool.record(lease, tokens, outcome)
-    driver.pool.checkin(lease, slot)
+    driver.pool.turns.record(lease, tokens, outcome)
+    driver.pool.turns.checkin(lease, slot)
     driver.until(lambda: outcome.known)
     return outcome.calls[0]
 
@@ -110,8 +110,8 @@ def test_checkout_waits_for_another_engines_turn(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
     with pytest.raises(SessionBusy, match="another engine"):
-        two.ready(two.pool.checkout("s", wait=False))
-    waiting = two.pool.checkout("s")
+        two.ready(two.pool.turns.checkout("s", wait=False))
+    waiting = two.pool.turns.checkout("s")
     deadline = time.monotonic() + 0.2
     two.until(lambda: time.monotonic() > deadline)
     assert waiting.poll() is LeaseState.WAITING
@@ -119,7 +119,7 @@ def test_checkout_waits_for_another_engines_turn(engines: Engines) -> None:
     two.ready(waiting)
     assert waiting.num_tokens == 1
     assert np.array_equal(fold(two.arena.memory[waiting.read_slot], waiting.replay), expected_state([1]))
-    two.pool.release(waiting)
+    two.pool.turns.release(waiting)
 
 
 def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest
     lease, slot = begin(one, "s", [1])
     with monkeypatch.context() as patched, pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
         patched.setattr(acquisition, "OTHER_ENGINES_TIMEOUT_S", 0.1)
-        two.ready(two.pool.checkout("s"))
+        two.ready(two.pool.turns.checkout("s"))
     assert end(one, lease, slot, [1]) is None
     assert np.array_equal(two.state("s"), expected_state([1]))
 
@@ -135,8 +135,8 @@ def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest
 def test_released_turn_lets_other_engines_start(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
-    one.pool.release(lease)
-    one.pool.free(slot)
+    one.pool.turns.release(lease)
+    one.pool.tiers.free(slot)
     one.settle()
     two.turn("s", [2])
     assert np.array_equal(one.state("s"), expected_state([2]))
@@ -156,16 +156,16 @@ def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(directory, "release", fails_twice)
     lease, slot = begin(one, "s", [1])
-    one.pool.release(lease)
-    one.pool.free(slot)
+    one.pool.turns.release(lease)
+    one.pool.tiers.free(slot)
     if runs_turn:
         lease, slot = begin(one, "s", [1])
-        waiting = two.pool.checkout("s")
+        waiting = two.pool.turns.checkout("s")
         deadline = time.monotonic() + 0.8
         one.until(lambda: time.monotonic() > deadline)
         two.until(lambda: time.monotonic() > deadline)
         assert waiting.poll() is LeaseState.WAITING
-        two.pool.release(waiting)
+        two.pool.turns.release(waiting)
         assert end(one, lease, slot, [1]) is None
         failing.clear()
     one.settle()
@@ -225,12 +225,12 @@ def test_delete_removes_other_engines_sessions(engines: Engines) -> None:
     two.turn("ab", [2])
     two.turn("a", [3], branch_from=0)
     deleted: list[int | Exception] = []
-    two.pool.delete_counted("a", True, deleted.append)
+    two.pool.turns.delete_counted("a", True, deleted.append)
     two.until(lambda: bool(deleted))
     assert deleted == [3]
-    lease = one.ready(one.pool.checkout("a"))
+    lease = one.ready(one.pool.turns.checkout("a"))
     assert not lease.exists
-    one.pool.release(lease)
+    one.pool.turns.release(lease)
     assert [entry.session_id for entry in one.list_sessions().sessions] == ["b"]
     assert np.array_equal(one.state("ab"), expected_state([]))
 
@@ -239,7 +239,7 @@ def test_delete_wins_over_another_engines_turn(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1])
     lease, slot = begin(one, "s", [2])
-    branch = one.ready(one.pool.checkout("d", branch_from=0))
+    branch = one.ready(one.pool.turns.checkout("d", branch_from=0))
     branch_slot = one.compute(branch, [5])
     two.delete("s")
     two.delete("d")
@@ -261,18 +261,18 @@ def test_branches_on_any_engine_get_unique_numbers(engines: Engines) -> None:
         assert np.array_equal(driver.state("s", third), expected_state([1, 2, 3]))
         assert np.array_equal(driver.state("s", fourth), expected_state([4]))
     with pytest.raises(SessionNotFound, match="no dialogue 99"):
-        one.ready(one.pool.checkout("s", branch_from=99))
+        one.ready(one.pool.turns.checkout("s", branch_from=99))
 
 
 def test_no_branch_from_a_dialogue_deleted_by_another_engine(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     number = one.turn("s", [1], branch_from=0).dialogue_idx
-    lease = one.ready(one.pool.checkout("s", branch_from=number))
+    lease = one.ready(one.pool.turns.checkout("s", branch_from=number))
     slot = one.compute(lease, [2])
     assert two.delete(f"s:{number}") == 0  # that engine never knew the session
     assert isinstance(end(one, lease, slot, [2]), SessionNotFound)
     with pytest.raises(SessionNotFound):
-        one.ready(one.pool.checkout("s", branch_from=number))
+        one.ready(one.pool.turns.checkout("s", branch_from=number))
 
 
 def test_list_shows_all_engines_sessions(engines: Engines) -> None:
@@ -291,15 +291,15 @@ def test_export_and_import_on_any_engine(engines: Engines) -> None:
     one.turn("s", [1, 2])
     two.turn("s", [3])
     got: list[SessionFile | Exception] = []
-    one.pool.export("s", got.append)  # its own copy is older
+    one.pool.import_export.export("s", got.append)  # its own copy is older
     one.until(lambda: bool(got))
     assert isinstance(got[0], SessionFile)
     file = decode(got[0].encode())
     taken, brought = Outcome(), Outcome()
-    one.pool.import_session("s", file, taken)
+    one.pool.import_export.import_session("s", file, taken)
     one.until(lambda: taken.known)
     assert isinstance(taken.calls[0], SessionBusy)
-    one.pool.import_session("copy", file, brought)
+    one.pool.import_export.import_session("copy", file, brought)
     one.until(lambda: brought.known)
     assert brought.ok
     two.turn("copy", [4])

@@ -49,18 +49,18 @@ def test_all_simultaneous_turns_are_served(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(get_store(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
     for i, name in enumerate(names):
         driver.turn(name, [i])
-    waiting = {i: driver.pool.checkout(name) for i, name in enumerate(names)}
+    waiting = {i: driver.pool.turns.checkout(name) for i, name in enumerate(names)}
     outcomes: list[Outcome] = []
 
     def run_ready() -> bool:
         """Run the ready turns if there is a slot, like an engine."""
         for i, lease in list(waiting.items()):
-            slot = driver.pool.allocate() if lease.poll() is LeaseState.READY else None
+            slot = driver.pool.tiers.allocate() if lease.poll() is LeaseState.READY else None
             if slot is not None:
                 driver.arena.run(lease.read_slot, slot, [*lease.replay, 100 + i])
                 outcomes.append(Outcome())
-                driver.pool.record(lease, [100 + i], outcomes[-1])
-                driver.pool.checkin(lease, slot)
+                driver.pool.turns.record(lease, [100 + i], outcomes[-1])
+                driver.pool.turns.checkin(lease, slot)
                 del waiting[i]
         return not waiting and all(outcome.known for outcome in outcomes)
 
@@ -104,5 +104,5 @@ def test_branch_of_a_stored_parent_needs_no_checkpoint(tmp_path: Path) -> None:
     driver.settle()
     child = driver.turn("s", [1], branch_from=1).session
     assert child.log_tokens == 1
-    assert driver.pool._tiers.checkpoints.can_replay(child)
+    assert driver.pool.tiers.checkpoints.can_replay(child)
     driver.pool.close()

@@ -113,11 +113,11 @@ def with_cuts(tmp_path: Path, times: int) -> Driver:
 @pytest.mark.parametrize("times", [1, 3])
 def test_reader_reconnects_after_a_lost_connection(tmp_path: Path, times: int) -> None:
     driver = with_cuts(tmp_path, times)
-    leases = [driver.pool.checkout(name) for name in "ab"]
+    leases = [driver.pool.turns.checkout(name) for name in "ab"]
     for lease, tokens in zip(leases, ([1], [2]), strict=True):
         driver.ready(lease)
         assert np.array_equal(fold(driver.arena.memory[lease.read_slot], lease.replay), expected_state(tokens))
-        driver.pool.release(lease)
+        driver.pool.turns.release(lease)
     driver.pool.close()
 
 
