@@ -65,7 +65,6 @@ class Sampler(Protocol):
         """Sample one token for each row of logits [R, V] fp32, then count it.
 
         May overwrite the logits. Row i belongs to req_slots[i]; slots are distinct. masks [R, V/32] int32: bit j % 32
-        of word
-        j / 32 is 1 if token j is allowed; None: all are. Does not wait for the device.
+        of word j / 32 is 1 if token j is allowed; None: all are. Does not wait for the device.
         """
         ...

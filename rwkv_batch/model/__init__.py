@@ -1,1 +1,1 @@
-"""Shapes and formulas: weights from a file, layers, the forward, the slots of state it works on."""
+"""RWKV's formulas: weights from a file, layers, the forward, and state slots."""

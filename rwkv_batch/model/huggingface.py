@@ -1,4 +1,4 @@
-"""RWKV-7 as Hugging Face's folders have it: flash-linear-attention's names and RWKV's own, in one file or in shards."""
+"""RWKV-7 in Hugging Face folders: two layouts of names, in one file or in shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rwkv_batch.model.tensor_files import FileError, read_tensors
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 _PREFIX = "rwkv7."
-"""Before RWKV's own names, which are those of the .pth files."""
+"""Prefix of RWKV's own names, which are those of .pth files."""
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
 _MODULE = re.compile(r"\bmodel\.layers\.(\d+)\.(attn\.[rkvo]_proj|ffn\.(?:key|value))\b")
 _OUTSIDE = {
@@ -27,44 +27,47 @@ _OUTSIDE = {
 _PARTS = {"pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn": "att", "ffn": "ffn"}
 _PROJECTIONS = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
 _LOW_RANK = {"0.weight": "1", "2.weight": "2", "2.bias": "0"}
-"""The end of a low-rank pair's name -> the number behind its letter: w1, w2 and their bias w0."""
+"""End of a low-rank pair's name -> the number after its letter: w1, w2 and their bias w0."""
 _ALL_MIXES = "attn.x_x"
-"""Older files keep the six token-shift weights together, [6, C] in MIX_ORDER."""
+"""Older files store the six token-shift weights as one tensor [6, C], in MIX_ORDER."""
 
 
 class _Index(msgspec.Struct):
-    """Which shard has which tensor."""
+    """The shard of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder has weights as Hugging Face keeps them."""
+    """Return whether a folder has weights in Hugging Face's layout."""
     return path.is_dir() and ((path / INDEX).is_file() or (path / WHOLE).is_file())
 
 
 def read_folder(path: Path) -> dict[str, Tensor]:
-    """All tensors [...] of a folder, by the names of its files. Raises FileError, naming what is missing."""
+    """Read all tensors [...] of a folder, by the names in its files.
+
+    Raises FileError with the missing file or tensor.
+    """
     index = path / INDEX
     if not index.is_file():
         return dict(read_tensors(path / WHOLE))
     try:
-        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        shard_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (OSError, msgspec.MsgspecError) as error:
-        raise FileError(f"{index} cannot be read ({error}); fetch the model again") from error
+        raise FileError(f"{index} cannot be read ({error}); download the model again") from error
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(places.values())):
+    for shard in sorted(set(shard_of.values())):
         if Path(shard).name != shard:
-            raise FileError(f"{index} names the shard {shard!r}, which is not a file of its folder; fetch it again")
+            raise FileError(f"{index} names the shard {shard!r}, which is not a file of its folder; download it again")
         tensors |= read_tensors(path / shard)
-    missing = [name for name in places if name not in tensors]
+    missing = [name for name in shard_of if name not in tensors]
     if missing:
-        raise FileError(f"{index} names {len(missing)} tensors that its shards lack ({missing[0]}); fetch it again")
+        raise FileError(f"{index} names {len(missing)} tensors that its shards lack ({missing[0]}); download it again")
     return tensors
 
 
 def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors [...] by the names and in the forms of the .pth files, whichever of the layouts they come in."""
+    """Return the tensors [...] under the names and in the shapes of .pth files, from any layout."""
     if any(name.startswith(f"{_PREFIX}blocks.") for name in tensors):
         return {_OUTSIDE.get(name, name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
     if not any(_LAYER.match(name) and ".attn.w_lora." in name for name in tensors):
@@ -73,7 +76,7 @@ def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def native_module(name: str) -> str:
-    """The name of an adapter's tensor with its module called as in the .pth files."""
+    """Replace the module in an adapter's tensor name by its name in .pth files."""
 
     def module(found: re.Match[str]) -> str:
         part, _, last = found[2].partition(".")
@@ -83,7 +86,7 @@ def native_module(name: str) -> str:
 
 
 def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of flash-linear-attention's as those of .pth files; an unknown one keeps its name, to be refused."""
+    """Convert a tensor of flash-linear-attention. Unknown names stay, to be refused later."""
     layer = _LAYER.match(name)
     if layer is None:
         yield _OUTSIDE.get(name, name), tensor

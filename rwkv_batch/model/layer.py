@@ -1,4 +1,4 @@
-"""The tensors of one layer, as kernels want them: RWKV-7's, and what layers of all versions have."""
+"""The tensors of one layer: RWKV-7's, and those that all versions have."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from rwkv_batch.model.linear import Linear
 
 HEAD_SIZE = 64
-"""Channels of a head: RWKV-7 knows no other size."""
+"""Channels of a head; RWKV-7 has no other size."""
 MIX_ORDER = "rwkvag"
-"""The time mix's inputs in the order in which a layer keeps their token-shift weights."""
+"""Order of the time mix's inputs in a layer's token-shift weights."""
 
 
 @dataclass(slots=True)
@@ -25,25 +25,25 @@ class Norm:
 
 @dataclass(slots=True)
 class Prologue:
-    """What a half layer of RWKV-7 begins with."""
+    """The operations at the start of a half layer of RWKV-7."""
 
     norm: Norm
     mix: Tensor
     """[M, C]: token-shift weights of the mixed inputs"""
     consumer: Linear
-    """the map of the first mixed input"""
+    """the linear map of the first mixed input"""
 
 
 @dataclass(slots=True)
 class LayerBase:
-    """What a layer of any version has."""
+    """The tensors that a layer of any version has."""
 
     ln1: Norm
     ln2: Norm
 
     @property
     def has_uniform_layout(self) -> bool:
-        """Whether the layers behind it have tensors of the same forms."""
+        """Whether the later layers' tensors have the same shapes."""
         return True
 
 
@@ -59,10 +59,10 @@ class ValueResidual:
 
 @dataclass(slots=True)
 class Layer(LayerBase):
-    """One layer of RWKV-7. Vectors are fp32, linear maps in the weights' type; C width, H heads, D a low rank."""
+    """One layer of RWKV-7. Vectors are fp32, matrices in the weights' dtype. C: width, H: heads, D: a low rank."""
 
     att_mix: Tensor
-    """[6, C]: token-shift weights, in MIX_ORDER"""
+    """[6, C]: token-shift weights in MIX_ORDER"""
     receptance: Linear
     key: Linear
     value: Linear
@@ -95,22 +95,20 @@ class Layer(LayerBase):
 
     @property
     def has_uniform_layout(self) -> bool:
-        """Layer 0 has no value residual."""
+        """Whether there is a value residual, which layer 0 lacks."""
         return self.v_residual is not None
 
     @property
     def time_mix_prologue(self) -> Prologue:
-        """Of the time mix."""
         return Prologue(self.ln1, self.att_mix, self.receptance)
 
     @property
     def channel_mix_prologue(self) -> Prologue:
-        """Of the channel mix."""
         return Prologue(self.ln2, self.ffn_mix, self.ffn_key)
 
 
 def linears_of(layer: LayerBase) -> list[Linear]:
-    """All of a layer's linear maps."""
+    """Return all of a layer's linear maps."""
     return list(_linears_in(layer))
 
 
@@ -127,7 +125,7 @@ def _linears_in(value: object) -> Iterator[Linear]:
 
 @dataclass(slots=True)
 class Projections:
-    """Outputs of the time mix's entrance maps, [T, C] each; low-rank ones before their bias."""
+    """Outputs of the time mix's input projections, [T, C] each; low-rank ones without bias."""
 
     r: Tensor
     w: Tensor
@@ -135,6 +133,6 @@ class Projections:
     v: Tensor
     a: Tensor
     g: Tensor
-    """the gate, complete"""
+    """the complete gate"""
     v_gate: Tensor | None
     """None in layer 0"""

@@ -1,4 +1,4 @@
-"""From an opened weight file to the layers of one stage on one device, in one dtype."""
+"""Loads the layers of one stage from an opened weight file to one device."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ PROGRESS_FROM_BYTES = 256 << 20
 FOLD_ROWS = 8192
 NORM_EPS = 1e-5
 HOPPER = 9
-"""Compute capability, whose kernels want ffn.value in one order of fp8 and in both of int8."""
+"""Compute capability whose kernels need ffn.value in one order of fp8 and in both orders of int8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Where a stage's tensors live and in which types."""
+    """Device and dtypes of a stage's tensors."""
 
     device: torch.device
     weights: torch.dtype
     """of the matrices"""
     activations: torch.dtype
-    """of the residual stream and of what kernels pass on"""
+    """of the residual stream and between kernels"""
     wkv_state: StateFormat
     storage: Format | None = None
-    """of the large matrices, where they are kept in small codes"""
+    """format of the large matrices if they are quantised"""
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a number of a large matrix, with its share of scales and of what is kept twice."""
+        """Return the bytes per number of a large matrix, including scales and second copies."""
         if self.storage is None:
             return self.weights.itemsize
         if self.device.type != "cuda":
             return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05}[self.storage]
-        of_fp8 = 1.1 if torch.cuda.get_device_capability(self.device)[0] == HOPPER else 1.4
-        return {Format.FP8: of_fp8, Format.INT8: 1.05, Format.INT4: 0.6}[self.storage]
+        fp8_bytes = 1.1 if torch.cuda.get_device_capability(self.device)[0] == HOPPER else 1.4
+        return {Format.FP8: fp8_bytes, Format.INT8: 1.05, Format.INT4: 0.6}[self.storage]
 
     @property
     def weights_name(self) -> str:
-        """What the matrices are kept in, for people: "float16", "fp8"."""
+        """Return the display name of the matrices' format: "float16", "fp8"."""
         return str(self.weights).removeprefix("torch.") if self.storage is None else self.storage.value
 
 
 @dataclass(slots=True)
 class Embedding:
-    """The token table [V, C]: as stored with the first LayerNorm still to be applied, or with it folded in."""
+    """The token table [V, C], and the first LayerNorm unless it is folded in."""
 
     table: Tensor
     ln0: Norm | None
     """None: already applied to the table"""
 
     def fold(self, dtype: torch.dtype) -> Embedding:
-        """Apply the norm to the whole table once, on the norm's device, so that embedding a token is one read."""
+        """Apply the norm to the whole table, on the norm's device, so that embedding a token is one read."""
         if self.ln0 is None:
             return self
         device = self.ln0.weight.device
@@ -92,11 +92,11 @@ class Head:
 
 MakeLinear = Callable[[Tensor], Linear]
 MakeQuantised = Callable[[str, Quantised], Linear]
-"""Name of a tensor and its codes -> the map."""
+"""Name of a tensor and its quantised weight -> the linear map."""
 
 
 def plain_quantised(name: str, stored: Quantised) -> Linear:
-    """For backends without kernels of their own for small codes."""
+    """Return a QuantLinear, for backends without kernels for quantised weights."""
     return QuantLinear(stored)
 
 
@@ -104,9 +104,9 @@ L = TypeVar("L", bound=LayerBase)
 
 
 class LayerLoader:
-    """Takes tensors out of a weight file for one stage.
+    """Loads tensors of a weight file for one stage.
 
-    With `moves_matrices` off they stay where the file's tensors are, for a backend that puts them in places of its own.
+    Without `moves_matrices`, matrices stay where the file's tensors are, for a backend that places them itself.
     """
 
     def __init__(
@@ -127,29 +127,27 @@ class LayerLoader:
         self._store = None if storage is None else QuantStore(weights.path, weights.fingerprint, storage)
 
     def on_host(self) -> LayerLoader:
-        """The same, with `moves_matrices` off."""
-        apart = copy.copy(self)
-        apart._moves_matrices = False
-        return apart
+        """Return a copy without `moves_matrices`."""
+        host_loader = copy.copy(self)
+        host_loader._moves_matrices = False
+        return host_loader
 
     def embedding(self) -> Embedding:
-        """The table stays as it is stored and where (memory-mapped on a CPU)."""
+        """Return the table as stored, memory-mapped."""
         return Embedding(self._tensor("emb.weight"), self.norm("blocks.0.ln0"))
 
     def head(self) -> Head:
-        """Norm and logits map."""
         return Head(self.norm("ln_out"), self.linear("head.weight"))
 
     def has(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
         return name in self._names
 
     def older_layer(self, i: int) -> OlderLayer:
-        """Layer i of RWKV-4, 5 or 6."""
+        """Load layer i of RWKV-4, 5 or 6."""
         return make_layer(self, self._shape, i)
 
     def layer(self, i: int) -> Layer:
-        """Layer i of RWKV-7."""
+        """Load layer i of RWKV-7."""
         att, ffn = f"blocks.{i}.att", f"blocks.{i}.ffn"
         residual = None
         if i > 0:
@@ -178,22 +176,22 @@ class LayerLoader:
         )
 
     def vector(self, name: str) -> Tensor:
-        """A vector [C], fp32."""
+        """Load a vector [C] as fp32."""
         return self._tensor(name).reshape(-1).to(self._precision.device, torch.float32)
 
     def norm(self, name: str) -> Norm:
-        """Scale and shift [C] of a normalisation."""
+        """Load scale and shift [C] of a normalisation."""
         return Norm(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"))
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """Several matrices kept as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        """Load matrices stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
         stored = self._tensor(name)
         maps = [self._plain_linear(one, transpose) for one in stored]
         release(stored)
         return maps
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """A matrix [out, in], or [in, out] with `transpose`; in small codes where the stage has them for that name."""
+        """Load a matrix [out, in], or [in, out] with `transpose`. Quantised if the stage's format covers it."""
         storage = self._precision.storage
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:
@@ -211,8 +209,8 @@ class LayerLoader:
         return self._make_linear(weight.T if transpose else weight)
 
     def _quantised(self, name: str, format_: Format) -> Quantised:
-        """The codes of a matrix: from an earlier start, or made where they will be."""
-        assert self._store is not None, "only a stage with small weights asks"
+        """Return a quantised matrix: from the disk, or quantised on its device and saved."""
+        assert self._store is not None, "only stages with a storage format quantise"
         stored = self._tensor(name)
         found = self._store.load(name, tuple(stored.shape), format_)
         if found is not None:
@@ -223,16 +221,16 @@ class LayerLoader:
         return codes
 
     def _low_rank(self, name: str) -> Linear:
-        """Stored [in, out] for x @ w; a Linear wants [out, in]."""
+        """Load a matrix that is stored as [in, out] for x @ w."""
         return self.linear(name, transpose=True)
 
 
 def load_layers(make: Callable[[int], L], weights: Weights, first: int, last: int) -> Iterator[L]:
-    """Layers first .. last-1, with a progress bar when the file is large enough to make one wait."""
+    """Load layers first .. last-1, with a progress bar for large files."""
     return (make(i) for i in _progress(range(first, last), weights))
 
 
 def _progress(numbers: range, weights: Weights) -> Iterator[int]:
-    wanted = weights.num_bytes >= PROGRESS_FROM_BYTES
-    bar = tqdm(numbers, desc=f"loading {weights.path.name}", unit="layer", file=sys.stderr, disable=not wanted)
+    is_large = weights.num_bytes >= PROGRESS_FROM_BYTES
+    bar = tqdm(numbers, desc=f"loading {weights.path.name}", unit="layer", file=sys.stderr, disable=not is_large)
     yield from bar

@@ -1,4 +1,4 @@
-"""A pair of low-rank matrices beside a weight of a layer: W x + B (A x), for the rows whose adapter has it."""
+"""Low-rank pairs that an adapter adds to a layer's weights: W x + B (A x)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 MAX_RANK = 128
-"""Of a pair that is served beside others."""
+"""Largest rank of a per-row pair."""
 
 
 class Target(enum.IntEnum):
-    """The weights of a layer that an adapter may stand beside."""
+    """The weights of a layer that an adapter may extend."""
 
     RECEPTANCE = 0
     KEY = 1
@@ -26,66 +26,65 @@ class Target(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is added beside a weight [out, in]: b (a x)."""
+    """Adds b (a x) to the output of a weight [out, in]."""
 
     a: Tensor
     """[rank, in] fp32"""
     b: Tensor
-    """[out, rank] fp32, its scale with it"""
+    """[out, rank] fp32, including the scale"""
 
     @property
     def rank(self) -> int:
-        """Of both."""
         return len(self.a)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Pair:
-        """The same there, contiguous."""
+        """Return a contiguous copy on a device."""
         return Pair(self.a.to(device, dtype).contiguous(), self.b.to(device, dtype).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in one channel mix (MoLE): for each token a few of them, each with pairs of its own.
+    """A mixture of experts in one channel mix (MoLE). Each token uses a few experts, with pairs of their own.
 
-    Scores are 0 for the first expert and router @ x for the others; those of the `active` highest, through a softmax,
-    weigh what these experts' channel mixes make of x.
+    The score of the first expert is 0, those of the others are router @ x. A softmax over the `active` highest scores
+    gives the weights of these experts' channel mixes.
     """
 
     router: Tensor
     """[experts - 1, C] fp32"""
     pairs: tuple[Mapping[Target, Pair], ...]
-    """of each expert, beside FFN_KEY and FFN_VALUE"""
+    """of each expert, for FFN_KEY and FFN_VALUE"""
     active: int
-    """how many are mixed for a token"""
+    """experts per token"""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Experts:
-        """The same there, contiguous."""
+        """Return a contiguous copy on a device."""
         pairs = tuple({target: pair.to(device, dtype) for target, pair in one.items()} for one in self.pairs)
         return Experts(self.router.to(device, dtype).contiguous(), pairs, self.active)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPairs:
-    """What an adapter has in one layer."""
+    """The pairs of an adapter in one layer."""
 
     pairs: Mapping[Target, Pair] = field(default_factory=dict)
-    """weights that are left as they are have none"""
+    """only for the weights that change"""
     experts: Experts | None = None
-    """beside FFN_KEY and FFN_VALUE, which have no pairs then"""
+    """for FFN_KEY and FFN_VALUE, which then have no entry in `pairs`"""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LayerPairs:
-        """The same there, contiguous."""
+        """Return a contiguous copy on a device."""
         experts = None if self.experts is None else self.experts.to(device, dtype)
         return LayerPairs({target: pair.to(device, dtype) for target, pair in self.pairs.items()}, experts)
 
     @property
     def all_pairs(self) -> list[Pair]:
-        """Those of experts among them."""
+        """All pairs, including those of experts."""
         own = [] if self.experts is None else [pair for one in self.experts.pairs for pair in one.values()]
         return [*self.pairs.values(), *own]
 
 
 def padded(pair: Pair, step: int) -> tuple[Tensor, Tensor]:
-    """(a [rank', in], b [out, rank']) fp32 with zeros up to a rank' that is a multiple of `step`."""
+    """Return (a [rank', in], b [out, rank']) fp32 with zeros up to a multiple rank' of `step`."""
     more = -pair.rank % step
     return torch.nn.functional.pad(pair.a, (0, 0, 0, more)), torch.nn.functional.pad(pair.b, (0, more))

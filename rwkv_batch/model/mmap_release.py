@@ -1,4 +1,4 @@
-"""Gives the pages of a memory-mapped weight file back once its numbers have been copied elsewhere."""
+"""Releases pages of a memory-mapped weight file after a tensor was copied."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 MADV_DONTNEED = 4
 MIN_RELEASE_BYTES = 64 << 10
-"""Less is left alone: a model has few that are as small."""
+"""Smaller tensors are not released; a model has few of them."""
 _FLAGS_BYTES = 8
-"""Of each page in /proc/self/pagemap, see Documentation/admin-guide/mm/pagemap.rst of Linux."""
+"""Bytes per page in /proc/self/pagemap, see Linux's Documentation/admin-guide/mm/pagemap.rst."""
 _ANONYMOUS_PAGE = bytes(byte for byte in range(256) if not byte & 0x20)
-"""Last bytes of flags without bit 61: the page is none of a file's, or not there."""
+"""Last bytes of page flags without bit 61: not a page of a file, or absent."""
 _PIECE_BYTES = 1 << 16
 
 
 def release(tensor: Tensor) -> None:
-    """Drop the whole pages of a tensor [...] from this process's memory, if they map a file; they stay readable.
+    """Drop a tensor's whole pages [...] from this process's memory if they map a file.
 
-    The file's tensors are never written to, so nothing is lost. Does nothing outside Linux.
+    They stay readable from the file, which is never written to. Does nothing outside Linux.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return
@@ -34,9 +34,9 @@ def release(tensor: Tensor) -> None:
 
 
 def _is_file_mapping(first: int, last: int) -> bool:
-    """Whether pages at these addresses, which are one mapping, are a file's; other memory would lose what it holds.
+    """Return whether these addresses, one mapping, are a file's. Other memory would lose its content.
 
-    The pages' own flags are asked for: to list all mappings takes the kernel longer than to load a small tensor.
+    Reads the pages' flags: listing all mappings takes longer than loading a small tensor.
     """
     begin, end = (address // mmap.PAGESIZE * _FLAGS_BYTES for address in (first, last))
     try:
@@ -46,7 +46,7 @@ def _is_file_mapping(first: int, last: int) -> bool:
                 if piece[_FLAGS_BYTES - 1 :: _FLAGS_BYTES].translate(None, _ANONYMOUS_PAGE):
                     return True
                 begin += len(piece)
-    except OSError:  # a system that does not tell keeps them
+    except OSError:  # without flags, pages are kept
         pass
     return False
 

@@ -1,21 +1,19 @@
-"""What a kernel backend provides: the kernel contract. `kernels/naive.py` computes the same in plain torch and is what
-every backend is tested against.
+"""The interface of a kernel backend. `kernels/naive.py` is its definition in plain torch.
 
-Letters: T tokens of the step in all, B rows, R tokens after which logits are wanted, C width of the model, H = C / 64
-heads, N = num_slots. A *row* is a sequence's part of the step, one or more tokens that follow each other; `StepInputs`
-says which tokens are a row's, which slot holds the state before them and which one gets the state after them.
+Letters: T tokens of the step, B rows, R tokens with logits, C width, H = C / 64 heads, N = num_slots. A row is a
+sequence's part of the step: one or more consecutive tokens. `StepInputs` has the tokens of each row and its slots.
 
-What holds for every operation:
+For every operation:
 
-* All tensors of a call are on one device. Activations (x, delta, mixed, projections) are of one type, which the
-  backend chooses: fp32 for `naive` and `cpu`, fp16 for `cuda`. Sums and normalisations are taken in fp32 in each.
-* A row's result depends on its own tokens and state alone, bit for bit where the backend can say so (`cpu` can; on
-  `cuda` the number of tokens chooses the matrix kernels).
-* States are read from `inputs.read_slots` and written to `inputs.write_slots`, no others; the two may be equal.
-  Slot 0 is never written; what the dummy slot 1 holds is meaningless.
-* A row without an adapter has the same bits whatever adapters the others have.
-* Nothing waits for the device, and where the device has graphs nothing allocates outside of torch's allocator.
-* Raises ValueError for tensors of a shape, type or stride that it cannot take; it copies none into form silently.
+* All tensors of a call are on one device. The backend chooses the dtype of activations (x, delta, mixed, projections):
+  fp32 for `naive` and `cpu`, fp16 for `cuda`. Sums and normalisations are in fp32.
+* A row's result depends on its own tokens and state only. `cpu` guarantees this bit for bit. On `cuda`, the number of
+  tokens selects the matrix kernels.
+* States are read from `inputs.read_slots` and written to `inputs.write_slots` only. A row's two slots may be equal.
+  Slot 0 is never written. The content of the dummy slot 1 is meaningless.
+* The bits of a row without an adapter do not depend on other rows' adapters.
+* Nothing waits for the device. On a device with graphs, all allocations use torch's allocator.
+* Raises ValueError for an unsupported shape, dtype or stride. Never copies a tensor into another layout silently.
 """
 
 from __future__ import annotations
@@ -32,94 +30,101 @@ from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 Mixed = Any
-"""Inputs of maps: [M, T, C] or [T, C], or a backend's own form of them, which only its own maps read."""
+"""Inputs of linear maps: [M, T, C] or [T, C], or a format that only the backend's own maps read."""
 Delta = Any
-"""What a half layer adds to the residual stream: [T, C], or a backend's own form of it, which only its own `shift_mix`
-and `add` read."""
+"""Output of a half layer: [T, C], or a format that only the backend's `shift_mix` and `add` read."""
 
 
 class Ops(Protocol):
-    """The fused pieces a layer is made of, in the order in which `rwkv7.forward_layers` calls them."""
+    """The fused operations of a layer, in the order of `rwkv7.forward_layers`."""
 
     name: str
-    """As `--kernels` and /status have it."""
+    """Name in `--kernels` and /status."""
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Why this backend cannot serve this device; None if it can."""
+        """Return why this backend cannot run on the device; None if it can."""
         ...
 
     def shift_mix(
         self, x: Tensor, delta: Delta | None, prologue: Prologue, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Mixed]:
-        """Residual add, LayerNorm, token shift and the mixes at the entrance of a half layer.
+        """Compute the start of a half layer: residual add, LayerNorm, token shift, mixes.
 
-        x [T, C]: the residual stream; not changed. delta [T, C] or None: what the half layer before adds to it.
-        entrance: a norm of weight and bias [C] fp32, eps 1e-5; mix [M, C], M = 6 for the time mix, 1 for the channel
-        mix, fp32 in the order MIX_ORDER, or what `prepare_layer` made of it; a reader, into whose form the mixed inputs
-        may be brought. shift [N, C] of the activations' type, strided over slots: the last normalised token of each
-        sequence; updated.
+            x_out    = x + delta
+            h        = LayerNorm(x_out)              eps 1e-5
+            mixed[m] = h + (h_prev - h) * mix[m]     h_prev: h of the previous token, from the slot for a row's first
 
-        With h = LayerNorm(x + delta) and h' the token before (the slot's for a row's first): returns x + delta [T, C]
-        and mixed [M, T, C] = h + (h' - h) * mix, both of the type of x, or mixed as this backend's own maps take it.
+        x         [T, C]  the residual stream, unchanged
+        delta     [T, C]  output of the previous half layer, or None
+        prologue  norm    [C] fp32
+                  mix     [M, C] fp32 in MIX_ORDER, or as `prepare_layer` made it; M = 6 (time mix) or 1 (channel mix)
+                  consumer  the map whose input format `mixed` may take
+        shift     [N, C]  dtype of the activations, strided over slots; last h of each sequence; updated
+
+        Returns x_out [T, C] and mixed [M, T, C] in the dtype of x, or `mixed` in the backend's format.
         """
         ...
 
     def project(self, layer: Layer, mixed: Mixed, adapters: LayerAdapters | None = None) -> Projections:
-        """All linear maps at the entrance of the time mix, with the activations between them.
+        """Compute all input projections of the time mix, with their activations.
 
-        mixed [6, T, C] as `shift_mix` returns it. Returns r, w, k, v, a, g [T, C] and v_gate [T, C] (None in layer 0),
-        each of the type of mixed: w = w2 tanh(w1 x), a = a2 a1 x, g = g2 sigmoid(g1 x), v_gate = v2 v1 x; w, a and
-        v_gate without their biases. `adapters` add to r, k and v.
+            w = w2 tanh(w1 x)      a = a2 a1 x      g = g2 sigmoid(g1 x)      v_gate = v2 v1 x
+
+        mixed [6, T, C] as `shift_mix` returns it. Returns r, w, k, v, a, g [T, C] and v_gate [T, C] (None in layer 0)
+        in the dtype of mixed; w, a and v_gate without bias. `adapters` add to r, k and v.
         """
         ...
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Mixed, Tensor]:
-        """The WKV recurrence with all that is done to its inputs and its outputs.
+        """Compute the WKV recurrence with the preparation of its inputs and outputs.
 
-        p: [T, C] each. v_first [T, C]: the values of layer 0, None in layer 0 itself. wkv [N, H, 64 (value), 64 (key)]
-        fp32 or fp16, or [N, H, 4224] uint8, which is int8 (state_format.py), strided over slots; updated; the arithmetic
-        is fp32 in each. Returns y [T, C] in the type of p, or as the
-        output map takes it, which is still to be applied, and v_first [T, C].
+            S <- S diag(decay) + (S (-kk)) (kk * a)^T + v k^T        y = S r        for each token
 
-        S <- S diag(decay) + (S (-kk)) (kk * a)^T + v k^T and y = S r for each token, with the decays, kk, k, v, the
-        group norm (eps 64e-5), the bonus and the gate as `naive.NaiveOps.time_mix` has them.
+        Decay, kk, group norm (eps 64e-5), bonus and gate: see `naive.NaiveOps.time_mix`. The arithmetic is fp32.
+
+        p        [T, C] each
+        v_first  [T, C]  values of layer 0; None in layer 0
+        wkv      [N, H, 64 (value), 64 (key)] fp32 or fp16, or [N, H, 4224] uint8 for int8 (state_format.py);
+                 strided over slots; updated
+
+        Returns y [T, C] before the output map, in the dtype of p or in that map's format, and v_first [T, C].
         """
         ...
 
     def output(self, layer: Layer, y: Mixed) -> Delta:
-        """The output map of `time_mix`'s y -> [T, C], or another form if no row of the step has an adapter."""
+        """Apply the output map to `time_mix`'s y -> [T, C]; another format only without adapters."""
         ...
 
     def channel_mix(self, layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Delta:
-        """F_v relu(F_k x)^2 for x [T, C], or as `shift_mix` has made it, -> [T, C]; `adapters` add to both maps.
+        """Return F_v relu(F_k x)^2 for x [T, C] or in the format of `shift_mix` -> [T, C].
 
-        In another form only without `adapters`.
+        `adapters` add to both maps. Another output format is possible only without `adapters`.
         """
         ...
 
     def add(self, x: Tensor, delta: Delta) -> Tensor:
-        """x + delta [T, C], as `shift_mix` has it."""
+        """Return x + delta [T, C], as in `shift_mix`."""
         ...
 
 
 @runtime_checkable
 class PreparesLayers(Protocol):
-    """A backend that wants a layer's tensors in a form of its own."""
+    """A backend with its own layout of a layer's tensors."""
 
     def prepare_layer(self, layer: Layer) -> Layer:
-        """Called once per layer, at load. Raises ValueError for sizes or types that it cannot take."""
+        """Convert a layer, once, at load. Raises ValueError for unsupported sizes or dtypes."""
         ...
 
 
 @runtime_checkable
 class RunsLayers(Protocol):
-    """A backend that runs a stage's layers in one call instead of piece by piece."""
+    """A backend that can run a stage's layers in one call."""
 
     def can_run_layers(self, state: StateArena) -> bool:
-        """Whether it takes states of this type; else the layers are run piece by piece."""
+        """Return whether it supports this state format; else layers run operation by operation."""
         ...
 
     def run_layers(
@@ -131,29 +136,31 @@ class RunsLayers(Protocol):
         inputs: StepInputs,
         adapters: AdapterTable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both for the next stage.
+        """Run layers as `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both.
 
-        `adapters`: the stage's own, where `inputs` has rows with one. `state` is read and updated in place. Raises
-        ValueError for states that `can_run_layers` refuses, IndexError for rows that do not fit the slots, MemoryError.
+        adapters: the stage's own, used if `inputs` has rows with one
+
+        Updates `state` in place. Raises ValueError for states that `can_run_layers` refuses, IndexError for rows that
+        do not fit the slots, MemoryError.
         """
         ...
 
 
 @runtime_checkable
 class HoldsAdapters(Protocol):
-    """A backend that keeps adapters in a form of its own, and adds them by kernels; others take `AdapterTable`."""
+    """A backend with its own adapter layout and kernels; others use `AdapterTable`."""
 
     def make_adapter_table(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> AdapterTable:
-        """For layers first .. last-1, empty."""
+        """Return an empty table for layers first .. last-1."""
         ...
 
 
 @runtime_checkable
 class ReportsMissingKernels(Protocol):
-    """A backend that serves a device, but not with all of its kernels."""
+    """A backend that may lack some of its kernels on a device."""
 
     def missing_kernels(self, device: torch.device) -> dict[str, str]:
-        """Name of a kernel -> why it is done without; slower ways stand in."""
+        """Return name of a kernel -> why it is missing; slower code replaces it."""
         ...
 
 
@@ -162,5 +169,5 @@ class NormsRows(Protocol):
     """A backend with a kernel for the norm before the head."""
 
     def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm of rows [R] int64 of x [T, C] -> [R, C] in the type of x."""
+        """LayerNorm of rows [R] int64 of x [T, C] -> [R, C] in the dtype of x."""
         ...

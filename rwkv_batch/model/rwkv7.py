@@ -1,4 +1,4 @@
-"""The RWKV-7 forward: the one place where layers follow each other, for every device and backend."""
+"""The RWKV-7 forward over layers, for every device and backend."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 class Cuts(NamedTuple):
-    """Where a run of layers begins and ends: between two, or between a layer's time mix and its channel mix."""
+    """Whether a range of layers starts or ends between a layer's time mix and channel mix."""
 
     begins_within: bool = False
-    """of the first layer there is only the channel mix"""
+    """the first layer has only its channel mix here"""
     ends_within: bool = False
-    """of the last layer there is only the time mix"""
+    """the last layer has only its time mix here"""
 
 
 WHOLE = Cuts()
@@ -38,11 +38,13 @@ def forward_layers(
     first: int = 0,
     cuts: Cuts = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run layers of one stage over one ragged step: those from its layer `first` on.
+    """Run layers of one stage over one ragged step. Returns x and v_first for the next stage.
 
-    x [T, C] the residual stream, v_first [T, C] the first layer's values (None before layer 0);
-    `state` is read and updated in place; `adapters`: of the step's rows, None: none has one; `cuts` of the first and
-    the last of these layers. Returns both for the next stage.
+    x [T, C]: the residual stream; v_first [T, C]: the values of layer 0 (None before it)
+    state: updated in place
+    adapters: of the step's rows; None if no row has one
+    first: number of the first of `layers` in the stage
+    cuts: at the first and last of `layers`
     """
     delta: Delta | None = None
     last = first + len(layers) - 1
@@ -50,7 +52,7 @@ def forward_layers(
         added = None if adapters is None else adapters.for_layer(i)
         if i > first or not cuts.begins_within:
             x, mixed = ops.shift_mix(x, delta, layer.time_mix_prologue, state.att_shift(i), inputs)
-            # The projections have no name here: while the rest of the layer runs, nothing holds their memory.
+            # Pass the projections without a name, so that their memory is free while the rest of the layer runs.
             y, v_first = ops.time_mix(layer, ops.project(layer, mixed, added), v_first, state.layer_wkv(i), inputs)
             delta = ops.output(layer, y)
             if added is not None:

@@ -1,4 +1,4 @@
-"""Sizes of a model, of any version that is served."""
+"""Sizes of a model of any supported version."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ X070 = "RWKV-7"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes read from the tensors."""
+    """Sizes of a model, read from its tensors."""
 
     layers: int
     width: int
     vocab: int
     ffn: int
     decay_rank: int = 0
-    """of RWKV-7 and RWKV-6; 0: the version has no such map"""
+    """of RWKV-7 and RWKV-6; 0: no such map"""
     a_rank: int = 0
     v_rank: int = 0
     gate_rank: int = 0
@@ -31,19 +31,18 @@ class ModelShape:
 
     @property
     def heads(self) -> int:
-        """Heads of `head_size` channels."""
         return self.width // self.head_size
 
     @property
     def wkv(self) -> tuple[int, ...]:
-        """Sizes of a layer's recurrent state: [H, head (value), head (key)], of RWKV-4 [3, C]."""
+        """Sizes of a layer's recurrent state: [H, head (value), head (key)]; RWKV-4: [3, C]."""
         return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
 
     def slot_bytes(self, layers: int, form: StateFormat, shift_itemsize: int, first_wkv: int = 0) -> int:
-        """Bytes of the state of so many layers; `first_wkv`: see StateArena."""
+        """Return the bytes of the state of this many layers. first_wkv: see StateArena."""
         return (layers - first_wkv) * form.num_bytes(self.wkv) + layers * 2 * self.width * shift_itemsize
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return a one-line description."""
         heads = "" if self.version == "RWKV-4" else f" ({self.heads} heads)"
         return f"{self.version}, {self.layers} layers x {self.width}{heads}, vocabulary {self.vocab}"

@@ -1,4 +1,4 @@
-"""One ragged step as tensors: flat tokens of all rows, and where each row's state is read and written."""
+"""One ragged step as tensors: tokens of all rows, and the slots of their states."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from native.transfer import pinned
 
 @dataclass(slots=True)
 class AdapterTiles:
-    """A step's tokens sorted by adapter, 16 to a tile; on a device."""
+    """A step's tokens sorted by adapter, in tiles of 16; on a device."""
 
     tokens: Tensor
-    """[tiles, 16] int32: which tokens; -1: none"""
+    """[tiles, 16] int32: token indices; -1: none"""
     numbers: Tensor
-    """[tiles] int32: whose they are; 0: no adapter's, behind all others; -1: the tile is not there"""
+    """[tiles] int32: adapter number; 0: no adapter, after all others; -1: unused tile"""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Inputs of one forward over B rows with T tokens in all, on one device.
+    """Inputs of one forward over B rows with T tokens in total, on one device.
 
-    Row i owns tokens cu_seqlens[i] .. cu_seqlens[i+1]-1 (at least one). It reads the state in slot
-    read_slots[i] and leaves the state after its last token in write_slots[i]; the two may be equal.
-    No slot is written by two rows, and no row reads a slot that another row writes, except the dummy.
+    Row i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, at least one. It reads the state in read_slots[i] and writes
+    the state after its last token to write_slots[i]; the two may be equal. No slot is written by two rows, and no row
+    reads a slot that another row writes, except the dummy.
     """
 
     tokens: Tensor
@@ -38,20 +38,20 @@ class StepInputs:
     write_slots: Tensor
     """[B] int64"""
     logit_tokens: Tensor
-    """[R] int64: flat indices of the tokens after which logits are wanted, R <= B"""
+    """[R] int64: flat indices of the tokens with logits, R <= B"""
     max_seqlen: int
-    """Longest row; 1 means every row decodes (or reads a single token)."""
+    """Longest row; 1 means that every row has one token."""
     single_rows: int = 0
-    """The first so many rows read one token each, which a backend may use; 0: not told."""
+    """The first rows that have one token each, for backends that use it; 0: unknown."""
     token_rows: Tensor | None = None
-    """[T] int64: the row of each token; made on the device by a backend that needs it"""
+    """[T] int64: the row of each token; computed on the device by backends that need it"""
     adapters: Tensor | None = None
-    """[T] int64 on the CPU: number of each token's adapter, 0 for none; None: no row has one"""
+    """[T] int64 on the CPU: adapter number of each token, 0 for none; None: no row has one"""
     adapter_tiles: AdapterTiles | None = None
-    """the same where a graph finds it"""
+    """the same for graphs, on the device"""
 
     def to(self, device: torch.device) -> StepInputs:
-        """The same inputs on another device, copied without waiting for what that is doing."""
+        """Copy the inputs to another device without waiting for it."""
         return StepInputs(
             tokens=pinned(self.tokens, device).to(device, non_blocking=True),
             cu_seqlens=pinned(self.cu_seqlens, device).to(device, non_blocking=True),
@@ -64,8 +64,10 @@ class StepInputs:
         )
 
 
-def step_inputs(rows: list[list[int]], read_slots: list[int], write_slots: list[int], wanted: list[int]) -> StepInputs:
-    """Inputs on the CPU from the token ids of each row; `wanted`: rows after whose last token logits are wanted."""
+def step_inputs(
+    rows: list[list[int]], read_slots: list[int], write_slots: list[int], logit_rows: list[int]
+) -> StepInputs:
+    """Build inputs on the CPU from each row's token ids. logit_rows: rows with logits after their last token."""
     ends = [0]
     for row in rows:
         ends.append(ends[-1] + len(row))
@@ -74,6 +76,6 @@ def step_inputs(rows: list[list[int]], read_slots: list[int], write_slots: list[
         cu_seqlens=torch.tensor(ends, dtype=torch.int64),
         read_slots=torch.tensor(read_slots, dtype=torch.int64),
         write_slots=torch.tensor(write_slots, dtype=torch.int64),
-        logit_tokens=torch.tensor([ends[i + 1] - 1 for i in wanted], dtype=torch.int64),
+        logit_tokens=torch.tensor([ends[i + 1] - 1 for i in logit_rows], dtype=torch.int64),
         max_seqlen=max(len(row) for row in rows),
     )

@@ -1,4 +1,4 @@
-"""What the forwards of all versions have in common, in plain torch over ragged rows."""
+"""Operations that the forwards of all versions share, in plain torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm over the last axis, eps 1e-5: [..., C] of any float type -> [..., C] fp32."""
+    """LayerNorm over the last axis, eps 1e-5: [..., C] of any float dtype -> [..., C] fp32."""
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)
 
 
 def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
-    """The token before each of h [T, C] fp32: [T, C]. shift [num_slots, C] has that of each row's first; updated."""
+    """Return the token before each of h [T, C] fp32: [T, C].
+
+    shift [num_slots, C] has the one before each row's first token; updated.
+    """
     previous = torch.empty_like(h)
     previous[1:] = h[:-1]
     previous[inputs.cu_seqlens[:-1]] = shift[inputs.read_slots].float()
@@ -26,9 +29,9 @@ def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def longest_first(inputs: StepInputs) -> tuple[Tensor, Iterator[Tensor]]:
-    """The rows [B] int64 from the longest to the shortest, and for each position the tokens [n] there.
+    """Return the rows [B] int64 from longest to shortest, and per position the tokens [n] there.
 
-    The n tokens are of the first n rows of that order: those that are so long.
+    The n tokens belong to the first n rows in that order.
     """
     starts = inputs.cu_seqlens[:-1]
     lengths = inputs.cu_seqlens[1:] - starts

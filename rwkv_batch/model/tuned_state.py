@@ -1,6 +1,6 @@
-"""Tuned states: files with the WKV state that prompts are read from, brought into this engine's layout.
+"""Tuned states: reads initial WKV states from files, in this engine's layout.
 
-A wrong orientation does not fail, it answers worse: which one was taken, and why, is told with the state.
+A wrong orientation does not fail but gives worse answers. So the chosen orientation and its reason are reported.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class TunedTensor:
-    """A tuned state as it was read."""
+    """A tuned state from a file."""
 
     wkv: Tensor
     """[layers, H, 64 (value), 64 (key)] fp32"""
     orientation: str
-    """VALUE_KEY or KEY_VALUE: how the file had it"""
+    """VALUE_KEY or KEY_VALUE: orientation in the file"""
     reason: str
-    """why that was taken"""
+    """why this orientation was chosen"""
     digest: str
-    """of the numbers, as they are in `wkv`"""
+    """of the numbers in `wkv`"""
 
 
 def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> TunedTensor:
-    """The state [layers, H, 64, 64] in a file, for a model of this shape.
+    """Read the state [layers, H, 64, 64] in a file, for a model of this shape.
 
-    Raises FileError, naming the file and what is wrong with it.
+    Raises FileError with the file and the reason.
     """
     tensors = read_tensors(path, STATE_FILE)
     stored = _states(path, tensors, shape)
@@ -55,15 +55,15 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
         wkv = wkv.transpose(-1, -2)
     wkv = wkv.contiguous()
     if not wkv.isfinite().all():
-        raise FileError(f"state file {path} holds NaN or infinity; it is damaged, or its training failed")
+        raise FileError(f"state file {path} has NaN or infinity; it is damaged, or its training failed")
     if (largest := wkv.abs().max().item()) > MAX_VALUE:
-        raise FileError(f"state file {path} holds {largest:.3g}, {MAX_VALUE:.0f} is the most; its training failed")
+        raise FileError(f"state file {path} has {largest:.3g}, at most {MAX_VALUE:.0f} is valid; its training failed")
     digest = hashlib.blake2b(wkv.numpy().tobytes(), digest_size=8).hexdigest()
     return TunedTensor(wkv, taken, reason, digest)
 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:
-    """Keep a state [layers, H, 64, 64] as safetensors that `read_tuned_state` reads back as it is. Raises OSError."""
+    """Write a state [layers, H, 64, 64] as safetensors for `read_tuned_state`. Raises OSError."""
     from safetensors.torch import save_file
 
     tensors = {f"blocks.{i}.att.time_state": wkv.clone() for i, wkv in enumerate(state.wkv)}
@@ -71,31 +71,31 @@ def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) 
 
 
 def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> list[Tensor]:
-    """The layers' tensors in order, each [H, 64, 64] or [1, H, 64, 64]."""
+    """Return the layers' tensors in order, each [H, 64, 64] or [1, H, 64, 64]. Raises FileError."""
     if shape.version == "RWKV-4":
-        raise FileError(f"state file {path}: RWKV-4 takes no tuned states, its state has no matrices")
+        raise FileError(f"state file {path}: RWKV-4 has no tuned states, because its state has no matrices")
     found = {int(m.group(1)): tensor for name, tensor in tensors.items() if (m := _NAME.search(name))}
     others = [name for name in tensors if not _NAME.search(name)]
     if any(name.endswith("att.time_offset") for name in others):
-        raise FileError(f"state file {path} has 'att.time_offset' tensors of RWKV-6's, which are not served")
+        raise FileError(f"state file {path} has 'att.time_offset' tensors of RWKV-6, which are not supported")
     if not found:
         have = ", ".join(others[:_SHOWN]) or "nothing"
-        raise FileError(f"state file {path} has no 'blocks.N.att.time_state' (it has {have}); it is no tuned state")
+        raise FileError(f"state file {path} has no 'blocks.N.att.time_state' (it has {have}); it is not a tuned state")
     if others:
         raise FileError(
-            f"state file {path} has {len(others)} tensors that are no tuned state ({', '.join(others[:_SHOWN])}); "
-            "an adapter is given by --adapter"
+            f"state file {path} has {len(others)} tensors that are not a tuned state ({', '.join(others[:_SHOWN])}); "
+            "load an adapter with --adapter"
         )
     if sorted(found) != list(range(shape.layers)):
         raise FileError(
             f"state file {path} has {len(found)} layers (up to number {max(found)}), the model has {shape.layers}; "
             "it was tuned for another model"
         )
-    wanted = shape.wkv
+    expected = shape.wkv
     for i, tensor in found.items():
-        if tuple(tensor.shape) not in (wanted, (1, *wanted)):
+        if tuple(tensor.shape) not in (expected, (1, *expected)):
             raise FileError(
-                f"state file {path}: 'blocks.{i}.att.time_state' has shape {tuple(tensor.shape)}, expected {wanted}; "
+                f"state file {path}: 'blocks.{i}.att.time_state' has shape {tuple(tensor.shape)}, expected {expected}; "
                 "it was tuned for another model"
             )
         if tensor.dtype not in FLOATS:
@@ -103,13 +103,13 @@ def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> lis
     return [found[i] for i in range(shape.layers)]
 
 
-def _orientation(path: Path, stored: list[Tensor], asked: str) -> tuple[str, str]:
-    """How the file has its matrices, and why that is taken."""
-    if asked != AUTO:
-        return asked, "as asked for"
-    said = metadata_of(path).get(ORIENTATION)
-    if said in (VALUE_KEY, KEY_VALUE):
-        return said, "as the file says"
+def _orientation(path: Path, stored: list[Tensor], requested: str) -> tuple[str, str]:
+    """Return the orientation of the file's matrices, and the reason for this choice."""
+    if requested != AUTO:
+        return requested, "as requested"
+    declared = metadata_of(path).get(ORIENTATION)
+    if declared in (VALUE_KEY, KEY_VALUE):
+        return declared, "as the file says"
     if _is_pth(path):
         return VALUE_KEY, "a .pth as it was trained"
     if all(tensor.dtype is torch.float16 for tensor in stored):
@@ -118,6 +118,6 @@ def _orientation(path: Path, stored: list[Tensor], asked: str) -> tuple[str, str
 
 
 def _is_pth(path: Path) -> bool:
-    """Whether the file is in the format of torch.save."""
+    """Return whether the file is in the format of torch.save."""
     with path.open("rb") as file:
         return file.read(2) == b"PK"

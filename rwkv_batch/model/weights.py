@@ -1,4 +1,4 @@
-"""Weight files: opened memory-mapped, recognised by their tensors alone, refused with the reason.
+"""Opens weight files memory-mapped, recognises the model by its tensors, and checks them.
 
 Reads `.pth` (a dict of tensors, `weights_only`) and `.safetensors` with the same names.
 """
@@ -27,13 +27,13 @@ UNSUPPORTED_MODELS = (
     (re.compile(r"ffn\.s_emb"), "RWKV-7a (rwkv7a-*, keys 'ffn.s_emb*')"),
     (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
     (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')"),
-    (re.compile(r"^model\.layers\."), "a transformers model that is no RWKV-7 (keys 'model.layers.*')"),
+    (re.compile(r"^model\.layers\."), "a transformers model other than RWKV-7 (keys 'model.layers.*')"),
     (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
 PILE_VOCABULARY = 50277
 UNUSED_TENSORS = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
-"""Present in some files; the first layer has no value residual."""
+"""Present in some files, but the first layer has no value residual."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SAMPLE_WHOLE = 1 << 14
 SAMPLE_RUN = 32
@@ -41,47 +41,46 @@ SAMPLE_RUNS = 4
 
 
 class WeightsError(StartupError):
-    """A weight file cannot be served; the message says why and what would help."""
+    """A weight file cannot be used; the message has the reason and the remedy."""
 
 
 Change = Callable[[Tensor], Tensor]
-"""What becomes of a weight in fp32: [out, in] or [C] as it is stored, the same shape returned."""
+"""Changes a weight in fp32, [out, in] or [C] as stored, and keeps its shape."""
 
 
 @dataclass(slots=True)
 class Weights:
-    """An opened file: its tensors by name (memory-mapped), its shape, its fingerprint."""
+    """An opened weight file."""
 
     path: Path
     tensors: Mapping[str, Tensor]
-    """as the file has them"""
+    """by name, memory-mapped"""
     shape: ModelShape
     fingerprint: str
-    """of the tensors as they are computed with"""
+    """of the tensors with the adapters' changes"""
     changes: Mapping[str, Change] = field(default_factory=dict)
-    """of adapters, by name of the tensor"""
+    """of adapters, by tensor name"""
 
     def tensor(self, name: str) -> Tensor:
-        """A weight as it is computed with, [out, in] or [C]: the file's own, or fp32 if an adapter changes it."""
+        """Return a weight [out, in] or [C] with its change: as stored, or fp32 if an adapter changes it."""
         stored = self.tensors[name]
         change = self.changes.get(name)
         return stored if change is None else change(stored.float())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     @property
     def num_parameters(self) -> int:
-        """Parameters in all."""
         return sum(t.numel() for t in self.tensors.values())
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open and check a weight file, or a folder of Hugging Face's. Raises WeightsError, naming it and the remedy.
+    """Open and check a weight file or a Hugging Face folder.
 
-    Nothing but names, shapes, types and samples are read now; the tensors map the file and are not to be written to.
+    Reads only names, shapes, dtypes and samples. The tensors map the file; do not write to them. Raises WeightsError
+    with the file and the remedy.
     """
     path = Path(path)
     try:
@@ -92,26 +91,26 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
-    """Check tensors that came from `path`, [out, in] and [C] by the names of the files. Raises WeightsError."""
+    """Check tensors [out, in] and [C] that came from `path`, by their names. Raises WeightsError."""
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)
     fingerprint = _fingerprint(tensors)
     for tensor in tensors.values():
-        release(tensor)  # reading a sample maps many pages around it
+        release(tensor)  # reading a sample maps many pages
     return Weights(path, tensors, shape, fingerprint)
 
 
 def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
-    for pattern, what in UNSUPPORTED_MODELS:
-        met = [name for name in tensors if pattern.search(name)]
-        if met:
+    for pattern, description in UNSUPPORTED_MODELS:
+        found = [name for name in tensors if pattern.search(name)]
+        if found:
             raise WeightsError(
-                f"model file {path} is {what}, met in {', '.join(met[:3])}; RWKV-7 'x070' and RWKV-6, 5 and 4 "
-                "'World' weights are served"
+                f"model file {path} is {description}, found in {', '.join(found[:3])}; use RWKV-7 'x070' or "
+                "RWKV-6, 5 or 4 'World' weights"
             )
     version = older.version_of(tensors) or X070
-    marks = ("blocks.0.att.r_k", "blocks.0.att.w1") if version == X070 else ()
-    for name in ("emb.weight", *marks, "head.weight"):
+    required = ("blocks.0.att.r_k", "blocks.0.att.w1") if version == X070 else ()
+    for name in ("emb.weight", *required, "head.weight"):
         if name not in tensors:
             raise WeightsError(
                 f"model file {path} is not {version}: it has no {name!r} (it has {len(tensors)} tensors)"
@@ -125,11 +124,10 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
 
 
 def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
-    """RWKV-7's."""
     last = f"blocks.{layers - 1}.att"
 
     def size(name: str, axis: int) -> int:
-        """0 if there is no such size: the check of the shapes will say so."""
+        """Return a size; 0 if it is missing, which the check of shapes reports."""
         tensor = tensors.get(name)
         return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
@@ -146,30 +144,30 @@ def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
 
 
 def outside_layers(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of no layer, in all versions."""
+    """Return name -> shape of the tensors outside layers, for all versions."""
     norms = (f"{norm}.{part}" for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias"))
     table = (shape.vocab, shape.width)
     return {"emb.weight": table, "head.weight": table, **dict.fromkeys(norms, (shape.width,))}
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a model of RWKV-7 must have; vectors as [C] (files may store [1, 1, C])."""
+    """Return name -> shape of every tensor of an RWKV-7; vectors as [C] (files may have [1, 1, C])."""
     c, f = shape.width, shape.ffn
-    wanted = outside_layers(shape)
+    expected = outside_layers(shape)
     for i in range(shape.layers):
         block = f"blocks.{i}"
-        wanted |= {f"{block}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
-        wanted |= {f"{block}.att.{name}": (c,) for name in ATT_VECTORS}
-        wanted |= {f"{block}.att.{name}.weight": (c, c) for name in ("receptance", "key", "value", "output")}
-        wanted[f"{block}.att.r_k"] = (shape.heads, HEAD_SIZE)
+        expected |= {f"{block}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
+        expected |= {f"{block}.att.{name}": (c,) for name in ATT_VECTORS}
+        expected |= {f"{block}.att.{name}.weight": (c, c) for name in ("receptance", "key", "value", "output")}
+        expected[f"{block}.att.r_k"] = (shape.heads, HEAD_SIZE)
         ranks = {"w": shape.decay_rank, "a": shape.a_rank, "g": shape.gate_rank}
         if i > 0:
             ranks["v"] = shape.v_rank
-            wanted[f"{block}.att.v0"] = (c,)
+            expected[f"{block}.att.v0"] = (c,)
         for letter, rank in ranks.items():
-            wanted |= {f"{block}.att.{letter}1": (c, rank), f"{block}.att.{letter}2": (rank, c)}
-        wanted |= {f"{block}.ffn.x_k": (c,), f"{block}.ffn.key.weight": (f, c), f"{block}.ffn.value.weight": (c, f)}
-    return wanted
+            expected |= {f"{block}.att.{letter}1": (c, rank), f"{block}.att.{letter}2": (rank, c)}
+        expected |= {f"{block}.ffn.x_k": (c,), f"{block}.ffn.key.weight": (f, c), f"{block}.ffn.value.weight": (c, f)}
+    return expected
 
 
 def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
@@ -180,21 +178,20 @@ def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None
         )
     if shape.vocab == PILE_VOCABULARY:
         raise WeightsError(
-            f"model file {path} is a {shape.version} of the vocabulary of the Pile ({PILE_VOCABULARY} tokens); 'World' "
-            "weights are served"
+            f"model file {path} is a {shape.version} with the Pile vocabulary ({PILE_VOCABULARY} tokens); use "
+            "'World' weights"
         )
     if shape.version == X070:
         expected = expected_shapes(shape)
     else:
         expected = outside_layers(shape) | older.expected_shapes(shape, tensors)
-    for name, wanted in expected.items():
+    for name, size in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
             raise WeightsError(
-                f"model file {path} ({shape.version}) lacks the tensor {name!r} of shape {wanted}; the file is "
-                "incomplete"
+                f"model file {path} ({shape.version}) lacks the tensor {name!r} of shape {size}; the file is incomplete"
             )
-        _check_tensor(path, name, tensor, wanted)
+        _check_tensor(path, name, tensor, size)
     unknown = [name for name in tensors if name not in expected and name not in UNUSED_TENSORS]
     if unknown:
         raise WeightsError(
@@ -203,20 +200,18 @@ def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None
         )
 
 
-def _check_tensor(path: Path, name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+def _check_tensor(path: Path, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     squeezed = tuple(size for size in tensor.shape if size != 1) if tensor.dim() == 3 else tuple(tensor.shape)
-    if wanted not in (squeezed, tuple(tensor.shape)) or 0 in wanted:
-        raise WeightsError(f"model file {path}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {wanted}")
+    if expected not in (squeezed, tuple(tensor.shape)) or 0 in expected:
+        raise WeightsError(f"model file {path}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {expected}")
     if tensor.dtype not in FLOATS:
-        raise WeightsError(
-            f"model file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 weights are served"
-        )
+        raise WeightsError(f"model file {path}: tensor {name!r} is {tensor.dtype}; it must be bf16, fp16, fp32 or fp64")
     if not _sample(tensor).isfinite().all():
-        raise WeightsError(f"model file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")
+        raise WeightsError(f"model file {path}: tensor {name!r} has NaN or infinity; the file is damaged")
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A vector or small matrix as it is, of a large one a few runs of numbers (few pages of a mapped file); fp32."""
+    """Return a vector or small matrix, or a few runs of a large one, which touch few mapped pages; fp32."""
     flat = tensor.reshape(-1)
     if flat.numel() > SAMPLE_WHOLE:
         flat = torch.cat([flat[at : at + SAMPLE_RUN] for at in range(0, flat.numel(), flat.numel() // SAMPLE_RUNS)])
@@ -224,7 +219,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Hash of all names, shapes and types and of a sample of each tensor's numbers."""
+    """Return a hash of all names, shapes, dtypes and of a sample of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]

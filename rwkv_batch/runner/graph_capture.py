@@ -64,8 +64,7 @@ class StagedArrays:
     """Named arrays in one memory block per device, read by graphs. The host fills them once per step.
 
     The host buffers form a ring. With one device, a buffer is reused once the device has its copy. With several, once
-    the
-    last device has run the step, because all devices have their copies by then.
+    the last device has run the step, because all devices have their copies by then.
     """
 
     def __init__(

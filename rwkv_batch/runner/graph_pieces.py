@@ -87,10 +87,8 @@ class Pieces(Generic[Piece]):
         """Launch the pieces, each when the previous one begins. The inputs are already staged.
 
         `between` runs when a piece is on the device and none is queued behind it. Its launches run before the next
-        piece.
-        `ended` waits for the previous step. Returns a function that waits for this step. The last two pieces are still
-        to run
-        on return, so the host stays ahead of the device.
+        piece. `ended` waits for the previous step. Returns a function that waits for this step. The last two pieces are
+        still to run on return, so the host stays ahead of the device.
         """
         for piece in self._pieces[:-1]:
             before, ended = ended, self._launch(piece)

@@ -26,11 +26,9 @@ class LaunchGroups:
         """Split a step's rows into launches.
 
         Constrained rows come last, which keeps each group's logits contiguous. With graphs, prefill rows are launched
-        before
-        decode rows, or with them if `mixes` and a mixed graph fits. Rows whose constraint waits for earlier tokens
-        leave
-        their logits in the shared buffer, so their launch is the last. Rows with an adapter that no graph supports come
-        first.
+        before decode rows, or with them if `mixes` and a mixed graph fits. Rows whose constraint waits for earlier
+        tokens leave their logits in the shared buffer, so their launch is the last. Rows with an adapter that no graph
+        supports come first.
         """
         if rows and are_all_plain(rows):
             return [rows]

@@ -12,10 +12,9 @@ class Link:
     """A ring of buffers on the target, each received once or dropped.
 
     Values go directly from GPU to GPU if possible (`transport` is "peer"), else through pinned host memory. The
-    source's
-    stream waits only if a buffer from `depth` sends ago is still being read. A send uses no stream of the target: a
-    waiting stream would block others in its hardware queue. One thread uses a link. It works on the streams that were
-    current at construction.
+    source's stream waits only if a buffer from `depth` sends ago is still being read. A send uses no stream of the
+    target: a waiting stream would block others in its hardware queue. One thread uses a link. It works on the streams
+    that were current at construction.
     """
 
     def __init__(self, source: torch.device, target: torch.device, size: int, dtype: torch.dtype, depth: int) -> None:

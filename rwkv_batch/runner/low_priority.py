@@ -17,8 +17,7 @@ def set_compute_threads(count: int) -> None:
     """Set the number of compute threads of the calling thread.
 
     At its first call, torch creates another pool of that many threads, besides OpenMP's, for kernels not used here.
-    They
-    spin and slow the compute threads. So the first call sets 1.
+    They spin and slow the compute threads. So the first call sets 1.
     """
     torch.set_num_threads(1)
     torch.set_num_threads(count)

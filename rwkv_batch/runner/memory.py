@@ -8,7 +8,7 @@ import torch
 
 from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
-from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.errors import StartupError
 from rwkv_batch.runner.mixed_graphs import max_decode_rows, min_gathered_prefill_tokens
 from rwkv_batch.runner.pipeline import Pipeline

@@ -184,8 +184,7 @@ class ModelRunner:
         """Run every kind of step once, so that no request waits for a capture, a compile or an allocation.
 
         Prompts are read from the zero state into the dummy slot. The longest step with the most logits comes first, so
-        later
-        steps fit into its memory.
+        later steps fit into its memory.
         """
         started = time.perf_counter()
         for name in COMPILED_ON_FIRST_USE:

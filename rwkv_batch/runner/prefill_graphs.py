@@ -159,8 +159,7 @@ def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[
     """Return a step's arrays, padded for a graph that fits it.
 
     Padding rows share the padding tokens equally, at least one each: one long padding row would be slower than the
-    step's
-    own rows.
+    step's own rows.
     """
     rows, tokens = len(inputs.read_slots), len(inputs.tokens)
     missing = size.rows + 1 - rows

@@ -19,8 +19,7 @@ class HostTensors:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         """tensors: by part, in the arena's layout: "stage0.wkv" [layers, H, 64, 64] or as its format has it,
-        "stage0.shift"
-        [layers, 2, C]
+        "stage0.shift" [layers, 2, C]
         """
         self.tensors = tensors
 

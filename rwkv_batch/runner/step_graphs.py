@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, padded_sizes
 from rwkv_batch.runner.graph_capture import CaptureError
@@ -117,8 +117,7 @@ class StepGraphs:
         """Continue without graphs, once no device uses their memory.
 
         A failed capture has waited for its own device. Another device may still copy the previous step's inputs from
-        host
-        memory that is freed with the graphs.
+        host memory that is freed with the graphs.
         """
         logger.error("graphs are off, steps are launched kernel by kernel: %s", error)
         for graph_stage in self.graph_stages:

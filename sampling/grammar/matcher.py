@@ -88,7 +88,6 @@ class Matcher:
         """Return the tokens that must come next: each is the only one that its mask allows.
 
         The tokens are those that the tokenizer makes of the text. The last ones are omitted if a longer token might
-        extend
-        beyond the text.
+        extend beyond the text.
         """
         return self.state.compute_ff_tokens()[:MAX_JUMP_FORWARD]

@@ -40,8 +40,7 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
     """Restrict a schema and all schemas in it, in place.
 
     Limits beyond 2^53 are removed if not `strict`. Raises GrammarError with the place for such limits if `strict`, and
-    for
-    values that no answer can have.
+    for values that no answer can have.
     """
     if not isinstance(schema, dict):
         return

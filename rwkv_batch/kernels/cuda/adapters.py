@@ -14,7 +14,14 @@ from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda.library import AdapterArgs, cuda_pointer, library
-from rwkv_batch.model.adapter_table import NO_ADAPTER, AdaptedLinear, AdapterTable, LayerAdapters, StepAdapters, mixed
+from rwkv_batch.model.adapter_table import (
+    NO_ADAPTER,
+    AdaptedLinear,
+    AdapterTable,
+    LayerAdapters,
+    StepAdapters,
+    mix_expert_outputs,
+)
 from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Target, padded
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 
@@ -29,7 +36,7 @@ FEW_TOKENS = 1024
 EXTRA_TILES = 12
 """Tiles at once beyond those that tokens of one adapter fill."""
 NO_TOKEN = -1
-"""In the place of a token, and as the number of a tile that is not there."""
+"""In the slot of a token, and as the number of a tile that is not there."""
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
@@ -153,9 +160,9 @@ class CudaLayerAdapters:
         self._step, self._layer = step, layer
         self._routed = [(layers[layer], tokens) for layers, tokens in step.routed if layer in layers]
 
-    def add(self, *maps: AdaptedLinear) -> None:
-        """See LayerAdapters: x [T, in] and y [T, out] fp16, all maps of as many inputs."""
-        self._launch(maps, squares=False)
+    def add(self, *linears: AdaptedLinear) -> None:
+        """See LayerAdapters: x [T, in] and y [T, out] fp16, all linears of as many inputs."""
+        self._launch(linears, squared_relu=False)
 
     @property
     def has_experts(self) -> bool:
@@ -165,42 +172,42 @@ class CudaLayerAdapters:
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
         """See LayerAdapters: x, y [T, C], key, hidden [T, F] fp16; computed in fp32."""
         for experts, tokens in self._routed:
-            own, added = mixed(experts, x[tokens].float(), key[tokens].float())
+            own, added = mix_expert_outputs(experts, x[tokens].float(), key[tokens].float())
             hidden[tokens], y[tokens] = own.to(hidden.dtype), added.to(y.dtype)
 
     def sqrt_hidden(self, hidden: Tensor) -> None:
-        """Of what `mix_experts` has left in hidden [T, F], for a product that squares what it is given."""
+        """Of what `mix_experts` has left in hidden [T, F], for a product that squared_relu what it is given."""
         for _, tokens in self._routed:
             hidden[tokens] = hidden[tokens].sqrt()
 
     def finish_squares(self, one: AdaptedLinear) -> None:
-        """max(v + b (a x), 0)^2 in place of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE) of each output v.
+        """max(v + b (a x), 0)^2 in slot of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE) of each output v.
 
         Of rows without an adapter what RELU_SQUARED would have left, bit for bit.
         """
-        self._launch((one,), squares=True)
+        self._launch((one,), squared_relu=True)
 
-    def _launch(self, maps: tuple[AdaptedLinear, ...], squares: bool) -> None:
+    def _launch(self, linears: tuple[AdaptedLinear, ...], squared_relu: bool) -> None:
         tiles, table = self._step.tiles, self._step.table
-        count, inputs = len(tiles.numbers), maps[0].x.shape[1]
-        splits = -(-inputs // (SPLIT_INPUTS if len(maps[0].x) <= FEW_TOKENS else 4 * SPLIT_INPUTS))
-        partial = torch.empty(len(maps), splits, count, TILE, MAX_RANK, dtype=torch.float32, device=table.device)
+        count, inputs = len(tiles.numbers), linears[0].x.shape[1]
+        splits = -(-inputs // (SPLIT_INPUTS if len(linears[0].x) <= FEW_TOKENS else 4 * SPLIT_INPUTS))
+        partials = torch.empty(len(linears), splits, count, TILE, MAX_RANK, dtype=torch.float32, device=table.device)
         args = AdapterArgs(
             pairs=cuda_pointer(table.table, torch.int64),
             tokens=cuda_pointer(tiles.tokens, torch.int32),
             numbers=cuda_pointer(tiles.numbers, torch.int32),
-            partial=cuda_pointer(partial, torch.float32),
-            count=len(maps), tiles=count, layers=len(table.layers), layer=self._layer, targets=len(Target),
-            splits=splits, squares=squares, tiles_at_once=min(count, len(maps[0].x) // TILE + EXTRA_TILES),
+            partials=cuda_pointer(partials, torch.float32),
+            count=len(linears), tiles=count, layers=len(table.layers), layer=self._layer, targets=len(Target),
+            splits=splits, squared_relu=squared_relu, tiles_in_grid=min(count, len(linears[0].x) // TILE + EXTRA_TILES),
         )  # fmt: skip
-        for place, one in zip(args.maps, maps, strict=False):
+        for slot, one in zip(args.gemms, linears, strict=False):
             if one.x.shape[1] != inputs or len(one.x) != len(one.y):
                 raise ValueError(f"x {tuple(one.x.shape)} and y {tuple(one.y.shape)} do not fit {inputs} inputs")
-            place.x, place.y = cuda_pointer(one.x), cuda_pointer(one.y)
-            place.k, place.n, place.target = inputs, one.y.shape[1], one.target
+            slot.x, slot.y = cuda_pointer(one.x), cuda_pointer(one.y)
+            slot.k, slot.n, slot.target = inputs, one.y.shape[1], one.target
         library().call("rwkv_adapters", ctypes.byref(args))
 
 
 def has_adapters(inputs: StepInputs) -> bool:
-    """Whether a step's rows may have adapters, which read what maps are given."""
+    """Whether a step's rows may have adapters, which read what linears are given."""
     return inputs.adapters is not None or inputs.adapter_tiles is not None

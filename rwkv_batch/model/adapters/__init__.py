@@ -1,1 +1,1 @@
-"""Adapters: small files that change a model's weights. Read in every form, merged as the model is loaded."""
+"""Adapter files: readers, formulas, merging into weights, and pairs for single rows."""

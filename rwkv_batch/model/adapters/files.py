@@ -1,7 +1,7 @@
-"""Adapter files: which tensors belong to which weight of the model, and with what scale they act.
+"""Reads adapter files: the tensors of each weight, and their scale.
 
-RWKV-PEFT's and RWKV-Infer's form is a dict of `blocks.0.att.key.lora_A` and the like, with weights of the model's own
-names to replace; PEFT's is safetensors with an `adapter_config.json` beside them.
+RWKV-PEFT and RWKV-Infer store a dict of `blocks.0.att.key.lora_A` and the like, and whole tensors under the model's own
+names. PEFT stores safetensors next to an `adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _SHOWN = 3
 _PLAIN = re.compile(r"[\w.]+")
 MAX_SCALE = 1000
 _FAR = 1e300
-"""Stands for all that is farther from zero, which JSON's integers may be."""
+"""Larger integers of JSON are clamped to this."""
 _MAX_EXPRESSIONS = 16
-"""One may take 10 MB and a tenth of a second."""
+"""Largest number of regular expressions. One may take 10 MB and 0.1 s."""
 
 Alphas = tuple[tuple[str | SchemaValidator, float], ...]
-"""The end of a weight's name, or what it is matched with, and the alpha of those that match."""
+"""(end of a weight's name or a validator, alpha of the matching weights)"""
 
 
 @dataclass(slots=True)
 class ExpertParts:
-    """Of one layer's mixture of experts, as the file has them."""
+    """The tensors of one layer's mixture of experts, as the file has them."""
 
     router: Tensor | None = None
     """[experts - 1, C]"""
@@ -62,37 +62,37 @@ class ExpertParts:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as its file has it."""
+    """The content of an adapter file."""
 
     path: Path
     parts: Mapping[str, Mapping[str, Tensor]]
-    """Weight of the model, as the file calls it (without .weight) -> part ("lora_A", "bone", …; "" a whole tensor)"""
+    """Weight of the model by the file's name (without .weight) -> part ("lora_A", "bone", ...; "": a whole tensor)"""
     scale: float | None
-    """As given with the file; None: what the file says."""
+    """As given with the file; None: as the file says."""
     config: Mapping[str, Any]
-    """PEFT's; {}: none"""
+    """PEFT's configuration; {}: none"""
     digest: str
     """of all tensors, and of the scale"""
     experts: Mapping[int, ExpertParts] = field(default_factory=dict)
     """of a mixture of experts (MoLE), by layer"""
     active: int = 0
-    """experts that are mixed for a token; 0: the file does not say it"""
+    """experts per token; 0: not in the file"""
     alphas: Alphas = ()
-    """of single weights; as with PEFT the first that matches counts"""
+    """of single weights; the first match counts, as in PEFT"""
     modules: Mapping[str, str] = field(default_factory=dict)
-    """weight of the model -> what the file calls it, where that is another layout's name"""
+    """weight of the model -> its name in the file, if the file uses another layout"""
 
     def scale_of(self, target: str) -> float:
-        """By which a pair of low-rank matrices acts. Raises FileError if nothing says it."""
+        """Return the scale of a low-rank pair. Raises FileError if neither the request nor the file has one."""
         if self.scale is not None:
             return self.scale
         names = (self.modules.get(target, target), target)
-        own = (alpha for end, alpha in self.alphas if any(_ends(name, end) for name in names))
-        alpha = next(own, self.config.get("lora_alpha"))
+        matching = (alpha for end, alpha in self.alphas if any(_ends(name, end) for name in names))
+        alpha = next(matching, self.config.get("lora_alpha"))
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise FileError(
-                f"adapter file {self.path} does not say its scale (alpha / rank, or what it was used with); give it as "
-                "scale in a request, or behind the name on a command line, as FILE:2.0"
+                f"adapter file {self.path} has no scale (alpha / rank); give one: `scale` in a request, or FILE:2.0 "
+                "on a command line"
             )
         rank = self.parts[target]["lora_A"].shape[0]
         scale = max(-_FAR, min(alpha, _FAR)) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -100,7 +100,7 @@ class Adapter:
 
 
 def split_scale(entry: str) -> tuple[Path, float | None]:
-    """`FILE:2.0` as a path and a scale; None where there is none."""
+    """Split `FILE:2.0` into a path and a scale; None without a scale."""
     file, _, scale = entry.rpartition(":")
     try:
         return Path(file), float(scale)
@@ -110,12 +110,15 @@ def split_scale(entry: str) -> tuple[Path, float | None]:
 
 def _checked(path: Path, scale: float) -> float:
     if not abs(scale) <= MAX_SCALE:
-        raise FileError(f"adapter file {path}: its scale is {scale:g}, {MAX_SCALE} is the most; give another one")
+        raise FileError(f"adapter file {path}: the scale {scale:g} is larger than {MAX_SCALE}; give a smaller one")
     return scale
 
 
 def read_adapter(path: Path, scale: float | None = None) -> Adapter:
-    """The adapter in a file, or in a folder of PEFT's. Raises FileError, naming the file and what is wrong with it."""
+    """Read an adapter file, or a PEFT folder.
+
+    Raises FileError with the file and the reason.
+    """
     if scale is not None:
         _checked(path, scale)
     if path.is_dir():
@@ -133,7 +136,7 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
         native = native_module(name)
         found_name = _NAME.search(native)
         if found_name is None:
-            raise FileError(f"adapter file {path}: tensor {name!r} belongs to no weight of an RWKV-7 model")
+            raise FileError(f"adapter file {path}: tensor {name!r} does not belong to a weight of an RWKV-7 model")
         target = found_name["target"].removesuffix(".weight") if found_name["part"] else found_name["target"]
         parts.setdefault(target, {})[found_name["part"] or ""] = tensor
         if native != name:
@@ -147,79 +150,77 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
 
 
 def _active(path: Path, info: Tensor | None) -> int:
-    """Experts mixed for a token, as `moe_info` [experts, active] says; 0: it does not. Raises FileError."""
+    """Return the experts per token of `moe_info` [experts, active]; 0 without it. Raises FileError."""
     if info is None or info.numel() < 2:
         return 0
     active = info.flatten()[1].item()
     if active != int(active):
-        raise FileError(
-            f"adapter file {path}: {_MOE_INFO} says that {active} experts are active; a whole number is wanted"
-        )
+        raise FileError(f"adapter file {path}: {_MOE_INFO} has {active} active experts; it must be a whole number")
     return int(active)
 
 
 def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -> bool:
-    """Whether it is of a mixture of experts, in which it then has its place."""
+    """Add a tensor of a mixture of experts to `experts`. Returns False for other tensors."""
     if router := _ROUTER.search(name):
         experts.setdefault(int(router[1]), ExpertParts()).router = tensor
         return True
     found = _EXPERT.search(name)
     if found is None:
         return False
-    number = int(found["number"] if found["folder"] is None else found["folder"])  # the folder's, where there is one
+    number = int(found["number"] if found["folder"] is None else found["folder"])  # the folder's number has priority
     of_layer = experts.setdefault(int(found["layer"]), ExpertParts())
     of_layer.parts.setdefault((number, found["map"]), {})[found["part"]] = tensor
     return True
 
 
 def _check(path: Path, name: str, tensor: Tensor) -> None:
-    """Raises FileError for what no adapter of ours has."""
+    """Raises FileError for a tensor that no supported adapter has."""
     if name.endswith("att.time_state"):
-        raise FileError(f"adapter file {path} has a tuned state ({name!r}); give that by --state")
+        raise FileError(f"adapter file {path} has a tuned state ({name!r}); load it with --state")
     if tensor.dtype not in (FLOATS if name != _MOE_INFO else (*FLOATS, *_INTEGERS)):
-        raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 is wanted")
+        raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; it must be bf16, fp16, fp32 or fp64")
     if not tensor.isfinite().all():
-        raise FileError(f"adapter file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")
+        raise FileError(f"adapter file {path}: tensor {name!r} has NaN or infinity; the file is damaged")
     if tensor.numel() and (largest := tensor.abs().max().item()) > MAX_VALUE:
         raise FileError(
-            f"adapter file {path}: tensor {name!r} holds {largest:.3g}, {MAX_VALUE:.0f} is the most; it is damaged"
+            f"adapter file {path}: tensor {name!r} has {largest:.3g}, at most {MAX_VALUE:.0f} is valid; it is damaged"
         )
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """PEFT's configuration beside its file. Raises FileError for what it says and nothing here does."""
+    """Read PEFT's configuration next to its file. Raises FileError for unsupported settings."""
     file = path.with_name(ADAPTER_CONFIG)
     if not path.stem.startswith(_MODEL) or not file.is_file():
         return {}
     try:
         config = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
-        raise FileError(f"{file} cannot be read ({error}); fetch the adapter again") from error
+        raise FileError(f"{file} cannot be read ({error}); download the adapter again") from error
     if not isinstance(config, dict):
-        raise FileError(f"{file} is no JSON object; fetch the adapter again")
+        raise FileError(f"{file} is not a JSON object; download the adapter again")
     if config.get("fan_in_fan_out"):
-        raise FileError(f"{file} says fan_in_fan_out, which no RWKV-7 weight is")
-    started = str(config.get("init_lora_weights", ""))
-    if started.startswith(("pissa", "olora", "corda")):
+        raise FileError(f"{file} sets fan_in_fan_out, which no RWKV-7 weight uses")
+    init = str(config.get("init_lora_weights", ""))
+    if init.startswith(("pissa", "olora", "corda")):
         raise FileError(
-            f"{file} says init_lora_weights {started!r}: such an adapter holds for the weights that were left over; "
-            "save it with path_initial_model_for_weight_conversion, as a plain LoRA"
+            f"{file} has init_lora_weights {init!r}, which needs modified base weights; save it with "
+            "path_initial_model_for_weight_conversion, as a plain LoRA"
         )
     return config
 
 
 def _alphas(file: Path, config: Mapping[str, Any]) -> Alphas:
-    """`alpha_pattern`: ends of weights' names, as regular expressions. Raises FileError.
+    """Return the alphas of `alpha_pattern`, whose keys are regular expressions for ends of weights' names.
 
-    Whoever brings the file may write any: they are Rust's, which take time in proportion to the name.
+    The patterns are untrusted, so they are Rust's, which run in linear time. Raises FileError.
     """
-    given = config.get("alpha_pattern") or {}
-    if not isinstance(given, dict):
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
         raise FileError(f"{file}: alpha_pattern must be an object of names with their alphas")
-    if sum(not _PLAIN.fullmatch(pattern) for pattern in given) > _MAX_EXPRESSIONS:
-        raise FileError(f"{file}: alpha_pattern has more than {_MAX_EXPRESSIONS} regular expressions; write names out")
+    if sum(not _PLAIN.fullmatch(pattern) for pattern in patterns) > _MAX_EXPRESSIONS:
+        raise FileError(f"{file}: alpha_pattern has more than {_MAX_EXPRESSIONS} regular expressions; use plain names")
     found: list[tuple[str | SchemaValidator, float]] = []
-    for pattern, alpha in given.items():
+    for pattern, alpha in patterns.items():
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise FileError(f"{file}: alpha_pattern {pattern[:80]!r} must be a number")
         schema = core_schema.str_schema(pattern=rf"^(?:.*\.)?(?:{pattern})$", regex_engine="rust-regex")
@@ -227,7 +228,9 @@ def _alphas(file: Path, config: Mapping[str, Any]) -> Alphas:
             found.append((pattern if _PLAIN.fullmatch(pattern) else SchemaValidator(schema), float(alpha)))
         except (SchemaError, OverflowError) as error:
             why = str(error).splitlines()[-1].strip()
-            raise FileError(f"{file}: alpha_pattern {pattern[:80]!r} cannot be followed ({why})") from error
+            raise FileError(
+                f"{file}: alpha_pattern {pattern[:80]!r} is not a valid pattern with its alpha ({why})"
+            ) from error
     return tuple(found)
 
 

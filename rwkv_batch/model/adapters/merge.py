@@ -1,4 +1,4 @@
-"""Adapters merged into the weights: each weight is changed when it is loaded, and never kept twice."""
+"""Merges adapters into the weights. Each weight is changed when it is loaded and never stored twice."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _SETS: dict[frozenset[str], str] = {
 
 
 def merge_adapters(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
-    """The weights as the adapters change them, one after another, under a fingerprint of their own.
+    """Return the weights with the adapters merged in order, and a new fingerprint.
 
-    Nothing is computed before a weight is asked for (`Weights.tensor`). Raises FileError for an adapter that does not
-    fit, naming the tensor.
+    Each weight is computed when `Weights.tensor` reads it. Raises FileError with the tensor for an adapter that does
+    not fit.
     """
     changes: dict[str, Change] = dict(weights.changes)
     for adapter in adapters:
         if adapter.experts:
             raise FileError(
-                f"adapter file {adapter.path} is a mixture of experts (MoLE), which no weight can be merged with; "
-                "give it by --adapter-serve"
+                f"adapter file {adapter.path} is a mixture of experts (MoLE), which cannot be merged; "
+                "load it with --adapter-serve"
             )
         kinds: Counter[str] = Counter()
         for target, parts in adapter.parts.items():
@@ -62,7 +62,7 @@ def _after(first: Change, then: Change) -> Change:
 def _change(
     weights: Weights, adapter: Adapter, target: str, parts: Mapping[str, Tensor]
 ) -> tuple[str, str, Callable[[Tensor], Tensor]]:
-    """(the model's tensor, kind of change, the change). Raises FileError."""
+    """Return (the model's tensor, kind of change, the change). Raises FileError."""
     kind = kind_of(adapter, target, parts)
     name, shape = _weight(weights, adapter, target)
     stored = weights.tensors[name]
@@ -77,18 +77,20 @@ def _change(
 
 
 def kind_of(adapter: Adapter, target: str, parts: Mapping[str, Tensor]) -> str:
-    """What the parts [...] of a target are: "LoRA", "DoRA", "PiSSA", "Bone / MiSS" or "whole tensors". Or FileError."""
+    """Return the kind of a target's parts [...]: a value of `_SETS`. Raises FileError."""
     kind = _SETS.get(frozenset(parts))
     if kind is None:
-        have = ", ".join(sorted(part or "a whole tensor" for part in parts))
-        raise FileError(f"adapter file {adapter.path}: {target!r} has {have}, which is no kind of adapter known here")
+        names = ", ".join(sorted(part or "a whole tensor" for part in parts))
+        raise FileError(
+            f"adapter file {adapter.path}: {target!r} has {names}, which is not a supported kind of adapter"
+        )
     return kind
 
 
 def low_rank_pair(
     weights: Weights, adapter: Adapter, target: str, parts: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """(a [r, in], b [out, r]) fp32 of what the parts add to a weight, b a; None: they are no such pair.
+    """Return (a [r, in], b [out, r]) fp32 whose product b a the parts add to a weight; None if there is none.
 
     Raises FileError for parts that do not fit the model.
     """
@@ -110,7 +112,7 @@ def low_rank_pair(
 
 
 def _weight(weights: Weights, adapter: Adapter, target: str) -> tuple[str, tuple[int, ...]]:
-    """(the model's tensor that an adapter calls so, its shape). Raises FileError."""
+    """Return (the model's tensor for an adapter's name, its shape). Raises FileError."""
     name = next((name for name in (f"{target}.weight", target) if name in weights.tensors), None)
     if name is None:
         raise FileError(f"adapter file {adapter.path} is for another model: this one has no weight {target!r}")
@@ -121,8 +123,8 @@ def _weight(weights: Weights, adapter: Adapter, target: str) -> tuple[str, tuple
 def _fit(adapter: Adapter, target: str, fits: bool, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if not fits:
         raise FileError(
-            f"adapter file {adapter.path}: what it has for {target!r} is {tuple(tensor.shape)}, which does not fit the "
-            f"model's {shape}; it was trained for another model"
+            f"adapter file {adapter.path}: its tensor for {target!r} is {tuple(tensor.shape)}, which does not fit the "
+            f"model's {shape};  it was trained for another model"
         )
 
 

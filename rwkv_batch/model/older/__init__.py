@@ -1,1 +1,1 @@
-"""RWKV-4, 5 and 6: a file for each version's time mix, in plain torch; what they share stands beside them."""
+"""RWKV-4, 5 and 6 in plain torch: one file per version's time mix, and common code."""

@@ -1,4 +1,4 @@
-"""Files of RWKV-4, 5 and 6: told apart by their tensors, their shapes, their layers."""
+"""Weight files of RWKV-4, 5 and 6: version, sizes and layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _ATT = "blocks.0.att"
 
 
 def version_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """ "RWKV-4" to "RWKV-6", of tensors [...] by their names, as the `rwkv` package tells them apart; else None."""
+    """Return "RWKV-4" to "RWKV-6" by the names of tensors [...], with the rules of the `rwkv` package.
+
+    None: another version.
+    """
     if not any(_OLDER.search(name) for name in tensors):
         return None
     if any(".att.time_maa_" in name for name in tensors):
@@ -30,20 +33,20 @@ def version_of(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _by_head(tensor: Tensor | None) -> tuple[int, int]:
-    """Heads, and numbers for each, of [H], [H, N] or [H, 1, 1]; (0, 0) if there is none."""
+    """Return heads and numbers per head of [H], [H, N] or [H, 1, 1]; (0, 0) for none."""
     if tensor is None or tensor.dim() == 0 or not len(tensor):
         return 0, 0
     return len(tensor), tensor.numel() // len(tensor)
 
 
 def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
-    """0 if there is no such size: the check of the shapes will say so."""
+    """Return a size of a matrix; 0 if it is missing, which the check of shapes reports."""
     tensor = tensors.get(name)
     return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
 
 def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelShape:
-    """Sizes, as far as the tensors have them: emb.weight [V, C], decays [H, N]."""
+    """Return the sizes that the tensors show: emb.weight [V, C], decays [H, N]."""
     width = _size(tensors, "emb.weight", 1)
     heads = 1
     if version != "RWKV-4":
@@ -62,7 +65,7 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
 
 
 def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, as (C, C) for [C, C], of every tensor that a layer of such a model must have."""
+    """Return name -> shape of every tensor that a layer must have, as (C, C) for [C, C]."""
     c, f = shape.width, shape.ffn
     if shape.version == "RWKV-4":
         att = rwkv4.expected(shape)
@@ -79,21 +82,21 @@ def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[st
         "value.weight": (c, f),
         "receptance.weight": (c, c),
     }
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for i in range(shape.layers):
-        wanted |= {f"blocks.{i}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
-        wanted |= {f"blocks.{i}.att.{name}": size for name, size in att.items()}
-        wanted |= {f"blocks.{i}.ffn.{name}": size for name, size in ffn.items()}
-    return wanted
+        expected |= {f"blocks.{i}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
+        expected |= {f"blocks.{i}.att.{name}": size for name, size in att.items()}
+        expected |= {f"blocks.{i}.ffn.{name}": size for name, size in ffn.items()}
+    return expected
 
 
 def _ffn_mix(shape: ModelShape) -> str:
-    """RWKV-6's are shares of the token before, the others' of the token itself."""
+    """Return the prefix of the mix weights. RWKV-6's weight the previous token, others' the token itself."""
     return "time_maa" if shape.version == "RWKV-6" else "time_mix"
 
 
 def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
-    """Layer i: norms and mixes [C], matrices [out, in]."""
+    """Load layer i: norms and mixes [C], matrices [out, in]."""
     ffn, mix = f"blocks.{i}.ffn", _ffn_mix(shape)
     mix_k, mix_r = source.vector(f"{ffn}.{mix}_k"), source.vector(f"{ffn}.{mix}_r")
     if mix == "time_mix":

@@ -13,7 +13,7 @@ from rwkv_batch.model.torch_ops import layer_norm, token_shift
 
 
 def forward_layers(layers: Iterable[OlderLayer], x: Tensor, state: StateArena, inputs: StepInputs) -> Tensor:
-    """Run the layers of one stage over one ragged step: x [T, C] fp32 -> [T, C]; `state` is read and updated."""
+    """Run the layers of one stage over one step: x [T, C] fp32 -> [T, C]. Updates `state`."""
     for i, layer in enumerate(layers):
         h = layer_norm(x, layer.ln1)
         previous = token_shift(h, state.att_shift(i), inputs)

@@ -1,4 +1,4 @@
-"""A layer of an older version, and what its time mix has to offer."""
+"""A layer of RWKV-4, 5 or 6, and the interface of its time mix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TimeMix(Protocol):
     """The time mix of one version, with its tensors."""
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """What is added to the residual stream: [T, C] fp32.
+        """Return the time mix's output [T, C] fp32, to be added to the residual stream.
 
-        h [T, C]: the normalised tokens; previous [T, C]: the token before each; both fp32. wkv [num_slots, …] as
+        h [T, C]: the normalised tokens; previous [T, C]: the token before each; both fp32. wkv [num_slots, ...] as
         `ModelShape.wkv` has it: read from `inputs.read_slots`, written to `inputs.write_slots`.
         """
         ...
@@ -30,7 +30,7 @@ class ChannelMix:
     """The channel mix, the same in RWKV-4, 5 and 6."""
 
     mix_k: Tensor
-    """[C]: share of the token before"""
+    """[C]: weight of the previous token"""
     mix_r: Tensor
     key: Linear
     """C -> F"""
@@ -39,7 +39,7 @@ class ChannelMix:
     receptance: Linear
 
     def run(self, h: Tensor, previous: Tensor) -> Tensor:
-        """sigmoid(R x_r) * V relu(K x_k)^2 for h [T, C] and the token before each [T, C], fp32."""
+        """Return sigmoid(R x_r) * V relu(K x_k)^2 for h [T, C] and the tokens before [T, C], fp32."""
         change = previous - h
         k = torch.relu(self.key(h + change * self.mix_k)).square()
         return sigmoid(self.receptance(h + change * self.mix_r)) * self.value(k)
@@ -47,17 +47,20 @@ class ChannelMix:
 
 @dataclass(slots=True)
 class OlderLayer(LayerBase):
-    """One layer. Vectors are fp32, linear maps in the weights' type."""
+    """One layer. Vectors are fp32, linear maps in the weights' dtype."""
 
     time_mix: TimeMix
     channel_mix: ChannelMix
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) of [...]: torch.sigmoid on a CPU has other last bits where a thread's share of x ends."""
+    """Return 1 / (1 + e^-x) of [...].
+
+    The last bits of torch.sigmoid on a CPU depend on how threads split x.
+    """
     return 1 / (1 + torch.exp(-x))
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) of [...], with that sigmoid."""
+    """Return x * sigmoid(x) of [...], with this module's sigmoid."""
     return x * sigmoid(x)

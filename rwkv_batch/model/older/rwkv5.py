@@ -1,4 +1,7 @@
-"""RWKV-5: heads with a matrix each. 5.0 has one decay for a head, 5.1 a gate too, 5.2 a decay for each channel."""
+"""RWKV-5's time mix, with a matrix per head.
+
+5.0 has one decay per head, 5.1 also a gate, 5.2 also a decay per channel.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from rwkv_batch.model.older.source import TensorSource, square_maps
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
 
-WITHOUT_GATE, ONE_DECAY_A_HEAD = ("RWKV-5.0",), ("RWKV-5.0", "RWKV-5.1")
+WITHOUT_GATE, ONE_DECAY_PER_HEAD = ("RWKV-5.0",), ("RWKV-5.0", "RWKV-5.1")
 FIRST, FIRST_AS_LOGARITHM = "time_faaaa", "time_first"
-"""The bonus of the token itself: files have it as it is, or its logarithm under the older name."""
+"""Bonus of the current token: as a number, or as its logarithm under the older name."""
 
 
 @dataclass(slots=True)
@@ -25,12 +28,12 @@ class TimeMix5:
     """See `layer.TimeMix`; wkv is [num_slots, H, N (value), N (key)]."""
 
     mix_k: Tensor
-    """[C]: share of the token before"""
+    """[C]: weight of the previous token"""
     mix_v: Tensor
     mix_r: Tensor
     mix_g: Tensor | None
     decay: Tensor
-    """[1, H, N]: what a state is multiplied by"""
+    """[1, H, N]: factor of the state"""
     bonus: Tensor
     """[H, N]"""
     receptance: Linear
@@ -41,7 +44,7 @@ class TimeMix5:
     ln_x: Norm
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """[T, C] twice -> [T, C] fp32."""
+        """See `layer.TimeMix`: [T, C] twice -> [T, C] fp32."""
         change = previous - h
         heads = (len(h), *self.bonus.shape)
         r = self.receptance(h + change * self.mix_r).float().view(heads)
@@ -54,27 +57,30 @@ class TimeMix5:
 
 
 def expected(shape: ModelShape, has_logarithm: bool) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the time mix's tensors but for the four square matrices."""
-    c, of_heads = shape.width, (shape.heads,) if shape.version in ONE_DECAY_A_HEAD else (shape.heads, shape.head_size)
-    wanted: dict[str, tuple[int, ...]] = {
+    """Return name -> shape of the time mix's tensors, without the four square matrices."""
+    c, head_shape = (
+        shape.width,
+        (shape.heads,) if shape.version in ONE_DECAY_PER_HEAD else (shape.heads, shape.head_size),
+    )
+    expected: dict[str, tuple[int, ...]] = {
         **{f"time_mix_{letter}": (c,) for letter in "kvr"},
-        "time_decay": of_heads,
-        FIRST_AS_LOGARITHM if has_logarithm else FIRST: of_heads,
+        "time_decay": head_shape,
+        FIRST_AS_LOGARITHM if has_logarithm else FIRST: head_shape,
         "ln_x.weight": (c,),
         "ln_x.bias": (c,),
     }
     if shape.version not in WITHOUT_GATE:
-        wanted |= {"time_mix_g": (c,), "gate.weight": (c, c)}
-    return wanted
+        expected |= {"time_mix_g": (c,), "gate.weight": (c, c)}
+    return expected
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix5:
-    """From the tensors called `att`: vectors [H, N], matrices [C, C]."""
+    """Load the tensors under `att`: vectors [H, N], matrices [C, C]."""
     gated = shape.version not in WITHOUT_GATE
-    by_head = (shape.heads, 1 if shape.version in ONE_DECAY_A_HEAD else shape.head_size)
+    by_head = (shape.heads, 1 if shape.version in ONE_DECAY_PER_HEAD else shape.head_size)
     whole = (shape.heads, shape.head_size)
-    given = source.has(f"{att}.{FIRST}")
-    first = source.vector(f"{att}.{FIRST}") if given else torch.exp(source.vector(f"{att}.{FIRST_AS_LOGARITHM}"))
+    has_bonus = source.has(f"{att}.{FIRST}")
+    first = source.vector(f"{att}.{FIRST}") if has_bonus else torch.exp(source.vector(f"{att}.{FIRST_AS_LOGARITHM}"))
     decay = torch.exp(-torch.exp(source.vector(f"{att}.time_decay")))
     return TimeMix5(
         mix_k=1 - source.vector(f"{att}.time_mix_k"),

@@ -1,4 +1,4 @@
-"""RWKV-6: as RWKV-5.2, with a token shift and a decay that depend on the token."""
+"""RWKV-6's time mix: RWKV-5.2 with data-dependent token shift and decay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
 
 MIXES = "wkvrg"
-"""The inputs of the time mix, in the order in which the file has their low-rank maps."""
+"""The time mix's inputs, in the order of the file's low-rank maps."""
 
 
 @dataclass(slots=True)
@@ -24,15 +24,15 @@ class TimeMix6:
     """See `layer.TimeMix`; wkv is [num_slots, H, N (value), N (key)]."""
 
     mix_x: Tensor
-    """[C]: share of the token before, in what the other shares are made of"""
+    """[C]: weight of the previous token in the input of mix_w1"""
     mixes: Tensor
-    """[5, C]: shares in the order of MIXES, to which the token's own are added"""
+    """[5, C]: constant weights of the previous token, in the order of MIXES"""
     mix_w1: Linear
     """C -> 5 D"""
     mix_w2: list[Linear]
     """D -> C, in the order of MIXES"""
     decay: Tensor
-    """[C]: to which the token's own is added"""
+    """[C]: the constant part of the decay"""
     decay_w1: Linear
     """C -> D'"""
     decay_w2: Linear
@@ -47,24 +47,24 @@ class TimeMix6:
     ln_x: Norm
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """[T, C] twice -> [T, C] fp32."""
+        """See `layer.TimeMix`: [T, C] twice -> [T, C] fp32."""
         w, k, v, r, g = self._mixed(h, previous - h)
         heads = (len(h), *self.bonus.shape)
-        own = self.decay_w2(torch.tanh(self.decay_w1(w))).float()
-        decay = torch.exp(-torch.exp(self.decay + own)).view(heads)
+        dynamic = self.decay_w2(torch.tanh(self.decay_w1(w))).float()
+        decay = torch.exp(-torch.exp(self.decay + dynamic)).view(heads)
         r, k = self.receptance(r).float().view(heads), self.key(k).float().view(heads)
         y = wkv_heads(r, k, self.value(v).float().view(heads), decay, self.bonus, wkv, inputs)
         return self.output(head_norm(y, self.ln_x) * silu(self.gate(g)))
 
     def _mixed(self, h: Tensor, change: Tensor) -> list[Tensor]:
-        """The five inputs [T, C] of h [T, C] and what the token before differs by [T, C]."""
+        """Return the five inputs [T, C] from h [T, C] and the difference to the previous token [T, C]."""
         ranks = torch.tanh(self.mix_w1(h + change * self.mix_x)).view(len(h), len(MIXES), -1)
-        own = [second(ranks[:, i].contiguous()) for i, second in enumerate(self.mix_w2)]
-        return [h + change * (mix + one) for mix, one in zip(self.mixes, own, strict=True)]
+        dynamic = [second(ranks[:, i].contiguous()) for i, second in enumerate(self.mix_w2)]
+        return [h + change * (mix + one) for mix, one in zip(self.mixes, dynamic, strict=True)]
 
 
 def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the time mix's tensors but for the four square matrices."""
+    """Return name -> shape of the time mix's tensors, without the four square matrices."""
     c, mix, decay = shape.width, shape.mix_rank, shape.decay_rank
     return {
         **{f"time_maa_{letter}": (c,) for letter in f"x{MIXES}"},
@@ -81,7 +81,7 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix6:
-    """From the tensors called `att`: vectors [C] and [H, N], matrices [C, C]."""
+    """Load the tensors under `att`: vectors [C] and [H, N], matrices [C, C]."""
     return TimeMix6(
         mix_x=source.vector(f"{att}.time_maa_x"),
         mixes=torch.stack([source.vector(f"{att}.time_maa_{letter}") for letter in MIXES]),

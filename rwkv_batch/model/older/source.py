@@ -1,4 +1,4 @@
-"""Where a layer's tensors come from: what `loader.LayerLoader` offers to the versions."""
+"""The interface through which the versions load tensors (`loader.LayerLoader`)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ SQUARE = ("receptance", "key", "value", "output")
 
 
 class TensorSource(Protocol):
-    """Tensors of a weight file, by name, on a stage's device and in its types. Raises KeyError."""
+    """Tensors of a weight file by name, on a stage's device and in its dtypes. Raises KeyError."""
 
     def has(self, name: str) -> bool:
-        """Whether the file has it."""
+        """Return whether the file has this tensor."""
         ...
 
     def vector(self, name: str) -> Tensor:
-        """Flat, fp32: [C]."""
+        """Load a vector [C] as fp32."""
         ...
 
     def norm(self, name: str) -> Norm:
-        """Its `.weight` and `.bias`, fp32."""
+        """Load `.weight` and `.bias` [C] as fp32."""
         ...
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """A matrix [out, in], or [in, out] with `transpose`."""
+        """Load a matrix [out, in], or [in, out] with `transpose`."""
         ...
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """Several matrices kept as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        """Load matrices stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
         ...
 
 
 def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
-    """The four maps [C, C] that the time mix of every version has, by the fields' names."""
+    """Load the four [C, C] maps of every version's time mix, by field name."""
     return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}

@@ -1,1 +1,1 @@
-"""Weights of 8 and 4 bits: the formats' definition, and their files beside the model."""
+"""Quantised weights of 8 and 4 bits: the formats, and their files next to the model."""

@@ -1,11 +1,10 @@
-"""The formats of small weights: what a matrix becomes, and what it then stands for. Plain torch, any device.
+"""The definition of quantised weights. Plain torch, any device.
 
-    fp8   e4m3 codes, one fp32 scale per output
-    int8  codes -127 .. 127, one fp16 scale per output and group of 128 inputs
-    int4  codes 0 .. 15, one fp16 scale and one whole zero likewise: (code - zero) * scale
+    fp8   e4m3 numbers, one fp32 scale per output
+    int8  integers -127 .. 127, one fp16 scale per output and group of 128 inputs
+    int4  integers q in 0 .. 15, one fp16 scale and one integer zero per output and group: (q - zero) * scale
 
-fp16 scales count in units of 2^-6, so that those of small weights keep all their bits. A group at the end of a row may
-be shorter.
+fp16 scales are in units of 2^-6, so that small scales keep all their bits. The last group of a row may be shorter.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-"""Inputs that share a scale."""
+"""Inputs per scale."""
 FP8_MAX = 448.0
 SCALE_UNIT = 2.0**-6
-"""What an fp16 scale of 1 amounts to."""
+"""Value of an fp16 scale of 1."""
 ROWS_AT_ONCE = 2048
-"""Outputs that are worked on in fp32 at a time."""
+"""Outputs per fp32 temporary."""
 CLIP_FRACTIONS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
-"""Shares of a group's range that 4-bit codes may cover; the one with the smallest squared error is taken."""
+"""Shares of a group's range that 4-bit weights may cover; the smallest squared error wins."""
 QUANTISED_NAMES = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn\.(key|value))\.weight$")
-"""The matrices that take these formats; vectors, low ranks and the embedding do not."""
+"""Quantised matrices. Vectors, low-rank matrices and the embedding are not."""
 
 
 class Format(enum.StrEnum):
-    """How a matrix is stored."""
+    """Storage format of a matrix."""
 
     FP8 = "fp8"
     INT8 = "int8"
@@ -40,7 +39,7 @@ class Format(enum.StrEnum):
 
 @dataclass(slots=True)
 class Quantised:
-    """A matrix [out, in] in small codes. G = ceil(in / 128)."""
+    """A quantised matrix [out, in]. G = ceil(in / 128)."""
 
     format: Format
     codes: Tensor
@@ -53,17 +52,16 @@ class Quantised:
 
     @property
     def out_features(self) -> int:
-        """Outputs."""
         return len(self.codes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and zeros."""
+        """Bytes of quantised weights, scales and zeros."""
         tensors = (self.codes, self.scales, *([] if self.zeros is None else [self.zeros]))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether the tensors are those of a matrix [out, in] of this shape in this format."""
+        """Return whether the tensors fit a matrix of this shape in this format."""
         out, inner = shape
         groups = -(-inner // GROUP)
         codes, scales = {
@@ -71,33 +69,33 @@ class Quantised:
             Format.INT8: ((torch.int8, (out, inner)), (torch.float16, (out, groups))),
             Format.INT4: ((torch.uint8, (out, -(-inner // 2))), (torch.float16, (out, groups))),
         }[self.format]
-        wanted = [(self.codes, *codes), (self.scales, *scales)]
+        expected = [(self.codes, *codes), (self.scales, *scales)]
         if (self.zeros is not None) != (self.format is Format.INT4):
             return False
         if self.zeros is not None:
-            wanted.append((self.zeros, torch.uint8, (out, groups)))
-        return all(tensor.dtype == dtype and tuple(tensor.shape) == size for tensor, dtype, size in wanted)
+            expected.append((self.zeros, torch.uint8, (out, groups)))
+        return all(tensor.dtype == dtype and tuple(tensor.shape) == size for tensor, dtype, size in expected)
 
     def to(self, device: torch.device) -> Quantised:
-        """The same on a device."""
+        """Return a copy on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return Quantised(self.format, self.codes.to(device), self.scales.to(device), zeros, self.in_features)
 
 
 def format_of(dtype: str) -> Format | None:
-    """The format that --dtype names; None: it names a type of numbers."""
+    """Return the format that --dtype names; None for a dtype."""
     return Format(dtype) if dtype in [format_.value for format_ in Format] else None
 
 
 def is_quantised(name: str) -> bool:
-    """Whether the tensor of this name takes a small format."""
+    """Return whether the tensor of this name can be quantised."""
     return QUANTISED_NAMES.search(name) is not None
 
 
 def format_for(name: str, storage: Format) -> Format | None:
-    """The format of a tensor under --dtype `storage`; None: it keeps its numbers.
+    """Return the format of a tensor under --dtype `storage`; None: not quantised.
 
-    By what bench/quality.py measures: 4 bits in the head cost as much as in all other matrices together.
+    int4 keeps the head in int8: with 4 bits, the head loses as much quality as all other matrices (bench/quality.py).
     """
     if not is_quantised(name):
         return None
@@ -105,18 +103,18 @@ def format_for(name: str, storage: Format) -> Format | None:
 
 
 def quantise(weight: Tensor, format: Format) -> Quantised:  # noqa: A002
-    """weight [out, in] of any float type -> its codes, on the weight's device."""
+    """Quantise weight [out, in] of any float dtype, on its device."""
     make = {Format.FP8: _fp8, Format.INT8: _int8, Format.INT4: _int4}[format]
     parts = [make(weight[at : at + ROWS_AT_ONCE].float()) for at in range(0, len(weight), ROWS_AT_ONCE)]
     codes, scales, zeros = zip(*parts, strict=True)
     whole = torch.cat(zeros) if format is Format.INT4 else None
-    # As bytes: not every operation of every torch knows fp8.
+    # As bytes, because some torch operations lack fp8.
     joined = torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)
     return Quantised(format, joined, torch.cat(scales), whole, weight.shape[1])
 
 
 def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the codes stand for: [out, in], computed in fp32."""
+    """Return the matrix [out, in], computed in fp32."""
     out = torch.empty(stored.out_features, stored.in_features, dtype=dtype, device=stored.codes.device)
     for at in range(0, len(out), ROWS_AT_ONCE):
         rows = slice(at, at + ROWS_AT_ONCE)
@@ -125,7 +123,7 @@ def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def codes_int4(stored: Quantised) -> Tensor:
-    """The 4-bit codes one by one: [out, in] uint8."""
+    """Return the 4-bit integers unpacked: [out, in] uint8."""
     pairs = torch.stack([stored.codes & 15, stored.codes >> 4], dim=-1)
     return pairs.reshape(stored.out_features, -1)[:, : stored.in_features]
 
@@ -143,12 +141,12 @@ def _dequantise_rows(stored: Quantised, rows: slice) -> Tensor:
 
 
 def _expand_groups(per_group: Tensor, inputs: int) -> Tensor:
-    """[out, G] -> [out, in]."""
+    """Expand [out, G] to [out, in]."""
     return per_group.repeat_interleave(GROUP, dim=1)[:, :inputs]
 
 
 def _grouped(weight: Tensor) -> Tensor:
-    """[out, in] -> [out, G, 128]; what is missing from the last group repeats its last input."""
+    """Group [out, in] to [out, G, 128]; the last group is filled with its last input."""
     missing = -weight.shape[1] % GROUP
     if missing:
         weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
@@ -158,7 +156,7 @@ def _grouped(weight: Tensor) -> Tensor:
 def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = weight.abs().amax(dim=1)
     if not bool(largest.isfinite().all()):
-        raise ValueError("weights that are not finite have no small format; use --dtype fp16")
+        raise ValueError("NaN or infinite weights cannot be quantised; use --dtype fp16")
     scales = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
     codes = (weight / scales.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX)
     return codes.to(torch.float8_e4m3fn), scales, scales
@@ -195,7 +193,9 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fp16_scale(scale: Tensor) -> Tensor:
-    """As fp16, in its units; never zero, so that a group of zeros divides by something. ValueError beyond fp16."""
+    """Convert scales to fp16 in units of SCALE_UNIT, never zero. Raises ValueError beyond fp16."""
     if not bool((scale <= 65504.0 * SCALE_UNIT).all()):
-        raise ValueError(f"weights that want a scale of {scale.max().item():g} have no small format; use --dtype fp16")
+        raise ValueError(
+            f"the scale {scale.max().item():g} of a weight exceeds fp16, so it cannot be quantised; use --dtype fp16"
+        )
     return (scale / SCALE_UNIT).clamp(min=2.0**-14).half()

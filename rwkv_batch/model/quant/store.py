@@ -1,9 +1,9 @@
-"""Small weights on disk, beside the weight file they were made from, so that the next start reads these instead.
+"""Quantised weights on disk next to the weight file, so that the next start loads them.
 
     rwkv7-7.2b.pth  ->  rwkv7-7.2b.fp8-1-<fingerprint>/blocks.0.att.key.weight.safetensors, ...
 
-Of a folder of Hugging Face's they are within it. A file per matrix, written whole or not at all, with a checksum: one
-that is damaged is made anew. Where the folder cannot be written, every start makes them anew.
+For a Hugging Face folder they are inside it. There is one file per matrix, written atomically, with a checksum. A
+damaged file is replaced. If the folder cannot be written, every start quantises again.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from rwkv_batch.model.quant.formats import Format, Quantised
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the definition in formats.py: another one makes other folders."""
+"""Version of formats.py in the folder's name."""
 CHECKSUM = "crc32"
-"""In the metadata of a file: see `_checksum`."""
+"""Key in a file's metadata: see `_checksum`."""
 STALE_TEMP_S = 3600.0
-"""Age from which a file that is half written is one of a process that was killed."""
+"""Unfinished files older than this belong to dead processes."""
 
 
 class QuantStore:
-    """The files of one weight file under one --dtype. Engine thread, at load."""
+    """The quantised files of one weight file and one --dtype. Engine thread, at load."""
 
     def __init__(self, weights_path: Path, fingerprint: str, storage: Format) -> None:
-        mark = f"{storage}-{VERSION}-{fingerprint[:16]}"
+        suffix = f"{storage}-{VERSION}-{fingerprint[:16]}"
         is_folder = weights_path.is_dir()
-        self.folder = weights_path / mark if is_folder else weights_path.with_name(f"{weights_path.stem}.{mark}")
+        self.folder = weights_path / suffix if is_folder else weights_path.with_name(f"{weights_path.stem}.{suffix}")
         self._usable = is_folder or weights_path.is_file()
         self._can_write = self._usable
         self._remove_stale_temps()
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
-        """The codes of a tensor, on the CPU; None: there are none, or they do not fit or cannot be read."""
+        """Load a quantised tensor to the CPU; None if it is missing, unreadable or does not fit."""
         path = self._path(name)
         if not self._usable or not path.is_file():
             return None
@@ -57,17 +57,17 @@ class QuantStore:
             zeros = tensors.get("zeros")
             found = Quantised(format_, tensors["codes"], tensors["scales"], zeros, shape[1])
         except (OSError, SafetensorError, KeyError) as error:
-            logger.warning("%s cannot be read (%s) and is made anew", path, error)
+            logger.warning("%s cannot be read (%s); the matrix is quantised again", path, error)
             return None
-        if not found.fits(shape) or kept is None:  # without one: of a version that wrote none
+        if not found.fits(shape) or kept is None:  # older versions wrote no checksum
             return None
         if kept != _checksum(name, tensors):
-            logger.warning("%s is damaged (its checksum is another) and is made anew", path)
+            logger.warning("%s is damaged (wrong checksum); the matrix is quantised again", path)
             return None
         return found
 
     def save(self, name: str, codes: Quantised) -> None:
-        """Write the codes of a tensor. What goes wrong is logged once; then no more is written."""
+        """Save a quantised tensor. The first error is logged and ends all saving."""
         if not self._can_write:
             return
         tensors = {"codes": codes.codes, "scales": codes.scales}
@@ -90,8 +90,8 @@ class QuantStore:
         except (OSError, SafetensorError) as error:
             self._can_write = False
             logger.warning(
-                "%s cannot be written (%s): small weights that are not in it are made anew at every start; make room "
-                "there, or let this user write there",
+                "%s cannot be written (%s), so every start quantises again; free disk space there, or allow this user "
+                "to write",
                 self.folder,
                 error,
             )
@@ -100,15 +100,15 @@ class QuantStore:
         return self.folder / f"{name}.safetensors"
 
     def _remove_stale_temps(self) -> None:
-        """Remove what processes that were killed had half written; another's that is being written is younger."""
-        with contextlib.suppress(OSError):  # no folder, or one that is not ours to change
+        """Remove unfinished files of dead processes; those of live ones are younger."""
+        with contextlib.suppress(OSError):  # no folder, or no permission
             for temp_path in self.folder.glob(".*"):
                 if time.time() - temp_path.stat().st_mtime > STALE_TEMP_S:
                     temp_path.unlink()
 
 
 def _checksum(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of a matrix's name and of the bytes of its tensors, which are on the CPU: 2.3 GB/s on one core."""
+    """Return the checksum of a matrix's name and of its CPU tensors' bytes: 2.3 GB/s on one core."""
     total = zlib.crc32(name.encode())
     for key in sorted(tensors):
         total = zlib.crc32(tensors[key].contiguous().view(torch.uint8).numpy().data, total)
