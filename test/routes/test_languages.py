@@ -11,8 +11,7 @@ import pytest
 
 from routes import translate
 from routes.request.bodies import TranslateBody
-from routes.request.languages import detect
-from routes.translate import TranslationCache, clean_answer, make_plan
+from routes.translate import TranslationCache, clean_answer, detect_languages, make_plan
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"
@@ -32,7 +31,7 @@ LABELS = {
 @pytest.mark.parametrize("code", LABELS)
 def test_labels_of_a_page_get_its_language(code: str) -> None:
     labels = LABELS[code].split("|")
-    assert detect(labels) == [code] * len(labels)
+    assert detect_languages(labels) == [code] * len(labels)
 
 
 def test_clear_text_in_another_language_keeps_it() -> None:
@@ -41,13 +40,13 @@ def test_clear_text_in_another_language_keeps_it() -> None:
         "fr": "Bonjour tout le monde", "de": "Wie geht es dir heute?", "zh-CN": "你好，世界", "ru": "Доброе утро",
         "ta": "தமிழ்", "th": "หน้าแรก", "el": "Αρχική",
     }  # fmt: skip
-    assert detect([*labels, *others.values()])[len(labels) :] == list(others)
+    assert detect_languages([*labels, *others.values()])[len(labels) :] == list(others)
 
 
 def test_a_single_word_gets_the_language_of_its_script() -> None:
     for text in ("Home", "News", "Sports", "Menu", "Pull requests", "Hello <b0>world</b0>", "{1}Code{2}"):
-        assert detect([text]) == ["en"], text
-    assert detect(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
+        assert detect_languages([text]) == ["en"], text
+    assert detect_languages(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
 
 
 def test_text_without_letters_has_no_language() -> None:

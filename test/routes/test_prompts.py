@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from routes.request import languages, prompts
+from routes import translate
+from routes.request import prompts
 from routes.request.bodies import Message
 from routes.request.prompts import Think
 
@@ -84,12 +85,12 @@ def test_fill_in_the_middle_and_translation() -> None:
 
 
 def test_languages_by_code() -> None:
-    assert len(languages.NAMES) >= 100
-    assert len(set(languages.NAMES.values())) == len(languages.NAMES)
+    assert len(translate.LANGUAGE_NAMES) >= 100
+    assert len(set(translate.LANGUAGE_NAMES.values())) == len(translate.LANGUAGE_NAMES)
     named = {
         "en": "English", "zh": "Chinese", "zh-CN": "Chinese", "zh-TW": "Traditional Chinese",
         "zh_Hant": "Traditional Chinese",
         "ja": "Japanese", "ko": "Korean", "fr": "French", "de": "German", "es": "Spanish", "ru": "Russian",
         "pt-BR": "Portuguese", "EN-us": "English", "iw": "Hebrew", "tlh": "tlh",
     }  # fmt: skip
-    assert {code: languages.name_of(code) for code in named} == named
+    assert {code: translate.language_name(code) for code in named} == named
