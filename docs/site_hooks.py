@@ -10,14 +10,23 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-READMES = {"index.md": "README.md", "zh/index.md": "README.zh-CN.md"}
+PAGES = {
+    "index.md": "README.md",
+    "zh/index.md": "README.zh-CN.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
+    "model-card.md": "demo/MODEL_CARD.md",
+    "records.md": "bench/results/README.md",
+}
+"""Page of the site -> file outside of docs/."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^(\s*```\w+) .+$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the two READMEs as start pages."""
-    for target, source in READMES.items():
+    """Add the pages that are not in docs/."""
+    for target, source in PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text("utf-8")))
     return files
 
@@ -25,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links into links between pages, and remove what fences say to the tests."""
     target = page.file.src_uri
-    folder = (ROOT / READMES[target]).parent if target in READMES else (ROOT / "docs" / target).parent
+    folder = (ROOT / PAGES[target]).parent if target in PAGES else (ROOT / "docs" / target).parent
 
     def link(match: re.Match[str]) -> str:
         picture, text, path, heading = match.group(1), match.group(2), match.group(3), match.group(4) or ""
@@ -33,7 +42,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not file.exists():
             return match.group(0)  # mkdocs reports it
         name = file.relative_to(ROOT).as_posix()
-        pages = {source: page for page, source in READMES.items()}
+        pages = {source: page for page, source in PAGES.items()}
         uri = pages.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else "")
         if not uri:
             return f"{text} (`{name}`)"  # a file of the repository that is no page
