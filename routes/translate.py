@@ -15,12 +15,16 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import AUTO, TranslateBody
+from routes.request.bodies import PriorityFields, StateFields, Texts
+from routes.request.fields import FixedSamplingFields
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
 from routes.response.generate import OutputDecoder, RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
@@ -196,6 +200,44 @@ _MAX_CACHED_CHARACTERS = 4000
 
 ParagraphKey = tuple[str, str, str]
 """Source language, target language, paragraph."""
+
+
+def _one_line(name: str) -> str:
+    if not name.strip() or name.splitlines() != [name]:
+        raise PydanticCustomError("language", "must be one line with a language's code or name, like zh-TW or Klingon")
+    return name
+
+
+def _not_auto(name: str) -> str:
+    if name.lower() == AUTO:
+        raise PydanticCustomError("language", "must be the language to translate into; only source_lang may be auto")
+    return name
+
+
+AUTO = "auto"
+"""Source language that stands for language detection."""
+Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
+"""A language code or name. The prompt uses the English name of a known code, and any other text unchanged."""
+
+
+class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
+    """Body of a translation request, in the format of immersive-translate's custom API."""
+
+    source_lang: Language = Field(
+        AUTO,
+        description="ISO code or auto. auto detects the language of each text. A short, ambiguous text takes the "
+        "language of the other texts. A text without letters is copied. An unknown code is used unchanged.",
+    )
+    target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
+        description="ISO code. An unknown code, like Klingon, is used unchanged."
+    )
+    text_list: Texts = Field(description="The texts to translate. Order and length are kept.")
+    placeholders: list[Any] | dict[str, Any] | str | None = Field(
+        None, description="Accepted and ignored. Placeholders in texts are kept."
+    )
+    timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="Time limit in seconds. After it the answer is 504."
+    )
 
 
 class TranslationCache:

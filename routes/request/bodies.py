@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from routes.config import HttpConfig
@@ -20,7 +20,6 @@ from routes.request.fields import (
     ChatOnlyFields,
     ConstraintFields,
     Fields,
-    FixedSamplingFields,
     Number,
     Pattern,
     SessionId,
@@ -382,44 +381,6 @@ class BatchBody(PromptFields, GenerationBody):
 
 class PromptBody(BatchBody, SessionFields, SamplingBody):
     """Body of the native batch routes."""
-
-
-def _one_line(name: str) -> str:
-    if not name.strip() or name.splitlines() != [name]:
-        raise PydanticCustomError("language", "must be one line with a language's code or name, like zh-TW or Klingon")
-    return name
-
-
-def _not_auto(name: str) -> str:
-    if name.lower() == AUTO:
-        raise PydanticCustomError("language", "must be the language to translate into; only source_lang may be auto")
-    return name
-
-
-AUTO = "auto"
-"""Source language that stands for language detection."""
-Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
-"""A language code or name. The prompt uses the English name of a known code, and any other text unchanged."""
-
-
-class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
-    """Body of a translation request, in the format of immersive-translate's custom API."""
-
-    source_lang: Language = Field(
-        AUTO,
-        description="ISO code or auto. auto detects the language of each text. A short, ambiguous text takes the "
-        "language of the other texts. A text without letters is copied. An unknown code is used unchanged.",
-    )
-    target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
-        description="ISO code. An unknown code, like Klingon, is used unchanged."
-    )
-    text_list: Texts = Field(description="The texts to translate. Order and length are kept.")
-    placeholders: list[Any] | dict[str, Any] | str | None = Field(
-        None, description="Accepted and ignored. Placeholders in texts are kept."
-    )
-    timeout_s: float | None = Field(
-        None, gt=0, le=86400, description="Time limit in seconds. After it the answer is 504."
-    )
 
 
 def validate(model: type[Fields], data: Any) -> Any:

@@ -24,9 +24,10 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     """Return kind, field and length of the error."""
     from routes.many_prompts import BigBatchBody, FimBody
     from routes.openai.request import ChatBody, CompletionBody
-    from routes.request.bodies import PromptBody, TranslateBody, validate
+    from routes.request.bodies import PromptBody, validate
     from routes.request.json_body import parse_json
     from routes.system import CountBody
+    from routes.translate import TranslateBody
     from rwkv_batch.errors import ServiceError
 
     models = (BigBatchBody, ChatBody, CompletionBody, CountBody, FimBody, PromptBody, TranslateBody)
@@ -50,7 +51,7 @@ def test_clients_texts_are_not_cached() -> None:
 def translated(text: str) -> tuple[str, str | None, int]:
     """Like `refused`, for a text to translate."""
     from routes import translate
-    from routes.request.bodies import AUTO, TranslateBody
+    from routes.translate import AUTO, TranslateBody
     from rwkv_batch.errors import ServiceError
 
     body = TranslateBody.model_construct(source_lang=AUTO, target_lang="eo", text_list=[text])

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from routes import translate
-from routes.request.bodies import TranslateBody
-from routes.translate import TranslationCache, clean_answer, detect_languages, make_plan
+from routes.translate import TranslateBody, TranslationCache, clean_answer, detect_languages, make_plan
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"

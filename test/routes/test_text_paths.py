@@ -39,7 +39,7 @@ TEXTS = {
 def translate(text: str) -> None:
     """Split a translation and join it, with language detection."""
     from routes import translate as route
-    from routes.request.bodies import AUTO, TranslateBody
+    from routes.translate import AUTO, TranslateBody
 
     for source in (AUTO, "en"):
         body = TranslateBody.model_construct(source_lang=source, target_lang="eo", text_list=[text])
@@ -94,8 +94,9 @@ def bodies(text: str) -> None:
     import json
 
     from routes.openai.request import ChatBody
-    from routes.request.bodies import PromptBody, TranslateBody, validate
+    from routes.request.bodies import PromptBody, validate
     from routes.request.json_body import parse_json
+    from routes.translate import TranslateBody
     from rwkv_batch.errors import ServiceError
 
     forms = {
