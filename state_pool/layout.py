@@ -51,9 +51,7 @@ class Copy(Protocol):
         """Never blocks."""
         ...
 
-    def wait(self) -> None:
-        """Block until the copy is done."""
-        ...
+    def wait(self) -> None: ...
 
 
 class Arena(Protocol):
@@ -187,14 +185,11 @@ class _Piece(NamedTuple):
         return math.prod(self.spec[1]) * ITEM_BYTES[self.spec[0]]
 
     def read_from(self, parts: Mapping[str, bytes | memoryview]) -> memoryview:
-        """Return the piece's bytes."""
         begin = self.position * self.num_bytes
         return memoryview(parts[self.part]).cast("B")[begin : begin + self.num_bytes]
 
 
 class _LayerState(NamedTuple):
-    """The pieces of one layer's state."""
-
     wkv: _Piece
     time_shift: _Piece
     channel_shift: _Piece

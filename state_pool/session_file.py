@@ -52,8 +52,6 @@ _TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class _Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of the state in the safetensors header."""
-
     dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8"]
     shape: Annotated[list[_Size], Meta(max_length=8)]
     data_offsets: tuple[_Size, _Size]
@@ -76,8 +74,6 @@ class InvalidSessionFile(PoolError):  # noqa: N818 - names what the file is
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """The content of a session file."""
-
     fingerprint: str
     num_tokens: int
     """Tokens of the state and the replay together."""

@@ -52,7 +52,6 @@ class SessionListing:
 
     @property
     def pending(self) -> bool:
-        """Whether a caller waits for a page."""
         return any(not request.is_answered for request in self._requests)
 
     def request(self, on_listed: OnListed, limit: int = 100, offset: int = 0) -> None:

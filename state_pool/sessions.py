@@ -88,7 +88,6 @@ class Session:
     """A turn could not be logged (durability "lazy"): none is logged until a checkpoint covers it."""
     unusable: str | None = None
     queue: list[Lease] = field(default_factory=list)
-    """Leases that wait for their turn."""
     active: Lease | None = None
     pending: PendingTurn | None = None
     """The recorded turn that is not committed yet."""

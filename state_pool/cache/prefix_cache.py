@@ -59,8 +59,6 @@ def _base_bytes(ids: bytes) -> int:
 
 @dataclass(slots=True)
 class PrefixCounters:
-    """Events since the start."""
-
     hits: int = 0
     misses: int = 0
     saved_tokens: int = 0
@@ -195,7 +193,6 @@ class PrefixCache:
 
     @property
     def slots(self) -> list[int]:
-        """Slots that entries own."""
         return [entry.slot for entry in self._l1 if entry.slot is not None]
 
     def close(self) -> None:

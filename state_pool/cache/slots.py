@@ -25,7 +25,6 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Slots without a holder."""
         return len(self._free)
 
     def allocate(self) -> int | None:

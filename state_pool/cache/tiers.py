@@ -249,7 +249,6 @@ class Tiers:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is running."""
         return bool(self._transfers)
 
     def finish_copies(self) -> None:

@@ -36,7 +36,6 @@ class TunedStates:
 
     @property
     def slots(self) -> list[int]:
-        """Slots that the states own."""
         return [state.slot for state in (*self._by_name.values(), *self._removed_in_use) if state.slot is not None]
 
     def check_new(self, name: str) -> None:
@@ -142,7 +141,6 @@ class TunedStates:
             self.evict()
 
     def close(self) -> None:
-        """Drop all states."""
         self._by_name, self._removed_in_use = {}, []
 
     # -- inside ----------------------------------------------------------------------------------------

@@ -85,7 +85,6 @@ class CheckpointObjects:
 
     @property
     def failure(self) -> str | None:
-        """The error of a dead thread, or None."""
         return self._transfers.failure or self._cleaner.failure or self._watch.failure
 
     def put(self, state: int, session: int, host: HostState, order: Sequence[str], done: OnPut) -> None:

@@ -90,7 +90,6 @@ class ProcessLock:
         return f" (pid {pid})" if pid.isdigit() else ""
 
     def release(self) -> None:
-        """Release the lock."""
         self._file.close()
 
 

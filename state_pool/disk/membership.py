@@ -14,7 +14,6 @@ from state_pool.disk.state_store import Connection
 from state_pool.layout import CHUNKS_PER_STATE
 
 HEARTBEAT_INTERVAL_S = 0.5
-"""Time between two heartbeats."""
 HEARTBEAT_TIMEOUT_S = 2.0
 """Time without a heartbeat after which an engine is lost. The observer must have run all that time."""
 ROW_BITS = 32
@@ -85,7 +84,6 @@ class Membership:
         return (self.number << ROW_BITS) + 1
 
     def new_state(self) -> int:
-        """Return a new state number."""
         self._next_state += 1
         return self._next_state
 
@@ -94,7 +92,6 @@ class Membership:
         return state >> STATE_BITS == self.number
 
     def new_epoch(self) -> int:
-        """Return a new epoch."""
         self._epochs += 1
         return (self.number << ROW_BITS) + self._epochs
 
@@ -151,7 +148,6 @@ def begin_with_retry(connection: Connection) -> None:
 
 
 def first_state_number(engine: int) -> int:
-    """The smallest state number of an engine."""
     return engine << STATE_BITS
 
 

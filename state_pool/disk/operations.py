@@ -34,15 +34,11 @@ class SessionRow:
     created: float
     updated: float
     origin: Origin | None = None
-    """The tuned state that the session started from."""
     adapter: Origin | None = None
-    """The adapter that all its turns run under."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as the database has it."""
-
     row: SessionRow
     disk_turn: int
     """Last turn in its stored state; -1: no state."""
@@ -144,8 +140,6 @@ class ObjectLocation:
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """A state as stored."""
-
     state: int
     parts: dict[str, bytes]
     layout: Layout

@@ -29,7 +29,6 @@ except ImportError:  # an optional package
     psycopg = None  # type: ignore[assignment]
 
 CONNECT_TIMEOUT_S = 3
-"""Limit for making a connection."""
 _SIZE_INTERVAL_S = 5.0
 _SQL_REPLACEMENTS = (
     ("BEGIN IMMEDIATE", "BEGIN"),
@@ -222,7 +221,6 @@ class Connection:
         return bool(self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
 

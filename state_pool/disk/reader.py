@@ -48,8 +48,6 @@ OnFound = Callable[[list[StoredSession] | LookupFailed], None]
 
 @dataclass(frozen=True, slots=True)
 class _ReadRequest:
-    """A session to load."""
-
     row: int
     on_loaded: OnLoaded
     unusable_states: dict[int, SessionUnusable]
@@ -111,7 +109,6 @@ class Reader:
 
     @property
     def failure(self) -> str | None:
-        """The error of the dead thread, or None."""
         return self._thread.failure
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:

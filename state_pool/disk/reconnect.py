@@ -7,7 +7,6 @@ import time
 RECONNECT_TIMEOUT_S = 10.0
 """How long turns wait for a server from its first failure. After that they fail at once."""
 RECONNECT_INTERVAL_S = 0.2
-"""Time between two attempts."""
 
 
 class ReconnectTimeout:

@@ -23,9 +23,7 @@ class Connection(Protocol):
     """The interface of sqlite3: SQLite's SQL with `?` for values, and its errors. One thread at a time."""
 
     @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        ...
+    def in_transaction(self) -> bool: ...
 
     def execute(self, statement: str, parameters: Any = ..., /) -> Any:
         """Return a cursor over the rows. Raises sqlite3.Error, ServerUnavailable."""

@@ -25,7 +25,6 @@ from state_pool.layout import Arena, part_sizes
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
 SWEEP_INTERVAL_S = 3600.0
-"""Time between two sweeps for unused objects."""
 
 
 class CompletionQueue:
@@ -47,7 +46,6 @@ class CompletionQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether a callback is queued."""
         return not self._queue.empty()
 
     def run(self) -> int:
@@ -159,7 +157,6 @@ class Store:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes over that limit."""
         return self.writer.stats.used_bytes + self.writer.stats.object_bytes - self._limit_bytes
 
     @property

@@ -15,8 +15,6 @@ WAL_BYTES = 16 << 20
 
 
 class WalCheckpointResult(NamedTuple):
-    """Result of a checkpoint."""
-
     is_complete: bool
     """Whether the whole log is in the file, and so survives a power loss."""
     error: str | None = None
@@ -51,7 +49,6 @@ class WriteAheadLog:
 
     @property
     def failure(self) -> str | None:
-        """The error of the dead thread, or None."""
         return None if self._checkpointer is None else self._checkpointer.failure
 
     @property
@@ -130,7 +127,6 @@ class WalCheckpointer:
 
     @property
     def failure(self) -> str | None:
-        """The error of the dead thread, or None."""
         return self._thread.failure
 
     def start(self) -> None:

@@ -19,7 +19,6 @@ from state_pool.disk.thread import PoolThread
 JOB_TIMEOUT_S = 60.0
 """Limit per job. S3 requests with their retries end earlier."""
 HUNG_CHECK_INTERVAL_S = 1.0
-"""Time between two checks for hung jobs."""
 
 _Outcome = TypeVar("_Outcome")
 
@@ -89,7 +88,6 @@ class WorkerThreads:
 
     @property
     def failure(self) -> str | None:
-        """The error of a dead thread, or None."""
         return next((thread.failure for thread in self._threads if thread.failure is not None), None)
 
     @property

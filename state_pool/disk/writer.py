@@ -46,7 +46,6 @@ from state_pool.layout import Layout
 logger = logging.getLogger(__name__)
 
 MAX_JOBS_PER_COMMIT = 256
-"""Limit of small jobs in one transaction."""
 _GARBAGE_CHUNKS = 4
 _GARBAGE_ROUNDS = 8
 """Under constant load, one round in this many collects garbage."""
@@ -129,7 +128,6 @@ class Writer:
 
     @property
     def failure(self) -> str | None:
-        """The error of a dead writing thread, or None."""
         return self._thread.failure or self._log.failure
 
     @property

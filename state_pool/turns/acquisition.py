@@ -21,7 +21,6 @@ from state_pool.errors import (
     SessionUnusable,
 )
 from state_pool.sessions import ROOT, Fence, Lease, LeaseState, Session, SessionIndex, SessionKey
-from state_pool.turns.lease_queue import LeaseQueue
 
 POLL_INTERVAL_S = 0.03
 """Time between two attempts for a session that another engine runs a turn of."""
@@ -52,22 +51,24 @@ class Acquisition:
         store: Store,
         index: SessionIndex,
         tiers: Tiers,
-        lease_queue: LeaseQueue,
+        enqueue: Callable[[Lease], None],
         start_next_turn: Callable[[Session], None],
         refuse_when_full: Callable[[], None],
     ) -> None:
-        """`start_next_turn`: starts the session's next turn. `refuse_when_full`: raises PoolFull for a new session."""
+        """- `enqueue`: queues an acquired lease for its state
+        - `start_next_turn`: starts the session's next turn
+        - `refuse_when_full`: raises PoolFull for a new session
+        """
         self._store = store
         self._index = index
         self._tiers = tiers
-        self._lease_queue = lease_queue
+        self._enqueue = enqueue
         self._start_next_turn = start_next_turn
         self._refuse_when_full = refuse_when_full
         self._retries: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def pending(self) -> bool:
-        """Whether a retry is scheduled."""
         return bool(self._retries)
 
     def poll(self) -> None:
@@ -169,7 +170,7 @@ class Acquisition:
         except PoolError as error:
             self._fail(lease, error)
             return
-        self._lease_queue.enqueue(lease)
+        self._enqueue(lease)
 
     def _begin_branch(self, lease: Lease, job: Acquire) -> None:
         """Raises DialogueNotFound, SessionUnusable, PoolFull."""

@@ -50,7 +50,6 @@ class ImportExport:
 
     @property
     def pending(self) -> bool:
-        """Whether an export or import is running."""
         return self._num_active > 0
 
     def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:

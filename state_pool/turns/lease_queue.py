@@ -41,7 +41,6 @@ class LeaseQueue:
 
     @property
     def pending(self) -> bool:
-        """Whether a lease waits."""
         return bool(self._waiting) or self._tiers.num_loading > 0
 
     def __len__(self) -> int:

@@ -68,7 +68,7 @@ class Turns:
         """If the database is shared: acquires sessions before their states are used."""
         if store is not None and store.shared:
             self.acquisition = Acquisition(
-                store, index, tiers, self.lease_queue, self.start_next_turn, self._check_room
+                store, index, tiers, self.lease_queue.enqueue, self.start_next_turn, self._check_room
             )
         self._branches: dict[Lease, None] = {}
         """Leases of dialogues without a number yet, so that a delete finds them."""
@@ -405,7 +405,6 @@ class Turns:
         return job
 
     def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
-        """Remove sessions from every tier."""
         for session in to_delete:
             self._discard(session)
         self.delete_rows(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
@@ -441,7 +440,6 @@ class Turns:
         self._store.submit(Delete(rows), done)
 
     def retry_deletes(self) -> None:
-        """Retry the deletes that failed on disk."""
         undeleted, self._undeleted = self._undeleted, []
         for rows in undeleted:
             self.delete_rows(rows)
