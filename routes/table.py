@@ -15,7 +15,7 @@ from routes import (
     web_page,
 )
 from routes.docs import pages
-from routes.openai import batches, chat, completions, embeddings, files, responses
+from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -26,7 +26,6 @@ ROUTES: tuple[Route, ...] = (
     *chat.ROUTES,
     *completions.ROUTES,
     *score.ROUTES,
-    *embeddings.ROUTES,
     *responses.ROUTES,
     *models.ROUTES,
     *engines.ROUTES,

@@ -1,4 +1,4 @@
-"""`POST /openai/v1/completions`: raw prompts in OpenAI's format, and the list of models."""
+"""`/openai/v1/completions`: raw prompts in OpenAI's format, the list of models, and the refusal of embeddings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from routes.openai.logprob_arrays import LogprobArrays
 from routes.openai.request import CompletionBody
 from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
+from routes.request.bodies import Body
 from routes.request.jobs import as_turn, encode, make_job, row_stops
 from routes.response.generate import OutputDecoder, RowResult, RowUpdate, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.response_models import ModelList
 from routes.route import SESSION_ERRORS, Route
+from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import PromptLogprobs, TokenLogprob
 
 PATH = "/openai/v1/completions"
@@ -153,6 +155,18 @@ def _route(path: str) -> Route:
     )
 
 
+EMBEDDINGS_PATH = "/openai/v1/embeddings"
+
+
+async def embeddings(context: Context, body: Body) -> HandlerResponse:
+    """Not supported: the model is trained to continue text and has no embeddings."""
+    raise ServiceError(
+        ErrorKind.NOT_FOUND,
+        "embeddings are not supported: RWKV-7 language models have no vectors trained to compare texts; use "
+        "an embedding model's service",
+    )
+
+
 ROUTES = (
     _route(PATH),
     _route("/v1/completions"),
@@ -166,4 +180,14 @@ ROUTES = (
         error_format=OPENAI_ERRORS,
     ),
     models.model_route("/openai/v1/models/{model}"),
+    Route(
+        "POST",
+        EMBEDDINGS_PATH,
+        embeddings,
+        Body,
+        "Not supported.",
+        error_format=OPENAI_ERRORS,
+        errors=(ErrorKind.NOT_FOUND,),
+        example={"model": "rwkv7", "input": "Hello!"},
+    ),
 )
