@@ -45,7 +45,7 @@ def translate(text: str) -> None:
         body = TranslateBody.model_construct(source_lang=source, target_lang="eo", text_list=[text])
         made = route.make_plan(body, route.TranslationCache(4), LETTERS)
         made.known = {key: route.clean_answer(key[2]) for key in made.missing}
-        made.assembled()
+        made.response_body()
     route.clean_answer(text)
 
 
