@@ -18,11 +18,11 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.error_mapping import describe_error
 from rwkv_batch.core.grammar_compile_queue import GrammarCompileQueue, Grammars
 from rwkv_batch.core.job_table import JobTable
-from rwkv_batch.core.mask_time import StepCosts
 from rwkv_batch.core.prefill_interleaver import BetweenPieces, PrefillInterleaver
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
+from rwkv_batch.core.shares import StepCosts
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.engine_calls import EngineCalls, UserFiles, reply_with

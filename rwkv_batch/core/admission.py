@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Protocol
 
 from rwkv_batch.core.fair_queue import ClientRows, FairQueue
-from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.sequence import NO_REQ_SLOT, RunningJob, Sequence
+from rwkv_batch.core.shares import BATCH_PART, Limits
 from rwkv_batch.core.slot_source import SlotSource
 
 BATCH_TURN_STEPS = 64

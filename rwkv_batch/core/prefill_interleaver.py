@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from rwkv_batch.core.limits import BATCH_PART
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import RunningJob
+from rwkv_batch.core.shares import BATCH_PART
 
 MAX_INTERLEAVED_STEPS = BATCH_PART - 1
 """Maximum prefill steps that overtake one step.

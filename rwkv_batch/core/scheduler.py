@@ -22,11 +22,8 @@ from itertools import islice
 from operator import attrgetter
 
 from rwkv_batch.core.admission import Admission
-from rwkv_batch.core.batch_throttle import BatchThrottle, awaits_first_token
-from rwkv_batch.core.limits import BATCH_PART, Limits
-from rwkv_batch.core.mask_time import MaskTimeBalancer
-from rwkv_batch.core.prefill_budget import split_budget
 from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.shares import BATCH_PART, BatchThrottle, Limits, MaskTimeBalancer, awaits_first_token, split_budget
 from rwkv_batch.core.slot_source import SlotSource
 
 MAX_PREFILL_DELAY_TURNS = 5

@@ -2,7 +2,7 @@
 
 Launched kernel by kernel, such a step takes the host three times as long as the GPU, and a new interactive request
 waits for it. While interactive requests arrive, the batch's prefill per step is limited to
-`batch_throttle.MAX_TOKENS_IN_PIECES`, so that it fits these graphs.
+`shares.MAX_TOKENS_IN_PIECES`, so that it fits these graphs.
 """
 
 from __future__ import annotations

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rwkv_batch.core.batch_throttle import (
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.shares import (
+    BATCH_PART,
     INTERACTIVE_WINDOW_S,
     MAX_PREFILL_DELAY_STEPS,
     MAX_ROWS_IN_PIECES,
     MAX_TOKENS_IN_PIECES,
     TOKENS_PER_ROW,
+    Limits,
 )
-from rwkv_batch.core.limits import BATCH_PART, Limits
-from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import Sequence
 from test.engine.test_scheduler import Slots, job, read
 
 MOST = 8

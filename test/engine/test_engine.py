@@ -14,7 +14,7 @@ import torch
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core import batch_throttle
+from rwkv_batch.core import shares
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
@@ -375,7 +375,7 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
                 reported.append((rows[0].sequence.job.is_batch, between is not None))
             return launch(rows, after)
 
-        monkeypatch.setattr(batch_throttle, "INTERACTIVE_WINDOW_S", math.inf)  # jobs may arrive slowly
+        monkeypatch.setattr(shares, "INTERACTIVE_WINDOW_S", math.inf)  # jobs may arrive slowly
         monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
         monkeypatch.setattr(engine.model_runner, "launch", launched)
         for rows in (9, 1, 9):

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv_batch.core.limits import Limits
-from rwkv_batch.core.mask_time import MAX_DEBT_ROWS, MAX_SKIPPED_STEPS, MaskTimeBalancer, StepCosts
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.shares import MAX_DEBT_ROWS, MAX_SKIPPED_STEPS, Limits, MaskTimeBalancer, StepCosts
 from sampling.grammar.errors import GrammarError
 from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Grammar, Matcher

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Sequence
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.request import FinishReason, GenerateRequest
 from rwkv_batch.runner.memory import Memory
 from sampling.params import SamplingParams

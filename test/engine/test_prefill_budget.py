@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rwkv_batch.core.limits import BATCH_PART
-from rwkv_batch.core.prefill_budget import MIN_TOKENS_PER_JOB, split_budget
+from rwkv_batch.core.shares import BATCH_PART, MIN_TOKENS_PER_JOB, split_budget
 from test.engine.test_scheduler import job, read, scheduler
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rwkv_batch.config import WHOLE_STEPS
-from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.prefill_interleaver import MAX_INTERLEAVED_STEPS, PrefillInterleaver
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.engine import Step
 from rwkv_batch.runner.graph_pieces import MIN_PARAMETERS, Pieces, piece_layers
 from rwkv_batch.runner.step_sampling import InFlightStep

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import cast
 
-from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.output import RowOutput, StopRules
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
 from sampling.params import SamplingParams

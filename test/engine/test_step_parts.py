@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.core.batch_throttle import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
+from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.engine import Engine, Step
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.adapter_table import AdapterTable

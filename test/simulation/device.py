@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Sequence
+from rwkv_batch.core.shares import Limits
 from rwkv_batch.request import GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
