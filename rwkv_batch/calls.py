@@ -85,7 +85,6 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     """hash of its numbers"""
     file: str = ""
-    """source file"""
     orientation: str = ""
     """matrix layout of the file: "value_key" or "key_value" (transposed)"""
     orientation_reason: str = ""
@@ -138,7 +137,6 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     """hash of its numbers and its scale"""
     file: str = ""
-    """source file"""
     scale: float | None = None
     """as configured; None: from the file"""
     rank: int = 0
@@ -182,7 +180,6 @@ class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=Tru
     file: str
     """absolute path of the weights"""
     adapters: tuple[str, ...] = ()
-    """as --adapter"""
 
 
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):

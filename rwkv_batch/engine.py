@@ -74,7 +74,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
-        """why loading failed"""
         self.throughput = Throughput()
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
@@ -114,7 +113,6 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
     @property

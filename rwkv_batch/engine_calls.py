@@ -67,7 +67,6 @@ class EngineCalls:
         sessions: SessionTransfer,
         user_files: UserFiles,
     ) -> None:
-        """status: returns the answer to GetStatus"""
         self._status = status
         self._pool = pool
         self._jobs = jobs
@@ -75,7 +74,6 @@ class EngineCalls:
         self._user_files = user_files
 
     def handle(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        """Answer a call."""
         match call:
             case calls.GetStatus():
                 reply_with(reply, self._status)

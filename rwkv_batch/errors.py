@@ -51,8 +51,6 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceError(Exception):
-    """The failure of one request."""
-
     def __init__(
         self,
         kind: ErrorKind,
@@ -67,7 +65,6 @@ class ServiceError(Exception):
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> ServiceError:
-        """Create the exception from data."""
         return cls(info.kind, info.message, field=info.field, given=info.given, retry_after_s=info.retry_after_s)
 
 

@@ -20,7 +20,6 @@ class Inbox:
     """A queue of commands. One thread runs them, and closes the inbox before it runs the last ones."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: wakes the engine's thread"""
         self._wake = wake
         self._commands: deque[Command] = deque()
         self._put_lock = threading.Lock()
@@ -42,7 +41,6 @@ class Inbox:
             self._is_closed = True
 
     def run_all(self) -> None:
-        """Run the queued commands."""
         while self._commands:
             self._commands.popleft().action()
 

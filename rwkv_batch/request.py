@@ -16,8 +16,6 @@ from sampling.params import SamplingParams
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Work that an engine has queued."""
-
     rows: int
     """running, waiting and paused"""
     prompt_tokens: int
@@ -102,7 +100,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows it expands to."""
         return len(self.candidates) or self.n
 
     @property
@@ -156,8 +153,6 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request for the engine."""
-
     job_id: str
     rows: list[GenerateRequest]
     sampler: str = ""
@@ -195,15 +190,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_batch(self) -> bool:
-        """Whether interactive jobs come first."""
         if self.priority is Priority.AUTO:
             return self.num_rows > INTERACTIVE_ROWS
         return self.priority is Priority.BATCH
 
 
 class FinishReason(enum.StrEnum):
-    """Why a row ended."""
-
     STOP = "stop"
     LENGTH = "length"
     TIMEOUT = "timeout"
@@ -222,8 +214,6 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a row."""
-
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int

@@ -18,7 +18,6 @@ DTYPES = {
 }
 """Strategy dtype -> --dtype."""
 MAX_LAYERS = 1000
-"""Maximum layers per device, as in --pp-layers."""
 DEFAULT_DTYPES = {"cuda": "fp16", "cpu": "fp32"}
 """The meaning of --dtype auto per device."""
 

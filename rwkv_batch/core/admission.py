@@ -60,7 +60,6 @@ class Admission:
 
     @property
     def waiting_rows(self) -> int:
-        """Number of rows that have not started."""
         return self.interactive.num_waiting + self.batch.num_waiting
 
     @property
@@ -68,7 +67,6 @@ class Admission:
         return self._limits.max_running - self.interactive.num_running - self.batch.num_running
 
     def waiting_rows_of(self, client: str) -> int:
-        """Number of a client's rows that have not started."""
         return self.interactive.num_waiting_of(client) + self.batch.num_waiting_of(client)
 
     def queue_of(self, job: RunningJob) -> FairQueue:

@@ -88,8 +88,8 @@ def error_translator(
 ) -> Callable[[BaseException], ServiceError]:
     """Return a function that translates exceptions into ServiceError.
 
-    failure: message for an unexpected exception, which is logged and becomes an internal error
-    fields: exceptions that a request causes, with the field at fault
+    failure: message for an unexpected exception, which is logged and becomes an internal error.
+    fields: exceptions that a request causes, with the field at fault.
     """
     fields_by_error = dict(fields or {})
 

@@ -18,8 +18,6 @@ from rwkv_batch.core.sequence import RunningJob, Sequence, SharedSlot
 
 @dataclass(slots=True, eq=False)
 class ClientRows:
-    """One client's rows of one class."""
-
     client: str
     jobs: deque[RunningJob] = field(default_factory=deque)
     """jobs with waiting rows, the next one first"""
@@ -44,7 +42,6 @@ class WaitingClients:
         return bool(self._heap)
 
     def pop(self) -> ClientRows:
-        """Remove and return the next client."""
         return heapq.heappop(self._heap)[-1]
 
     def push(self, rows: ClientRows) -> None:
@@ -65,7 +62,6 @@ class FairQueue:
         """the slots of those prompts, with the number of waiting continuations"""
         self.num_waiting = 0
         self.waiting_tokens = 0
-        """tokens that waiting rows have to read"""
         self.num_running = 0
         self.num_paused = 0
 
@@ -85,7 +81,6 @@ class FairQueue:
 
     @property
     def num_rows(self) -> int:
-        """Rows that wait, run or are paused."""
         return self.num_waiting + self.num_running + self.num_paused
 
     @property
@@ -139,7 +134,6 @@ class FairQueue:
             del self._shared_slots[sequence.shared]
 
     def remove_waiting(self, job: RunningJob) -> list[Sequence]:
-        """Remove and return a job's waiting rows."""
         sequences = list(job.waiting)
         if sequences:
             self.client_rows(job.client).jobs.remove(job)

@@ -49,7 +49,6 @@ class _WaitingJob:
 
 
 _ClientQueue = dict[frozenset[Constraint], list[_WaitingJob]]
-"""One client's waiting jobs, by their constraints."""
 
 
 class GrammarCompileQueue:
@@ -204,7 +203,6 @@ class GrammarCompileQueue:
 
 
 def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:
-    """Count the rows of each constraint."""
     rows: Counter[Constraint] = Counter()
     for request in (request for job in jobs for request in job.rows):
         if request.constraint is not None:

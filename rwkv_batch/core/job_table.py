@@ -49,11 +49,9 @@ class JobTable:
         """rows with a session, from admission to acknowledgement"""
         self._changed: dict[RunningJob, None] = {}
         self._has_turn_starts = False
-        """whether `_changed` holds starts of turns"""
         self.on_delivered: Callable[[], None] = lambda: None
         """called after the sinks of a step"""
         self.jump_forward_max_rows = scheduler.limits.jump_forward_max_rows
-        """see Limits"""
         self.jump_forward_tokens = 0
         """total tokens appended without sampling"""
 
@@ -61,7 +59,6 @@ class JobTable:
         return len(self._jobs)
 
     def count_by_label(self) -> dict[str, int]:
-        """Return the number of jobs per label."""
         return dict(Counter(job.spec.label for job in self._jobs.values()))
 
     # Admission -----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from state_pool.origins import Origin, TunedState, mixed_origin
 from state_pool.pool import StatePool
 
 MAX_MEMBERS = 16
-"""Maximum states in a mixture."""
 
 
 def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
@@ -110,7 +109,6 @@ def release_read_slots(sequence: Sequence) -> None:
 
 
 def release_members(sequence: Sequence, pool: StatePool) -> None:
-    """Release everything that the row's members hold."""
     _release_tuned(sequence, pool)
     release_read_slots(sequence)
     for member in sequence.members:

@@ -41,7 +41,6 @@ class StopAutomaton:
         """by node, except the root: its longest proper suffix that is a prefix of a stop"""
         self.root = self._node(0, range(len(self._strings)))
         self.first_bytes = bytes(self.root.children)
-        """the first bytes of all strings"""
 
     def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
         """Read a piece of text. Returns the next node and the start of the earliest stop that ends in the piece.
@@ -128,7 +127,6 @@ MAX_LOGPROBS_CHUNK_TOKENS = 256
 
 
 def _chunk_of(request: GenerateRequest) -> int:
-    """Number of tokens per delta."""
     chunk = request.chunk_size or MAX_CHUNK_TOKENS
     return chunk if request.sampling.top_logprobs is None else min(chunk, MAX_LOGPROBS_CHUNK_TOKENS)
 

@@ -63,13 +63,11 @@ class ParkedMixtures:
         return True
 
     def clear(self) -> None:
-        """Free all parked slots."""
         while self.drop_oldest():
             pass
 
     @property
     def slots(self) -> list[int]:
-        """All parked slots."""
         return [slot for parked in self._parked.values() for slot in parked.slots]
 
     def _forget(self, session_id: str) -> None:

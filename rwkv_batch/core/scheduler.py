@@ -32,8 +32,6 @@ MAX_PREFILL_DELAY_TURNS = 5
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """A sequence's part in one step."""
-
     sequence: Sequence
     num_tokens: int
     samples: bool
@@ -86,7 +84,6 @@ class Scheduler:
 
     @property
     def running_rows(self) -> int:
-        """Number of rows in the steps."""
         return len(self._running)
 
     @property
@@ -102,11 +99,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any row waits or runs."""
         return bool(self._running or self.admission.waiting_rows or self.admission.paused_rows)
 
     def add(self, job: RunningJob, rows: list[Sequence]) -> None:
-        """Queue the rows of a job."""
         self.admission.queue_of(job).add(job, rows)
 
     def add_forked(self, rows: list[Sequence]) -> None:
@@ -118,7 +113,6 @@ class Scheduler:
         return self.admission.queue_of(job).remove_waiting(job)
 
     def running_of(self, job: RunningJob) -> list[Sequence]:
-        """A job's rows in the steps."""
         return [sequence for sequence in self._running if sequence.job is job]
 
     def add_running(self, sequence: Sequence) -> None:

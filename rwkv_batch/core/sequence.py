@@ -22,8 +22,6 @@ from state_pool.sessions import Lease
 
 
 class Phase(enum.Enum):
-    """Progress of a sequence."""
-
     WAITING = enum.auto()
     """has no slot yet"""
     RUNNING = enum.auto()
@@ -90,10 +88,8 @@ class RunningJob:
     """An admitted job. Owned by the engine's thread."""
 
     spec: Job
-    """the job as submitted"""
     sink: Sink
     grammars: Grammars
-    """of its constraints"""
     unfinished: int
     """number of rows without a Finish"""
     submitted_at: float = field(default_factory=time.monotonic)
@@ -102,9 +98,7 @@ class RunningJob:
     live: dict[Sequence, None] = field(default_factory=dict)
     """rows without a Finish, including waiting ones (an ordered set)"""
     num_running: int = 0
-    """rows with a running slot"""
     deltas: list[Delta] = field(default_factory=list)
-    """deltas of this step"""
     job_id: str = field(init=False)
     is_batch: bool = field(init=False)
 
@@ -159,7 +153,6 @@ class Sequence:
     members: list[Member] = field(default_factory=list)
     """the other members, if it is a mixture"""
     weight: float = 1.0
-    """its own weight in a mixture"""
     adapter: LoadedAdapter | None = None
     """its adapter; None: none, or not known until its session's lease is ready"""
     base: int = NO_BASE
@@ -234,7 +227,6 @@ class Sequence:
 
     @property
     def is_in_steps(self) -> bool:
-        """Whether steps may contain it."""
         return self.phase in (Phase.RUNNING, Phase.CLOSING)
 
     @property
@@ -244,7 +236,6 @@ class Sequence:
 
     @property
     def is_prefill_only(self) -> bool:
-        """Whether it ends after its prompt."""
         return self.samples and self.request.max_tokens == 0
 
     @property

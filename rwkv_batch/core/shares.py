@@ -133,7 +133,6 @@ class BatchThrottle:
         self.has_recent_interactive = False
         """whether an interactive row existed within INTERACTIVE_WINDOW_S"""
         self._is_limited = False
-        """whether this step limits batch work"""
         self._rows_left = 0
         """batch rows that this step may hold in addition to those that decode"""
         self._skipped_steps = 0
@@ -215,9 +214,7 @@ class StepCosts(NamedTuple):
     """Seconds that a step took until only constrained rows had not sampled."""
 
     tokens: int
-    """tokens read"""
     num_sampling: int
-    """rows that sample in it"""
     unconstrained: int
     """rows among them without a constraint"""
     launch_s: float

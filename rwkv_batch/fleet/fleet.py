@@ -52,7 +52,6 @@ class Attempt(NamedTuple):
 
     number: int
     job_id: str
-    """the job's id on that engine"""
     member: Member
     connection: int
     """the engine's connection number when the job was sent"""
@@ -69,7 +68,6 @@ class Fleet:
         self._is_shutting_down = False
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
-        """by address"""
         self._in_flight_jobs: dict[str, InFlightJob] = {}
         self._waiting: dict[str, InFlightJob] = {}
         """jobs among them without an engine"""
@@ -145,7 +143,6 @@ class Fleet:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs in flight."""
         return len(self._in_flight_jobs)
 
     # EngineProtocol ------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class InFlightJob:
         self.error: ErrorInfo | None = None
         """why its last engine does not continue it"""
         self.member: Member | None = None
-        """the current engine"""
         self.attempt = -1
         self.quota_engine: Member | None = None
         """the engine that counts it against its client's limits, if any"""
@@ -99,5 +98,4 @@ class InFlightJob:
             self.forward(JobEvents(job_id=self.job.job_id, deltas=events.deltas))
 
     def fail(self, error: ErrorInfo) -> None:
-        """End the job with an error."""
         self.report_admission(ServiceError.from_info(error))

@@ -49,7 +49,6 @@ class Member:
 
     @property
     def is_available(self) -> bool:
-        """Whether it accepts jobs."""
         return self.client.is_connected and not self.has_refused and not self.info.is_draining
 
     @property
@@ -65,7 +64,6 @@ class Member:
 
     @property
     def report(self) -> Load:
-        """Its last report."""
         return self._load
 
     @property

@@ -34,7 +34,6 @@ class RowProgress:
         return bool(has_output or self.session_tokens is not None)
 
     def record(self, delta: Delta) -> None:
-        """Record a delta."""
         self.token_ids.fromlist(delta.token_ids)
         self.shown += len(delta.text)
         self.logprobs += len(delta.logprobs or ())

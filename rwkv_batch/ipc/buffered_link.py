@@ -93,7 +93,6 @@ class BufferedLink(Generic[Incoming, Outgoing]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     def _close(self) -> None:

@@ -89,16 +89,12 @@ def unix_connector(address: str) -> Connect:
 
 
 class _Listener(NamedTuple):
-    """The receiver of a job's events."""
-
     sink: Sink
     is_turn: bool
     """whether it is a session's turn, which may have been kept if the engine is lost"""
 
 
 class _PendingCall(NamedTuple):
-    """A call without an answer yet."""
-
     reply: Reply[Any]
     answer_type: type[Any]
 
@@ -115,8 +111,8 @@ class _Pending:
 class EngineClient:
     """EngineProtocol over links from `connect`. Reconnects while the process lives.
 
-    on_change: called with True when the engine is connected, with False when it is lost
-    on_load: called with the engine's load, and the id of the job that just arrived there, if any
+    on_change: called with True on connection and with False on loss.
+    on_load: called with the engine's load, and with the id of a job that just arrived there.
 
     Both run on the client's thread.
     """
@@ -179,7 +175,6 @@ class EngineClient:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs in flight."""
         return len(self._waiting.listeners)
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:

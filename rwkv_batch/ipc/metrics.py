@@ -121,7 +121,6 @@ class Buckets:
         self._sum = 0.0
 
     def count(self, value: float, times: int = 1) -> None:
-        """Add `value` (seconds) `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -254,11 +253,9 @@ class Metrics:
         self._rendering = threading.Lock()
 
     def observe_arrival(self, job_id: str) -> None:
-        """Record a submitted job."""
         self._times.arrived(job_id, time.monotonic())
 
     def observe_refusal(self, job_id: str, kind: ErrorKind) -> None:
-        """Count a job that the engine refused."""
         self.forget(job_id)
         self._refused.labels(kind.value).inc()
 
@@ -267,14 +264,12 @@ class Metrics:
         self._times.forget(job_id)
 
     def observe_request(self, seen: Observe) -> None:
-        """Count an ended HTTP request."""
         self._requests.labels(seen.route, str(seen.status)).inc()
         self._seconds.labels(seen.route).observe(seen.seconds)
         if seen.first_byte_s > 0:
             self._first_byte.labels(seen.route).observe(seen.first_byte_s)
 
     def observe_client_request(self, client: str, prompt_tokens: int, is_refused: bool) -> None:
-        """Count a request of an API key."""
         self._client_requests.labels(client, "refused" if is_refused else "taken").inc()
         if not is_refused:
             self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
@@ -284,7 +279,6 @@ class Metrics:
         self._client_tokens.labels(client, "completion").inc(completion_tokens)
 
     def observe_events(self, events: Sequence[JobEvents]) -> None:
-        """Count the events of one step."""
         self._times.observe(events, time.monotonic())
         tokens = 0
         for event in events:

@@ -35,10 +35,7 @@ _GARBAGE_OBJECTS = 100_000
 
 
 class LogStyle(msgspec.Struct, frozen=True):
-    """Format and level of log lines."""
-
     form: str = "text"
-    """"text" or "json"; lines of the log"""
     level: str = "info"
 
 

@@ -22,7 +22,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     """absolute path of the weights"""
     adapters: tuple[str, ...] = ()
-    """as --adapter"""
     dtype: str = ""
     """"": as the service's own model, also for the fields below"""
     wkv_state: str = ""
@@ -47,7 +46,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     status: ModelStatus
     address: str
-    """of its engine"""
     since: int
     """Unix time of the last change of `status`"""
     error: str = ""
@@ -74,9 +72,7 @@ class ModelCommand(msgspec.Struct, frozen=True):
 
     number: int
     spec: ModelSpec | None = None
-    """a model to load"""
     unload: str = ""
-    """name of a model to unload"""
     add_engine: tuple[str, ...] | None = None
     """devices of a further engine for the service's own model; (): as its others"""
     remove_engine: str = ""

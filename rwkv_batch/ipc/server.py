@@ -187,7 +187,6 @@ class Peer:
         return not self._link.is_sending
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat with the current load."""
         with self._send_lock:
             self._link.send(Heartbeat(self._arrivals.load))
 
@@ -389,7 +388,6 @@ class EngineMonitor:
         self._watchdog = Watchdog(config.step_timeout_s, time.monotonic, MONITOR_INTERVAL_S)
 
     def __call__(self) -> None:
-        """Check the engine once."""
         if not self._engine.is_alive:
             _die("the engine's thread has died; ending the process")
         if self._watchdog.hangs(self._engine.loop_count):

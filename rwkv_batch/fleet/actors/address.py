@@ -16,12 +16,9 @@ class ClusterAddress(NamedTuple):
     node: str
     """IP address of this machine's Ray node, if it has several addresses; else """ ""
     namespace: str
-    """of the service's actors"""
 
 
 class EngineAddress(NamedTuple):
-    """A named actor."""
-
     cluster: ClusterAddress
     engine: str
 

@@ -58,7 +58,6 @@ class EngineInfo(NamedTuple):
     error: str
     pid: int
     node: str
-    """its node's IP address"""
     since: int
     has_served: bool
     serves: str
@@ -132,7 +131,6 @@ class EngineActor:
 
     @ray.method(concurrency_group="push")
     def close_link(self, peer: str) -> None:
-        """Close an HTTP worker's link."""
         link = self._links.get(peer)
         if link is not None:
             link.close()

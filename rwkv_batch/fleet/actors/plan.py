@@ -44,11 +44,9 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.config.model_path} (sessions in {self.config.pool.database_display_name or 'memory'})"
 
     def devices_of(self, number: int) -> tuple[str, ...]:
-        """Return the devices of replica `number`."""
         named = self.replica_devices
         return named[number % len(named)] if named else self.config.devices
 
     def config_of(self, name: str, devices: tuple[str, ...]) -> EngineConfig:
-        """Return the config of the engine `name`."""
         pool = msgspec.structs.replace(self.config.pool, engine=name) if self.config.pool.service else self.config.pool
         return msgspec.structs.replace(self.config, devices=devices, pool=pool)

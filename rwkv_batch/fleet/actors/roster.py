@@ -67,7 +67,6 @@ class Roster:
 
     @property
     def names(self) -> list[str]:
-        """Names of the existing engines."""
         return list(self._directory.actors)
 
     def poll(self) -> tuple[ServedModel, ...]:
@@ -197,7 +196,6 @@ class Roster:
         self._missing = set() if is_up else set(self._desired)
 
     def add(self, devices: tuple[str, ...]) -> None:
-        """Add an engine."""
         self._to_add.append(devices)
 
     def _place_missing(self) -> None:
