@@ -40,7 +40,7 @@ class JobTable:
         self._scheduler = scheduler
         self._state_manager = state_manager
         self._byte_table = tokenizer.byte_table
-        self._rows = RowBuilder(scheduler, state_manager, tokenizer, vocab)
+        self._rows = RowBuilder(scheduler, state_manager.check, tokenizer, vocab)
         self._jobs: dict[str, RunningJob] = {}
         self._deadlines: list[tuple[float, int, RunningJob]] = []
         """a heap; `_prune_deadlines` removes ended jobs"""

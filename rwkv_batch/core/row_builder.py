@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from rwkv_batch.core.output import RowOutput, StopRulesCache
 from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
-from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
@@ -18,9 +19,12 @@ from sampling.grammar.matcher import Matcher
 class RowBuilder:
     """Checks jobs and creates their rows. Engine thread."""
 
-    def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, check_states: Callable[[GenerateRequest], None], tokenizer: Tokenizer, vocab: int
+    ) -> None:
+        """check_states: `StateManager.check`"""
         self._scheduler = scheduler
-        self._state_manager = state_manager
+        self._check_states = check_states
         self._byte_table = tokenizer.byte_table
         self._stop_rules = StopRulesCache(tokenizer.byte_table)
         self._vocab = vocab
@@ -52,7 +56,7 @@ class RowBuilder:
             raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, limit_text)
 
     def _check_row(self, request: GenerateRequest) -> None:
-        self._state_manager.check(request)
+        self._check_states(request)
         resume = request.session.resume_prompt if request.session else request.prompt
         if not request.prompt or not resume:
             raise ServiceError(ErrorKind.INVALID_FIELD, "a prompt is empty; give at least one token", field="prompt")
