@@ -125,7 +125,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 ToWorker = Arrived | Admitted | EventBatch | Answer | Heartbeat
 
 
-class FrameTooLong(Exception):  # noqa: N818 - names what it is about
+class FrameTooLong(Exception):  # noqa: N818 - named by its cause
     """A message is larger than `MAX_FRAME_BYTES`. It is not sent, or not read."""
 
     def __init__(self, num_bytes: int) -> None:

@@ -41,7 +41,7 @@ def join(cluster: ClusterAddress) -> Any:
     ray = load_ray()
     with _LOCK:
         if not ray.is_initialized():
-            logging.getLogger("ray").setLevel(logging.ERROR)  # below, it logs this service's own signals
+            logging.getLogger("ray").setLevel(logging.ERROR)  # at lower levels it logs this service's own signals
             on_sigterm = signal.getsignal(signal.SIGTERM)
             node = {"_node_ip_address": cluster.node} if cluster.node else {}
             try:
