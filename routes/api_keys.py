@@ -92,7 +92,6 @@ class KeysFile:
 
     @property
     def is_configured(self) -> bool:
-        """Whether there is a keys file."""
         return bool(self._path)
 
     def read(self) -> None:

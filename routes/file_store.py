@@ -102,7 +102,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return f"file-{self.id.removeprefix('batch_')}{result[0]}"
 
     def with_status(self, status: Status, now: int, **changes: Any) -> Batch:
-        """Return the batch with a new status."""
         times = {**self.times, status.value: now}
         return msgspec.structs.replace(self, status=status, times=times, **changes)
 

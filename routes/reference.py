@@ -12,7 +12,6 @@ API_PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
 
 def main() -> None:
-    """Write docs/api.md."""
     API_PAGE.parent.mkdir(exist_ok=True)
     API_PAGE.write_text(markdown(openapi_document(ROUTES)), encoding="utf-8")
 

@@ -79,7 +79,6 @@ def current_request() -> RequestContext:
 
 
 def set_current_request(request_context: RequestContext) -> None:
-    """Set the request of this task or thread."""
     _current.set(request_context)
 
 

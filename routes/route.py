@@ -1,6 +1,7 @@
 """Routes as data, and running a route's handler with its errors turned into answers.
 
-Route data serves registration, metrics and the OpenAPI document. HTTP requests and batch files share the runner."""
+Route data serves registration, metrics and the OpenAPI document. HTTP requests and batch files share the runner.
+"""
 
 from __future__ import annotations
 

@@ -353,7 +353,6 @@ def _admin_route(
     *,
     needs_engine: bool = True,
 ) -> Route:
-    """Return a route for administrators."""
     return Route(
         "POST",
         path,

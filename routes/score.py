@@ -55,7 +55,6 @@ class ScoreBody(FixedSamplingFields, PriorityFields, ModelFields):
 
     @property
     def candidate_lists(self) -> list[list[str]]:
-        """One list of candidates per prompt."""
         candidate_lists = [one for one in self.candidates if not isinstance(one, str)]
         return candidate_lists or [self.candidates] * len(self.contents)  # type: ignore[list-item]  # all are texts
 
@@ -106,7 +105,6 @@ def _row(
 
 
 def _field(body: ScoreBody, content: int, number: int) -> str:
-    """Return the field of a candidate as the client writes it."""
     shared = isinstance(body.candidates[0], str)
     return f"candidates[{number}]" if shared else f"candidates[{content}][{number}]"
 
@@ -180,7 +178,6 @@ class ScoreFormatter:
 
 
 def _is_most_probable(token: TokenLogprob) -> bool:
-    """Return whether no other token is more probable."""
     return token.logprob >= token.top[0][1]
 
 

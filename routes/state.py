@@ -157,13 +157,11 @@ class DialogueFormatter(BatchFormatter):
         self._new_dialogue: int | None = None
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See ResponseFormatter."""
         for row in updates:
             self._record_dialogue(row.finish)
         return super().chunk(updates)
 
     def stream_end(self) -> bytes:
-        """See ResponseFormatter."""
         end = super().stream_end()
         if self._new_dialogue is None:
             return end
@@ -171,7 +169,6 @@ class DialogueFormatter(BatchFormatter):
         return end + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._new_dialogue})
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See ResponseFormatter."""
         for row in rows:
             self._record_dialogue(row.finish)
         return {**super().full_body(rows), "session_id": self._session_id, "dialogue_idx": self._new_dialogue}

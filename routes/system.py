@@ -58,7 +58,6 @@ class CountBody(Body):
 
     @property
     def prompt(self) -> str:
-        """The prompt of the conversation."""
         return prompt_of(
             self.messages,
             prompts.think_mode(self.enable_think),

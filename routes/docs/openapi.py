@@ -53,7 +53,6 @@ class _Schemas(GenerateJsonSchema):
     """Like pydantic's, but keeps JSON defaults as they are: pydantic would build a type adapter for each."""
 
     def encode_default(self, dft: Any) -> Any:
-        """See GenerateJsonSchema."""
         return dft if dft is None or type(dft) in (bool, int, float, str) else super().encode_default(dft)
 
 

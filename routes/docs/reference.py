@@ -198,7 +198,6 @@ def _limits(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """Return the reference as Markdown."""
     rules = "\n".join(f"- {rule}" for rule in INTRODUCTION)
     parts = [f"# {TITLE}\n\n{rules}\n\nWritten by `python -m routes.reference`.\n"]
     for section in sections(document):

@@ -51,7 +51,6 @@ class ChatFormatter(OpenAIFormatter):
         return b"".join(map(self.chunk_event, choices))
 
     def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
-        """See OpenAIFormatter."""
         parts = self._parsers[updates.row].feed(updates.text, updates.finish is not None)
         delta: dict[str, Any] = {}
         if parts.reasoning:
@@ -69,11 +68,9 @@ class ChatFormatter(OpenAIFormatter):
         return choice
 
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
-        """See OpenAIFormatter."""
         return {"index": row, "delta": {}, **finish_fields(self._finish_reason(row, reason))}
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See ResponseFormatter."""
         return self.answer([self._full_choice(index, row) for index, row in enumerate(rows)], rows)
 
     def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:

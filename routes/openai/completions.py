@@ -59,18 +59,15 @@ class CompletionFormatter(OpenAIFormatter):
         return super().chunk([*[one for one in shared if one.prompt_logprobs], *updates])
 
     def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
-        """See OpenAIFormatter."""
         tokens = [*updates.prompt_logprobs, *updates.logprobs]
         if not updates.text and not tokens:
             return None
         return self._choice(updates.row, updates.row, updates.text, tokens, {"finish_reason": None})
 
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
-        """See OpenAIFormatter."""
         return {"index": row, "text": "", "logprobs": None, **finish_fields(reason)}
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See ResponseFormatter."""
         choices: list[dict[str, Any]] = []
         for first in range(0, len(rows), self._n):
             scored_tokens = rows[first].prompt_logprobs

@@ -136,11 +136,9 @@ class OpenAIFormatter(BaseFormatter):
         raise NotImplementedError
 
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
-        """Return the last choice of a row."""
         raise NotImplementedError
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See ResponseFormatter."""
         choices: list[dict[str, Any]] = []
         for row in updates:
             choice = self.delta_choice(row)
@@ -159,14 +157,12 @@ class OpenAIFormatter(BaseFormatter):
         return sse(body)
 
     def stream_end(self) -> bytes:
-        """See ResponseFormatter."""
         if not self._includes_usage:
             return b""
         counts = self.counts(self._finishes)
         return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": counts})
 
     def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
-        """Return the usage of all rows."""
         return usage(finishes, self._n)
 
     def answer(self, choices: list[dict[str, Any]], rows: list[RowResult]) -> dict[str, Any]:

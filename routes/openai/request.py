@@ -76,7 +76,6 @@ class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Number of sampled answers per prompt."""
         return self.n
 
     @property
@@ -85,7 +84,6 @@ class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
         return None
 
     def sampling(self, seed: int) -> SamplingParams:
-        """See SamplingBody."""
         bias = {int(token): -math.inf if value <= _BAN_BIAS else value for token, value in self.logit_bias.items()}
         return msgspec.structs.replace(super().sampling(seed), logit_bias=bias, top_logprobs=self.num_logprobs)
 
@@ -131,7 +129,6 @@ class ConversationBody(OpenAIBody, TemplateFields):
 
     @property
     def thinks(self) -> bool:
-        """See ConstraintFields."""
         return self.think is not prompts.Think.OFF
 
     @property
@@ -150,7 +147,6 @@ class ConversationBody(OpenAIBody, TemplateFields):
 
     @property
     def constraint(self) -> Constraint | None:
-        """See ConstraintFields."""
         tool_set = self.tool_set
         if tool_set is None:
             return self.format_constraint or super().constraint
@@ -215,7 +211,6 @@ class ChatBody(ConversationBody):
 
     @property
     def continues(self) -> bool:
-        """See ConversationBody."""
         if self.continue_final_message is None:
             return self.session_id is None and self._ends_with_text_of_assistant
         return self.continue_final_message
@@ -226,12 +221,10 @@ class ChatBody(ConversationBody):
 
     @property
     def conversation(self) -> list[Message]:
-        """See ConversationBody."""
         return self.messages
 
     @property
     def effort(self) -> prompts.Think:
-        """See ConversationBody."""
         if self.reasoning_effort is not None:
             return prompts.EFFORTS[self.reasoning_effort]
         thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs is not None else None
@@ -240,19 +233,16 @@ class ChatBody(ConversationBody):
 
     @property
     def tool_set(self) -> ToolSet | None:
-        """See ConversationBody."""
         return chat_tool_set(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def format_constraint(self) -> Constraint | None:
-        """See ConversationBody."""
         if self.response_format is None:
             return None
         return self.response_format.constraint(THINK_END if self.thinks else "")
 
     @property
     def num_logprobs(self) -> int | None:
-        """See OpenAIBody."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -308,7 +298,6 @@ class CompletionBody(OpenAIBody):
 
     @property
     def constraint(self) -> Constraint | None:
-        """See ConstraintFields."""
         return self.format_constraint or super().constraint
 
     @property
@@ -320,7 +309,6 @@ class CompletionBody(OpenAIBody):
 
     @property
     def samples_per_prompt(self) -> int:
-        """See OpenAIBody."""
         return self.best_of or self.n
 
     @property

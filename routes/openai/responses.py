@@ -152,16 +152,13 @@ class ResponsesFormatter(BaseFormatter):
         self._sequence_number = 0
 
     def stream_start(self) -> bytes:
-        """See ResponseFormatter."""
         response_fields = {"response": self._response("in_progress", None)}
         return self._sse_frames([("response.created", response_fields), ("response.in_progress", response_fields)])
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See ResponseFormatter."""
         return b"".join(self._sse_frames(self._events(update)) for update in updates)
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See ResponseFormatter."""
         (row,) = rows
         for _ in self._delta_events(RowUpdate(0, row.text, finish=row.finish, logprobs=row.logprobs), final=True):
             pass
@@ -225,7 +222,6 @@ class ResponsesFormatter(BaseFormatter):
 
 
 def _head(body: ResponsesBody) -> dict[str, Any]:
-    """Return the fields that repeat the request."""
     text_format, choice = body.text.format, body.tool_choice
     format_fields = {"type": text_format.type}
     if text_format.type == "json_schema":

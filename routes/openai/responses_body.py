@@ -180,7 +180,6 @@ class ResponsesBody(ConversationBody):
 
     @property
     def conversation(self) -> list[Message]:
-        """See ConversationBody."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -194,13 +193,11 @@ class ResponsesBody(ConversationBody):
 
     @property
     def effort(self) -> prompts.Think:
-        """See ConversationBody."""
         given = self.reasoning.effort
         return prompts.think_mode(self.enable_think) if given is None else prompts.EFFORTS[given]
 
     @property
     def tool_set(self) -> ToolSet | None:
-        """See ConversationBody."""
         functions = [tool.function(f"tools[{at}].parameters") for at, tool in enumerate(self.tools)]
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, NamedFunction):
@@ -211,7 +208,6 @@ class ResponsesBody(ConversationBody):
 
     @property
     def format_constraint(self) -> Constraint | None:
-        """See ConversationBody."""
         format_constraint = self.text.format.chat_format.constraint(THINK_END if self.thinks else "")
         return (
             None
@@ -221,7 +217,6 @@ class ResponsesBody(ConversationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See OpenAIBody."""
         return (self.top_logprobs or 0) if LOGPROBS in self.include else None
 
     @model_validator(mode="after")

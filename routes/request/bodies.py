@@ -348,7 +348,6 @@ class PromptFields(TemplateFields):
 
     @property
     def thinks(self) -> bool:
-        """See ConstraintFields."""
         return bool(self.messages) and self.enable_think
 
     @property

@@ -33,15 +33,12 @@ class _JsonRepr(reprlib.Repr):
     """A short repr in JSON's notation."""
 
     def repr_str(self, x: str, level: int) -> str:
-        """See reprlib.Repr."""
         return json.dumps(x if len(x) <= self.maxstring else f"{x[: self.maxstring]}...", ensure_ascii=False)
 
     def repr_bool(self, x: bool, level: int) -> str:
-        """See reprlib.Repr."""
         return json.dumps(x)
 
     def repr_NoneType(self, x: None, level: int) -> str:  # noqa: N802 - reprlib's own form
-        """See reprlib.Repr."""
         return json.dumps(x)
 
 

@@ -77,7 +77,6 @@ def _field_with_surrogate(body: bytes) -> tuple[str, object] | None:
 
 
 def _has_utf8(value: object) -> bool:
-    """Return whether all text in `value` can be encoded as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

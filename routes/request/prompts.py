@@ -76,7 +76,6 @@ def _label(role: str, labels: Template) -> str:
 
 
 def think_mode(enable_think: bool) -> Think:
-    """Return the think mode of `enable_think`."""
     return Think.ON if enable_think else Think.OFF
 
 

@@ -46,7 +46,6 @@ class BatchFormatter(BaseFormatter):
         self._finishes: list[Finish] = []
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """See ResponseFormatter."""
         choices: list[dict[str, Any]] = []
         for row in updates:
             if row.text:
@@ -59,13 +58,11 @@ class BatchFormatter(BaseFormatter):
         return sse({**self._chunk_head, "choices": choices}) if choices else b""
 
     def stream_end(self) -> bytes:
-        """See ResponseFormatter."""
         if not self._includes_usage:
             return b""
         return sse({**self._chunk_head, "choices": [], "usage": usage(self._finishes)})
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """See ResponseFormatter."""
         choices = [_choice(index, row) for index, row in enumerate(rows)]
         return {**self._whole_head, "choices": choices, "usage": usage([row.finish for row in rows])}
 

@@ -303,11 +303,9 @@ class BaseFormatter:
     error_format = NATIVE_ERRORS
 
     def stream_start(self) -> bytes:
-        """See ResponseFormatter."""
         return b""
 
     def stream_end(self) -> bytes:
-        """See ResponseFormatter."""
         return b""
 
 
@@ -338,7 +336,6 @@ class SseChunks:
             return sse(self._formatter.error_format.body(_INTERNAL_ERROR)) + DONE
 
     def close(self) -> None:
-        """See Chunks."""
         self._stream.close()
 
     def _next_chunk(self) -> bytes:
@@ -381,7 +378,6 @@ class JsonChunks:
         return self._make().body
 
     def close(self) -> None:
-        """See Chunks."""
         self._stream.close()
 
 

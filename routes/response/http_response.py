@@ -172,7 +172,6 @@ class FileChunks:
         return self
 
     def __next__(self) -> bytes:
-        """Return the next chunk."""
         if self.ended:
             return self._end()
         try:
@@ -187,7 +186,6 @@ class FileChunks:
         return piece or self._end()
 
     def close(self) -> None:
-        """See Chunks."""
         self._file.close()
         self._call_on_close()
 

@@ -145,8 +145,6 @@ PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 
 
 class RequestIds(logging.Filter):
-    """Adds the id of the logging thread's request."""
-
     def filter(self, record: logging.LogRecord) -> bool:
         """See logging.Filter. Never drops a record."""
         if current_request().request_id and not hasattr(record, "fields"):

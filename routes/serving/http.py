@@ -76,7 +76,6 @@ class ActiveRequest:
 
 
 def report(context: Context, request_context: RequestContext, status: int, outcome: str) -> None:
-    """Count and log a finished request."""
     seconds = time.monotonic() - request_context.started
     context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
     if context.config.access_log:

@@ -29,7 +29,6 @@ def serve(app: Robyn, listener: socket.socket) -> None:
 
 
 def _listening() -> set[int]:
-    """Return the descriptors of this process's listening sockets."""
     return {int(name) for name in os.listdir("/dev/fd") if _listens(int(name))}
 
 
