@@ -1,4 +1,4 @@
-"""Programs that measure: `python -m bench.NAME`. The last line of each is JSON.
+"""Benchmark programs: `python -m bench.NAME`. The last line of each is JSON.
 
-`bench.chaos` is a folder with its parts. `bench/tools` is what several programs share.
+`bench.chaos` is a folder of one program. `bench/tools` has the shared parts.
 """

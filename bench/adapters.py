@@ -1,12 +1,13 @@
-"""Tokens per second when every row has an adapter: 0, 1, 8 and 32 adapters in the batch.
+"""Decode speed with 0, 1, 8 and 32 adapters in one batch.
 
-    python -m bench.adapters --size 7.2b --rows 320  # decode steps on a GPU, a random model of a released shape
-    python -m bench.adapters --rows 64               # the demo model on one CPU thread, by that thread's time
+    python -m bench.adapters --size 7.2b --rows 320  # GPU: random weights of a released shape
+    python -m bench.adapters --rows 64               # CPU: the demo model on one thread, in CPU time
 
-Each adapter has a pair of --rank on all six large matrices of every layer. On a GPU a step is the service's CUDA graph:
-embedding, layers, head, sampling. Eight launches a layer bound the difference, and the outputs that they read and write
-again. On a CPU the pairs' products bound it. Numbers of adapters alternate, so that a machine that slows down slows all
-of them. One JSON line per figure; the last line holds all. `share`: tokens per second over those with no adapter.
+Every row uses an adapter. An adapter has a rank `--rank` pair on all six large matrices of each layer. A GPU step is
+the service's CUDA graph: embedding, layers, head, sampling. The numbers of adapters alternate, so a slow phase of the
+machine affects all of them. Bounds: on a GPU eight more launches per layer, on a CPU the products of the pairs.
+
+Prints one JSON line per figure; the last line has all. `share`: tokens/s relative to no adapter.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.stage_graphs import make_graph_stages
 
-MOST_TURNS = 5
+MAX_ROUNDS = 5
 FORWARDS = 25
 GPU = torch.device("cuda", 0)
 
 
 def random_pairs(layers: int, width: int, rank: int, seed: int) -> dict[int, LayerPairs]:
-    """An adapter beside all large maps: pairs a [rank, in], b [out, rank] of a size that changes little."""
+    """Return an adapter for all large matrices: pairs a [rank, in], b [out, rank], with small values."""
     generator = torch.Generator().manual_seed(seed)
 
     def pair(target: Target) -> Pair:
@@ -47,8 +48,8 @@ def random_pairs(layers: int, width: int, rank: int, seed: int) -> dict[int, Lay
     return dict.fromkeys(range(layers), one)
 
 
-def on_gpu(size: str, rows: int, counts: list[int], rank: int, seconds: float, dtype: str) -> dict[int, float]:
-    """Milliseconds of a decode step of so many rows, by number of adapters."""
+def gpu_step_ms(size: str, rows: int, counts: list[int], rank: int, seconds: float, dtype: str) -> dict[int, float]:
+    """Return milliseconds per decode step on a GPU, by number of adapters."""
     from bench.gpu import mixed_sampler, timed
     from bench.tools.gpu_model import VOCAB, random_stage
 
@@ -61,16 +62,16 @@ def on_gpu(size: str, rows: int, counts: list[int], rank: int, seconds: float, d
     req_slots, slots = list(range(rows)), list(range(2, rows + 2))
     graphs.tokens.store(req_slots, torch.randint(VOCAB, (rows,)))
     found: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(MOST_TURNS):
+    for _ in range(MAX_ROUNDS):
         for count in counts:
             numbers = [1 + row % count for row in range(rows)] if count else None
             step = lambda numbers=numbers: graphs.run(req_slots, slots, slots, (), numbers)  # noqa: E731
-            found[count].append(timed(step, seconds / MOST_TURNS))
+            found[count].append(timed(step, seconds / MAX_ROUNDS))
     return {count: statistics.median(times) for count, times in found.items()}
 
 
-def on_one_thread(rows: int, counts: list[int], rank: int) -> dict[int, float]:
-    """Milliseconds of a core that a decode step of the demo model takes on one thread, by number of adapters."""
+def cpu_step_ms(rows: int, counts: list[int], rank: int) -> dict[int, float]:
+    """Return CPU milliseconds per decode step of the demo model on one thread, by number of adapters."""
     torch.set_num_threads(1)
     weights = open_weights(str(files.ensure_model()))
     pipeline = Pipeline(weights, ("cpu",), "fp32", "cpu", "fp32", ())
@@ -91,7 +92,6 @@ def on_one_thread(rows: int, counts: list[int], rank: int) -> dict[int, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="", help="a released shape, on a GPU; without it the demo model on a CPU")
     parser.add_argument("--dtype", default="fp16", help="on a GPU: fp16, fp8, int8, int4")
@@ -103,9 +103,9 @@ def main() -> None:
     rows = args.rows or (320 if args.size else 32)
     with torch.inference_mode():
         if args.size:
-            times = on_gpu(args.size, rows, args.adapters, args.rank, args.seconds, args.dtype)
+            times = gpu_step_ms(args.size, rows, args.adapters, args.rank, args.seconds, args.dtype)
         else:
-            times = on_one_thread(rows, args.adapters, args.rank)
+            times = cpu_step_ms(rows, args.adapters, args.rank)
     about = {"rows": rows, "rank": args.rank}
     results: list[dict[str, Any]] = [
         {"adapters": count, **about, "step_ms": round(ms, 4), "tokens_s": round(rows / ms * 1e3)}

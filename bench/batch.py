@@ -1,20 +1,21 @@
-"""`app.py batch` against the engine alone, against the `rwkv` package in a loop, and its memory over a long file.
+"""`app.py batch` compared with the engine alone and with the `rwkv` package, and its memory with a long file.
 
     python -m bench.batch [--model-path FILE] [--lines 512] [--rows 64] [--memory-lines 1000000] [--rounds 3]
 
-`taskset -c 0,1` in front gives it two cores.
+Put `taskset -c 0,1` in front to use two cores.
 
-Measures, in rounds, each in a process of its own, lines of 8 to 100 words that are continued greedily by 32 tokens:
-- cli: lines/s of the command with its own engine and `--rows` places, from the first question to the last line synced;
-- engine: the same rows in one job of an engine with as many places, from submission to the last event;
-- peer: the `rwkv` package on the same file, one line after the other, which is all that it can.
-Ratios are of the same round, the figure is their median; which of cli and engine goes first changes from round to
-round. What bounds cli over engine: on a CPU the command's event loop takes time from the cores that compute; the end of
-the file, when fewer rows run than there are places, is in both.
-- memory: the largest resident size of a process that runs the command's loop over `--memory-lines` lines with a backend
-  that answers at once, less that over 1000 lines: readers, window, writer, sidecar, without a model.
+Each measurement runs in its own process. The lines have 8 to 100 words; 32 tokens are generated greedily for each.
+- cli: lines/s of the command with its own engine and `--rows` running slots, from the first request to the last
+  synced line.
+- engine: the same rows in one job of an engine with as many running slots, from submission to the last event.
+- peer: the `rwkv` package with the same file. It processes one line at a time.
+- memory: peak resident memory of the command's loop over `--memory-lines` lines, minus that over 1,000 lines. The
+  backend answers at once, so this measures reader, window, writer and sidecar file without a model.
 
-Without --model-path the demo model. The peer reads .pth files alone. The last line is JSON.
+A ratio compares figures of one round; the result is the median over the rounds. Rounds alternate between cli first
+and engine first. Bound of cli: on a CPU the command's event loop shares the cores with the engine.
+
+Without --model-path the demo model runs. The peer reads .pth files only. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ TARGETS = {"cli_over_engine": 0.97, "cli_over_peer": 10.0, "memory_mb": 500.0}
 
 
 def write_lines(path: Path, count: int) -> None:
-    """So many lines of different lengths."""
-    dice = random.Random(5)
+    """Write `count` lines of different lengths."""
+    rng = random.Random(5)
     with path.open("w", encoding="utf-8") as file:
         for i in range(count):
-            text = " ".join(dice.choices(WORDS, k=dice.randint(8, 100)))
+            text = " ".join(rng.choices(WORDS, k=rng.randint(8, 100)))
             file.write(json.dumps({"id": i, "text": text}) + "\n")
 
 
 def demo_as_pth(path: Path) -> None:
-    """The demo model in the form that the peer reads."""
+    """Save the demo model as .pth, the format that the peer reads."""
     import torch
     from safetensors.torch import load_file
 
@@ -62,7 +63,7 @@ def demo_as_pth(path: Path) -> None:
 
 
 def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """The command, as its user runs it."""
+    """Measure the command as its user runs it."""
     target = folder / "out.jsonl"
     command = [
         sys.executable,
@@ -79,12 +80,12 @@ def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     command += ["--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--max-running", str(options.rows)]
     command += ["--progress", "json", *(["--model-path", options.model_path] if options.model_path else [])]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    told = json.loads([line for line in ran.stderr.splitlines() if line.startswith("{")][-1])
-    return {"lines_per_s": told["lines_per_s"], "tokens_per_s": told["tokens_per_s"]}
+    progress = json.loads([line for line in ran.stderr.splitlines() if line.startswith("{")][-1])
+    return {"lines_per_s": progress["lines_per_s"], "tokens_per_s": progress["tokens_per_s"]}
 
 
 def measure_engine(options: argparse.Namespace) -> dict[str, float]:
-    """The same rows, handed to an engine at once."""
+    """Measure the same rows as one job of an engine."""
     from programs.settings import parse_settings
     from programs.settings.model_file import with_default_model
     from routes.config import HttpConfig
@@ -121,7 +122,7 @@ def measure_engine(options: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_peer(options: argparse.Namespace) -> dict[str, float]:
-    """The rwkv package, a line after the other, greedily."""
+    """Measure the `rwkv` package: one line at a time, greedy."""
     os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
     from rwkv.model import RWKV
 
@@ -140,12 +141,12 @@ def measure_peer(options: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_memory(lines: int, folder: Path) -> float:
-    """Largest resident size in MB of the command's loop over so many lines, without a model."""
+    """Return the peak resident memory of the command's loop in MB, without a model."""
     from programs.backends.backend import Reply
     from programs.batch import command as batch_command
 
-    class Instant:
-        """Answers at once."""
+    class InstantBackend:
+        """A backend that answers at once."""
 
         async def model(self) -> str:
             return "none"
@@ -153,26 +154,26 @@ def measure_memory(lines: int, folder: Path) -> float:
         async def open(self) -> int:
             return 512
 
-        async def ask(self, path: str, body: dict[str, Any]) -> Reply:
+        async def request(self, path: str, body: dict[str, Any]) -> Reply:
             await asyncio.sleep(0)
             choice = {"finish_reason": "stop", "message": {"content": body["contents"][0]}}
             return Reply(200, {"choices": [choice]})
 
         async def close(self) -> None: ...
 
-    batch_command.RemoteService = lambda url, password: Instant()  # type: ignore[assignment,misc]
+    batch_command.RemoteService = lambda url, password: InstantBackend()  # type: ignore[assignment,misc]
     source = folder / "long.jsonl"
     write_lines(source, lines)
     command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]
-    assert batch_command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
-    # Not getrusage: what its parent had is in the largest size of a process that was forked and became another program.
+    assert batch_command.main([*command, "--progress", "plain"]) == 0
+    # Not getrusage: after fork and exec its maximum includes the memory of the parent.
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found.group(1)) / 1024
 
 
-def apart(options: argparse.Namespace, what: str, *more: str) -> Any:
-    """One measurement in a process of its own."""
+def run_in_process(options: argparse.Namespace, what: str, *more: str) -> Any:
+    """Run one measurement in its own process."""
     command = [sys.executable, "-m", "bench.batch", "--only", what, "--input", str(options.input), *more]
     command += ["--rows", str(options.rows), *(["--model-path", options.model_path] if options.model_path else [])]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -180,7 +181,7 @@ def apart(options: argparse.Namespace, what: str, *more: str) -> Any:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
+    """Run all measurements."""
     rounds = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -192,10 +193,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         peers = ["peer"] if options.model_path.endswith(".pth") else []
         for number in range(options.rounds):
             ours = ["engine", "cli"] if number % 2 else ["cli", "engine"]
-            one = {what: apart(options, what) for what in (*ours, *peers)}
+            one = {what: run_in_process(options, what) for what in (*ours, *peers)}
             print(json.dumps(one), flush=True)
             rounds.append(one)
-        memory = apart(options, "memory", "--lines", str(options.memory_lines)) - apart(
+        memory = run_in_process(options, "memory", "--lines", str(options.memory_lines)) - run_in_process(
             options, "memory", "--lines", "1000"
         )
     ratios = {
@@ -212,14 +213,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="")
     parser.add_argument("--lines", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--memory-lines", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--commit", default="", help="of the code, where git does not tell it")
+    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     parser.add_argument("--only", choices=("cli", "engine", "peer", "memory"), help=argparse.SUPPRESS)
     parser.add_argument("--input", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,28 +1,26 @@
-"""RWKV-7 on a CPU against the `rwkv` package: decode and prefill of a random model of the 0.1B shape.
+"""RWKV-7 on a CPU compared with the `rwkv` package: decode and prefill of a random 0.1B model.
 
     python -m bench.cpu [--out bench/results/cpu.json] [--seconds 240] [--no-peer]
 
-Measures, in rounds, in which everything runs once, one after the other:
-- decode: generated tokens per second of one step loop over B rows (B = 1, 8, 32, 128), each row one token a step,
-  logits of every row made; without sampling. The peer decodes one stream, which is all it can.
-- prefill: prompt tokens per second for 1 x 512 (one call on both sides) and 16 x 128 (ours one ragged step; the
-  peer one call a prompt), from the zero state, logits of each prompt's last token made.
-The peer runs as "cpu fp32" and as "cpu bf16"; its better figure of a round counts. Ours runs as --dtype fp32, bf16
-and int8, which is also held against bf16. A ratio is ours over the peer's best in the same round, and the figure is the
-median over the rounds; on a shared machine, ratios hold where absolute figures do not. `--no-peer` leaves the peer out,
-whose rounds take minutes on a processor that has no products of bf16: what our own types are to each other is then the
-median of many rounds.
+Each round runs every measurement once:
+- decode: tokens/s of a step loop over B rows (B = 1, 8, 32, 128), one token per row and step, logits of every row, no
+  sampling. The peer decodes one stream; it cannot batch.
+- prefill: prompt tokens/s of 1 x 512 (one call for both) and 16 x 128 (one ragged step here, one call per prompt for
+  the peer), from the zero state, with the logits of each prompt's last token.
 
-What bounds it: decoding one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices; both
-are printed (bandwidth: torch's sum over 512 MiB on the same threads, in the same rounds). fp32 keeps matrices that
-hold bf16 numbers, as all public files do, in bf16: the same bytes as bf16, three times the multiplications with
-AMX. Large batches and prefill are bound by multiplications.
+The peer runs as "cpu fp32" and "cpu bf16"; the faster one of a round counts. This project runs with --dtype fp32, bf16
+and int8; int8 is also compared with its own bf16. A ratio compares results of one round, and its median over the
+rounds is the figure: on a shared machine ratios are stable, absolute figures are not. `--no-peer` skips the peer. Its
+rounds take minutes on a processor without bf16 instructions.
 
-With other work on the same cores, waiting threads that spin stall both sides for whole time slices: set
-OMP_WAIT_POLICY=PASSIVE there.
+Bounds: a decode step of one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices. Both are
+printed; bandwidth is torch's sum over 512 MiB in the same rounds. With --dtype fp32, matrices whose values fit bf16
+(all public files) are stored as bf16: the same bytes, three times the multiplications with AMX. Large batches and
+prefill are compute bound.
 
-Prints the machine, the versions and the commit; the last line is JSON. Some 5 minutes on 2 cores, longer where the
-peer's bf16 is slow.
+On shared cores, spinning threads stall both sides for whole time slices. Set OMP_WAIT_POLICY=PASSIVE there.
+
+Prints machine, versions and commit; the last line is JSON. Takes about 5 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -55,18 +53,18 @@ from rwkv_batch.runner.pipeline import Pipeline
 LAYERS, WIDTH, VOCAB = 12, 768, 65536
 BATCHES = (1, 8, 32, 128)
 STEPS = {1: 15, 8: 7, 32: 5, 128: 3}
-"""Rows -> steps in a row, of which the median counts."""
+"""Rows -> timed steps; the median counts."""
 DTYPES = ("fp32", "bf16")
 OURS = (*DTYPES, "int8")
 FIRST_SLOT = 2
 TARGETS = {"decode_1": 1.5, "decode_32": 10.0, "prefill_1x512": 1.5, "prefill_16x128": 1.5}
 
 Task = Callable[[], float]
-"""Runs once; returns its rate (tokens/s, or GB/s)."""
+"""Runs once; returns its rate (tokens/s or GB/s)."""
 
 
 def rate(amount: float, work: Callable[[], Any], times: int = 1) -> float:
-    """amount / seconds that `work` takes, the median of some times in a row."""
+    """Return amount / median seconds of `work` over `times` runs."""
     seconds = []
     for _ in range(times):
         started = time.perf_counter()
@@ -76,12 +74,12 @@ def rate(amount: float, work: Callable[[], Any], times: int = 1) -> float:
 
 
 def prompt(length: int) -> list[int]:
-    """Token ids spread over the vocabulary."""
+    """Return `length` token ids spread over the vocabulary."""
     return [(7919 * i) % 65000 + 1 for i in range(length)]
 
 
 def our_tasks(model: Pipeline, dtype: str) -> dict[str, Task]:
-    """Decode and prefill of our pipeline."""
+    """Return decode and prefill tasks of this project's pipeline."""
 
     def decode(rows: int) -> float:
         slots = list(range(FIRST_SLOT, FIRST_SLOT + rows))
@@ -100,7 +98,7 @@ def our_tasks(model: Pipeline, dtype: str) -> dict[str, Task]:
 
 
 def peer_tasks(path: Path, dtype: str) -> dict[str, Task]:
-    """The same of the `rwkv` package."""
+    """Return the same tasks of the `rwkv` package."""
     os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
     with contextlib.redirect_stdout(io.StringIO()):
         from rwkv.model import RWKV
@@ -114,7 +112,7 @@ def peer_tasks(path: Path, dtype: str) -> dict[str, Task]:
     def prefill(rows: int, length: int) -> float:
         return rate(rows * length, lambda: [model.forward(prompt(length), None) for _ in range(rows)])
 
-    # Its prompts follow each other, so a few of the 16 tell its rate.
+    # The peer runs one prompt at a time, so 3 of the 16 are enough for its rate.
     return {
         f"decode peer {dtype}": decode,
         f"prefill_1x512 peer {dtype}": lambda: prefill(1, 512),
@@ -123,7 +121,7 @@ def peer_tasks(path: Path, dtype: str) -> dict[str, Task]:
 
 
 def measure(tasks: dict[str, Task], seconds: float) -> list[dict[str, float]]:
-    """Rounds of all tasks, as many as fit into the time, after one to warm up that tells how long a round takes."""
+    """Run rounds of all tasks until the time is used up. The first round is a warm-up and does not count."""
     rounds: list[dict[str, float]] = []
     started = time.monotonic()
     with torch.inference_mode():
@@ -136,7 +134,7 @@ def measure(tasks: dict[str, Task], seconds: float) -> list[dict[str, float]]:
 
 
 def ratios(one: dict[str, float]) -> dict[str, float]:
-    """Ours over the better of the peer's two, for one round; none where the peer did not run."""
+    """Return this project's rates over the peer's better dtype, for one round; {} without the peer."""
     found = {}
     for name, ours in one.items():
         what, _, dtype = name.partition(" ")
@@ -147,7 +145,7 @@ def ratios(one: dict[str, float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What ran this, for the record."""
+    """Return the machine and the versions for the record."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
@@ -164,18 +162,18 @@ def machine() -> dict[str, Any]:
 
 
 def ratios_of_bests(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Ours over the peer's, each in its own best round: what other work on the machine disturbs least."""
+    """Return the ratios of each side's best round: other load on the machine affects these least."""
     best = {name: max(one[name] for one in rounds) for name in rounds[0]}
     return {name: float(f"{ratio:.4g}") for name, ratio in ratios(best).items()}
 
 
 def median_by_name(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Median of each name over rounds."""
+    """Return the median of each name over the rounds."""
     return {name: float(f"{statistics.median(row[name] for row in rows):.4g}") for name in rows[0]}
 
 
 def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
-    """All of it; returns what the last line says."""
+    """Run all measurements and return the record."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_model(Path(folder) / "random-0.1B.pth", LAYERS, WIDTH, VOCAB)
         weights = open_weights(path)
@@ -206,7 +204,7 @@ def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> None:
-    """For people, then the JSON line."""
+    """Print a table, then the JSON line."""
     print(f"{result['cpu']}, {result['threads']} threads, AMX {result['amx']}, load {result['load']}")
     print(f"torch {result['torch']}, rwkv {result['rwkv']}, commit {result['commit']}")
     print(f"{result['rounds']} rounds, OMP_WAIT_POLICY {result['omp_wait_policy']}")
@@ -216,16 +214,15 @@ def report(result: dict[str, Any]) -> None:
         print(f"{name:28} {value:10.1f}{'' if 'GB' in name else ' tokens/s'} {times}")
     bound = medians["bandwidth GB/s"] * 1e3 / result["matrix_mb_per_step"]
     print(f"bound of decode_1 by memory: {bound:.0f} tokens/s ({result['matrix_mb_per_step']} MB a step)")
-    told = ", ".join(f"{name} {times:.2f}" for name, times in result["int8_over_bf16"].items())
-    print(f"int8 over bf16: {told}")
+    shares = ", ".join(f"{name} {times:.2f}" for name, times in result["int8_over_bf16"].items())
+    print(f"int8 over bf16: {shares}")
     for name, target in result["targets"].items() if found else ():
         best = max(found[f"{name} {dtype}"] for dtype in OURS)
-        print(f"{name}: {best:.2f} of {target} wanted: {'reached' if best >= target else 'NOT reached'}")
+        print(f"{name}: {best:.2f} of target {target}: {'reached' if best >= target else 'NOT reached'}")
     print(json.dumps(result))
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--seconds", type=float, default=200.0, help="for the measuring rounds")

@@ -3,10 +3,11 @@
     python -m bench.gpu --size 7.2b --wkv-state fp16
     python -m bench.gpu --dtype fp16 fp8 --seconds 5     # one dtype after the other
 
-A decode step is the service's own CUDA graph: embedding, layers, head, sampling with mixed parameters and penalties,
-the token fed back on the device. One JSON line per measurement; the last line holds them all. What binds: the bytes of
-weights and states below some 200 rows, the products above, and there the power limit of the card (`watts`, `sm_mhz`).
-Run `pytest -m gpu test/gpu/test_gpu_quant.py` first: it checks that the kernels of small weights compute correctly.
+A decode step is the service's own CUDA graph: embedding, layers, head, and sampling with mixed parameters and
+penalties; the token is fed back on the device. Prints one JSON line per measurement; the last line has all.
+
+Bounds: below about 200 rows the bytes of weights and states; above, the GEMMs and the power limit of the card
+(`watts`, `sm_mhz`). Run `pytest -m gpu test/gpu/test_gpu_quant.py` first to check that the kernels are correct.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 MAX_STEP_TOKENS = 16384
 SECONDS = 0.6
 BYTES: dict[Format | None, float] = {None: 2, Format.FP8: 1, Format.INT8: 1 + 2 / 128, Format.INT4: 0.5 + 4 / 128}
-"""Of one number of a large matrix."""
+"""Bytes per element of a large matrix."""
 GPU = torch.device("cuda", 0)
 
 
 @dataclass(slots=True)
 class Ceilings:
-    """What this GPU reaches in this run."""
+    """Bandwidth and GEMM rate that this GPU reaches in this run."""
 
     copy_tb_s: float
     gemm_tflops: float
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """Milliseconds of one call, over as many calls as fit into `seconds` after two untimed ones."""
+    """Return milliseconds per call, over the calls that fit into `seconds`, after two untimed ones."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(2):
         work()
@@ -71,15 +72,15 @@ def timed(work: Callable[[], object], seconds: float) -> float:
 
 @dataclass(slots=True)
 class Power:
-    """What nvidia-smi says while something runs: the median of the later half of its samples; None without it."""
+    """Power and clock by nvidia-smi: the median of the later half of the samples; None without nvidia-smi."""
 
     watts: float | None = None
     sm_mhz: float | None = None
 
 
 @contextmanager
-def watched() -> Iterator[Power]:
-    """Sample power and clock of the GPU 20 times a second; the figures are there when the block has ended."""
+def sample_power() -> Iterator[Power]:
+    """Sample power and clock of the GPU 20 times per second; the figures are set when the block ends."""
     power = Power()
     command = [
         "nvidia-smi",
@@ -106,7 +107,7 @@ def watched() -> Iterator[Power]:
 
 
 def measure_ceilings() -> Ceilings:
-    """A copy of 4 GiB (read and written), and a square product of random fp16 matrices."""
+    """Measure a copy of 4 GiB (read and write) and a square GEMM of random fp16 matrices."""
     source = torch.randn(1 << 30, device=GPU)
     target = torch.empty_like(source)
     copy_ms = timed(lambda: target.copy_(source), 0.2)
@@ -116,14 +117,14 @@ def measure_ceilings() -> Ceilings:
 
 
 def mixed_sampler(rows: int) -> tuple[DeviceSampler | None, str]:
-    """The service's sampler with parameters that differ from row to row; None (greedy) where it is not to be had."""
+    """Return the service's sampler with different parameters per row; None (greedy) if it is not available."""
     try:
         from sampling.params import SamplingParams
         from sampling.registry import choose_sampler
 
         sampler, _ = choose_sampler(("rapid",), GPU, rows, VOCAB, [])
     except (ImportError, RuntimeError) as error:
-        return None, f"argmax, for want of rapid ({error})"
+        return None, f"argmax, as rapid is not available ({error})"
     for req_slot in range(rows):
         params = SamplingParams(
             temperature=0.6 + 0.1 * (req_slot % 8),
@@ -140,14 +141,14 @@ def mixed_sampler(rows: int) -> tuple[DeviceSampler | None, str]:
 
 
 def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
-    """One whole decode step, and the same without the draw."""
+    """Measure a whole decode step, and the same step without sampling."""
     stage.allocate_slots(batch + 2)
     sampler, name = mixed_sampler(batch + 1)
     graphs = DecodeGraphs(make_graph_stages([stage], batch, 2), batch, sampler)
-    graphs.sizes[-1] = batch  # so many rows, not padded ones
+    graphs.sizes[-1] = batch  # exactly these rows, without padding
     req_slots, slots = list(range(batch)), list(range(2, batch + 2))
     graphs.tokens.store(req_slots, torch.randint(VOCAB, (batch,)))
-    with watched() as power:
+    with sample_power() as power:
         ms = timed(lambda: graphs.run(req_slots, slots, slots), seconds)
     bare_ms = timed(lambda: graphs.run_logits(req_slots, slots, slots), seconds / 2)
     return {
@@ -165,7 +166,7 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
 
 @torch.inference_mode()
 def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, Any]:
-    """Whole prompts from the zero state to the logits after their last token."""
+    """Measure whole prompts from the zero state to the logits of their last tokens."""
     stage.allocate_slots(batch + 2)
     rows_per_step = max(1, MAX_STEP_TOKENS // length)
     steps = [prefill_inputs(range(at, min(at + rows_per_step, batch)), length) for at in range(0, batch, rows_per_step)]
@@ -175,7 +176,7 @@ def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, 
             x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
             stage.logits(x, inputs)
 
-    with watched() as power:
+    with sample_power() as power:
         ms = timed(run, seconds)
     return {
         "kind": "prefill",
@@ -189,7 +190,7 @@ def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, 
 
 
 def prefill_inputs(rows: range, length: int) -> StepInputs:
-    """Random prompts of one length for some rows, on the GPU."""
+    """Return random prompts of one length for some rows, on the GPU."""
     ends = torch.arange(len(rows) + 1, device=GPU) * length
     return StepInputs(
         tokens=torch.randint(VOCAB, (len(rows) * length,), device=GPU),
@@ -201,8 +202,8 @@ def prefill_inputs(rows: range, length: int) -> StepInputs:
     )
 
 
-def floors(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str, float]:
-    """Shares of the two ceilings: the bytes that must move (weights once, states in and out) and the products."""
+def ceiling_shares(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str, float]:
+    """Return the shares of both ceilings: bytes to move (weights once, states in and out) and products."""
     layer = stage.layers[-1]
     width, rows = stage.width, result["B"]
     low = sum(m.weight.numel() for m in (layer.w1, layer.w2, layer.a1, layer.a2, layer.g1, layer.g2)) + 2 * 96 * width
@@ -219,7 +220,6 @@ def floors(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
@@ -227,15 +227,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="of each measurement; the power limit shows from 1 on"
+        "--seconds", type=float, default=SECONDS, help="per measurement; use at least 1 to reach the power limit"
     )
-    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     parser.add_argument("--out", type=Path, help="a file for the last line")
     return parser.parse_args()
 
 
 def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """All measurements of one dtype."""
+    """Measure one dtype."""
     before = torch.cuda.memory_allocated(GPU)
     stage = random_stage(args.size, GPU, args.wkv_state, dtype=dtype)
     weights_gb = (torch.cuda.memory_allocated(GPU) - before) / 1e9
@@ -247,19 +247,22 @@ def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterato
         works += [lambda b=b, t=t: prefill(stage, b, t, args.seconds) for b, t in PREFILLS]  # type: ignore[misc]
     for work in works:
         result = work()
-        result |= floors(stage, result, ceilings) | {"size": args.size, "dtype": dtype, "wkv_state": args.wkv_state}
+        result |= ceiling_shares(stage, result, ceilings) | {
+            "size": args.size,
+            "dtype": dtype,
+            "wkv_state": args.wkv_state,
+        }
         yield {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
         release_memory()
 
 
 def release_memory() -> None:
-    """What the last measurement held goes back."""
+    """Free the memory of the last measurement."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def main() -> None:
-    """Check, measure and print."""
     args = parse_arguments()
     ceilings = measure_ceilings()
     head = {

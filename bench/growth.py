@@ -2,11 +2,13 @@
 
     python -m bench.growth [--count 2000] [--kinds row,stream,...] [--clients 4] [--model FILE] [--out FILE]
 
-`app.py` with the tiny caches of `bench.chaos` and one HTTP worker is asked for `count` requests of a kind, then for the
-next kind. Of the engine's process and the HTTP worker the memory of their own (no pages of files) is read ten times on
-the way; told is the slope of the last two thirds (Theil and Sen), in bytes a request, and how much the first third has
-brought, which is what pools, arenas and caches take until they are full. What bounds it is the allocator: memory comes
-and goes in pages, so that a slope of some bytes over few requests says nothing. The last line is JSON.
+`app.py` runs with the small caches of `bench.chaos` and one HTTP worker. Each kind gets `count` requests. The anonymous
+memory of the engine process and the HTTP worker is sampled after every twelfth of them. Prints per process:
+- the Theil-Sen slope of the last two thirds, in bytes per request;
+- the growth in the first third, in which pools, arenas and caches fill up.
+
+Bound: the allocator gives and takes whole pages, so a slope of a few bytes over few requests means nothing. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ Ask = Callable[[httpx.Client, int], None]
 
 
 def _post(path: str, body: Callable[[int], Any]) -> Ask:
-    return lambda client, n: _done(client.post(path, json=body(n)), 200)
+    return lambda client, n: _check_status(client.post(path, json=body(n)), 200)
 
 
 def _get(path: str, status: int = 200) -> Ask:
-    return lambda client, n: _done(client.get(path), status)
+    return lambda client, n: _check_status(client.get(path), status)
 
 
-def _done(response: httpx.Response, status: int) -> None:
+def _check_status(response: httpx.Response, status: int) -> None:
     if response.status_code != status:
         raise RuntimeError(f"{response.request.url}: {response.status_code} instead of {status}: {response.text[:300]}")
 
@@ -50,52 +52,52 @@ def _row(n: int, **fields: object) -> dict[str, object]:
     return {"contents": [f"User: {n}\n\nAssistant:"], "max_tokens": 1, "timeout_s": 60, **fields}
 
 
-def _leave(client: httpx.Client, n: int) -> None:
-    """A client that goes away in the middle of its answer."""
+def _disconnect(client: httpx.Client, n: int) -> None:
+    """Disconnect in the middle of an answer."""
     with client.stream("POST", CHAT, json=_row(n, max_tokens=400, stream=True, ignore_eos=True)) as response:
         next(response.iter_raw())
 
 
 def _turn_and_delete(client: httpx.Client, n: int) -> None:
     name = f"growth {n}"
-    _done(client.post("/state/chat/completions", json=_row(n, session_id=name)), 200)
-    _done(client.post("/state/delete", json={"session_id": name}), 200)
+    _check_status(client.post("/state/chat/completions", json=_row(n, session_id=name)), 200)
+    _check_status(client.post("/state/delete", json={"session_id": name}), 200)
 
 
-def _carry(client: httpx.Client, n: int, cut: int | None = None) -> None:
-    """A session is taken away and brought back; `cut`: as a file of so many bytes, which is refused."""
+def _export_and_import(client: httpx.Client, n: int, cut: int | None = None) -> None:
+    """Export and import a session. `cut`: length of a truncated file, which the service rejects."""
     if n == 0:
-        _done(client.post("/state/chat/completions", json=_row(n, session_id="carried")), 200)
+        _check_status(client.post("/state/chat/completions", json=_row(n, session_id="carried")), 200)
     file = client.get("/state/export", params={"session_id": "carried"})
-    _done(file, 200)
+    _check_status(file, 200)
     brought = {"session_id": f"brought {n}"}
     answer = client.post("/state/import", params=brought, content=file.content[:cut])
-    _done(answer, 200 if cut is None else 422)
+    _check_status(answer, 200 if cut is None else 422)
     if cut is None:
-        _done(client.post("/state/delete", json=brought), 200)
+        _check_status(client.post("/state/delete", json=brought), 200)
 
 
 KINDS: dict[str, Ask] = {
     "no such path": _get("/none", 404),
-    "mistake": lambda client, n: _done(client.post(CHAT, json=_row(n, max_tokens=-5)), 422),
+    "mistake": lambda client, n: _check_status(client.post(CHAT, json=_row(n, max_tokens=-5)), 422),
     "tokens/count": _post("/v1/tokens/count", lambda n: {"text": f"so many words {n}"}),
     "status": _get("/status"),
     "metrics": _get("/metrics"),
     "row": _post(CHAT, _row),
     "stream": _post(CHAT, lambda n: _row(n, stream=True)),
     "rows with stops": _post(CHAT, lambda n: _row(n, contents=["a"] * 5, stop=[f"b{n}", "\n\n"], max_tokens=4)),
-    "leave": _leave,
+    "leave": _disconnect,
     "turn": _post("/state/chat/completions", lambda n: _row(n, session_id=f"one {n % 4}")),
     "turn and delete": _turn_and_delete,
-    "export and import": _carry,
-    "damaged import": lambda client, n: _carry(client, n, 100),
+    "export and import": _export_and_import,
+    "damaged import": lambda client, n: _export_and_import(client, n, 100),
 }
-ALONE = {"export and import", "damaged import"}
-"""By one client: only two files may be under way."""
+SINGLE_CLIENT = {"export and import", "damaged import"}
+"""Kinds for one client only: the service handles at most two files at once."""
 
 
-def grown(url: str, pids: dict[str, int], ask: Ask, count: int, clients: int) -> dict[str, Any]:
-    """What so many requests of a kind leave in each process."""
+def measure_growth(url: str, pids: dict[str, int], ask: Ask, count: int, clients: int) -> dict[str, Any]:
+    """Return the memory growth of each process over `count` requests of one kind."""
     numbers = itertools.count()
     points = [{name: _own(pid) for name, pid in pids.items()}]
     each = max(1, count // PARTS // clients)
@@ -111,20 +113,20 @@ def grown(url: str, pids: dict[str, int], ask: Ask, count: int, clients: int) ->
             points.append({name: _own(pid) for name, pid in pids.items()})
     for client in connections:
         client.close()
-    told: dict[str, Any] = {"requests": PARTS * each * clients}
+    growth: dict[str, Any] = {"requests": PARTS * each * clients}
     for name in pids:
         late = [(i * each * clients, point[name]) for i, point in enumerate(points)][PARTS // 3 :]
         slopes = [(b - a) / (j - i) for (i, a), (j, b) in itertools.combinations(late, 2)]
         first = points[PARTS // 3][name] - points[0][name]
-        told[name] = {"bytes_a_request": round(statistics.median(slopes), 1), "first_third_kib": first >> 10}
-    return told
+        growth[name] = {"bytes_a_request": round(statistics.median(slopes), 1), "first_third_kib": first >> 10}
+    return growth
 
 
 def _own(pid: int) -> int:
     found = figures_of(pid)
     if found is None:
         raise RuntimeError(f"process {pid} has ended")
-    return found.own
+    return found.anonymous
 
 
 def main() -> None:
@@ -141,10 +143,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         service = Service(Path(name), *flags, "--state-db", f"{name}/sessions.db")
         try:
-            pids = {told.partition("-")[0]: pid for pid, told in names_of(service.url).items()}
+            pids = {growth.partition("-")[0]: pid for pid, growth in names_of(service.url).items()}
             for kind in arguments.kinds.split(","):
-                result[kind] = grown(
-                    service.url, pids, KINDS[kind], arguments.count, 1 if kind in ALONE else arguments.clients
+                result[kind] = measure_growth(
+                    service.url, pids, KINDS[kind], arguments.count, 1 if kind in SINGLE_CLIENT else arguments.clients
                 )
                 print(kind, json.dumps(result[kind]), flush=True)
         finally:

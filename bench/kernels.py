@@ -1,9 +1,9 @@
-"""Time of every kernel of the forward against the bytes it has to move, on one GPU at one width.
+"""Time of each kernel of the forward compared with the bytes it must move, on one GPU and one width.
 
     python -m bench.kernels --width 4096
 
-Each case rotates over enough copies of its tensors that nothing is found in the L2 cache by chance, inside one
-CUDA graph. One JSON line per case; the last line holds them all.
+Each case rotates over several copies of its tensors inside one CUDA graph, so the L2 cache does not hold them. Prints
+one JSON line per case; the last line has all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ PROMPTS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 
 @dataclass(slots=True)
 class Case:
-    """One kernel at one size: `run(i)` with the i-th copy of its tensors, and the least bytes and flops of one run."""
+    """One kernel at one size.
+
+    `run(i)` uses the i-th copy of the tensors. `bytes` and `flops` are the minimum for one run.
+    """
 
     name: str
     rows: int
@@ -53,7 +56,7 @@ class Case:
 
 
 def timed_in_graph(case: Case) -> float:
-    """Microseconds of one run, gaps between launches included."""
+    """Return microseconds per run, including gaps between launches."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for i in range(COPIES):
@@ -94,21 +97,21 @@ class Bench:
         ends = torch.arange(rows + 1, device=GPU)
         return StepInputs(ends[:-1], ends, slots, slots, ends[:-1], 1)
 
-    def glue(self, inputs: StepInputs) -> Iterator[Case]:
-        """shift_mix and WKV of one step."""
+    def elementwise_and_wkv(self, inputs: StepInputs) -> Iterator[Case]:
+        """Yield shift_mix and WKV of one step."""
         tokens, width, rows = len(inputs.tokens), self.width, len(inputs.read_slots)
         kind = "decode" if inputs.max_seqlen == 1 else f"{rows}x{inputs.max_seqlen}"
         x, delta = self.normal(tokens, width), self.normal(tokens, width)
         shift = torch.zeros(rows + 2, COPIES, 2, width, device=GPU, dtype=torch.float16)
         for name, mixes in (("shift_mix 6", 6), ("shift_mix 1", 1)):
-            entrances = [layer.time_mix_prologue if mixes == 6 else layer.channel_mix_prologue for layer in self.layers]
+            prologues = [layer.time_mix_prologue if mixes == 6 else layer.channel_mix_prologue for layer in self.layers]
             yield Case(
                 f"{name} {kind}",
                 tokens,
-                lambda i, e=entrances: self.ops.shift_mix(x, delta, e[i], shift[:, i, 0], inputs),  # type: ignore[misc]
+                lambda i, e=prologues: self.ops.shift_mix(x, delta, e[i], shift[:, i, 0], inputs),  # type: ignore[misc]
                 2 * tokens * width * (3 + mixes) + 4 * rows * width,
             )
-        parts = Projections(*(self.normal(tokens, width) for _ in range(7)))
+        projections = Projections(*(self.normal(tokens, width) for _ in range(7)))
         first = self.normal(tokens, width)
         for form in StateFormat:
             sizes = (width // 64, 64, 64)
@@ -117,12 +120,12 @@ class Bench:
             yield Case(
                 f"wkv {form.display_name} {kind}",
                 tokens,
-                lambda i, wkv=wkv: self.ops.time_mix(self.layers[i], parts, first, wkv[:, i], inputs),  # type: ignore[misc]
+                lambda i, wkv=wkv: self.ops.time_mix(self.layers[i], projections, first, wkv[:, i], inputs),  # type: ignore[misc]
                 state_bytes + 2 * tokens * width * 9,
             )
 
-    def maps(self, rows: int) -> Iterator[Case]:
-        """The linear maps as the forward runs them at this number of rows, and the alternatives."""
+    def linears(self, rows: int) -> Iterator[Case]:
+        """Yield the linear layers as the forward runs them with these rows, and the alternatives."""
         c = self.width
         mixed, x, hidden = self.normal(6, rows, c), self.normal(rows, c), torch.relu(self.normal(rows, 4 * c) - 1.17)
         low = 2 * sum(m.numel() for m in (self.layers[0].low_in, self.layers[0].low_out, self.layers[0].gate_in)) + (
@@ -148,37 +151,37 @@ class Bench:
                 lambda layer: sparse_value(layer, hidden, self.ops.workspaces[hidden.device]),
                 8 * c * c * active,
             )
-        wide = self.normal(rows, 4 * c)
+        key_output = self.normal(rows, 4 * c)
         key = "ffn key, relu_square"
         yield case("output", lambda layer: layer.output(x), 2 * c * c)
         if rows <= MAX_SKINNY_ROWS:
             yield case("output skinny", lambda layer: skinny([Gemm(layer.output.weight, x, y)]), 2 * c * c)
         if is_grouped(rows, self.layers[0].ffn_key.weight):
             yield case(
-                key, lambda layer: multiply([Gemm(layer.ffn_key.weight, x, wide, Activation.RELU_SQUARED)]), 8 * c * c
+                key,
+                lambda layer: multiply([Gemm(layer.ffn_key.weight, x, key_output, Activation.RELU_SQUARED)]),
+                8 * c * c,
             )
         yield case("ffn value", lambda layer: multiply_transposed(hidden, layer.value_rows), 8 * c * c)
 
     def head(self, rows: int) -> Iterator[Case]:
-        """The map to logits."""
+        """Yield the head."""
         weights = [self.ops.make_linear(self.normal(VOCAB, self.width)) for _ in range(COPIES)]
         x = self.normal(rows, self.width)
         yield Case("head", rows, lambda i: weights[i].to_fp32(x), 2 * VOCAB * self.width + 4 * rows * VOCAB)
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """Everything."""
     for rows in (*FEW, *MANY):
-        yield from bench.glue(bench.decode_inputs(rows))
-        yield from bench.maps(rows)
+        yield from bench.elementwise_and_wkv(bench.decode_inputs(rows))
+        yield from bench.linears(rows)
         yield from bench.head(rows)
     for rows, length in PROMPTS:
-        yield from bench.glue(prefill_inputs(range(rows), length))
+        yield from bench.elementwise_and_wkv(prefill_inputs(range(rows), length))
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--out", type=Path, help="a file for the last line")

@@ -1,11 +1,11 @@
-"""Share of mutants that the tests detect, of a random sample: mutmut, configured by `[tool.mutmut]` in pyproject.toml.
+"""Share of mutants that the tests detect, of a random sample, by mutmut (`[tool.mutmut]` in pyproject.toml).
 
     python -m bench.mutants --sample 500 --seed 1 --folder /tmp/mutants
     python -m bench.mutants --sample 10 --only 'state_pool.turns.*' --tests test/state_pool
 
-Clones HEAD into `--folder`; a second run there reuses the mutants and the map from functions to tests. mutmut runs
-each mutant against the tests that reach its function in pytest's process, so code that only child processes run counts
-as `no tests`. The last line is JSON; `score`: detected over all with tests. `mutmut show NAME` prints a change.
+Clones HEAD into `--folder`. A second run there reuses the mutants and the map from functions to tests. mutmut runs the
+tests that reach a mutant's function in pytest's process, so code that only child processes run counts as `no tests`.
+The last line is JSON. `score`: detected mutants over mutants with tests. `mutmut show NAME` prints a mutant.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTS = re.compile(r"^(pytest_add_cli_args_test_selection) = \[.*?\]", re.MULTIL
 
 
 def clone(folder: Path, tests: list[str]) -> None:
-    """HEAD in the folder, unless it is there already."""
+    """Clone HEAD into the folder, unless it is already there."""
     if (folder / ".git").exists():
         return
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
@@ -39,7 +39,7 @@ def clone(folder: Path, tests: list[str]) -> None:
 
 
 def mutmut(folder: Path, *arguments: str, check: bool = True) -> str:
-    """Run mutmut in the folder; returns what it printed."""
+    """Run mutmut in the folder and return its output. Raises SystemExit if it fails."""
     command = [sys.executable, "-m", "mutmut", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if check and done.returncode:
@@ -48,17 +48,16 @@ def mutmut(folder: Path, *arguments: str, check: bool = True) -> str:
 
 
 def main() -> None:
-    """Sample, run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="*", help="a pattern of mutant names")
-    parser.add_argument("--tests", nargs="+", default=[], help="instead of the configured ones")
+    parser.add_argument("--tests", nargs="+", default=[], help="tests to run instead of the configured ones")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="rwkv-mutants-"))).resolve()
     clone(folder, args.tests)
-    mutmut(folder, "run", "no-such-mutant", check=False)  # only makes the mutants, and maps functions to tests
+    mutmut(folder, "run", "no-such-mutant", check=False)  # makes the mutants and maps functions to tests
     files = sorted(folder.glob("mutants/**/*.meta"))
     names = sorted(name for file in files for name in json.loads(file.read_text())["exit_code_by_key"])
     names = [name for name in names if fnmatch(name, args.only)]

@@ -65,7 +65,7 @@ class Figures:
 
 @contextlib.contextmanager
 def running(count: int, flags: list[str], log: Path) -> Iterator[str]:
-    """A service with `count` engines, all ready; gives its URL."""
+    """Run a service with `count` ready engines; yields its URL."""
     arguments = ["--replicas", str(count), "--access-log", "no", "--max-streams-per-client", "480", *flags]
     with log.open("ab") as file, service(arguments, file) as url:
         wait_ready(url)
@@ -92,7 +92,7 @@ def processes(url: str) -> dict[str, Used]:
 
 
 def tokens_by_engine(url: str) -> dict[str, float]:
-    """Tokens that each engine has generated since its start."""
+    """Return the tokens that each engine generated after its start."""
     found: dict[str, float] = {}
     for line in fetch(url, "/metrics", "").splitlines():
         if line.startswith("rwkv_completion_tokens_total{") and 'engine="' in line:
@@ -169,7 +169,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> None:
-    """Measure and print."""
     options, flags = parse()
     single_flags = ["--gpu-memory-utilization", MEMORY_OF_ONE, *flags]
     with running(1, single_flags, options.log) as single, running(2, flags, options.log) as double:

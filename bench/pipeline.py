@@ -1,15 +1,17 @@
-"""Several GPUs against one: the engine alone under clients who ask again as soon as they are answered, side by side.
+"""Several GPUs compared with one: the engine alone, with clients that send a request after each answer.
 
     python -m bench.pipeline --size 7.2b --devices 1,2,4 --clients 1,32,320,960,1920,3840
 
-The same random model and the same load (bench/traffic.py) on the first 1, 2, 4 ... GPUs of the machine, in one run:
-tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy),
-`step_ms` and of it `host_ms`, in which the engine's thread did not wait for a GPU, and each figure against that of one
-GPU with as many clients. What bounds it: the slowest stage (layers are dealt whole, and the
-head counts), the hand-over between devices, and the host, which schedules and reads every row's every token.
+One run measures the same random model and load (bench/traffic.py) on the first 1, 2, 4 ... GPUs:
+- tokens/s, time to first token, and their ratio to one GPU with the same number of clients;
+- the busy share of each GPU, from nvidia-smi's samples, which count any kernel as busy;
+- `step_ms`, and `host_ms`: the part of it in which the engine's thread did not wait for a GPU.
 
-`--stages 0,1,0,1` names a GPU for each stage, and a GPU may have several: as many graphs, links and groups as on four,
-so that `host_ms` is what it is there. Tokens/s are not: stages of one GPU work one after the other.
+Bounds: the slowest stage (stages have whole layers, the last has the head), transfers between devices, and the host,
+which schedules every row and reads every token.
+
+`--stages 0,1,0,1` names the GPU of each stage. A GPU may have several stages. Graphs, transfers and groups are then
+those of four GPUs, and so is `host_ms`. Tokens/s are not comparable: stages of one GPU run one after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 
 @contextmanager
 def busy_shares(devices: int) -> Iterator[list[float]]:
-    """Median of nvidia-smi's utilisation of each GPU, 0..1, over the block's later half; empty without nvidia-smi."""
+    """Median utilisation of each GPU by nvidia-smi, 0..1, over the later half of the block; [] without it."""
     shares: list[float] = []
     command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
     try:
@@ -64,7 +66,7 @@ def busy_shares(devices: int) -> Iterator[list[float]]:
 
 
 class HostTime:
-    """What a step takes the engine's thread, all but waiting for the devices, while an engine is measured."""
+    """Measures the part of a step in which the engine's thread does not wait for a GPU."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -81,8 +83,8 @@ class HostTime:
 
         engine.model_runner.read = timed  # type: ignore[method-assign]
 
-    def follow(self, seconds: float) -> None:
-        """Any thread: for so long, while steps are under way."""
+    def measure(self, seconds: float) -> None:
+        """Measure running steps for `seconds`. Any thread."""
         started, waited, first = time.perf_counter(), self._waited, self._engine._next_step
         time.sleep(seconds)
         steps = max(1, self._engine._next_step - first)
@@ -94,7 +96,7 @@ class HostTime:
 def run_on(
     devices: list[int], model: Path, folder: Path, args: argparse.Namespace, flags: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """All client counts on these GPUs, each when it is there."""
+    """Measure all client counts on these GPUs; yields each result."""
     named = ",".join(map(str, devices))
     own = ["--model-path", str(model), "--state-db", str(folder / f"{named}.db"), "--pp-devices", named]
     engine = Engine(parse_settings([*own, *flags], os.environ).engine)
@@ -107,9 +109,9 @@ def run_on(
         freeze_garbage_collector()  # as the service does
         for clients in args.clients:
             if clients > 2 * engine.model_runner.limits.max_running:
-                continue  # most of them would wait for a place: a measurement of the queue
+                continue  # most of them would wait in the queue
             with busy_shares(len(set(devices))) as shares:
-                figures = measure(engine, clients, args, lambda: host.follow(0.9 * args.seconds))
+                figures = measure(engine, clients, args, lambda: host.measure(0.9 * args.seconds))
             result = {"devices": counted, "layers": layers, **figures, **host.figures, "busy": shares}
             print(json.dumps(result), flush=True)
             yield result
@@ -122,7 +124,7 @@ def run_on(
 
 
 def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each figure of several GPUs against one's with as many clients."""
+    """Add each result's ratio to one GPU with the same number of clients."""
     alone = {one["clients"]: one["tokens_per_s"] for one in results if one["devices"] == 1}
     for one in results:
         if one["clients"] in alone and isinstance(one["devices"], int):
@@ -131,7 +133,6 @@ def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--model-path", type=Path, help="instead of a random model of --size")
@@ -141,9 +142,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--prompt-tokens", type=int, default=20)
     parser.add_argument("--drawn", type=numbers, default=(128, 256))
-    parser.add_argument("--folder", type=Path, help="where the random model is written (and kept)")
-    parser.add_argument("--out", type=Path, help="file for the last line, there from the first figure on")
-    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    parser.add_argument("--folder", type=Path, help="folder for the random model, which is kept")
+    parser.add_argument("--out", type=Path, help="file for the last line, written after every figure")
+    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:
         folder = args.folder or Path(temporary)
@@ -160,7 +161,7 @@ def main() -> None:
                 results.append(result)
                 line = json.dumps({**head, "results": with_ratios(results)})
                 if args.out:
-                    args.out.write_text(line + "\n")  # a run that is ended early keeps what it has
+                    args.out.write_text(line + "\n")  # an interrupted run keeps its results
     print(line)
 
 

@@ -1,11 +1,11 @@
-"""What the prefix cache saves: 64 requests with one system prompt of 2,000 tokens, with the cache and without.
+"""Savings by the prefix cache: 64 requests with one system prompt of 2,000 tokens, with and without the cache.
 
     python -m bench.prefix [--model FILE] [--requests 64] [--system 2000] [--rounds 3] [--out FILE]
 
-Each request has a user message of its own behind the same system prompt. All arrive at once; measured is the time
-to the first token of each. Rounds alternate with and without `use_prefix_cache`; each round has a new system prompt,
-so that with the cache it is computed exactly once a round. The texts of both must be equal. Default model: random
-weights, 12 x 768 (the 0.1B shape) on the first GPU, 4 x 256 on a CPU. The last line is JSON.
+Each request has its own user message after the shared system prompt. All arrive at once. Measures the time to first
+token of each. Rounds alternate between with and without `use_prefix_cache`. Each round has a new system prompt, which
+the cache computes exactly once. Both must give equal texts. Default model: random weights, 12 x 768 (0.1B) on a GPU,
+4 x 256 on a CPU. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ USER_TOKENS = 12
 ANSWER_TOKENS = 4
 
 
-class Asked:
-    """One request under way."""
+class RunningRequest:
+    """One request in flight."""
 
     def __init__(self, engine: Engine, name: str, prompt: list[int], cached: bool) -> None:
         self.first = 0.0
@@ -61,17 +61,17 @@ class Asked:
         if events.done:
             self._done.set()
 
-    def wait(self) -> Asked:
-        """Until it has ended."""
+    def wait(self) -> RunningRequest:
+        """Wait until the request has ended."""
         self._done.wait()
         return self
 
 
 def run_round(engine: Engine, name: str, prompts: list[list[int]], cached: bool) -> dict[str, Any]:
-    """All prompts at once."""
+    """Run all prompts at once."""
     started = time.perf_counter()
-    asked = [Asked(engine, f"{name}-{i}", prompt, cached) for i, prompt in enumerate(prompts)]
-    done = [one.wait() for one in asked]
+    requests_in_flight = [RunningRequest(engine, f"{name}-{i}", prompt, cached) for i, prompt in enumerate(prompts)]
+    done = [one.wait() for one in requests_in_flight]
     firsts = sorted(one.first for one in done)
     return {
         "ttft_p50_ms": 1e3 * statistics.median(firsts),
@@ -83,13 +83,13 @@ def run_round(engine: Engine, name: str, prompts: list[list[int]], cached: bool)
 
 
 def measure(engine: Engine, requests: int, system: int, rounds: int) -> dict[str, Any]:
-    """Alternating rounds; the medians, and whether texts were equal."""
-    draw = random.Random(0)
+    """Run alternating rounds; returns medians and the number of different texts."""
+    rng = random.Random(0)
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     different = 0
     for number in range(rounds):
-        head = [draw.randrange(1, 60_000) for _ in range(system)]
-        prompts = [head + [draw.randrange(1, 60_000) for _ in range(USER_TOKENS)] for _ in range(requests)]
+        head = [rng.randrange(1, 60_000) for _ in range(system)]
+        prompts = [head + [rng.randrange(1, 60_000) for _ in range(USER_TOKENS)] for _ in range(requests)]
         for cached in (True, False) if number % 2 else (False, True):
             found[cached].append(run_round(engine, f"{number}-{cached}", prompts, cached))
         with_cache, without = found[True][-1], found[False][-1]

@@ -1,11 +1,11 @@
-"""Tokens/s of every route that generates, taking turns on one service; the ratio is to /v1.
-
-Each run is one request of `--rows` prompts (one session a request on the state routes: so many requests), each row
-drawing exactly `--max-tokens` tokens. Tokens are counted by the service. Ratios are those of the medians. On a
-machine that others use as well, CPU time per token (the service's processes; the least of the runs) says more.
+"""Tokens/s of every route that generates, in alternation on one service, with ratios to /v1.
 
     python -m bench.routes --rows 64 --max-tokens 128
     python -m bench.routes --url http://127.0.0.1:8000 --routes /v1/chat/completions,/big_batch/completions
+
+A run is one request of `--rows` prompts; on the state routes it is `--rows` requests with one session each. Each row
+samples exactly `--max-tokens` tokens. The service counts tokens. Ratios compare medians. On a machine with other load,
+CPU time per token (of the service's processes, the minimum of the runs) is more reliable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUTES = (
 
 
 def load_of(route: str, options: argparse.Namespace) -> Load:
-    """The same rows as this route takes them."""
+    """Return the same rows in the form that this route takes."""
     one_by_one = "state/" in route
     clients, rows = (options.rows, 1) if one_by_one else (1, options.rows)
     stream = "translate" not in route
@@ -46,8 +46,8 @@ def load_of(route: str, options: argparse.Namespace) -> Load:
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="", help="a service that runs already")
-    parser.add_argument("--routes", default=",".join(ROUTES), help="the first one is what the others are compared to")
+    parser.add_argument("--url", default="", help="URL of a running service")
+    parser.add_argument("--routes", default=",".join(ROUTES), help="the others are compared with the first one")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=16)

@@ -1,9 +1,9 @@
-"""Milliseconds of a sampling step, by sampler, rows and parameters, beside the time it takes to read the logits once.
+"""Milliseconds per sampling step, by sampler, rows and parameters, and the time to read the logits once.
 
     python -m bench.sampling [--device cuda|cpu] [--samplers rapid,flashinfer] [--rows 1,320] [--out FILE]
 
-One JSON line a measurement, the last line holds them all. On CUDA, steps run over several sets of logits, larger
-together than the cache; `rapid` is timed in graph replays, as the engine runs it, the others as they are called.
+Prints one JSON line per measurement; the last line has all. On CUDA, steps rotate over several sets of logits, larger
+in total than the cache. `rapid` is timed in CUDA graph replays, as the engine runs it; the others are timed as called.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ HISTORY = 300
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all measurements of a run."""
+    """Properties shared by all measurements of a run."""
 
     device: torch.device
     bandwidth: float
-    """Bytes a second of a large copy, read and written"""
+    """bytes/s of a large copy, read and write"""
 
 
 def event_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Median device time of `run`."""
+    """Return the median device time of `run`."""
     run()
     times = []
     for _ in range(repeats):
@@ -67,7 +67,7 @@ def event_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def host_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Median wall time of `run`."""
+    """Return the median wall time of `run`."""
     run()
     times = []
     for _ in range(repeats):
@@ -78,7 +78,7 @@ def host_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy much larger than the cache."""
+    """Return bytes/s, read and write, of a copy much larger than the cache."""
     source = torch.ones(2**29 if device.type == "cuda" else 2**26, device=device)
     target = torch.empty_like(source)
     seconds = event_seconds if device.type == "cuda" else host_seconds
@@ -86,14 +86,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def logits_sets(rows: int, device: torch.device) -> list[Tensor]:
-    """Several [rows, V], together at least 256 MB on CUDA; a peaked distribution, as models give."""
+    """Return several [rows, V] fp32, at least 256 MB in total on CUDA, with a peaked distribution like a model's."""
     count = min(64, max(2, 2**28 // (rows * VOCAB * 4))) if device.type == "cuda" else 2
     generator = torch.Generator(device).manual_seed(rows)
     return [torch.randn(rows, VOCAB, generator=generator, device=device) * 3 for _ in range(count)]
 
 
 def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], object]:
-    """One replay: a step over each set of logits."""
+    """Return the replay of a CUDA graph with one step per set of logits [rows, V]."""
     req_slots = torch.arange(rows, dtype=torch.int32, device=sets[0].device)
     out = torch.empty(rows, dtype=torch.int64, device=sets[0].device)
     graph = torch.cuda.CUDAGraph()
@@ -104,7 +104,6 @@ def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], obj
 
 
 def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, object]:
-    """One measurement."""
     device, choice = setting.device, CASES[case]
     sampler = sampler_class(name)(rows, VOCAB, device, [])
     for req_slot in range(rows):
@@ -117,7 +116,7 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
         seconds = event_seconds(graphed(sampler, sets, rows), 20) / len(sets)
     else:
         clock = event_seconds if device.type == "cuda" else host_seconds
-        # They overwrite the logits; what is greedy or penalised stays so, and a copy would be timed too.
+        # Samplers overwrite the logits. A copy would be timed too, and greedy and penalised rows stay so without it.
         seconds = clock(lambda: [sampler.sample(logits, req_slots) for logits in sets[:2]], 5) / len(sets[:2])
     moved = sets[0].nbytes
     floor = moved / setting.bandwidth
@@ -134,7 +133,7 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
 
 
 def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[str, object]]:
-    """All that were asked for; a sampler that cannot serve is reported with its reason."""
+    """Yield all requested measurements; reports an unavailable sampler with its reason."""
     for name in args.samplers.split(","):
         reason = refusal(name, setting.device)
         if reason is not None:
@@ -146,7 +145,7 @@ def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[st
 
 
 def refusal(name: str, device: torch.device) -> str | None:
-    """Why a sampler cannot be measured."""
+    """Return why a sampler cannot be measured, or None."""
     try:
         return sampler_class(name).unavailable_reason(device)
     except ImportError as error:
@@ -154,20 +153,18 @@ def refusal(name: str, device: torch.device) -> str | None:
 
 
 def machine_and_commit(device: torch.device) -> dict[str, object]:
-    """Where and what was measured."""
     names = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     return {"device": names, "torch": torch.__version__, "commit": commit.stdout.strip()}
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--rows", default="1,32,320")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--commit", help="what to call the measured commit, where git does not know")
+    parser.add_argument("--commit", help="the commit to record where git is not available")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)

@@ -1,17 +1,18 @@
-"""Load over HTTP, beside the engine alone: tokens/s, time to first token, inter-token times, errors, the ratio.
-
-Measured: `--concurrency` clients at once, each with `--rounds` requests of `--rows` prompts one after the other,
-every row drawing exactly `--max-tokens` tokens where the route allows it. Tokens are counted by the service
-(/metrics), times by the client on a thread-free selector loop in a process of its own. The engine alone gets the
-same prompts as one job per client, in a process of its own, with the same settings; the two take turns, and
-the ratio is that of the medians. `cpu_ratio` compares CPU seconds per token of the engine's process alone and of
-the service's processes together: it holds on a machine that others use at the same time, where wall time does not.
-
-Bounds: on few cores the client, the HTTP workers and the engine share them, so the ratio shows what HTTP costs in
-CPU time; on a GPU, where the engine's step hardly needs a core, it shows what it costs in time.
+"""Load over HTTP compared with the engine alone: tokens/s, time to first token, inter-token times, errors, ratio.
 
     python -m bench.serve --concurrency 64 --chunk-size 4
     python -m bench.serve --url http://127.0.0.1:8000 --route /translate/v1/batch-translate --no-stream
+
+`--concurrency` clients run at once. Each sends `--rounds` requests of `--rows` prompts, one after the other. Each row
+samples exactly `--max-tokens` tokens where the route allows it. The service counts tokens (/metrics). The client
+measures times in its own process, with one selector loop and no threads. The engine alone gets the same prompts as one
+job per client, in its own process with the same settings. Both alternate, and the ratio compares medians.
+
+`cpu_ratio` compares CPU seconds per token of the engine alone and of all service processes. It is also reliable on a
+shared machine, where wall time is not.
+
+Bounds: on few cores, client, HTTP workers and engine share the cores, so the ratio shows the CPU time of HTTP. On a GPU
+the engine hardly needs a core, so the ratio shows the added wall time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from programs.settings import parse_settings
 
 
 def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> None:
-    """The same prompts through an engine in this process; sends tokens, seconds and CPU seconds."""
+    """Run the same prompts through an engine in this process; sends tokens, seconds and CPU seconds."""
     from programs.settings.model_file import with_default_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
@@ -63,7 +64,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
 
     def run(clients: int, rounds: int) -> tuple[int, float, float]:
         tokens = 0
-        finish_projections = threading.Semaphore(0)
+        clients_done = threading.Semaphore(0)
 
         def sink(events: JobEvents) -> None:
             nonlocal tokens
@@ -73,13 +74,13 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
                 if turn + 1 < rounds:
                     engine.submit(job(client, turn + 1), sink, lambda refusal: None)
                 else:
-                    finish_projections.release()
+                    clients_done.release()
 
         started, used = time.perf_counter(), time.process_time()
         for client in range(clients):
             engine.submit(job(client, 0), sink, lambda refusal: None)
         for _ in range(clients):
-            finish_projections.acquire()
+            clients_done.acquire()
         return tokens, time.perf_counter() - started, time.process_time() - used
 
     run(2, 1)
@@ -89,9 +90,9 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
 
 
 @contextmanager
-def alone(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
-    """A process with an engine; send True for a run, receive (tokens, seconds, CPU seconds)."""
-    # As the service's engine process does for itself: with threads that spin, a lone engine is a third faster.
+def engine_process(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
+    """Start a process with an engine. Send True to run; receive (tokens, seconds, CPU seconds)."""
+    # The service's engine process sets this too: with spinning threads an engine alone is a third faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -111,7 +112,7 @@ def alone(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a service that runs already; then without the engine alone")
+    parser.add_argument("--url", help="URL of a running service; skips the engine alone")
     parser.add_argument("--route", default="/v1/chat/completions")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1, help="requests of each client, one after the other")
@@ -126,12 +127,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def beside_the_engine_alone(
+def compare_with_engine(
     load: Load, options: argparse.Namespace, flags: Sequence[str], report: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The load over HTTP and the engine alone in turns; adds the comparison to `report`."""
+    """Alternate between HTTP and the engine alone; adds the comparison to `report`."""
     http, speeds, costs, served_costs = [], [], [], []
-    with service(flags) as url, alone(flags, load) as process:
+    with service(flags) as url, engine_process(flags, load) as process:
         over_http(Load(**{**vars(load), "concurrency": 2, "rounds": 1}), url, 1)
         for _ in range(options.repeats):
             process.send(True)
@@ -175,7 +176,7 @@ def main() -> None:
         runs = [over_http(load, options.url, options.client_processes) for _ in range(options.repeats)]
         http = [summary(load, run) for run in runs]
     else:
-        http = beside_the_engine_alone(load, options, rest, report)
+        http = compare_with_engine(load, options, rest, report)
     report["http"] = sorted(http, key=lambda run: run["tokens_per_s"])[len(http) // 2]
     report["http_tokens_per_s"] = [run["tokens_per_s"] for run in http]
     print(json.dumps(report))

@@ -1,18 +1,19 @@
-"""The engine on one thread with a virtual clock: how many worlds, drawn from seeds, hold what is promised.
+"""The engine on one thread with a virtual clock: checks invariants in randomly generated worlds.
 
     python -m bench.simulate [--seeds 5000] [--first 0] [--steps 140] [--jobs 2]
                                     [--without KIND ...] [--minimise]
                              [--out FILE]
 
-Each world is the real scheduler, job table, state manager and state pool (prefix cache, SQLite file) over a device
-whose states are numbers; sizes, traffic, the order in which threads go on, faults of disk, device and threads, kills
-and restarts come from the seed (`test/simulation/`), and in every sixth world tuned states, mixtures and adapters,
-which are loaded and removed meanwhile. After every step slots, places, queues and tiers are counted afresh; every
-answer is compared with a prediction from prompt and seed; after every restart each session must hold
-exactly its acknowledged turns. Nothing here is a measurement of time: figures are counts.
+A world is the real scheduler, job table, state manager and state pool (prefix cache, SQLite file) on a fake device with
+numbers as states. The seed decides sizes, traffic, thread order, faults of disk, device and threads, kills and restarts
+(`test/simulation/`). Every sixth world also loads and removes tuned states, mixtures and adapters.
 
-`--minimise`: a world that fails is run again without ever more kinds of faults and with fewer steps; what still fails
-is told. The last line is JSON; exit status 1 if anything was found.
+After every step, slots, running rows, queues and tiers are recounted. Every answer is compared with a prediction from
+prompt and seed. After every restart each session must have exactly its acknowledged turns. Figures are counts, not
+times.
+
+`--minimise`: runs a failing world again with fewer kinds of faults and fewer steps, and prints the smallest that still
+fails. The last line is JSON. The exit status is 1 if any world failed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from test.simulation.world import STEPS, WorldFailed, run
 
 Result = tuple[int, dict[str, int], str]
 SAVED_AFTER = 50
-"""Worlds from one writing of `--out` to the next: a run that is cut keeps what it has."""
+"""Worlds between two writes of `--out`: an interrupted run keeps its results."""
 
 
-def one(seed: int, steps: int, without: frozenset[str]) -> Result:
-    """(seed, counts, what was found)."""
+def run_seed(seed: int, steps: int, without: frozenset[str]) -> Result:
+    """Return (seed, counts, failure)."""
     try:
         return seed, run(seed, steps, without), ""
     except WorldFailed as failure:
@@ -44,19 +45,24 @@ def one(seed: int, steps: int, without: frozenset[str]) -> Result:
 
 
 def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
-    """The fewest kinds of faults, and nearly the fewest steps, with which the seed still fails."""
+    """Return the fewest kinds of faults and nearly the fewest steps with which the seed still fails."""
     for kind in KINDS:
-        if kind not in without and one(seed, steps, without | {kind})[2]:
+        if kind not in without and run_seed(seed, steps, without | {kind})[2]:
             without |= {kind}
-    while steps > 1 and one(seed, steps // 2, without)[2]:
+    while steps > 1 and run_seed(seed, steps // 2, without)[2]:
         steps //= 2
-    while steps > 1 and one(seed, steps - 1, without)[2]:
+    while steps > 1 and run_seed(seed, steps - 1, without)[2]:
         steps -= 1
-    return {"seed": seed, "steps": steps, "faults": sorted(set(KINDS) - without), "found": one(seed, steps, without)[2]}
+    return {
+        "seed": seed,
+        "steps": steps,
+        "faults": sorted(set(KINDS) - without),
+        "found": run_seed(seed, steps, without)[2],
+    }
 
 
 def summary(arguments: argparse.Namespace, done: int, counts: Counter[str], failed: list[tuple[int, str]]) -> str:
-    """The last line, or what it would be if nothing more came."""
+    """Return the record so far as JSON, and write it to `--out`."""
     last = {
         "measure": "simulation",
         **origin(arguments.commit),
@@ -75,16 +81,15 @@ def summary(arguments: argparse.Namespace, done: int, counts: Counter[str], fail
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="faults that do not happen")
+    parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="kinds of faults to leave out")
     parser.add_argument("--minimise", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the last line, written as the worlds end")
-    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    parser.add_argument("--out", type=Path, help="file for the last line, written after every 50 worlds")
+    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     return parser.parse_args()
 
 
@@ -95,7 +100,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     failed: list[tuple[int, str]] = []
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        results = pool.map(one, seeds, repeat(arguments.steps), repeat(without), chunksize=10)
+        results = pool.map(run_seed, seeds, repeat(arguments.steps), repeat(without), chunksize=10)
         for done, (seed, counted, failure) in enumerate(results, 1):
             counts.update({name: count for name, count in counted.items() if name != "digest"})
             if failure:

@@ -1,16 +1,15 @@
-"""The state pool: what durability costs, how fast a session comes back from each tier.
+"""The state pool: cost of durability, and time to restore a session from each tier.
 
     python -m bench.state_pool [--out FILE] [--folder DIR] [--synchronous NORMAL|FULL]
 
-Measures, in one run, with the pool itself over slots in host memory (states of 17.3 MB, as the 7.2B model has
-with an fp16 WKV state; DIR decides which disk):
-- turns: durable turns per second and milliseconds from `record` to `on_durable` (p50, p99) with `log`, `turn` and
-  `lazy`, one session at a time and 64 at once (group commit). A turn has 300 token ids. Beside it SQLite alone:
-  one blob per commit in an otherwise empty database, to show what the disk allows.
-- resume: milliseconds from `checkout` to READY with the state in L1, L2 and L3, and from a log of 2,048 tokens
-  (reading it; the prefill comes on top: 2,048 tokens / prefill speed), and the bytes each moved.
+Uses the pool alone, over slots in host memory, with states of 17.3 MB (7.2B, fp16 WKV state). DIR selects the disk.
+- turns: durable turns/s, and milliseconds from `record` to `on_durable` (p50, p99), with `log`, `turn` and `lazy`, for
+  one session and for 64 at once (group commit). A turn has 300 token ids. For comparison, SQLite alone: one blob per
+  commit in an otherwise empty database.
+- resume: milliseconds from `checkout` to READY, and the bytes moved, with the state in L1, L2 and L3 and from a log of
+  2,048 tokens. The log time covers reading only; the prefill of 2,048 tokens is extra.
 
-Prints one JSON line per measurement; the last line is JSON with all of them and the targets.
+Prints one JSON line per measurement; the last line has all of them and the targets.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TARGETS = {"log_over_turn": 100.0, "log_p50_ms": 5.0}
 
 
 def measure_turns(folder: Path, durability: str, sessions: int, synchronous: str) -> dict[str, Any]:
-    """Durable turns per second, and what a turn waits."""
+    """Measure durable turns per second and the latency of a turn."""
     bench = Bench(
         folder, slots=2 * sessions + 8, l1_sessions=sessions, durability=durability, synchronous=synchronous,
         checkpoint_tokens=1 << 30, checkpoint_idle_s=1e9,
@@ -67,7 +66,7 @@ def measure_turns(folder: Path, durability: str, sessions: int, synchronous: str
 
 
 def measure_disk(folder: Path, num_bytes: int, synchronous: str) -> dict[str, Any]:
-    """SQLite alone: one blob of a state's size per commit, replacing the one before."""
+    """Measure SQLite alone: one blob of a state's size per commit, replacing the previous one."""
     connection = sqlite3.connect(folder / "alone.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={synchronous}")
@@ -83,7 +82,7 @@ def measure_disk(folder: Path, num_bytes: int, synchronous: str) -> dict[str, An
 
 
 def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
-    """Checkout to READY from each tier, and from the log alone."""
+    """Measure checkout to READY from each tier, and from the log alone."""
     sizes = {
         "l1_sessions": 4,
         "l2_sessions": 4,
@@ -123,7 +122,7 @@ def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
 
 
 def resume_from_log(folder: Path, sizes: dict[str, Any]) -> list[float]:
-    """As after a crash: no checkpoint, 2,048 tokens in the log."""
+    """Measure resuming after a crash: no checkpoint, 2,048 tokens in the log."""
     bench = Bench(folder, slots=12, **sizes)
     for i in range(8):
         bench.turns([f"log{i}"], list(range(2048)))
@@ -143,7 +142,7 @@ def resume_from_log(folder: Path, sizes: dict[str, Any]) -> list[float]:
 
 
 def counters(pool: StatePool) -> int:
-    """Bytes moved so far to bring states to slots."""
+    """Return the bytes moved to slots so far."""
     found = pool.stats()["counters"]
     return int(found["bytes_to_device"] + found["bytes_from_disk"])
 
@@ -151,7 +150,7 @@ def counters(pool: StatePool) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--folder", type=Path, help="where the databases go; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the databases; default: a temporary one")
     parser.add_argument("--synchronous", default="NORMAL", choices=["NORMAL", "FULL"])
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
@@ -188,7 +187,7 @@ def main() -> None:
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that have targets."""
+    """Return the figures that have targets."""
     turns = {(r["durability"], r["sessions"]): r for r in results if r["measure"] == "turns"}
     best_turn = max(r["turns_per_s"] for key, r in turns.items() if key[0] == "turn")
     return {

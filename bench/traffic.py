@@ -1,11 +1,11 @@
-"""Rows that come and go: the engine alone under clients who ask again as soon as they are answered.
+"""Rows that start and end at different times: the engine alone with clients that send a request after each answer.
 
     python -m bench.traffic --clients 32,320 --model-path model.pth --wkv-state fp16
 
-Each request has `--prompt-tokens` random tokens and samples a number of tokens between the two of `--drawn`, so that in
-every step some rows end and others are read. Printed for each number of clients: tokens/s, and the time to the first
-token (chunks of one token) at the median and the 99th of a hundred. What binds: decode steps, and with few clients the
-prompts read between them, each of which holds up every row that decodes.
+Each request has `--prompt-tokens` random tokens and samples a random number of tokens between the two of `--drawn`, so
+in every step some rows end and others prefill. Prints tokens/s and the time to first token (p50, p99, chunks of one
+token) for each number of clients. Bounds: decode steps; with few clients also the prefill between them, which delays
+all decode rows.
 """
 
 from __future__ import annotations
@@ -36,64 +36,66 @@ from sampling.params import SamplingParams
 SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 LABEL = "bench"
 SETTLE_S = 1.0
-"""Not counted after every client has had its first token."""
+"""Not counted, after every client got its first token."""
 BEGIN_S = 15.0
-"""At most until then."""
+"""Maximum wait for the first tokens."""
 FIRST_WORD, LAST_WORD = 300, 60000
-"""Ids of tokens that stand for words in a prompt, where the vocabulary has so many."""
+"""Range of word tokens used in prompts, limited by the vocabulary."""
 
 
 class Clients:
-    """So many that ask one request after the other; counts what is answered while `counts`."""
+    """Clients that send one request after another. Tokens are counted while `is_counting` is set."""
 
-    def __init__(self, engine: Engine, clients: int, prompt_tokens: int, drawn: tuple[int, int]) -> None:
+    def __init__(self, engine: Engine, clients: int, prompt_tokens: int, new_tokens: tuple[int, int]) -> None:
         self._engine = engine
         self._clients = clients
         self._prompt_tokens = prompt_tokens
-        self._drawn = drawn
+        self._new_tokens = new_tokens
         self._random = random.Random(clients)
-        self._asked: dict[str, float] = {}
+        self._sent: dict[str, float] = {}
         self._ended = threading.Semaphore(0)
-        self.counts = self.stops = False
+        self.is_counting = self.is_stopping = False
         self.tokens = 0
         self.seconds = 0.0
-        """that were counted"""
-        self._begun: set[str] = set()
-        """clients that have had a token"""
+        """length of the counted time"""
+        self._started_clients: set[str] = set()
+        """clients that got a token"""
         self.ttft: list[float] = []
 
     def run(self, seconds: float, during: Callable[[], None] | None = None) -> None:
-        """Ask until all have begun, count for that long (`during` is called meanwhile), then cancel what runs."""
+        """Start all clients, count for `seconds` while `during` runs, then cancel all jobs."""
         for client in range(self._clients):
-            self._ask(client, 0)
+            self._send(client, 0)
         deadline = time.monotonic() + BEGIN_S
-        while len(self._begun) < self._clients and time.monotonic() < deadline:
+        while len(self._started_clients) < self._clients and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(SETTLE_S)
-        self.counts = True
+        self.is_counting = True
         started = time.perf_counter()
         if during is not None:
             during()
         time.sleep(max(0.0, started + seconds - time.perf_counter()))
-        self.counts, self.stops = False, True
+        self.is_counting, self.is_stopping = False, True
         self.seconds = time.perf_counter() - started
         self._engine.call(CancelJobs(LABEL), lambda _: None)
         for _ in range(self._clients):
             self._ended.acquire()
 
-    def _ask(self, client: int, turn: int) -> None:
+    def _send(self, client: int, turn: int) -> None:
         last = min(LAST_WORD, self._engine.model_runner.vocab - 1)
         prompt = [self._random.randint(min(FIRST_WORD, last), last) for _ in range(self._prompt_tokens)]
         row = GenerateRequest(
             prompt=prompt,
-            # A client's first answer is cut as if it had been at it for a while: else all would end together.
-            max_tokens=self._random.randint(*self._drawn) if turn else self._random.randint(1, self._drawn[1]),
+            # The first answers have random lengths from 1 on. Otherwise all clients would end together.
+            max_tokens=self._random.randint(*self._new_tokens)
+            if turn
+            else self._random.randint(1, self._new_tokens[1]),
             sampling=SAMPLING,
             ignore_eos=True,
             chunk_size=1,
         )
         name = f"{client}.{turn}"
-        self._asked[name] = time.perf_counter()
+        self._sent[name] = time.perf_counter()
         self._engine.submit(Job(job_id=name, rows=[row], sampler="", label=LABEL), self._sink, self._refused)
 
     def _refused(self, refusal: Any) -> None:
@@ -101,27 +103,27 @@ class Clients:
             raise RuntimeError(f"refused: {refusal}")
 
     def _sink(self, events: JobEvents) -> None:
-        # For every row of every step, on the engine's thread: what this takes is not the engine's.
-        drawn = sum([delta.num_tokens for delta in events.deltas])
-        asked = self._asked.pop(events.job_id, None) if drawn else None
-        if asked is not None and len(self._begun) < self._clients:
-            self._begun.add(events.job_id.partition(".")[0])
-        if self.counts:
-            self.tokens += drawn
-            if asked is not None:
-                self.ttft.append(time.perf_counter() - asked)
+        # Runs on the engine's thread for every row of every step, so it must be cheap.
+        num_tokens = sum([delta.num_tokens for delta in events.deltas])
+        sent = self._sent.pop(events.job_id, None) if num_tokens else None
+        if sent is not None and len(self._started_clients) < self._clients:
+            self._started_clients.add(events.job_id.partition(".")[0])
+        if self.is_counting:
+            self.tokens += num_tokens
+            if sent is not None:
+                self.ttft.append(time.perf_counter() - sent)
         if events.done:
             client, turn = map(int, events.job_id.split("."))
-            if self.stops:
+            if self.is_stopping:
                 self._ended.release()
             else:
-                self._ask(client, turn + 1)
+                self._send(client, turn + 1)
 
 
 def measure(
     engine: Engine, clients: int, args: argparse.Namespace, during: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """One line; `during` is called while tokens are counted."""
+    """Return the figures of one number of clients; `during` is called while tokens are counted."""
     load = Clients(engine, clients, args.prompt_tokens, args.drawn)
     load.run(args.seconds, during)
     ttft = load.ttft or [float("nan")]
@@ -141,18 +143,17 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Sequence[str]]:
-    """Own flags, and the service's."""
+    """Return this program's flags, and the service's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=numbers, default=(32,))
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--prompt-tokens", type=int, default=20)
     parser.add_argument("--drawn", type=numbers, default=(64, 192))
-    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     return parser.parse_known_args()
 
 
 def main() -> None:
-    """Measure and print."""
     args, service = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as folder:
         flags = [*service, "--state-db", str(Path(folder) / "traffic.db")]
@@ -161,12 +162,12 @@ def main() -> None:
         try:
             freeze_garbage_collector()  # as the service does
             device = engine.model_runner.device
-            model_runner = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
             results = []
             for clients in args.clients:
                 results.append(measure(engine, clients, args))
                 print(json.dumps(results[-1]), flush=True)
-            head = {"machine": model_runner, "torch": torch.__version__, "commit": args.commit or commit()}
+            head = {"machine": machine, "torch": torch.__version__, "commit": args.commit or commit()}
             print(json.dumps({**head, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "results": results}))
         finally:
             engine.stop()

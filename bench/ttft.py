@@ -1,12 +1,16 @@
-"""Time to first token of single requests beside bulk streams, request by request, with what the engine says of each.
-
-`--concurrency` clients stream `--max-tokens` tokens each; after `--settle` seconds, `--requests` requests with
-longer prompts come one after another. For each: what the client saw; how long it waited until a step that read the
-end of its prompt was launched; and the steps that ended meanwhile, as milliseconds from launch to tokens (of which
-launching, if that took long), rows and tokens. Steps overlap: the next is launched while the last one runs. A graph
-that had to be captured in the middle is named. The service is started here, with --log-level debug.
+"""Time to first token of single requests while bulk streams run, with the engine's log of each request.
 
     python -m bench.ttft --concurrency 320 --requests 12 --model-path FILE --wkv-state fp16
+
+`--concurrency` clients stream `--max-tokens` tokens each. After `--settle` seconds, `--requests` requests with longer
+prompts run one after another. Prints for each one:
+- the client's time to first token;
+- the wait until the step with the end of its prompt was launched;
+- the steps that ended meanwhile: milliseconds from launch to tokens, launch time if long, rows and tokens;
+- a CUDA graph that was captured meanwhile.
+
+Steps overlap: a step is launched while the previous one runs. The program starts its own
+service with --log-level debug.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from bench.tools.service import machine, percentile, service, summary
 LONG_LAUNCH_MS = 20.0
 _FIRST_TOKEN = re.compile(r"first token (\{.*\})")
 _CAPTURED = re.compile(r"captured a graph of \d+ rows in \d+ ms")
-_WORTH_SHOWING = re.compile(r"warmed up|decode graphs| ERROR | WARNING ")
+_WORTH_SHOWING = re.compile(r"warm-up took|decode graphs| ERROR | WARNING ")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -39,21 +43,21 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--bulk-words", type=int, default=16)
     parser.add_argument("--chunk-size", type=int, default=4)
     parser.add_argument("--client-processes", type=int, default=4)
-    parser.add_argument("--settle", type=float, default=2.5, help="seconds from the bulk clients' start")
+    parser.add_argument("--settle", type=float, default=2.5, help="seconds after the start of the bulk clients")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--words", type=int, default=60, help="of the single requests' prompts")
     return parser.parse_known_args()
 
 
 def loads(options: argparse.Namespace) -> tuple[Load, Load]:
-    """The bulk, and one request."""
+    """Return the bulk load and the single request."""
     route = "/v1/chat/completions"
     bulk = Load(route, options.concurrency, 1, 1, options.max_tokens, options.bulk_words, options.chunk_size, True, "")
     return bulk, Load(route, 1, 1, 1, 8, options.words, 1, True, "")
 
 
-def ask(load: Load, url: str, number: int) -> float:
-    """One request: seconds until its first token, 0 if it failed."""
+def send_request(load: Load, url: str, number: int) -> float:
+    """Send one request; returns the seconds to its first token, 0 if it failed."""
     address = urllib.parse.urlsplit(url)
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     drive(load, address.hostname or "", address.port or 80, [number], results)
@@ -63,12 +67,12 @@ def ask(load: Load, url: str, number: int) -> float:
     return float(first)
 
 
-def told(lines: list[str], least_prompt: int) -> list[dict[str, Any]]:
-    """What the engine's log says of each single request; shorter prompts are the bulk's."""
+def log_entries(lines: list[str], least_prompt: int) -> list[dict[str, Any]]:
+    """Return the engine's log entries of the single requests; bulk requests have shorter prompts."""
     entries: list[dict[str, Any]] = []
     captured: list[str] = []
     for line in lines:
-        if "warmed up" in line:
+        if "warm-up took" in line:
             captured.clear()
         elif found := _CAPTURED.search(line):
             captured.append(found.group())
@@ -81,7 +85,7 @@ def told(lines: list[str], least_prompt: int) -> list[dict[str, Any]]:
 
 
 def describe(step: dict[str, Any]) -> str:
-    """One step in a few characters: 12.7ms(321r,400t), with +90 if launching alone took 90 ms."""
+    """Format a step: 12.7ms(321r,400t), with +90 if launching alone took 90 ms."""
     launching = f"+{step['launch_ms']:.0f}" if step["launch_ms"] > LONG_LAUNCH_MS else ""
     return f"{step['ms']}{launching}ms({step['rows']}r,{step['tokens']}t)"
 
@@ -99,11 +103,13 @@ def main() -> None:
             thread.start()
             started = time.perf_counter()
             time.sleep(options.settle)
-            seen = [(time.perf_counter() - started, ask(single, url, 1000 + n)) for n in range(options.requests)]
+            seen = [
+                (time.perf_counter() - started, send_request(single, url, 1000 + n)) for n in range(options.requests)
+            ]
             over_at = time.perf_counter() - started
             thread.join()
         lines = path.read_text(errors="replace").splitlines()
-    entries = told(lines, options.words)
+    entries = log_entries(lines, options.words)
     for line in filter(_WORTH_SHOWING.search, lines):
         print(line)
     print("  sent s  client ms  engine ms  waited ms  steps")

@@ -1,1 +1,1 @@
-"""The real service under mixed traffic, kills and abuse: `python -m bench.chaos`."""
+"""The real service under mixed traffic, kills and malformed requests: `python -m bench.chaos`."""

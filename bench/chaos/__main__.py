@@ -1,24 +1,22 @@
-"""The real service under everything at once; what it must never do is counted.
+"""Runs the real service under mixed traffic and faults, and counts violations.
 
     python -m bench.chaos [--minutes 10] [--clients 16] [--model FILE] [--seed 1] [--log FILE] [--out FILE]
                           [--service-argument=--front=nginx ...]
 
-`app.py` with tiny caches serves some clients that use every route, leave in the middle, send wrong bodies, whole and
-damaged session files and deletes. For the first three fifths of the time HTTP workers and the engine are killed and
-malformed packets sent; then only traffic goes on. Counted are:
+`app.py` runs with small caches. Its clients use every route. They also disconnect early, send invalid bodies, import
+intact and damaged session files, and delete sessions. For the first three fifths of the time the program kills HTTP
+workers and the engine, and sends malformed packets. After that there is only traffic. It counts:
 
-* answers that nothing explains: a status other than the request should get, or a broken connection, at a time when
-  nothing was killed and no packet sent (a 429 of a full queue is explained by the clients themselves);
-* slots, leases, rows and jobs held when nobody asks for anything, before and after the quiet part;
-* threads and file descriptors that a process has more at the end of the quiet part than at its beginning, beyond a
-  few of pools that fill when they are first needed;
-* growth of memory in the last three quarters of that part, of each process that was there all that time: at most 1 %
-  an hour (`slope.py`), as far as a short run can tell; bounded caches are so small here that they are full before, and
-  pages of files do not count (the rows of the embedding that are read for the first time, code);
-* acknowledged turns lost or different: every session is asked for again on a service that is never disturbed
-  (`bench/chaos/crash.py` says how).
+* unexplained answers: an unexpected status or a broken connection while no fault was injected. A 429 of a full queue
+  is expected.
+* slots, leases, rows and jobs in use without a request, before and after the quiet part;
+* threads and file descriptors that a process gained in the quiet part, beyond a few of lazily filled pools;
+* memory growth of each process in the last three quarters of the quiet part, at most 1 % per hour (`slope.py`). The
+  caches are full by then. Pages of files (code, embedding rows) do not count.
+* acknowledged turns that were lost or changed. All sessions run a second time on an undisturbed service
+  (`bench/chaos/crash.py`).
 
-The last line is JSON; exit status 1 if anything of this was found.
+The last line is JSON. The exit status is 1 if there was any violation.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import Service, check_all, misplaced, stored_names
+from bench.chaos.crash import Service, check_all, stored_names, wrong_sessions
 from bench.chaos.disturbances import Disturbances
-from bench.chaos.health import Figures, Sampler, all_figures, at_rest, name_of, names_of
+from bench.chaos.health import Figures, Sampler, all_figures, held_when_idle, name_of, names_of
 from bench.chaos.slope import Slope, medians, slope
 from bench.chaos.traffic import Client, Findings, stop
 from bench.tools.origin import origin
 
-STORM = 0.6
-"""Share of the time in which things are broken."""
+FAULT_SHARE = 0.6
+"""Share of the run in which faults are injected."""
 WARM_UP_S = 15.0
-MORE = 8
-"""Threads or files a process may have more: pools that fill when they are first needed."""
+MAX_GAINED = 8
+"""Threads or files that a process may gain: some pools fill on first use."""
 TINY = (
     "--max-running=8",
     "--l1-sessions=2",
@@ -61,24 +59,26 @@ TINY = (
 )
 
 
-def storm(disturbances: Disturbances, seconds: float, draw: random.Random) -> None:
-    """Kill and abuse for so long."""
+def inject_faults(disturbances: Disturbances, seconds: float, rng: random.Random) -> None:
+    """Kill processes and send malformed packets for `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        time.sleep(min(draw.uniform(2, 12), max(0.0, until - time.monotonic())))
-        if draw.random() < 0.5:
-            disturbances.abuse(draw)
+        time.sleep(min(rng.uniform(2, 12), max(0.0, until - time.monotonic())))
+        if rng.random() < 0.5:
+            disturbances.send_malformed(rng)
         else:
             with contextlib.suppress(httpx.HTTPError):
-                disturbances.kill(draw)
+                disturbances.kill(rng)
 
 
-def rest(clients: list[Client], gate: threading.Event, service: Service) -> tuple[dict[str, Any], dict[int, Figures]]:
-    """Hold all clients back, and look at the service alone."""
+def measure_idle(
+    clients: list[Client], gate: threading.Event, service: Service
+) -> tuple[dict[str, Any], dict[int, Figures]]:
+    """Pause all clients and measure the idle service."""
     gate.clear()
     for client in clients:
         client.is_waiting.wait(150)
-    held = at_rest(service.url)
+    held = held_when_idle(service.url)
     time.sleep(3.0)
     figures = all_figures(service.process.pid)
     gate.set()
@@ -86,7 +86,7 @@ def rest(clients: list[Client], gate: threading.Event, service: Service) -> tupl
 
 
 def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
-    """The whole run against one service."""
+    """Run traffic and faults against one service, and return the record."""
     database = str(folder / "sessions.db")
     service = Service(folder, *service_arguments, *TINY, "--state-db", database, *arguments.service_argument)
     disturbances, findings, gate = Disturbances(service.url), Findings(), threading.Event()
@@ -98,24 +98,24 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         client.start()
     seconds = arguments.minutes * 60
     try:
-        storm(disturbances, seconds * STORM, random.Random(arguments.seed))
-        time.sleep(WARM_UP_S)  # what was killed last fills its pools again
-        held_before, before = rest(clients, gate, service)
+        inject_faults(disturbances, seconds * FAULT_SHARE, random.Random(arguments.seed))
+        time.sleep(WARM_UP_S)  # the last restarted process fills its pools
+        held_before, before = measure_idle(clients, gate, service)
         quiet_since = time.monotonic()
-        time.sleep(seconds * (1 - STORM))
-        held_after, after = rest(clients, gate, service)
+        time.sleep(seconds * (1 - FAULT_SHARE))
+        held_after, after = measure_idle(clients, gate, service)
     finally:
         stop(clients, gate)
         sampler.stop()
     names = {pid: name_of(pid) for pid in after} | names_of(service.url)
     talks = [talk for client in clients for talk in client.talks]
-    more = {what: grown(before, after, what) for what in ("threads", "files")}
+    more = {what: gained(before, after, what) for what in ("threads", "files")}
     service.stop()
     since = quiet_since + (time.monotonic() - quiet_since) / 4
     found = {pid: slope_since(samples, since) for pid, samples in sampler.samples.items() if pid in after}
     shape = {pid: kib_of_blocks(sampler.samples[pid]) for pid, one in found.items() if one and one.an_hour}
     stored = stored_names(folder, [*service_arguments, "--state-db", database])
-    wrong = misplaced(talks, stored) + check_all(folder, talks, service_arguments)
+    wrong = wrong_sessions(talks, stored) + check_all(folder, talks, service_arguments)
     return {
         "answers": dict(sorted(findings.answers.items())),
         "disturbances": disturbances.counts,
@@ -128,41 +128,41 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "held_at_rest": [held_before, held_after],
         "more_threads": more["threads"],
         "more_files": more["files"],
-        "memory_growth_an_hour": {f"{pid} {names[pid]}": told(one) for pid, one in found.items() if one},
+        "memory_growth_an_hour": {f"{pid} {names[pid]}": slope_record(one) for pid, one in found.items() if one},
         "memory_grows": [f"{pid} {names[pid]}" for pid, one in found.items() if one and one.grows],
         "memory_kib_of_blocks": {f"{pid} {names[pid]}": one for pid, one in shape.items()},
         "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
 
 
-def grown(before: dict[int, Figures], after: dict[int, Figures], what: str) -> dict[str, int]:
-    """Processes that have more of it than they had."""
+def gained(before: dict[int, Figures], after: dict[int, Figures], what: str) -> dict[str, int]:
+    """Return the processes whose figure grew by more than the allowed number."""
     more = {pid: getattr(after[pid], what) - getattr(figures, what) for pid, figures in before.items() if pid in after}
-    return {f"{pid} {name_of(pid)}": count for pid, count in more.items() if count > MORE}
+    return {f"{pid} {name_of(pid)}": count for pid, count in more.items() if count > MAX_GAINED}
 
 
 def slope_since(samples: list[tuple[float, int]], since: float) -> Slope | None:
-    """Of memory after that moment; None for a process that came up later: it has not warmed up."""
+    """Return the memory slope after `since`; None for a process that started later, as it has not warmed up."""
     if samples[0][0] > since:
         return None
-    return slope([(at, float(own)) for at, own in samples if at > since])
+    return slope([(at, float(anonymous)) for at, anonymous in samples if at > since])
 
 
 def kib_of_blocks(samples: list[tuple[float, int]]) -> list[tuple[int, int]]:
-    """(seconds since the process was first seen, KiB) over its whole life: a line up, or steps that end."""
-    points = medians([(at - samples[0][0], own / 1024) for at, own in samples])
+    """Return (seconds since the first sample, KiB) over the process's life: shows a line or steps."""
+    points = medians([(at - samples[0][0], anonymous / 1024) for at, anonymous in samples])
     return [(round(at), round(kib)) for at, kib in points]
 
 
-def told(found: Slope) -> dict[str, float]:
-    """For the record."""
+def slope_record(found: Slope) -> dict[str, float]:
+    """Return a slope for the record."""
     return {name: round(getattr(found, name), 4) for name in ("an_hour", "low", "high")} | {
         "seconds": round(found.seconds)
     }
 
 
-def is_bad(result: dict[str, Any]) -> bool:
-    """Whether anything was found."""
+def has_violations(result: dict[str, Any]) -> bool:
+    """Whether there was any violation."""
     held = any(count for one in result["held_at_rest"] for count in one.values())
     leaks = bool(result["more_threads"] or result["more_files"] or result["memory_grows"])
     return bool(result["unexplained"] or result["lost_or_different"]) or held or leaks
@@ -175,10 +175,10 @@ def main() -> None:
     parser.add_argument("--model", default="", help="default: the built-in demo model")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path, help="where the service's log goes")
+    parser.add_argument("--log", type=Path, help="file for the service's log")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
-    parser.add_argument("--service-argument", action="append", default=[], help="given to app.py as it is")
+    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
+    parser.add_argument("--service-argument", action="append", default=[], help="passed to app.py unchanged")
     arguments = parser.parse_args()
     service_arguments = ["--dtype", "fp32", "--pp-devices", "cpu", "--log-level", "warning", "--access-log", "false"]
     service_arguments += ["--model-path", arguments.model] if arguments.model else []
@@ -197,12 +197,12 @@ def main() -> None:
         "clients": arguments.clients,
         **result,
     }
-    last |= {"tracebacks": tracebacks, "ok": not is_bad(result)}
+    last |= {"tracebacks": tracebacks, "ok": not has_violations(result)}
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(last, indent=1) + "\n")
     print(json.dumps(last))
-    sys.exit(1 if is_bad(result) else 0)
+    sys.exit(1 if has_violations(result) else 0)
 
 
 if __name__ == "__main__":

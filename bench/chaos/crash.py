@@ -1,18 +1,18 @@
-"""Kill the real service over and over, under clients that write down every acknowledged turn; then check each.
+"""Kills the real service repeatedly under clients, then checks every acknowledged turn.
 
     python -m bench.chaos.crash [--kills 200] [--durability log|turn] [--model FILE] [--folder DIR]
                                  [--out FILE] [--seed 1]
 
-Each round starts `app.py` on the same database, lets clients run turns of many sessions through
-`/state/chat/completions` (and forks through `/multi_state`), and sends SIGKILL to all its processes at a random
-moment; then `integrity_check` runs on a copy of the files. Now and then a client deletes a session.
+Each round starts `app.py` on the same database. Clients run turns of many sessions through `/state/chat/completions`,
+and forks through `/multi_state`. Sometimes a client deletes a session. At a random moment all processes get SIGKILL;
+then `integrity_check` runs on a copy of the files.
 
-At the end the same turns run on a service that is never killed (memory only), and are compared one by one: text
-and `usage.prompt_tokens`, which counts the session's whole history and so tells a lost or a doubled turn even
-where the text would not. A turn whose answer never came may have been kept or not: the session gets one more turn
-and is left alone then, and that turn must fit one of the two histories. Exact text needs the CPU's fp32.
+At the end the same turns run on a service that is never killed and keeps sessions in memory only. Text and
+`usage.prompt_tokens` of every turn must be equal. `prompt_tokens` counts the whole history of the session, so it shows
+a lost or doubled turn even if the text does not. A turn without an answer may or may not be stored. Its session gets
+one more turn, which must fit one of the two histories. Equal text requires fp32 on a CPU.
 
-The last line is JSON; exit status 1 if anything was lost, doubled, damaged or different.
+The last line is JSON. The exit status is 1 if anything was lost, doubled, damaged or different.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = 6
 SESSIONS_PER_CLIENT = 4
 START_S = 180.0
-MAX_UNSURE = 3
-"""WakeUps without an answer after which a session is not tried again: each doubles the histories it may have."""
+MAX_UNANSWERED = 3
+"""Unanswered turns after which a session is not used any more: each doubles its possible histories."""
 
 
 @dataclass
@@ -67,19 +67,19 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     dialogue: int = 0
     deleted: bool = False
-    gone: bool = False
+    delete_confirmed: bool = False
     """Whether the delete was acknowledged."""
 
     @property
-    def unsure(self) -> int:
-        """WakeUps whose fate the client does not know."""
+    def unanswered(self) -> int:
+        """Number of turns that may or may not be stored."""
         return sum(turn.text is None for turn in self.turns)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more is to be asked: it was unsure and has had its last turn, or cannot be told apart."""
-        unsure = bool(self.unsure)
-        return self.deleted or self.unsure > MAX_UNSURE or (unsure and self.turns[-1].text is not None)
+    def is_finished(self) -> bool:
+        """Whether the session gets no more turns."""
+        unanswered = bool(self.unanswered)
+        return self.deleted or self.unanswered > MAX_UNANSWERED or (unanswered and self.turns[-1].text is not None)
 
 
 class Service:
@@ -104,7 +104,7 @@ class Service:
         return False
 
     def kill(self) -> None:
-        """SIGKILL to every process; each of them has a session of its own, so a signal to the group misses them."""
+        """Send SIGKILL to every process. Each one leads its own process session, so killing the group is not enough."""
         family = descendants(self.process.pid)
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ class Service:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """An orderly end."""
+        """Shut the service down in order."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)
@@ -124,24 +124,24 @@ class Service:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children and so on."""
+    """Return all child processes, recursively."""
     try:
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return []
     return [*found, *(further for child in found for further in descendants(child))]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a killed process has not ended yet; one that only waits to be reaped has."""
+    """Whether a killed process still runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def ask(client: httpx.Client, url: str, talk: Conversation, turn: Turn, name: str) -> None:
-    """Send one turn; fills in the answer, or raises httpx.HTTPError when there was none."""
+def send_turn(client: httpx.Client, url: str, talk: Conversation, turn: Turn, name: str) -> None:
+    """Send one turn and fill in its answer. Raises httpx.HTTPError if there was none."""
     body: dict[str, Any] = {
         "contents": [turn.prompt],
         "session_id": name,
@@ -159,7 +159,7 @@ def ask(client: httpx.Client, url: str, talk: Conversation, turn: Turn, name: st
     reply = client.post(url + path, json=body)
     reply.raise_for_status()
     answer = reply.json()
-    if "error" in answer:  # a failure that came when the status had been sent
+    if "error" in answer:  # an error after the status was sent
         raise httpx.HTTPStatusError(str(answer["error"]), request=reply.request, response=reply)
     turn.prompt_tokens = int(answer["usage"]["prompt_tokens"])
     turn.text = str(answer["choices"][0]["message"]["content"])
@@ -168,51 +168,50 @@ def ask(client: httpx.Client, url: str, talk: Conversation, turn: Turn, name: st
 
 
 class Client(threading.Thread):
-    """Runs turns of its own sessions until the service is gone."""
+    """Runs turns of its own sessions until the service is killed."""
 
-    def __init__(self, url: str, talks: list[Conversation], names: itertools.count[int], draw: random.Random) -> None:
+    def __init__(self, url: str, talks: list[Conversation], names: itertools.count[int], rng: random.Random) -> None:
         super().__init__()
         self.acknowledged = 0
         self.refused: list[str] = []
         self._url = url
         self._talks = talks
         self._names = names
-        self._draw = draw
+        self._rng = rng
 
     def run(self) -> None:
-        """One turn after the other."""
         with httpx.Client(timeout=120, verify=False) as client:
             try:
                 while True:
-                    self._turn(client, self._next())
+                    self._turn(client, self._next_conversation())
             except httpx.HTTPStatusError as error:
                 self.refused.append(f"{error.response.status_code} {error.response.text[:300]}")
             except (httpx.HTTPError, ValueError, KeyError):
                 return  # killed: the last turn has no text
 
-    def _next(self) -> Conversation:
-        going = [talk for talk in self._talks if not talk.over]
-        while len(going) < SESSIONS_PER_CLIENT:
-            talk = Conversation(f"talk {next(self._names)}", branches=self._draw.random() < 0.25)
+    def _next_conversation(self) -> Conversation:
+        open_talks = [talk for talk in self._talks if not talk.is_finished]
+        while len(open_talks) < SESSIONS_PER_CLIENT:
+            talk = Conversation(f"talk {next(self._names)}", branches=self._rng.random() < 0.25)
             self._talks.append(talk)
-            going.append(talk)
-        return self._draw.choice(going)
+            open_talks.append(talk)
+        return self._rng.choice(open_talks)
 
     def _turn(self, client: httpx.Client, talk: Conversation) -> None:
-        if talk.turns and not talk.unsure and self._draw.random() < 0.03:
-            talk.deleted = True  # from here on it may be there or not, until the answer says it is not
+        if talk.turns and not talk.unanswered and self._rng.random() < 0.03:
+            talk.deleted = True  # until the answer arrives, the session may or may not exist
             client.post(f"{self._url}/state/delete", json={"session_id": talk.name}).raise_for_status()
-            talk.gone = True
+            talk.delete_confirmed = True
             return
-        words = " ".join(self._draw.choice(("red", "seven", "river", "whose", "Baum", "7", "sky")) for _ in range(6))
-        turn = Turn(f"User: {words}\n\nAssistant:", self._draw.randrange(1 << 30))
+        words = " ".join(self._rng.choice(("red", "seven", "river", "whose", "Baum", "7", "sky")) for _ in range(6))
+        turn = Turn(f"User: {words}\n\nAssistant:", self._rng.randrange(1 << 30))
         talk.turns.append(turn)
-        ask(client, self._url, talk, turn, talk.name)
+        send_turn(client, self._url, talk, turn, talk.name)
         self.acknowledged += 1
 
 
 def check_files(database: Path) -> str:
-    """`integrity_check` on a copy, so that the service itself recovers the original."""
+    """Run `integrity_check` on a copy, so that the service itself recovers the original."""
     with tempfile.TemporaryDirectory() as copy:
         for suffix in ("", "-wal"):
             file = Path(str(database) + suffix)
@@ -223,8 +222,8 @@ def check_files(database: Path) -> str:
 
 
 def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
-    """The rounds; returns what happened."""
-    draw = random.Random(arguments.seed)
+    """Run all rounds and return the record."""
+    rng = random.Random(arguments.seed)
     database = folder / "sessions.db"
     names = itertools.count()
     talks: list[list[Conversation]] = [[] for _ in range(CLIENTS)]
@@ -234,10 +233,10 @@ def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: li
         service = Service(
             folder, *service_arguments, *sizes, "--state-db", str(database), "--durability", arguments.durability
         )
-        clients = [Client(service.url, mine, names, random.Random(draw.random())) for mine in talks]
+        clients = [Client(service.url, mine, names, random.Random(rng.random())) for mine in talks]
         for client in clients:
             client.start()
-        time.sleep(draw.uniform(0.3, 4.0) if number < arguments.kills else 5.0)
+        time.sleep(rng.uniform(0.3, 4.0) if number < arguments.kills else 5.0)
         service.kill()
         for client in clients:
             client.join()
@@ -255,7 +254,7 @@ def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: li
 
 
 def stored_names(folder: Path, service_arguments: list[str]) -> set[str]:
-    """Names of the sessions that a last start finds; ends in good order."""
+    """Return the session names that a fresh start finds, then stop it in order."""
     service = Service(folder, *service_arguments)
     names: set[str] = set()
     while page := _page(service.url, len(names)):
@@ -265,19 +264,19 @@ def stored_names(folder: Path, service_arguments: list[str]) -> set[str]:
 
 
 def _page(url: str, offset: int) -> list[str]:
-    """Names of the sessions behind the first `offset`."""
+    """Return session names from `offset` on."""
     asked = {"limit": 10_000, "offset": offset}
     reply = httpx.post(f"{url}/state/status", json=asked, timeout=60, verify=False)
     return [str(entry["session_id"]) for entry in reply.json()["sessions"]]
 
 
-def misplaced(talks: list[Conversation], stored: set[str]) -> list[str]:
-    """Sessions that are there although deleted, or not there although acknowledged."""
+def wrong_sessions(talks: list[Conversation], stored: set[str]) -> list[str]:
+    """Return deleted sessions that still exist, and acknowledged ones that do not."""
     wrong: list[str] = []
     for talk in talks:
         shown = f"{talk.name}:{talk.dialogue}" if talk.branches else talk.name
         known = any(turn.text is not None for turn in talk.turns)
-        if talk.gone and any(name == talk.name or name.startswith(f"{talk.name}:") for name in stored):
+        if talk.delete_confirmed and any(name == talk.name or name.startswith(f"{talk.name}:") for name in stored):
             wrong.append(f"{talk.name} was deleted and is back")
         elif known and not talk.deleted and shown not in stored:
             wrong.append(f"{shown} was acknowledged and is lost")
@@ -285,11 +284,11 @@ def misplaced(talks: list[Conversation], stored: set[str]) -> list[str]:
 
 
 def differences(client: httpx.Client, url: str, talk: Conversation, number: int) -> list[str]:
-    """What differs from an uninterrupted run, over the histories the session may have; the least of them."""
-    unsure = [i for i, turn in enumerate(talk.turns) if turn.text is None]
+    """Compare a conversation with an uninterrupted run; returns the differences of its best-fitting history."""
+    unanswered = [i for i, turn in enumerate(talk.turns) if turn.text is None]
     best: list[str] | None = None
-    for kept in itertools.product((True, False), repeat=len(unsure)):
-        left_out = {i for i, keep in zip(unsure, kept, strict=True) if not keep}
+    for kept in itertools.product((True, False), repeat=len(unanswered)):
+        left_out = {i for i, keep in zip(unanswered, kept, strict=True) if not keep}
         name = f"{number} {talk.name} {kept}"
         again = Conversation(name, talk.branches)
         found: list[str] = []
@@ -297,7 +296,7 @@ def differences(client: httpx.Client, url: str, talk: Conversation, number: int)
             if i in left_out or (talk.branches and turn.text is None):
                 continue
             copy = Turn(turn.prompt, turn.seed)
-            ask(client, url, again, copy, name)
+            send_turn(client, url, again, copy, name)
             if turn.text is not None and (copy.text, copy.prompt_tokens) != (turn.text, turn.prompt_tokens):
                 found.append(f"{talk.name} turn {i}: {turn.prompt_tokens} tokens, {copy.prompt_tokens} uninterrupted")
         if best is None or len(found) < len(best):
@@ -308,9 +307,9 @@ def differences(client: httpx.Client, url: str, talk: Conversation, number: int)
 
 
 def check_all(folder: Path, talks: list[Conversation], service_arguments: list[str]) -> list[str]:
-    """Every conversation against an uninterrupted run."""
+    """Compare every conversation with an uninterrupted run."""
     service = Service(folder, *service_arguments, "--state-db", "", "--l1-sessions", "64", "--l2-sessions", "256")
-    whole = [(i, talk) for i, talk in enumerate(talks) if not talk.deleted and talk.unsure <= MAX_UNSURE]
+    whole = [(i, talk) for i, talk in enumerate(talks) if not talk.deleted and talk.unanswered <= MAX_UNANSWERED]
     with httpx.Client(timeout=120, verify=False) as client, ThreadPoolExecutor(2 * CLIENTS) as pool:
         found = list(pool.map(lambda entry: differences(client, service.url, entry[1], entry[0]), whole))
     service.stop()
@@ -325,7 +324,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--log", type=Path, help="where the services' log goes")
+    parser.add_argument("--log", type=Path, help="file for the services' log")
     arguments = parser.parse_args()
     service_arguments = ["--dtype", "fp32", "--pp-devices", "cpu", "--log-level", "warning"]
     service_arguments += ["--model-path", arguments.model] if arguments.model else []
@@ -334,7 +333,7 @@ def main() -> None:
         folder = Path(name)
         happened = run_kills(folder, arguments, service_arguments)
         talks: list[Conversation] = happened.pop("talks")
-        wrong = misplaced(talks, happened.pop("stored"))
+        wrong = wrong_sessions(talks, happened.pop("stored"))
         wrong += check_all(folder, talks, service_arguments)
         log = (folder / "service.log").read_text(errors="replace")
         if arguments.log is not None:
@@ -346,8 +345,8 @@ def main() -> None:
         **happened,
         "refused": happened["refused"][:5],
         "sessions": len(talks),
-        "deleted": sum(talk.gone for talk in talks),
-        "unsure_turns": sum(talk.unsure for talk in talks),
+        "deleted": sum(talk.delete_confirmed for talk in talks),
+        "unsure_turns": sum(talk.unanswered for talk in talks),
         "different": len(wrong),
         "first_differences": wrong[:5],
         "tracebacks": log.count("Traceback"),

@@ -1,4 +1,4 @@
-"""What chaos does to the service, and when: whatever fails outside these times has no excuse."""
+"""Injects faults into the service and records when. A failure at any other time is unexplained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import httpx
 
 AFTER_S = 3.0
-"""For so long after a disturbance has passed a request may still have met it."""
+"""A fault may still affect requests for this long after its end."""
 PACKETS = (
     b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nA: b\r\n\r\n",
@@ -29,7 +29,7 @@ PACKETS = (
 
 @dataclass
 class Disturbances:
-    """Times at which something was broken on purpose."""
+    """Injected faults and their times."""
 
     url: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -37,28 +37,28 @@ class Disturbances:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def explains(self, began: float, ended: float) -> bool:
-        """Whether a request of that time may have met one."""
+        """Whether a fault overlaps this time span."""
         with self._lock:
             return any(began <= last + AFTER_S and first <= ended for first, last in self._times)
 
     @contextlib.contextmanager
     def _disturbing(self, kind: str) -> Iterator[None]:
-        """From now until the end of the block, whatever fails is explained by it."""
-        time_now = (time.monotonic(), float("inf"))
+        """Record a fault that lasts as long as the block."""
+        span = (time.monotonic(), float("inf"))
         with self._lock:
-            self._times.append(time_now)
+            self._times.append(span)
         try:
             yield
         finally:
             with self._lock:
                 self.counts[kind] = self.counts.get(kind, 0) + 1
-                self._times[self._times.index(time_now)] = (time_now[0], time.monotonic())
+                self._times[self._times.index(span)] = (span[0], time.monotonic())
 
-    def kill(self, draw: random.Random) -> None:
-        """SIGKILL to the engine or to one HTTP worker, and wait until the service is whole again."""
+    def kill(self, rng: random.Random) -> None:
+        """Send SIGKILL to the engine or to one HTTP worker, and wait until the service has recovered."""
         status = httpx.get(f"{self.url}/status", timeout=10, verify=False).json()["processes"]
-        role = draw.choice(("engine", "http_worker"))
-        pid = status["engine"]["pid"] if role == "engine" else draw.choice(status["http_workers"])["pid"]
+        role = rng.choice(("engine", "http_worker"))
+        pid = status["engine"]["pid"] if role == "engine" else rng.choice(status["http_workers"])["pid"]
         with self._disturbing(f"{role} killed"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -75,14 +75,14 @@ class Disturbances:
                         return
         raise RuntimeError("the service did not come back within a minute")
 
-    def abuse(self, draw: random.Random) -> None:
-        """A packet that is no request."""
+    def send_malformed(self, rng: random.Random) -> None:
+        """Send a packet that is not a valid request."""
         port = int(self.url.rpartition(":")[2])
         with (
             self._disturbing("malformed packets"),
             contextlib.suppress(OSError),
             socket.create_connection(("127.0.0.1", port), timeout=2) as connection,
         ):
-            connection.sendall(draw.choice(PACKETS))
+            connection.sendall(rng.choice(PACKETS))
             connection.settimeout(0.3)
             connection.recv(4096)

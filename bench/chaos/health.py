@@ -1,4 +1,4 @@
-"""Memory, threads and file descriptors of the service's processes, and what it says of itself at rest."""
+"""Memory, threads and file descriptors of the service's processes, and the resources it holds while idle."""
 
 from __future__ import annotations
 
@@ -21,68 +21,65 @@ class Figures:
     """One process at one moment."""
 
     rss: int
-    own: int
-    """bytes of it that are no pages of a file: of libraries and the model's file more come in as they are first read,
-    up to their size, and go when memory is short"""
+    anonymous: int
+    """Resident bytes without a file behind them. File pages come and go with memory pressure."""
     threads: int
     files: int
 
 
 def figures_of(pid: int) -> Figures | None:
-    """None: the process has ended."""
+    """Return the figures of a process; None if it has ended."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        rss, of_files = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "RssFile"))
-        return Figures(rss, rss - of_files, int(status["Threads"]), files)
+        rss, file_backed = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "RssFile"))
+        return Figures(rss, rss - file_backed, int(status["Threads"]), files)
     except (OSError, KeyError, ValueError):
         return None
 
 
 def name_of(pid: int) -> str:
-    """What the process is called."""
+    """Return the process name."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip().replace(" ", "-")
     return "?"
 
 
 def names_of(url: str) -> dict[int, str]:
-    """The engine and the HTTP workers by process id, as the service calls them."""
+    """Return the names of the engine and the HTTP workers by process id, from /status."""
     processes = httpx.get(f"{url}/status", timeout=10, verify=False).json()["processes"]
     return {processes["engine"]["pid"]: "engine"} | {one["pid"]: one["name"] for one in processes["http_workers"]}
 
 
 def all_figures(supervisor: int) -> dict[int, Figures]:
-    """Of the supervisor and everything below it."""
+    """Return the figures of the supervisor and its descendants."""
     found = {pid: figures_of(pid) for pid in [supervisor, *descendants(supervisor)]}
     return {pid: figures for pid, figures in found.items() if figures is not None}
 
 
 @dataclass
 class Sampler:
-    """Memory of their own over time, on a thread of its own."""
+    """Samples the memory of each process on its own thread."""
 
     supervisor: int
     samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._run, name="sampler", daemon=True).start()
 
     def stop(self) -> None:
-        """End."""
         self._stop.set()
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
             with contextlib.suppress(OSError):
                 for pid, figures in all_figures(self.supervisor).items():
-                    self.samples.setdefault(pid, []).append((time.monotonic(), figures.own))
+                    self.samples.setdefault(pid, []).append((time.monotonic(), figures.anonymous))
 
 
-def at_rest(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
-    """What is held although nobody asks for anything, once that has settled."""
+def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Return the resources in use while there are no requests, after they have settled."""
     deadline = time.monotonic() + timeout_s
     while True:
         status = httpx.get(f"{url}/status", timeout=10, verify=False).json()

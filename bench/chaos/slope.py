@@ -1,4 +1,4 @@
-"""Whether a figure grows: a line through it that outliers and steps do not bend, and how sure that line is."""
+"""Growth of a figure over time by a robust line fit, with confidence bounds."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ import statistics
 from dataclasses import dataclass
 
 FLAT = 0.01
-"""Growth an hour, as a share, that is called flat."""
+"""Growth per hour, as a share, that counts as flat."""
 BLOCKS = 24
-"""Parts of the time, each known by its median: figures from second to second are not independent of each other."""
+"""Time blocks, each reduced to its median: samples of neighbouring seconds are not independent."""
 LONG_S = 600.0
-"""From here on a slope above `FLAT` that is not chance is growth; before that its lower bound has to be above it."""
+"""From this length on, a significant slope above FLAT is growth. Shorter runs need a lower bound above FLAT."""
 _SIGMAS = 1.96
 """95 %."""
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth as a share an hour: Theil and Sen's estimate (the median of the slopes between all blocks), with Sen's
-    bounds of 95 %."""
+    """Growth per hour as a share, by the Theil-Sen estimator with Sen's 95 % bounds.
+
+    The estimate is the median of the slopes between all pairs of blocks.
+    """
 
     an_hour: float
     low: float
     high: float
     seconds: float
-    """how long was looked at"""
+    """length of the sampled time"""
 
     @property
     def grows(self) -> bool:
-        """Whether it is more than flat, as far as so long a time tells."""
+        """Whether the growth is more than flat."""
         if self.seconds >= LONG_S:
             return self.an_hour > FLAT and self.low > 0
         return self.low > FLAT
 
 
 def medians(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(mean time, median) of each block of (seconds, figure) in their order; []: too few."""
+    """Return (mean time, median) of each block of (seconds, figure) samples; [] if there are too few."""
     if len(samples) < 2 * BLOCKS:
         return []
     cuts = [len(samples) * number // BLOCKS for number in range(BLOCKS + 1)]
@@ -45,7 +47,7 @@ def medians(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def slope(samples: list[tuple[float, float]]) -> Slope | None:
-    """Of (seconds, figure) in their order; None: too few."""
+    """Return the slope of (seconds, figure) samples in time order; None if there are too few."""
     points = medians(samples)
     if not points:
         return None

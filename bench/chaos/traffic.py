@@ -1,4 +1,4 @@
-"""What the clients of chaos ask for, and which answers they may get."""
+"""The requests of the chaos clients, and the answers that they accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import Conversation, Turn, ask
+from bench.chaos.crash import Conversation, Turn, send_turn
 from bench.chaos.disturbances import Disturbances
 
 SESSIONS_PER_CLIENT = 3
@@ -25,16 +25,16 @@ _WORDS = ("red", "seven", "river", "whose", "Baum", "7", "sky", "天", "né")
 
 @dataclass
 class Findings:
-    """What all clients saw together."""
+    """Results of all clients."""
 
     answers: Counter[str] = field(default_factory=Counter)
-    """by what was asked and the status"""
+    """by request kind and status"""
     unexplained: list[str] = field(default_factory=list)
     acknowledged: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, what: str, status: object, excuse: bool, detail: str) -> None:
-        """One request that has ended."""
+        """Record a finished request."""
         with self.lock:
             self.answers[f"{what} {status}"] += 1
             if not excuse:
@@ -42,7 +42,7 @@ class Findings:
 
 
 class Client(threading.Thread):
-    """One client: asks for this and that until told to stop; `gate` holds it back while others measure."""
+    """Sends random requests until it is stopped; pauses while `gate` is cleared."""
 
     def __init__(
         self, url: str, number: int, disturbances: Disturbances, findings: Findings, gate: threading.Event
@@ -53,7 +53,7 @@ class Client(threading.Thread):
         self.stopping = False
         self._url = url
         self._number = number
-        self._draw = random.Random(number)
+        self._rng = random.Random(number)
         self._disturbances = disturbances
         self._findings = findings
         self._gate = gate
@@ -61,15 +61,15 @@ class Client(threading.Thread):
         self._files: list[tuple[bytes, int]] = []
 
     def run(self) -> None:
-        """One request after the other. A fault of this program is told as what nothing explains."""
+        """Send one request after another. Records an error of this program as unexplained."""
         try:
-            self._ask_on()
+            self._send_requests()
         except Exception as error:
             self._findings.note("client", "ended", False, repr(error))
             self.is_waiting.set()
             raise
 
-    def _ask_on(self) -> None:
+    def _send_requests(self) -> None:
         with httpx.Client(base_url=self._url, timeout=120, verify=False) as client:
             while not self.stopping:
                 if not self._gate.is_set():
@@ -80,12 +80,12 @@ class Client(threading.Thread):
                 self._one(client)
 
     def _one(self, client: httpx.Client) -> None:
-        chosen: Callable[[httpx.Client], None] = self._draw.choices(
+        chosen: Callable[[httpx.Client], None] = self._rng.choices(
             (
                 self._turn,
                 self._rows,
-                self._leave,
-                self._wrong,
+                self._disconnect,
+                self._send_mistake,
                 self._read,
                 self._delete_session,
                 self._export,
@@ -96,12 +96,12 @@ class Client(threading.Thread):
         chosen(client)
 
     def _words(self, count: int) -> str:
-        return " ".join(self._draw.choice(_WORDS) for _ in range(count))
+        return " ".join(self._rng.choice(_WORDS) for _ in range(count))
 
     # Requests that must succeed ------------------------------------------------------------------------------
 
     def _send(self, what: str, fine: tuple[int, ...], send: Callable[[], httpx.Response]) -> httpx.Response | None:
-        """The answer, if it is one of the statuses that the request should get; else None and noted."""
+        """Return the answer if its status is one of `fine`; otherwise record it and return None."""
         began = time.monotonic()
         try:
             response = send()
@@ -113,8 +113,10 @@ class Client(threading.Thread):
         failed = '"error"' in body and response.status_code == 200
         status: object = f"{response.status_code} with an error" if failed else response.status_code
         right = response.status_code in fine and not failed
-        crowded = response.status_code == 429 and ("queue is full" in body or "try again in a moment" in body)
-        excuse = right or crowded or self._disturbances.explains(began, time.monotonic())
+        is_overloaded = response.status_code == 429 and (
+            "queue is full" in body or "retry in 1 s" in body or "try again in a moment" in body
+        )
+        excuse = right or is_overloaded or self._disturbances.explains(began, time.monotonic())
         self._findings.note(what, status, excuse, body)
         return response if right else None
 
@@ -122,51 +124,51 @@ class Client(threading.Thread):
         return self._send(path, fine or (200,), lambda: client.post(path, json=body))
 
     def _rows(self, client: httpx.Client) -> None:
-        draw = self._draw
-        prompts = [f"{_SYSTEM}{draw.randrange(6)}. {self._words(8)}\n\nUser: {self._words(4)}\n\nAssistant:"]
-        prompts *= draw.choice((1, 1, 2, 5))
-        common = {"max_tokens": draw.choice((1, 4, 16)), "stream": draw.random() < 0.5, "timeout_s": 60}
+        rng = self._rng
+        prompts = [f"{_SYSTEM}{rng.randrange(6)}. {self._words(8)}\n\nUser: {self._words(4)}\n\nAssistant:"]
+        prompts *= rng.choice((1, 1, 2, 5))
+        common = {"max_tokens": rng.choice((1, 4, 16)), "stream": rng.random() < 0.5, "timeout_s": 60}
         message = {"role": "user", "content": prompts[0]}
-        path, body = draw.choice(
+        path, body = rng.choice(
             [
                 ("/v1/chat/completions", {"contents": prompts}),
                 ("/v1/chat/completions", {"messages": [message]}),
                 ("/v2/chat/completions", {"contents": prompts}),
                 ("/big_batch/completions", {"contents": prompts, "stream": True}),
                 ("/FIM/v1/batch-FIM", {"prefix": prompts, "suffix": ["end"] * len(prompts)}),
-                ("/openai/v1/chat/completions", {"messages": [message], "n": draw.choice((1, 3))}),
-                ("/openai/v1/completions", {"prompt": prompts, "n": draw.choice((1, 2)), "stop": ["red", "\n\n"]}),
+                ("/openai/v1/chat/completions", {"messages": [message], "n": rng.choice((1, 3))}),
+                ("/openai/v1/completions", {"prompt": prompts, "n": rng.choice((1, 2)), "stop": ["red", "\n\n"]}),
                 ("/v1/completions", {"prompt": prompts}),
             ]
         )
         self._post(client, path, {**common, "model": "rwkv7", **body})
-        if draw.random() < 0.2:
+        if rng.random() < 0.2:
             texts = {"source_lang": "en", "target_lang": "zh-CN", "text_list": [self._words(5)], "timeout_s": 100}
             self._post(client, "/translate/v1/batch-translate", texts)
 
     def _read(self, client: httpx.Client) -> None:
-        path = self._draw.choice(("/status", "/metrics", "/healthz", "/v1/models", "/openapi.json", "/docs", "/readyz"))
+        path = self._rng.choice(("/status", "/metrics", "/healthz", "/v1/models", "/openapi.json", "/docs", "/readyz"))
         self._send(path, (200,), lambda: client.get(path))
         self._post(client, "/state/status", {"limit": 5})
         self._post(client, "/v1/tokens/count", {"text": self._words(20)})
 
-    def _leave(self, client: httpx.Client) -> None:
-        """A client that goes away in the middle of its answer."""
+    def _disconnect(self, client: httpx.Client) -> None:
+        """Disconnect in the middle of an answer."""
         body = {"contents": [self._words(12)], "max_tokens": 400, "stream": True, "ignore_eos": True, "timeout_s": 60}
         began = time.monotonic()
         try:
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
-                for _ in zip(response.iter_raw(), range(self._draw.randrange(3)), strict=False):
+                for _ in zip(response.iter_raw(), range(self._rng.randrange(3)), strict=False):
                     pass
             self._findings.note("left", response.status_code, True, "")
         except httpx.HTTPError as error:
             excuse = self._disturbances.explains(began, time.monotonic())
             self._findings.note("left", type(error).__name__, excuse, str(error))
 
-    def _wrong(self, client: httpx.Client) -> None:
-        """Mistakes of a client, each with its status."""
-        path = self._draw.choice(("/v1/chat/completions", "/state/chat/completions", "/openai/v1/chat/completions"))
-        body, fine = self._draw.choice(
+    def _send_mistake(self, client: httpx.Client) -> None:
+        """Send an invalid request and check its status."""
+        path = self._rng.choice(("/v1/chat/completions", "/state/chat/completions", "/openai/v1/chat/completions"))
+        body, fine = self._rng.choice(
             [
                 (b"{", (400,)),
                 (b"[]", (422, 400)),
@@ -182,21 +184,21 @@ class Client(threading.Thread):
     # Sessions ------------------------------------------------------------------------------------------------
 
     def _talk(self) -> Conversation:
-        going = [talk for talk in self.talks if not talk.over]
-        while len(going) < SESSIONS_PER_CLIENT:
-            talk = Conversation(f"chaos {self._number}.{next(self._names)}", branches=self._draw.random() < 0.25)
+        open_talks = [talk for talk in self.talks if not talk.is_finished]
+        while len(open_talks) < SESSIONS_PER_CLIENT:
+            talk = Conversation(f"chaos {self._number}.{next(self._names)}", branches=self._rng.random() < 0.25)
             self.talks.append(talk)
-            going.append(talk)
-        return self._draw.choice(going)
+            open_talks.append(talk)
+        return self._rng.choice(open_talks)
 
     def _turn(self, client: httpx.Client) -> None:
         talk = self._talk()
-        turn = Turn(f"User: {self._words(6)}\n\nAssistant:", self._draw.randrange(1 << 30))
+        turn = Turn(f"User: {self._words(6)}\n\nAssistant:", self._rng.randrange(1 << 30))
         talk.turns.append(turn)
 
         def send() -> httpx.Response:
             try:
-                ask(client, "", talk, turn, talk.name)
+                send_turn(client, "", talk, turn, talk.name)
             except httpx.HTTPStatusError as error:
                 return error.response
             return httpx.Response(200, text="")
@@ -207,17 +209,17 @@ class Client(threading.Thread):
 
     def _delete_session(self, client: httpx.Client) -> None:
         talk = self._talk()
-        if talk.turns and not talk.unsure:
+        if talk.turns and not talk.unanswered:
             talk.deleted = True
-            talk.gone = self._post(client, "/state/delete", {"session_id": talk.name}) is not None
+            talk.delete_confirmed = self._post(client, "/state/delete", {"session_id": talk.name}) is not None
 
-    def _kept(self) -> Conversation | None:
-        """A session of its own that is there for sure."""
-        kept = [t for t in self.talks if not t.deleted and not t.branches and not t.unsure and t.turns]
-        return self._draw.choice(kept) if kept else None
+    def _stored_session(self) -> Conversation | None:
+        """Return a session of this client that is stored for certain."""
+        kept = [t for t in self.talks if not t.deleted and not t.branches and not t.unanswered and t.turns]
+        return self._rng.choice(kept) if kept else None
 
     def _export(self, client: httpx.Client) -> None:
-        talk = self._kept()
+        talk = self._stored_session()
         if talk is not None:
             path = "/state/export"
             answer = self._send(path, (200,), lambda: client.get(path, params={"session_id": talk.name}))
@@ -225,13 +227,13 @@ class Client(threading.Thread):
                 self._files = [*self._files[-2:], (answer.content, len(talk.turns))]
 
     def _import(self, client: httpx.Client) -> None:
-        """A file that was exported, whole or damaged."""
+        """Import an exported file, intact or damaged."""
         if not self._files:
             return
-        content, _ = self._draw.choice(self._files)
-        name, damaged = f"brought {self._number}.{next(self._names)}", self._draw.random() < 0.6
+        content, _ = self._rng.choice(self._files)
+        name, damaged = f"brought {self._number}.{next(self._names)}", self._rng.random() < 0.6
         if damaged:
-            content = _damaged(content, self._draw)
+            content = _damaged(content, self._rng)
         fine = (400, 422) if damaged else (200,)
         what = "damaged import" if damaged else "import"
         answer = self._send(
@@ -243,20 +245,20 @@ class Client(threading.Thread):
             self._post(client, "/state/delete", {"session_id": name})
 
 
-def _damaged(content: bytes, draw: random.Random) -> bytes:
-    kind = draw.randrange(4)
+def _damaged(content: bytes, rng: random.Random) -> bytes:
+    kind = rng.randrange(4)
     if kind == 0:
-        return content[: draw.randrange(1, len(content))]
+        return content[: rng.randrange(1, len(content))]
     if kind == 1:
-        at = draw.randrange(len(content))
-        return content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :]
+        at = rng.randrange(len(content))
+        return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
     if kind == 2:
-        return draw.randbytes(draw.randrange(1, 5000))
+        return rng.randbytes(rng.randrange(1, 5000))
     return (1 << 60).to_bytes(8, "little") + content[8:]
 
 
 def stop(clients: list[Client], gate: threading.Event) -> None:
-    """End all clients; each finishes the request it is at."""
+    """Stop all clients; each finishes its current request."""
     for client in clients:
         client.stopping = True
     gate.set()

@@ -1,1 +1,1 @@
-"""What several programs share: load, clocks, random models, what a figure is from. Imports no program."""
+"""Shared parts of the programs: HTTP load, timers, random models, machine records. Imports no program."""

@@ -1,4 +1,4 @@
-"""Which processes a measurement keeps busy: cores that each used between two looks, and its busiest thread."""
+"""CPU time of processes: cores used between two samples, and the busiest thread."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Used(NamedTuple):
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, all its threads."""
+    """Return the CPU seconds of all threads of a process."""
     return _seconds(Path(f"/proc/{pid}/stat"))
 
 
 def used(pid: int) -> Used:
-    """The same, and of each thread that it has."""
+    """Return the CPU seconds of a process and of each of its threads."""
     threads: dict[str, float] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has just ended
@@ -33,7 +33,7 @@ def used(pid: int) -> Used:
 
 
 def cores(before: Mapping[str, Used], after: Mapping[str, Used], seconds: float) -> dict[str, list[float]]:
-    """Of each process the cores that it used, and its busiest thread: 1.0 is a thread that never waited."""
+    """Return the cores used by each process and by its busiest thread; 1.0 is a thread that never waited."""
     return {
         name: [
             round((now.total - before[name].total) / seconds, 2),

@@ -1,4 +1,4 @@
-"""Compiles every .cu of a source tree for given architectures, without a GPU: shows that all of them still build."""
+"""Compiles every .cu of a source tree for given architectures, without a GPU."""
 
 from __future__ import annotations
 
@@ -16,45 +16,47 @@ from native.cores import cores
 
 CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FLAGS = tuple(flag for flag in CUDA_FLAGS if flag != "-lineinfo")
-"""Which line an instruction is of takes a tenth of the time, and changes none."""
+"""Without line information, which takes a tenth of the compile time and changes no instruction."""
 VIRTUAL_ARCHS = (80, 100)
-"""Virtual architectures that every source is read for: between them the compiler's first half makes the same of all
-that no source asks to be told apart."""
+"""Virtual architectures that every source is compiled for.
+
+The front end gives the same result for all architectures between two of these, unless a source tests for one.
+"""
 ARCH_SPECIFIC_MACRO = "__CUDA_ARCH_FEAT_"
-"""What a source asks about that uses one architecture's own instructions: it is built for sm_90a and nothing else."""
+"""Tested by sources with instructions of a single architecture; these are built for sm_90a only."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one source for one architecture."""
+    """Result of compiling one source for one architecture."""
 
     source: Path
     arch: str
     ok: bool
     output: str
-    """What nvcc and ptxas said: registers, shared memory and spills of each kernel, or the errors."""
+    """Output of nvcc and ptxas: registers, shared memory and spills of each kernel, or the errors."""
 
 
 def cuda_sources(root: Path) -> list[Path]:
-    """Every .cu under `root` that is part of the tree: not in a hidden folder, not in build/."""
+    """Return every .cu below `root`, without hidden folders and build/."""
     inside = ((path, path.relative_to(root).parts) for path in root.rglob("*.cu"))
     found = (path for path, parts in inside if parts[0] != "build" and not any(part.startswith(".") for part in parts))
     return sorted(found)
 
 
 def unavailable_reason() -> str | None:
-    """Why nothing can be compiled here; None if it can."""
+    """Return why nothing can be compiled here; None if it can."""
     return None if machine.nvcc() else "no nvcc on this machine"
 
 
 def compile_source(source: Path, archs: Iterable[str] = CHECKED_ARCHS) -> dict[str, Compiled]:
-    """One source for each architecture, as many at once as there are cores."""
+    """Compile one source for each architecture, with one process per core."""
     with ThreadPoolExecutor(cores()) as pool:
         return results_of(begin(source, archs, pool))
 
 
 def begin(source: Path, archs: Iterable[str], pool: ThreadPoolExecutor) -> list[Future[list[Compiled]]]:
-    """Have a pool run nvcc for one source, once for what it is read for; what comes of it is for `results_of`."""
+    """Submit one source to a pool, one nvcc run per virtual architecture; `results_of` collects the results."""
     jobs: dict[str, list[str]] = {}
     for arch in archs:
         jobs.setdefault(virtual_arch(arch, source), []).append(arch)
@@ -62,19 +64,19 @@ def begin(source: Path, archs: Iterable[str], pool: ThreadPoolExecutor) -> list[
 
 
 def results_of(runs: Iterable[Future[list[Compiled]]]) -> dict[str, Compiled]:
-    """What became of a source by architecture; waits for that."""
+    """Wait for the runs and return the results by architecture."""
     return {result.arch: result for run in runs for result in run.result()}
 
 
 def is_arch_specific(source: Path) -> bool:
-    """Whether a source, or a header of it, uses one architecture's own instructions."""
+    """Whether a source or its headers use instructions of a single architecture."""
     return ARCH_SPECIFIC_MACRO in _with_headers(source)
 
 
 def virtual_arch(arch: str, source: Path) -> str:
-    """The virtual architecture that a source is read for: the lowest that it, and its headers, cannot tell from `arch`.
+    """Return the lowest virtual architecture that the source and its headers do not distinguish from `arch`.
 
-    The compiler's first half takes as long as the second, and makes the same of each of them.
+    The front end takes as long as the back end, and gives the same result for all of these.
     """
     text = _with_headers(source)
     number = arch.removeprefix("sm_")
@@ -85,7 +87,7 @@ def virtual_arch(arch: str, source: Path) -> str:
 
 
 def _run(source: Path, front_end: str, archs: list[str]) -> list[Compiled]:
-    """One run of nvcc; what it makes is thrown away."""
+    """Run nvcc once and discard the binary."""
     with tempfile.TemporaryDirectory() as folder:
         command = [machine.nvcc() or "nvcc", *FLAGS, *INCLUDES, "-Xptxas", "-v", "-fatbin"]
         command += [f"-gencode=arch=compute_{front_end},code=[{','.join(archs)}]", str(source), "-o", f"{folder}/out"]
@@ -97,7 +99,7 @@ def _run(source: Path, front_end: str, archs: list[str]) -> list[Compiled]:
 
 
 def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
-    """What ptxas said, for each architecture: it names one with every kernel."""
+    """Split the ptxas output by architecture, which it names with every kernel."""
     output_by_arch = dict.fromkeys(archs, "")
     arch = archs[0]
     for line in output.splitlines(keepends=True):
@@ -108,7 +110,7 @@ def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
 
 
 def _with_headers(source: Path) -> str:
-    """The text of a source and of all of our headers that it includes."""
+    """Return the text of a source and of all included headers of this project."""
     text = source.read_text()
     names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
     headers = [folder / name for name in names for folder in (source.parent, SHARED_HEADERS)]

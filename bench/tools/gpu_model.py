@@ -1,4 +1,4 @@
-"""A stage with random weights of a released shape, made on the GPU, as sparse in the channel mix as trained ones."""
+"""A stage with random weights of a released shape on the GPU, with a trained model's channel-mix sparsity."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SIZES = {
 }
 """Name -> layers, width, ranks of w, a, v, g."""
 QUIET = 1.4
-"""How far relu's input is pushed below zero; gives 12 % positive ones with these weights."""
+"""Shift of relu's input below zero; 12 % of the outputs stay positive with these weights."""
 
 
 def random_stage(
     size: str, device: torch.device, wkv_state: StateFormat, as_released: bool = True, dtype: str = "fp16"
 ) -> Stage:
-    """All layers on one device, no slots yet; as_released: numbers that bf16 holds, as released files do.
+    """Return all layers on one device, without slots.
 
-    The numbers are the same each time: two dtypes are of one model.
+    as_released: round weights to bf16 values, as in released files. All dtypes use the same weights.
     """
     weights = random_file(size, device, as_released)
     ops, _ = choose_ops("cuda", device)
@@ -47,7 +47,7 @@ def random_stage(
 
 
 def random_file(size: str, device: torch.device, as_released: bool = True) -> Weights:
-    """The tensors of such a model as an opened file has them, in fp16 on the device."""
+    """Return the tensors of such a model as an opened file has them, fp16 on the device."""
     layers, width, ranks = SIZES[size]
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
     if as_released:
@@ -58,13 +58,13 @@ def random_file(size: str, device: torch.device, as_released: bool = True) -> We
 
 
 def _push_down(key: Tensor, bias: Tensor) -> None:
-    """Make every output of `key` smaller by QUIET on average: all its inputs hold the norm's bias."""
+    """Lower every output of `key` [out, in] by QUIET on average: its inputs contain the norm's bias [in]."""
     key -= QUIET * bias / bias.float().square().sum()
 
 
 @torch.inference_mode()
 def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
-    """Batch size -> share of the channel mix's hidden channels that are not zero in every row, over all layers."""
+    """Return batch size -> share of hidden channels that are nonzero in any row, over all layers."""
     assert stage.state is not None
     shares: dict[int, float] = {}
     plain = stage.ops.channel_mix
@@ -80,7 +80,7 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
         counts.clear()
         device = stage.precision.device
         tokens = torch.randint(VOCAB, (batch,), device=device)
-        if batch == 1:  # as two equal ones: of one alone the launch that multiplies ffn.key's inputs makes them
+        if batch == 1:  # two equal rows: with one row a fused kernel computes ffn.key's output
             tokens = tokens.repeat(2)
         rows = len(tokens)
         slots = torch.arange(2, 2 + rows, device=device)
@@ -92,7 +92,7 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
 
 
 def write_random_file(size: str, path: Path, device: torch.device) -> Path:
-    """A random model of a released shape as bf16 `.safetensors`, made on a GPU; as sparse as `random_stage`'s."""
+    """Write a random model of a released shape as bf16 `.safetensors`, as sparse as `random_stage`'s."""
     from safetensors.torch import save_file
 
     layers, width, ranks = SIZES[size]

@@ -1,4 +1,4 @@
-"""Clients for load over HTTP: bare sockets on a selector, one process for many connections."""
+"""HTTP load clients: plain sockets on a selector, many connections per process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 START_S = 60.0
-"""Until all client processes are there."""
+"""Maximum time for all client processes to start."""
 WORDS = "the river ran past a small town where people met to talk about weather and bread".split()
 
 
 @dataclass
 class Load:
-    """What is asked for."""
+    """The requests of a load."""
 
     route: str
     concurrency: int
@@ -34,13 +34,13 @@ class Load:
     password: str
 
     def prompts(self, client: int) -> list[str]:
-        """The prompts of one request; no two clients share one."""
+        """Return the prompts of one request; each client has different ones."""
         words = [WORDS[(client + n) % len(WORDS)] for n in range(self.prompt_words)]
         return [f"User: {client}.{row} {' '.join(words)}\n\nAssistant:" for row in range(self.rows)]
 
 
 def native_body(load: Load, client: int) -> dict[str, Any]:
-    """Body of the routes that take `contents`."""
+    """Return the body for routes that take `contents`."""
     return {
         "contents": load.prompts(client),
         "max_tokens": load.max_tokens,
@@ -53,20 +53,20 @@ def native_body(load: Load, client: int) -> dict[str, Any]:
 
 
 def fim_body(load: Load, client: int) -> dict[str, Any]:
-    """Body of the fill-in-the-middle route."""
+    """Return the body for the fill-in-the-middle route."""
     body = native_body(load, client)
     prompts = body.pop("contents")
     return {**body, "prefix": prompts, "suffix": ["end"] * len(prompts)}
 
 
 def session_body(load: Load, client: int) -> dict[str, Any]:
-    """Body of the state routes: one prompt, a session of its own."""
+    """Return the body for the state routes: one prompt, its own session."""
     body = native_body(load, client)
     return {**body, "contents": body["contents"][:1], "session_id": f"bench-{os.getpid()}-{client}"}
 
 
 def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
-    """Body of OpenAI's chat route: one conversation, `rows` answers."""
+    """Return the body for OpenAI's chat route: one conversation, `rows` answers."""
     message = {"role": "user", "content": load.prompts(client)[0]}
     body = {"model": "rwkv7", "messages": [message], "n": load.rows, "max_tokens": load.max_tokens}
     return {**body, "stop_tokens": [], "stream": load.stream, "chunk_size": load.chunk_size, "ignore_eos": True} | {
@@ -75,13 +75,13 @@ def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
 
 
 def openai_completion_body(load: Load, client: int) -> dict[str, Any]:
-    """Body of OpenAI's raw route."""
+    """Return the body for OpenAI's completions route."""
     body = native_body(load, client)
     return {**body, "prompt": body.pop("contents")}
 
 
 def translate_body(load: Load, client: int) -> dict[str, Any]:
-    """Body of the translation route; every text is new."""
+    """Return the body for the translation route; every text is new."""
     texts = [f"{time.time_ns()} {prompt}" for prompt in load.prompts(client)]
     return {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "password": load.password}
 
@@ -100,11 +100,11 @@ MARKERS = {
     "/openai/v1/completions": b'"text"',
     "/v1/completions": b'"text"',
 }
-"""What new text of a stream looks like; elsewhere it is `"content"`."""
+"""Bytes that mark new text in a stream; `"content"` on the other routes."""
 
 
 @dataclass
-class Exchange:
+class Connection:
     """One client's connection."""
 
     request: bytes
@@ -117,8 +117,8 @@ class Exchange:
     head_seen: bool = False
     failed: str = ""
 
-    def take(self, piece: bytes, marker: bytes) -> None:
-        """Note the arrival of a piece of the answer."""
+    def on_data(self, piece: bytes, marker: bytes) -> None:
+        """Record the arrival of a piece of the answer."""
         now = time.perf_counter()
         if not self.head_seen:
             self.head_seen = True
@@ -143,39 +143,41 @@ def _request(load: Load, host: str, client: int) -> bytes:
     return head.encode() + b"\r\n" + body
 
 
-def _open(host: str, port: int, request: bytes) -> Exchange:
+def _open(host: str, port: int, request: bytes) -> Connection:
     connection = socket.create_connection((host, port))
     connection.sendall(request)
     connection.setblocking(False)
-    return Exchange(request, connection, time.perf_counter())
+    return Connection(request, connection, time.perf_counter())
 
 
-def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, together: Any = None) -> None:
-    """Run some clients to their end on one selector; puts (began, ended, CPU seconds, their exchanges' figures).
+def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, barrier: Any = None) -> None:
+    """Run some clients to their end on one selector.
 
-    `together`: a barrier of the processes that begin at once."""
-    if together is not None:
-        together.wait(START_S)
+    Puts (start, end, CPU seconds, figures of the connections) into `results`. `barrier`: makes several processes start
+    at the same time.
+    """
+    if barrier is not None:
+        barrier.wait(START_S)
     started, used = time.perf_counter(), time.process_time()
     selector = selectors.DefaultSelector()
     marker = MARKERS.get(load.route, b'"content"') if load.stream else b"}"
     rounds = dict.fromkeys(numbers, load.rounds - 1)
     for number in numbers:
-        exchange = _open(host, port, _request(load, host, number))
-        selector.register(exchange.connection, selectors.EVENT_READ, (number, exchange))
-    done: list[Exchange] = []
+        open_connection = _open(host, port, _request(load, host, number))
+        selector.register(open_connection.connection, selectors.EVENT_READ, (number, open_connection))
+    done: list[Connection] = []
     while selector.get_map():
         for key, _ in selector.select():
-            number, exchange = key.data
-            piece = exchange.connection.recv(262144)
+            number, open_connection = key.data
+            piece = open_connection.connection.recv(262144)
             if piece:
-                exchange.take(piece, marker)
+                open_connection.on_data(piece, marker)
                 continue
-            selector.unregister(exchange.connection)
-            exchange.connection.close()
-            done.append(exchange)
-            if load.stream and not exchange.failed and b"[DONE]" not in exchange.tail:
-                exchange.failed = "the stream ended without [DONE]"
+            selector.unregister(open_connection.connection)
+            open_connection.connection.close()
+            done.append(open_connection)
+            if load.stream and not open_connection.failed and b"[DONE]" not in open_connection.tail:
+                open_connection.failed = "the stream ended without [DONE]"
             if rounds[number]:
                 rounds[number] -= 1
                 following = _open(host, port, _request(load, host, number))
@@ -186,7 +188,7 @@ def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, to
 
 
 def fetch(url: str, path: str, password: str) -> str:
-    """GET as text."""
+    """GET a path and return its text."""
     request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {password}"} if password else {})
     with urllib.request.urlopen(request, timeout=30) as response:
         text: str = response.read().decode()
@@ -194,21 +196,21 @@ def fetch(url: str, path: str, password: str) -> str:
 
 
 def served_tokens(url: str, password: str) -> float:
-    """Tokens the service has sent since its start."""
+    """Return the tokens that the service has sent after its start."""
     lines = fetch(url, "/metrics", password).splitlines()
     return sum(float(line.split()[1]) for line in lines if line.startswith("rwkv_completion_tokens_total"))
 
 
 def over_http(load: Load, url: str, client_processes: int) -> dict[str, Any]:
-    """One run of the load against a service. `clients_cpu_s`: of each client process."""
+    """Run the load once against a service. `clients_cpu_s` has one value per client process."""
     address = urllib.parse.urlsplit(url)
     host, port = address.hostname or "127.0.0.1", address.port or 80
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     shares = [list(range(n, load.concurrency, client_processes)) for n in range(client_processes)]
     shares = [share for share in shares if share]
-    together = spawn.Barrier(len(shares))
-    drivers = [spawn.Process(target=drive, args=(load, host, port, share, results, together)) for share in shares]
+    barrier = spawn.Barrier(len(shares))
+    drivers = [spawn.Process(target=drive, args=(load, host, port, share, results, barrier)) for share in shares]
     before = served_tokens(url, load.password)
     for driver in drivers:
         driver.start()

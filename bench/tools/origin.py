@@ -1,4 +1,4 @@
-"""What a figure is from, for the record: processor, cores, Python, commit."""
+"""Origin of a figure for the record: processor, cores, Python, commit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def commit() -> str:
-    """The code's commit, if it is known here."""
+    """Return the commit of the code, or `unknown`."""
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 def origin(given_commit: str = "") -> dict[str, Any]:
-    """This machine and the code; `given_commit`: where git is not at hand."""
+    """Return machine and commit. `given_commit`: the commit where git is not available."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line for line in lines if line.startswith("model name")]
     return {

@@ -1,4 +1,4 @@
-"""A state pool over slots in host memory, and what drives it as the engine does."""
+"""A state pool over slots in host memory, driven like the engine drives it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ class HostBytes:
     arrays: dict[str, np.ndarray]
 
     def parts(self) -> dict[str, memoryview]:
-        """Name -> raw bytes."""
+        """Return name -> raw bytes."""
         return {name: memoryview(array.reshape(-1).view(np.uint8)) for name, array in self.arrays.items()}
 
 
 @dataclass
 class DoneCopy:
-    """A copy that was made at once."""
+    """A finished copy."""
 
     host: HostBytes
 
     def is_done(self) -> bool:
-        """It is."""
         return True
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the copy is finished."""
 
 
 @dataclass
@@ -52,7 +51,7 @@ class HostArena:
     layout: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=lambda: dict(STATE_PARTS))
 
     def __post_init__(self) -> None:
-        """Random bytes: nothing a disk could compress."""
+        """Fill the slots with random bytes, which a disk cannot compress."""
         draw = np.random.default_rng(0)
         self._slots = {
             name: draw.integers(0, 2**16, (self.num_slots, *shape), dtype=np.uint16)
@@ -78,7 +77,7 @@ class HostArena:
 
 
 class Bench(PoolDriver):
-    """Drives one pool over real sizes."""
+    """Drives one pool with real sizes."""
 
     timeout_s = 3600.0
     poll_interval_s = 0.0001
@@ -87,7 +86,7 @@ class Bench(PoolDriver):
         super().__init__(HostArena(slots), PoolConfig(state_db=str(folder / "bench.db"), **settings))
 
     def turns(self, names: Sequence[str], tokens: list[int]) -> list[float]:
-        """One turn of each session, all at once; returns seconds from record to durable."""
+        """Run one turn of each session at once; returns seconds from `record` to durable."""
         waits: list[float] = []
         leases = [self.ready(self.pool.turns.checkout(name)) for name in names]
         for lease in leases:

@@ -1,4 +1,4 @@
-"""What plays the engine over a state pool, for programs and tests that look at the pool alone."""
+"""Drives a state pool in place of the engine, for programs and tests of the pool alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from state_pool.sessions import Lease, LeaseState
 
 
 class PoolDriver:
-    """Polls a pool until what is waited for is there, and sleeps until the pool wakes it."""
+    """Polls a pool until a condition holds, and sleeps until the pool wakes it."""
 
     timeout_s = 60.0
     poll_interval_s = 0.0005
-    """Where the pool does not wake it: one that spins keeps the pool's threads from their work."""
+    """Maximum sleep if the pool does not wake it: spinning would slow the pool's threads."""
 
     def __init__(self, arena: Arena, config: PoolConfig) -> None:
         self._woken = threading.Event()
         self.pool = StatePool(arena, config, self._woken.set)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Poll until it holds."""
+        """Poll until the condition holds."""
         deadline = time.monotonic() + self.timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the pool did not get there"
@@ -34,14 +34,14 @@ class PoolDriver:
             self._woken.clear()
 
     def ready(self, lease: Lease) -> Lease:
-        """Wait for a lease; raises its error."""
+        """Wait for a lease. Raises the lease's error."""
         self.until(lambda: lease.poll() is not LeaseState.WAITING)
         if lease.error is not None:
             raise lease.error
         return lease
 
     def slot(self) -> int:
-        """A slot to write to, waiting for one."""
+        """Wait for a free slot to write to."""
         found: list[int] = []
 
         def take() -> bool:
@@ -54,7 +54,7 @@ class PoolDriver:
         return found[0]
 
     def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
-        """A page of the list, waited for; raises what it failed with."""
+        """Wait for a page of the session list. Raises its error."""
         pages: list[SessionPage | Exception] = []
         self.pool.listing.request(pages.append, limit, offset)
         self.until(lambda: bool(pages))

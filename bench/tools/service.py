@@ -1,4 +1,4 @@
-"""A service of our own under load: started and waited for, and what is told of a run over HTTP."""
+"""Starts a service of this project for a load, and summarises a run over HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _APP = __name__.rpartition("bench.")[0] + "app"  # a wheel has it in rwkv_batch
 
 @contextmanager
 def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str = _APP) -> Iterator[str]:
-    """A service of our own, its log on our standard error or in a file; gives its URL when it is ready."""
+    """Start a service and yield its URL when it is ready. Its log goes to standard error or a file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -47,7 +47,7 @@ def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str 
 
 
 def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None) -> None:
-    """Until the service has loaded its model."""
+    """Wait until the service has loaded its model. Raises SystemExit."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process is not None and process.poll() is not None:
@@ -61,7 +61,7 @@ def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None)
 
 
 def service_cpu_s(url: str) -> float:
-    """CPU seconds that the processes of a service on this machine have used."""
+    """Return the CPU seconds of the processes of a service on this machine."""
     processes = json.loads(fetch(url, "/status", ""))["processes"]
     used = 0
     for process in (processes["engine"], *processes["http_workers"]):
@@ -71,12 +71,12 @@ def service_cpu_s(url: str) -> float:
 
 
 def percentile(values: Sequence[float], part: float) -> float | None:
-    """The value below which `part` of them lie, in milliseconds."""
+    """Return the `part` quantile of the values, in milliseconds."""
     return round(sorted(values)[min(len(values) - 1, int(part * len(values)))] * 1e3, 2) if values else None
 
 
 def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
-    """Figures of one run over HTTP."""
+    """Return the figures of one run over HTTP."""
     first = [figure[0] for figure in run["figures"] if figure[0]]
     gaps = [gap for figure in run["figures"] for gap in figure[1]]
     errors = [figure[2] for figure in run["figures"] if figure[2]]
@@ -96,7 +96,7 @@ def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """Return machine and versions for the record."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "robyn", "msgspec")}
     cpus = len(os.sched_getaffinity(0))
     return {"cpus": cpus, "machine": platform.machine(), "python": platform.python_version(), **versions} | {

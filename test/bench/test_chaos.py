@@ -1,4 +1,4 @@
-"""What the clients of bench.chaos do when an answer is none."""
+"""Clients of bench.chaos with failed answers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ import threading
 import httpx
 import pytest
 
-from bench.chaos.crash import Conversation, Turn, ask
+from bench.chaos.crash import Conversation, Turn, send_turn
 from bench.chaos.disturbances import Disturbances
 from bench.chaos.traffic import Client, Findings
 
 
-def answered(status: int, body: object) -> httpx.Client:
+def client_with_answer(status: int, body: object) -> httpx.Client:
     return httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(status, json=body)))
 
 
 @pytest.mark.parametrize("status", [200, 503])
-def test_a_turn_that_failed_has_no_text_whatever_its_status(status: int) -> None:
-    """A failure that comes late comes behind a status 200."""
+def test_a_failed_turn_has_no_text_with_any_status(status: int) -> None:
+    """A late failure follows a status 200."""
     turn = Turn("User: a\n\nAssistant:", 1)
     with pytest.raises(httpx.HTTPStatusError) as failed:
-        ask(answered(status, {"error": "the engine was lost"}), "http://t", Conversation("s", False), turn, "s")
+        send_turn(
+            client_with_answer(status, {"error": "the engine was lost"}),
+            "http://t",
+            Conversation("s", False),
+            turn,
+            "s",
+        )
     assert failed.value.response.status_code == status
     assert turn.text is None
 
 
-def test_a_client_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one client fewer, and no word of it, the rest would be taken for all."""
+def test_a_failing_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a client could stop unnoticed."""
 
     def breaks(client: object) -> None:
         raise KeyError("usage")

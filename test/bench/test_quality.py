@@ -1,4 +1,4 @@
-"""What `bench.quality` says to files and numbers that it cannot use: one line, and no table."""
+"""Errors of `bench.quality` for unusable files and numbers: one line, no table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bench import quality
 from demo.random_weights import write_random_model
 
 
-def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line of a run that is refused."""
+def last_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the last line of a run that fails."""
     monkeypatch.setattr("sys.argv", ["quality", *arguments])
     with pytest.raises(SystemExit) as ended:
         quality.main()
@@ -29,15 +29,15 @@ def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--text-file", "none.txt", "--wkv-states", "int8"], "--text-file .*none.txt cannot be read"),
         (["--text-file", "."], "Is a directory"),
         (["--text-file", "bytes.txt"], "bytes.txt cannot be read .*UTF-8"),
-        (["--text-file", "empty.txt"], "holds 0 tokens; a text of at least 2"),
+        (["--text-file", "empty.txt"], "holds 0 tokens; give a text of at least 2"),
         (["--max-tokens", "-5"], "--max-tokens: must be a whole number, 2 or more, got '-5'"),
         (["--texts", "0"], "--texts: must be a whole number, 1 or more, got '0'"),
-        (["--device", "bogus"], "--device: device 'bogus' is not .*name another in --device"),
-        (["--device", "cuda:4321"], "--device: device cuda:4321 was asked for"),
-        (["--out", "none/found.json"], "--out: must be a file in a folder that is there, got 'none/found.json'"),
+        (["--device", "bogus"], "--device: device 'bogus' is not .*change --device"),
+        (["--device", "cuda:4321"], "--device: there is no device cuda:4321"),
+        (["--out", "none/found.json"], "--out: must be a file in an existing folder, got 'none/found.json'"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(
+def test_an_error_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -50,5 +50,5 @@ def test_a_mistake_is_told_in_a_line(
     Path("empty.txt").touch()
     if "--model-path" not in arguments:
         arguments = ["--model-path", str(write_random_model(tmp_path / "tiny.pth", layers=1, width=64)), *arguments]
-    line = told(arguments, monkeypatch, capsys)
+    line = last_line(arguments, monkeypatch, capsys)
     assert re.search(named, line), line

@@ -1,4 +1,4 @@
-"""What `bench.chaos` calls growth of memory."""
+"""The memory growth test of `bench.chaos`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ MIB = 1 << 20
 
 
 def memory(an_hour: float, seconds: int = 1200, noise: float = 0.002, seed: int = 1) -> list[tuple[float, float]]:
-    """Of a process of 300 MiB, once a second, with noise and, now and then, a burst that goes back."""
-    draw = random.Random(seed)
+    """Return samples of a 300 MiB process, one per second, with noise and occasional bursts."""
+    rng = random.Random(seed)
     samples = []
     for at in range(seconds):
-        burst = 0.2 if draw.random() < 0.02 else 0.0
-        samples.append((float(at), 300 * MIB * (1 + an_hour * at / 3600 + draw.gauss(0, noise) + burst)))
+        burst = 0.2 if rng.random() < 0.02 else 0.0
+        samples.append((float(at), 300 * MIB * (1 + an_hour * at / 3600 + rng.gauss(0, noise) + burst)))
     return samples
 
 
 @pytest.mark.parametrize("an_hour", [0.0, 0.005, 0.02, 0.05])
-def test_growth_is_told_whatever_comes_and_goes(an_hour: float) -> None:
+def test_growth_is_found_despite_noise_and_bursts(an_hour: float) -> None:
     for seed in range(20):
         found = slope(memory(an_hour, seed=seed))
         assert found is not None
@@ -31,18 +31,18 @@ def test_growth_is_told_whatever_comes_and_goes(an_hour: float) -> None:
         assert abs(found.an_hour - an_hour) < 0.005
 
 
-def test_a_step_is_no_slope_of_a_second() -> None:
-    """A table that doubles once: what stays flat before and after it does not grow without end."""
+def test_a_single_step_is_not_growth() -> None:
+    """A table that doubles once does not grow for ever."""
     found = slope([(float(at), 300.0 * MIB if at < 100 else 300.3 * MIB) for at in range(1200)])
     assert found is not None and not found.grows
 
 
-def test_a_short_time_has_to_be_sure() -> None:
+def test_a_short_run_needs_a_significant_slope() -> None:
     found = slope(memory(0.012, seconds=120))
     assert found is not None and not found.grows
     found = slope(memory(0.5, seconds=120, noise=0.0005))
     assert found is not None and found.grows
 
 
-def test_too_few_samples_tell_nothing() -> None:
+def test_too_few_samples_give_no_slope() -> None:
     assert slope(memory(0.5, seconds=30)) is None
