@@ -122,8 +122,8 @@ class Sequence:
     `token_ids[num_computed_tokens:]` are the tokens that no launched step has read. After the last token is read, the
     row samples.
 
-    The state after the tokens before it is in `shared.slot` while `shared` is set, else in `slot`. The row never writes
-    to `shared`: it belongs to a session, a cached prefix or a shared prompt.
+    The state after `token_ids[:num_computed_tokens]` is in `shared.slot` while `shared` is set, else in `slot`. The row
+    never writes to `shared`: it belongs to a session, a cached prefix or a shared prompt.
     """
 
     job: RunningJob
