@@ -58,13 +58,13 @@ class DecodeSteps(Protocol):
     sizes: list[int]
 
     def fill_padding(self, size: int, adapters: bool = False) -> None:
-        pass
+        """See DecodeGraphs."""
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
-        pass
+        """See DecodeGraphs."""
 
     def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
-        pass
+        """See DecodeGraphs."""
 
 
 class Pieces(Generic[Piece]):

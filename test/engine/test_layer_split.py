@@ -69,7 +69,7 @@ def test_a_faster_device_gets_more() -> None:
 
 def test_memory_bounds_a_stage_and_the_others_take_the_rest() -> None:
     assert balance_layers(32, 1.5, [1.0, 1.0], [10, 32]) == [10, 22]
-    with pytest.raises(ValueError, match="memory for 10, 20 layers, together 30, of the model's 32"):
+    with pytest.raises(ValueError, match="memory for 10, 20 layers, in total 30; the model has 32"):
         balance_layers(32, 1.5, [1.0, 1.0], [10, 20])
 
 

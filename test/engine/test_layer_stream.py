@@ -63,5 +63,5 @@ def test_a_place_holds_nothing_of_the_layers_it_was_made_from(tmp_path: Path) ->
 def test_on_a_cpu_all_layers_stay(tmp_path: Path) -> None:
     pipeline = pipeline_of(tiny_model(tmp_path), "fp32", resident=(1,))
     assert pipeline.stages[0].num_streamed == 0
-    with pytest.raises(ValueError, match="--pp-resident speaks of 2 devices"):
+    with pytest.raises(ValueError, match="--pp-resident has 2 values for"):
         pipeline_of(tiny_model(tmp_path), "fp32", resident=(1, 1))

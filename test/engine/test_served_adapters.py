@@ -221,13 +221,13 @@ def key_pair(a: tuple[int, int], b: tuple[int, int], at: str = "blocks.0.att.key
 
 WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "another model's": (key_pair((4, 64), (64, 4)), "another model"),
-    "half a pair": ({"blocks.0.att.key.lora_A": torch.ones(4, 128)}, "no kind of adapter"),
+    "half a pair": ({"blocks.0.att.key.lora_A": torch.ones(4, 128)}, "not a supported kind"),
     "layers that are not": (key_pair((4, 128), (128, 4), "blocks.9.att.key"), "has no weight"),
     "DoRA": (key_pair((4, 128), (128, 4)) | {"blocks.0.att.key.lora_M": torch.ones(1, 128)}, "DoRA; merge it .*--ad"),
     "Bone": ({"blocks.0.att.key.bone": torch.ones(16, 8, 8)}, "Bone of blocks; merge it"),
     "whole tensors": ({"blocks.0.att.x_r": torch.ones(128)}, "it changes 'blocks.0.att.x_r'.*merge it"),
     "the head's": (key_pair((4, 128), (65536, 4), "head"), "'head'.*merge it"),
-    "too high a rank": (key_pair((129, 128), (128, 129)), "rank 129, 128 is the most"),
+    "too high a rank": (key_pair((129, 128), (128, 129)), "rank 129; adapters per row have at most 128"),
     "not a number": (
         {"blocks.0.att.key.lora_A": torch.full((4, 128), torch.nan), "blocks.0.att.key.lora_B": torch.ones(128, 4)},
         "NaN",

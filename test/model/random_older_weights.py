@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class _Random:
-    """Seeded numbers of one type."""
+    """Seeded random tensors of one dtype."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._g = torch.Generator().manual_seed(seed)
@@ -36,9 +36,9 @@ def random_older_weights(
     dtype: torch.dtype = torch.bfloat16,
     logarithm: bool = False,
 ) -> dict[str, Tensor]:
-    """Tensors by name of `version` "4", "5.0", "5.1", "5.2" or "6"; `heads`: 0 for heads of 64.
+    """Return tensors by name for `version` "4", "5.0", "5.1", "5.2" or "6".
 
-    `logarithm`: RWKV-5's bonus under its older name. Every part has some effect on the logits.
+    heads: 0 for heads of 64. logarithm: RWKV-5's bonus under its older name. Every tensor affects the logits.
     """
     random, heads = _Random(seed, dtype), heads or width // 64
     scale = width**-0.5
@@ -53,7 +53,8 @@ def random_older_weights(
         if version not in ("4", "5.0"):
             tensors[f"{att}gate.weight"] = random.normal(width, width, scale=scale)
         tensors |= {
-            f"{att}{name}": tensor for name, tensor in _of_time(random, version, width, heads, logarithm).items()
+            f"{att}{name}": tensor
+            for name, tensor in _time_mix_tensors(random, version, width, heads, logarithm).items()
         }
         mix = "time_maa" if version == "6" else "time_mix"
         tensors |= {f"{ffn}{mix}_{letter}": random.uniform(1, 1, width) for letter in "kr"}
@@ -63,8 +64,8 @@ def random_older_weights(
     return tensors | random.norm("ln_out", width) | {"head.weight": random.normal(vocab, width, scale=2 * scale)}
 
 
-def _of_time(random: _Random, version: str, c: int, heads: int, logarithm: bool) -> dict[str, Tensor]:
-    """The time mix's tensors but for matrices and norms."""
+def _time_mix_tensors(random: _Random, version: str, c: int, heads: int, logarithm: bool) -> dict[str, Tensor]:
+    """Return the time mix's tensors without matrices and norms."""
     if version == "4":
         mixes = {f"time_mix_{letter}": random.uniform(1, 1, c) for letter in "kvr"}
         return mixes | {"time_decay": random.normal(c), "time_first": random.normal(c)}

@@ -1,4 +1,4 @@
-"""Rows in two bytes (csrc/row_bytes.cuh) in plain torch."""
+"""Rows in two bytes (csrc/rows_two_byte.cuh) in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LARGEST = 32639
 
 
 def bytes_of(halves: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
-    """Halves [rows, k] as bytes [rows, 2, k] int8 and what stands beside their groups [k / group, pitch, 2] fp32."""
+    """Quantise fp16 [rows, k] to bytes [rows, 2, k] int8 and scales [k / group, pitch, 2] fp32."""
     rows = len(halves)
     grouped = halves.float().unflatten(1, (-1, group))
     largest = grouped.abs().amax(2, keepdim=True)
@@ -25,18 +25,18 @@ def bytes_of(halves: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def numbers_of(found: Tensor, scales: Tensor) -> Tensor:
-    """The whole numbers of bytes [rows, 2, k], by the groups that `scales` are of: [rows, k / group, group] int64."""
+    """Return the integers of bytes [rows, 2, k], per group of `scales`: [rows, k / group, group] int64."""
     return (256 * found[:, 0].long() + found[:, 1].long()).unflatten(1, (len(scales), -1))
 
 
 def meaning(found: Tensor, scales: Tensor) -> Tensor:
-    """What they stand for: [rows, k] fp32."""
+    """Return the values [rows, k] fp32."""
     meant: Tensor = numbers_of(found, scales).float() * scales[:, : len(found), 0].T.unsqueeze(2)
     return meant.flatten(1)
 
 
 def assert_stands_for(found: Tensor, scales: Tensor, halves: Tensor) -> None:
-    """Of a kernel, whose reciprocals are a few bits off: numbers at most one off, what stands beside them theirs."""
+    """Assert a kernel's bytes: integers off by at most one, because its reciprocals are inexact."""
     rows, numbers = len(found), numbers_of(found, scales)
     wanted, items = bytes_of(halves, halves.shape[1] // len(scales))
     assert ((numbers - numbers_of(wanted, items)).abs() <= 1).all()
@@ -45,7 +45,7 @@ def assert_stands_for(found: Tensor, scales: Tensor, halves: Tensor) -> None:
 
 
 def assert_items_fit(found: Tensor, scales: Tensor) -> None:
-    """Beside each scale stands what 128 added to every code adds to a sum; a group's largest number is 32639."""
+    """Assert the sum of 128 * integer per group next to each scale. A group's largest integer is 32639."""
     rows, numbers = len(found), numbers_of(found, scales)
     added = -128 * scales[:, :rows, 0].double() * numbers.sum(2).T
     torch.testing.assert_close(scales[:, :rows, 1].double(), added, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""A stage's layers in C++ against plain torch, on random ragged batches; and what happens without a compiler."""
+"""A stage's layers in C++ against plain torch on random ragged batches, and the lack of a compiler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BATCHES = [
     ([1] * 12, list(range(2, 14)), list(range(2, 14))),
 ]
 STAGES = [(0, 3), (0, 1), (1, 3)]
-"""First and last layer; those behind the first one need its values."""
+"""First and last layer; stages after the first need layer 0's values."""
 FP32 = Precision(CPU, torch.float32, torch.float32, StateFormat.FP32)
 
 
@@ -62,7 +62,7 @@ def normal(*size: int, seed: int) -> Tensor:
 
 
 def random_state(stage: tuple[int, int], wkv: StateFormat = StateFormat.FP32) -> StateArena:
-    """Slots full of numbers; slot 0 is zero."""
+    """Return random slots; slot 0 is zero."""
     shape = ModelShape(LAYERS, WIDTH, 256, 4 * WIDTH)
     state = StateArena(SLOTS, stage[1] - stage[0], shape, CPU, wkv, torch.float32)
     state.wkv[1:] = normal(*state.wkv[1:].shape, seed=6)
@@ -71,7 +71,7 @@ def random_state(stage: tuple[int, int], wkv: StateFormat = StateFormat.FP32) ->
 
 
 def run(ops: NaiveOps, stage: tuple[int, int], x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> list[Tensor]:
-    """What the layers return, and the states after them."""
+    """Return the outputs of the layers and the states after them."""
     state = random_state(stage)
     given = x.clone()
     if isinstance(ops, CpuOps):
@@ -99,8 +99,8 @@ def test_layers_equal_naive(batch: tuple[list[int], list[int], list[int]], stage
 
 
 @needs_compiler
-def test_values_of_a_stage_on_a_gpu_are_taken() -> None:
-    """A stage before this one may hand over fp16."""
+def test_fp16_values_of_a_gpu_stage() -> None:
+    """The previous stage may send fp16."""
     inputs, stage = random_inputs(BATCHES[0]), next(stage for stage in STAGES if stage[0])
     x, v_first = (normal(len(inputs.tokens), WIDTH, seed=seed).half() for seed in (1, 7))
     wanted = run(CpuOps(), stage, x.float(), v_first.float(), inputs)
@@ -152,14 +152,14 @@ def test_rows_that_do_not_fit_are_refused(lengths: list[int], read: list[int], w
 
 
 @needs_compiler
-def test_as_many_slots_as_rows() -> None:
+def test_one_slot_per_row() -> None:
     inputs, ops = random_inputs(([1, 1], [0, 2], [2, 3])), CpuOps()
     inputs.write_slots = inputs.write_slots[:1]
     with pytest.raises(ValueError, match="2 rows, but 2 slots to read and 1 to write"):
         ops.run_layers(layers(STAGES[0], ops), normal(2, WIDTH, seed=1), None, random_state(STAGES[0]), inputs)
 
 
-def test_without_a_compiler_the_reason_is_given_and_naive_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_naive_is_used_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(library: object) -> None:
         raise BuildError("cannot build rwkv_cpu: no C++ compiler (g++ is not on the PATH)")
 
@@ -181,7 +181,7 @@ def test_another_device_is_refused() -> None:
     assert "on a CPU" in str(CpuOps.unavailable_reason(torch.device("cuda")))
 
 
-def test_activations_have_the_numbers_of_the_header() -> None:
+def test_activation_codes_match_the_header() -> None:
     header = (SHARED_HEADERS / "activation.h").read_text()
     numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", header)}
     assert numbers == {activation.name: activation.value for activation in Activation}

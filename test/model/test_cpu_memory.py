@@ -1,4 +1,4 @@
-"""Memory of packed matrices: zeros, apart from each other, in blocks that the kernel may give huge pages."""
+"""Memory of packed matrices: zeroed, without overlap, in blocks that may use huge pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HAS_FLAGS = Path("/sys/kernel/mm/transparent_hugepage").exists() and SMAPS.exist
 
 
 def mapping_of(address: int) -> str | None:
-    """What the kernel says of the mapping that an address is in; None: there is none."""
+    """Return the kernel's record of the mapping that has an address; None if there is none."""
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
         first, last = (int(end, 16) for end in part.split(" ", 1)[0].split("-"))
         if first <= address < last:
@@ -24,7 +24,7 @@ def mapping_of(address: int) -> str | None:
     return None
 
 
-def test_pieces_are_zeros_apart_from_each_other() -> None:
+def test_allocations_are_zero_and_do_not_overlap() -> None:
     memory = PackedMemory()
     sizes = [
         MIN_BLOCK_BYTES,
@@ -46,7 +46,7 @@ def test_pieces_are_zeros_apart_from_each_other() -> None:
 
 
 @pytest.mark.skipif(not HAS_FLAGS, reason="this kernel has no huge pages, or does not say so")
-def test_blocks_are_for_huge_pages_and_are_given_back() -> None:
+def test_blocks_use_huge_pages_and_are_freed() -> None:
     memory = PackedMemory()
     first, second, small = (
         memory.allocate(MIN_BLOCK_BYTES),

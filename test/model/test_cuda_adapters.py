@@ -1,4 +1,4 @@
-"""The host's part of adapters on a GPU: tokens into tiles, and the table that graphs read. No GPU."""
+"""The host's part of adapters on a GPU: tiles of tokens, and the table that graphs read. No GPU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_every_token_is_in_one_tile_of_its_adapter(tokens: int, adapters: int) -
     assert (np.sort(without) == without).all(), "rows without an adapter come last: kernels stop there"
 
 
-def test_the_table_says_where_pairs_are() -> None:
-    """Ranks padded to 16; one that a step has made can be written to between steps."""
+def test_the_table_has_the_addresses_of_pairs() -> None:
+    """Ranks are padded to 16. A pair that a step created can be replaced between steps."""
     table = CudaAdapterTable(2, 4, torch.device("cpu"), torch.float16)
     with torch.inference_mode():
         assert not table.table.any()
@@ -52,7 +52,7 @@ def test_the_table_says_where_pairs_are() -> None:
 
 
 def experts(seed: int, layers: int = 2) -> dict[int, LayerPairs]:
-    """Four experts in every channel mix of width 64, of which two are mixed; the last has no key pair."""
+    """Four experts in every channel mix of width 64, two per token; the last has no key pair."""
     generator = torch.Generator().manual_seed(seed)
 
     def pair(out: int, inputs: int) -> Pair:
@@ -68,8 +68,8 @@ def experts(seed: int, layers: int = 2) -> dict[int, LayerPairs]:
 
 
 @pytest.mark.parametrize("is_squared", [True, False])
-def test_experts_as_plain_torch_has_them(is_squared: bool) -> None:
-    """Two adapters with experts among rows without; the tokens of others stay bit for bit."""
+def test_experts_equal_plain_torch(is_squared: bool) -> None:
+    """Two adapters with experts, and rows without. The other rows' tokens stay bit for bit."""
     cpu = torch.device("cpu")
     table, plain = CudaAdapterTable(0, 2, cpu, torch.float16), AdapterTable(0, 2, cpu, torch.float32)
     for number in (2, 5):
@@ -98,7 +98,7 @@ def test_experts_as_plain_torch_has_them(is_squared: bool) -> None:
         assert (got[row].float() - added[row]).norm() < 2e-3 * added[row].norm()
 
 
-def test_a_step_without_rows_of_theirs_has_no_experts() -> None:
+def test_a_step_without_their_rows_runs_no_experts() -> None:
     table = CudaAdapterTable(0, 2, torch.device("cpu"), torch.float16)
     table.put(1, {0: LayerPairs({Target.KEY: Pair(torch.ones(2, 64), torch.ones(64, 2))})})
     table.put(2, {1: experts(2)[1]})

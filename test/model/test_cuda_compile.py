@@ -1,7 +1,6 @@
-"""Every CUDA source compiles for every architecture that it is built for, without spills that matter; nvcc is from pip.
+"""Every CUDA source compiles for each of its architectures, without large spills, with nvcc from pip.
 
-And every launch of a step is one that the card can run: shared memory, registers, clusters, early starts, by what the
-cubins say that kernels need and by a table of cards.
+Every launch of a step fits the GPU: shared memory, registers, clusters and early starts, by cubins and a table of GPUs.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ SOURCES = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.
 
 @pytest.fixture(scope="module", autouse=True)
 def _begun(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The sources of all tests that run are compiled from the first test on.
+    """Start to compile the sources of all selected tests at the first test.
 
-    This file is the longest: with a single run of nvcc at a time it would end minutes after all others.
+    With one nvcc at a time, this file would end minutes after all others.
     """
     of_this_file = (item for item in request.session.items if item.path == request.path)
     parameters = (item.callspec.params for item in of_this_file if hasattr(item, "callspec"))
@@ -49,12 +48,12 @@ def _begun(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The launchers on a fake runtime."""
+    """The launchers with a fake runtime."""
     return build_library(tmp_path_factory.mktemp("launches"))
 
 
 def test_there_is_a_compiler() -> None:
-    """requirements-dev.txt has it, so that no source is ever unbuilt."""
+    """requirements-dev.txt has nvcc, so every source is always compiled."""
     assert cuda_check.unavailable_reason() is None
 
 
@@ -70,22 +69,22 @@ def test_compiles(source: Path) -> None:
 
 
 def test_every_source_belongs_to_a_library() -> None:
-    """Which says for what it is built: own instructions are for the library of their architecture, and for no other."""
-    hopper = {f"{name}.cu" for name in cuda_library.HOPPER_NAMES}
-    others = {f"{name}.cu" for name in cuda_library.NAMES} | {path.name for path in rapid.LIBRARY.sources}
+    """A library has its architectures: special instructions are only in the library of their architecture."""
+    hopper = {f"{Path(name).name}.cu" for name in cuda_library.HOPPER_NAMES}
+    others = {f"{Path(name).name}.cu" for name in cuda_library.NAMES} | {path.name for path in rapid.LIBRARY.sources}
     assert {path.name for path in SOURCES} == hopper | others
     assert len(SOURCES) == len(hopper) + len(others)
     assert {path.name for path in SOURCES if cuda_check.is_arch_specific(path)} == hopper
     assert {arch for path in SOURCES for arch in archs_of(path)} == {*cuda_check.CHECKED_ARCHS, "sm_90a"}
 
 
-def test_a_source_is_read_for_each_architecture_that_it_asks_about(tmp_path: Path) -> None:
+def test_a_source_is_read_for_each_architecture_it_tests(tmp_path: Path) -> None:
     (tmp_path / "plain.cuh").write_text("#pragma once\n")
     (tmp_path / "asking.cuh").write_text("#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890\n#endif\n")
     read = {}
     for name in ("plain", "asking"):
         source = tmp_path / f"{name}.cu"
-        source.write_text(f'#include "early_launch.cuh"\n#include "{name}.cuh"\n')
+        source.write_text(f'#include "programmatic_launch.cuh"\n#include "{name}.cuh"\n')
         read[name] = [cuda_check.virtual_arch(arch, source) for arch in (*cuda_check.CHECKED_ARCHS, "sm_90a")]
     assert read["plain"] == ["80", "80", "80", "90", "100", "100", "90"]
     assert read["asking"] == ["80", "80", "89", "90", "100", "100", "90"]
@@ -95,7 +94,7 @@ def test_a_source_is_read_for_each_architecture_that_it_asks_about(tmp_path: Pat
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_every_launch_fits_the_card(card: Card, launches: ctypes.CDLL) -> None:
+def test_every_launch_fits_the_gpu(card: Card, launches: ctypes.CDLL) -> None:
     launcher = Launcher(launches, CARDS.index(card), card)
     met: set[str] = set()
     for width in WIDTHS:
@@ -107,7 +106,7 @@ def test_every_launch_fits_the_card(card: Card, launches: ctypes.CDLL) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_launch_beyond_a_card_is_seen() -> None:
+def test_a_launch_that_exceeds_a_gpu_is_found() -> None:
     card = next(card for card in CARDS if card.arch == "sm_86")
     kernel = next(name for name in needs("sm_86") if "wkv_decode" in name)
     launch = Record(kernel=kernel.encode(), grid=(1, 1, 1), threads=128, cluster=1)

@@ -1,4 +1,4 @@
-"""A layer as the CUDA kernels want it: its maps in their places, each number once. No GPU needed."""
+"""A layer's layout for the CUDA kernels: each map in its place, each number once. No GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.weights import Weights, weights_from
 
 WIDTH = 640
-"""More than one slice of ffn.value"""
+"""More than one slice of ffn.value."""
 RANKS = (96, 64, 32, 160)
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -34,10 +34,10 @@ def loaded(weights: Weights, index: int, device: torch.device = CPU) -> Layer:
 @pytest.mark.parametrize(
     ("capability", "twice"), [((9, 0), None), ((8, 9), Format.FP8), ((12, 0), Format.FP8)], ids=str
 )
-def test_layers_are_dealt_by_what_a_card_keeps_twice(
+def test_layers_are_split_by_the_bytes_of_second_copies(
     capability: tuple[int, int], twice: Format | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ffn.value, a third of the numbers: of fp8 where there is no Hopper."""
+    """ffn.value, a third of the numbers, for fp8 without Hopper."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     half, states = torch.float16, StateFormat.FP16
     sizes = {f: Precision(torch.device("cuda"), half, half, states, f).weight_bytes for f in Format}
@@ -57,7 +57,7 @@ def padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("index", [0, 1])
-def test_maps_in_their_places(index: int, dtype: torch.dtype) -> None:
+def test_each_map_is_in_its_place(index: int, dtype: torch.dtype) -> None:
     weights = stored(dtype)
     before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
     plain = linears(loaded(weights, index))
@@ -79,22 +79,22 @@ def test_maps_in_their_places(index: int, dtype: torch.dtype) -> None:
 
 
 def storages(layer: CudaLayer) -> dict[int, int]:
-    """Address -> bytes of all memory that a layer holds."""
+    """Return address -> bytes of all memory of a layer."""
     tensors = [getattr(layer, name) for name in ("rkv", "low_in", "low_out", "gate_in", "gate_out", "value_rows")]
     tensors += [linear.weight for linear in linears(layer).values()]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-def test_each_number_once() -> None:
-    """Twice the bytes of a rank's padding is all there is beyond the maps themselves."""
+def test_each_number_is_stored_once() -> None:
+    """Besides the maps there is only the padding of ranks, twice."""
     layer = prepare_layer(loaded(stored(), 1))
     maps = sum(linear.weight.numel() for linear in linears(layer).values())
     padding = 2 * WIDTH * (3 * 128 - 96 - 64 - 32 + 192 - 160)
     assert sum(storages(layer).values()) == 2 * (maps + padding)
 
 
-def test_matrices_wait_where_they_are_stored() -> None:
-    """Vectors go to the device at once, matrices only to their places: nothing there is given back again."""
+def test_matrices_stay_on_the_host_until_placed() -> None:
+    """Vectors go to the device at once, matrices only to their final places, so nothing there is freed."""
     weights = stored()
     layer = loaded(weights, 1, META)
     assert layer.ln1.weight.device == layer.att_mix.device == META
@@ -105,17 +105,17 @@ def test_matrices_wait_where_they_are_stored() -> None:
 
 
 @pytest.mark.parametrize(("width", "ffn"), [(4160, 16640), (4097, 16384), (768, 3080), (100, 400)])
-def test_sizes_that_the_kernels_do_not_take_are_refused_by_name(width: int, ffn: int) -> None:
+def test_unsupported_sizes_are_refused_by_name(width: int, ffn: int) -> None:
     with pytest.raises(ValueError, match=f"not {width} and {ffn}; use --kernels naive"):
         check_sizes(width, ffn)
 
 
 @pytest.mark.parametrize("width", [768, 1024, 2048, 2560, 4096])
-def test_released_sizes_are_taken(width: int) -> None:
+def test_released_sizes_are_supported(width: int) -> None:
     check_sizes(width, 4 * width)
 
 
-def test_other_types_are_refused() -> None:
+def test_other_dtypes_are_refused() -> None:
     precision = Precision(CPU, torch.bfloat16, torch.float16, StateFormat.FP16)
     with pytest.raises(ValueError, match=r"fp16 weights, not torch\.bfloat16"):
         prepare_layer(LayerLoader(stored(), precision).layer(0))

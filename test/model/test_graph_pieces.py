@@ -1,4 +1,4 @@
-"""What the pieces of a step compute, without graphs: each runs when it is launched."""
+"""The results of a step in pieces, without graphs: each piece runs when it is launched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made_stage() -> Stage:
 
 
 class Decode:
-    """In place of `DecodeGraphs`: a step over the slots from 2 on."""
+    """Replaces `DecodeGraphs`: a step over the slots from 2 on."""
 
     def __init__(self, stage: Stage) -> None:
         recorder = SimpleNamespace(record=lambda step, _name: SimpleNamespace(replay=step))
@@ -59,7 +59,7 @@ class Decode:
 
 
 @torch.inference_mode()
-def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_equal_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = made_stage()
     assert stage.state is not None
     state, decode = stage.state, Decode(stage)
@@ -82,7 +82,7 @@ def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch
     told = []
 
     def between() -> None:
-        """Another step, over slots of its own."""
+        """Run another step over its own slots."""
         with torch.inference_mode():
             apart = step_inputs([[1, 2, 3]], [0], [SIZE + 4], [0])
             stage.forward(stage.embed(apart.tokens), None, apart)

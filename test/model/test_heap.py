@@ -1,4 +1,4 @@
-"""A process that has freed a large body gives the next one back too."""
+"""After freeing one large body, a process also returns the next one's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 AS_GLIBC_IS = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-"""Whoever runs the tests may have said how many heaps there are."""
+"""The environment of the tests may set the number of heaps."""
 HOLDS = """
 import ctypes
 from native.heap import LARGE_BYTES, mmap_large_blocks
@@ -28,20 +28,20 @@ print(libc.mallinfo2().hblks - before)
 
 
 def mappings(kept: bool) -> int:
-    """Mappings that a body takes after a larger one was freed, in a process of its own."""
-    return told(HOLDS.replace("{kept}", str(kept)))
+    """Return the mappings of a body after a larger one was freed, in another process."""
+    return run_and_read(HOLDS.replace("{kept}", str(kept)))
 
 
-def told(script: str) -> int:
-    """The number that a process of its own writes."""
+def run_and_read(script: str) -> int:
+    """Return the number that another process writes."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, env=AS_GLIBC_IS)
     return int(done.stdout)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the heap of glibc 2.33 or later")
-def test_a_body_is_a_mapping_of_its_own_whatever_was_freed_before() -> None:
+def test_each_large_body_has_its_own_mapping() -> None:
     assert mappings(kept=True) == 1
-    assert mappings(kept=False) == 0  # what glibc does when it is left alone
+    assert mappings(kept=False) == 0  # glibc's default
 
 
 THREADS = """
@@ -70,7 +70,7 @@ print(os.fdopen(read).read().count("<heap nr="))
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the heap of glibc")
 def test_threads_of_a_process_of_the_service_share_two_heaps() -> None:
     def heaps(bounded: bool) -> int:
-        return told(THREADS.replace("{bounded}", str(bounded)))
+        return run_and_read(THREADS.replace("{bounded}", str(bounded)))
 
     assert heaps(bounded=True) <= 2
     assert heaps(bounded=False) > 2

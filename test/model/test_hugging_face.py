@@ -1,4 +1,4 @@
-"""Hugging Face's layouts: the same model as the .pth file, in one file or in shards, and what is refused."""
+"""Hugging Face's layouts: the same model as the .pth file, in one file or shards, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = [3, 77, 200, 5, 9]
 
 
 def fla_name(name: str) -> str:
-    """As flash-linear-attention's own converter has it."""
+    """Return the name by flash-linear-attention's rwkv_layout converter."""
     outside = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
     first, *rest = name.split(".")
     if first in outside:
@@ -39,7 +39,7 @@ def fla_name(name: str) -> str:
 
 
 def fla(older: bool = False) -> dict[str, Tensor]:
-    """The model in flash-linear-attention's layout; `older`: with the token-shift weights together."""
+    """Convert the model to flash-linear-attention's layout. older: token-shift weights in one tensor."""
     found: dict[str, Tensor] = {}
     for name, tensor in NATIVE.items():
         low_rank = re.search(r"\.att\.[wavg][12]$", name) is not None
@@ -54,13 +54,13 @@ def fla(older: bool = False) -> dict[str, Tensor]:
     return found
 
 
-def own() -> dict[str, Tensor]:
-    """The model as RWKV's own folders have it."""
+def rwkv_layout() -> dict[str, Tensor]:
+    """Convert the model to the layout of RWKV's rwkv_layout folders."""
     return {name if name.startswith("head") else f"rwkv7.{name}": tensor for name, tensor in NATIVE.items()}
 
 
 def sharded(folder: Path, tensors: dict[str, Tensor], count: int = 3) -> Path:
-    """A folder with so many shards."""
+    """Write a folder with this many shards."""
     folder.mkdir(exist_ok=True)
     names = sorted(tensors)
     places = {name: f"model-{1 + i % count:05}-of-{count:05}.safetensors" for i, name in enumerate(names)}
@@ -71,10 +71,12 @@ def sharded(folder: Path, tensors: dict[str, Tensor], count: int = 3) -> Path:
 
 
 @pytest.mark.parametrize(
-    "tensors", [fla(), fla(older=True), own()], ids=["flash-linear-attention", "its older form", "RWKV's own"]
+    "tensors",
+    [fla(), fla(older=True), rwkv_layout()],
+    ids=["flash-linear-attention", "its older form", "RWKV's rwkv_layout"],
 )
 @pytest.mark.parametrize("form", ["one file", "a folder", "shards"])
-def test_it_is_the_model_of_the_pth_file(tmp_path: Path, tensors: dict[str, Tensor], form: str) -> None:
+def test_it_equals_the_pth_file(tmp_path: Path, tensors: dict[str, Tensor], form: str) -> None:
     path = tmp_path / "model.safetensors"
     if form == "shards":
         path = sharded(tmp_path, tensors)
@@ -89,7 +91,7 @@ def test_it_is_the_model_of_the_pth_file(tmp_path: Path, tensors: dict[str, Tens
     assert torch.equal(*logits)
 
 
-def test_shards_that_are_not_all_there(tmp_path: Path) -> None:
+def test_missing_shards(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "a", fla())
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"model-00002-of-00003\.safetensors does not exist"):
@@ -109,9 +111,9 @@ def test_shards_that_are_not_all_there(tmp_path: Path) -> None:
         open_weights(folder)
 
 
-def test_other_models_of_transformers_are_named(tmp_path: Path) -> None:
+def test_other_transformers_models_are_named(tmp_path: Path) -> None:
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match="a transformers model that is no RWKV-7"):
+    with pytest.raises(WeightsError, match="a transformers model other than RWKV-7"):
         open_weights(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="is a folder"):
@@ -130,7 +132,7 @@ def test_an_adapter_trained_on_a_layout_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["attn.r_proj", "r_proj", "model.layers.1.attn.r_proj", r"layers\.(1|2)\.attn\.r_proj", "att.receptance"]
 )
-def test_an_adapters_alphas_by_the_names_of_its_layout(tmp_path: Path, pattern: str) -> None:
+def test_an_adapters_alphas_use_the_names_of_its_layout(tmp_path: Path, pattern: str) -> None:
     pair = {"lora_A.weight": torch.ones(4, 128), "lora_B.weight": torch.ones(128, 4)}
     names = ["model.layers.1.attn.r_proj", "model.layers.1.attn.k_proj"]
     tensors = {f"base_model.model.{n}.{p}": t.clone() for n in names for p, t in pair.items()}

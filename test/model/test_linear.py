@@ -1,4 +1,4 @@
-"""Linear maps on a CPU: the plain one and the packed one give the same numbers, the packed one whoever is beside."""
+"""Linear maps on a CPU: plain and packed are equal, and packed rows do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_bf16_numbers_in_fp32_take_half_the_bytes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bf16_numbers", [True, False])
 @pytest.mark.parametrize("inner", [200, 1100])
-def test_a_row_is_bit_identical_alone_and_among_others(dtype: torch.dtype, bf16_numbers: bool, inner: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, bf16_numbers: bool, inner: int) -> None:
     weight = make(96, inner, torch.bfloat16 if bf16_numbers else torch.float32).to(dtype)
     linear, x = CpuLinear(weight), make(1000, inner, torch.float32, 1)
     whole = linear(x)
@@ -114,7 +114,7 @@ def test_strided_weights_and_inputs() -> None:
 
 
 @needs_compiler
-def test_not_a_number_stays_one() -> None:
+def test_nan_stays_nan() -> None:
     for weight in (make(8, 64, torch.float32), make(8, 64, torch.bfloat16), make(8, 64, torch.bfloat16).float()):
         x = make(3, 64, torch.float32, 1)
         x[1, 5] = float("nan")
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @needs_compiler
 def test_argument_blocks_have_the_size_the_library_reads() -> None:
-    """Eight bytes a field, so a field more or less on one side shows here."""
+    """Each field is eight bytes, so a missing or extra field is found."""
     assert ctypes.sizeof(cpu_library.JobArgs) == 8 * 8
     assert ctypes.sizeof(cpu_library.LayerArgs) == 8 * (6 + 8 + 14 * 5)
     assert ctypes.sizeof(cpu_library.StepArgs) == 8 * 16

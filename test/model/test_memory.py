@@ -1,4 +1,4 @@
-"""Slots by memory: those of another model are counted from what the machine has left."""
+"""Slots by memory: those of an additional model use part of the free memory."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def rows(free: int | None, loads_at_low_priority: bool, monkeypatch: pytest.Monk
     )
 
 
-def test_another_model_takes_part_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_additional_model_uses_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(100 * SLOT, False, monkeypatch) == rows(None, True, monkeypatch) == 256
     few = rows(300 * SLOT, True, monkeypatch)
     assert 0 < few < 300 * CPU_SLOTS_FREE_FRACTION
-    with pytest.raises(StartupError, match="too little memory"):
+    with pytest.raises(StartupError, match="Too little memory"):
         rows(10 * SLOT, True, monkeypatch)
 
 
-def test_what_is_free_is_the_least_of_the_limits(tmp_path: Path) -> None:
+def test_free_memory_is_the_smallest_limit(tmp_path: Path) -> None:
     meminfo, group = tmp_path / "meminfo", tmp_path / "group"
     assert machine.free_memory(str(meminfo), str(group)) is None
     meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:  5000 kB\n")
@@ -56,7 +56,7 @@ def test_what_is_free_is_the_least_of_the_limits(tmp_path: Path) -> None:
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ],
 )
-def test_what_a_cgroup_keeps_of_files_is_free(tmp_path: Path, folder: str, limit: str, used: str, prefix: str) -> None:
+def test_a_cgroups_file_cache_is_free(tmp_path: Path, folder: str, limit: str, used: str, prefix: str) -> None:
     group = tmp_path / folder
     group.mkdir(exist_ok=True)
     (group / limit).write_text("10000\n")
@@ -65,19 +65,19 @@ def test_what_a_cgroup_keeps_of_files_is_free(tmp_path: Path, folder: str, limit
     figures = {"anon": 1500, "file": 8400, "shmem": 400, "inactive_file": 5000, "active_file": 3000}
     (group / "memory.stat").write_text("".join(f"{prefix}{name} {value}\n" for name, value in figures.items()))
     assert machine.free_memory("", str(tmp_path)) == 8100, "shared memory stays used"
-    (group / used).write_text("7000\n")  # it was read after some had gone
+    (group / used).write_text("7000\n")  # read after some pages were freed
     assert machine.free_memory("", str(tmp_path)) == 10000
 
 
-def test_a_machine_that_does_not_tell_what_is_available(tmp_path: Path) -> None:
+def test_a_machine_without_memory_figures(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  8000 kB\n\nMemFree:  10 kB\n")
     assert machine.free_memory(str(tmp_path / "meminfo"), str(tmp_path)) is None
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("told", "limit"), [(0, 8), (ALL_BATCH_ROWS, 0), (7, 7)])
-def test_batch_rows_beside_interactive_requests(told: int, limit: int) -> None:
-    """Left to the engine, four for each compute thread."""
+def test_batch_rows_with_interactive_requests(told: int, limit: int) -> None:
+    """The default is four per compute thread."""
     memory = Memory(EngineConfig(model_path="", max_running=8, max_batch_rows_with_interactive=told), PIPELINE)
     assert memory.limits().max_batch_rows_with_interactive == limit
 
@@ -85,8 +85,8 @@ def test_batch_rows_beside_interactive_requests(told: int, limit: int) -> None:
 @pytest.mark.parametrize(
     ("gpus", "max_running", "most"), [(1, 2048, 256), (2, 2048, 512), (2, 2, 8), (4, 4096, 64), (2, 100, 64)]
 )
-def test_prompts_ride_with_as_many_rows_as_is_worth_it(gpus: int, max_running: int, most: int) -> None:
-    """By the number of stages that work at once; and no graph is made that is larger than a group can be."""
+def test_the_largest_number_of_decode_rows_in_mixed_steps(gpus: int, max_running: int, most: int) -> None:
+    """By the number of stages that work at the same time. No graph is larger than a group can be."""
     devices = [torch.device("cuda", i) for i in range(gpus)]
     pipeline: Any = SimpleNamespace(devices=devices, concurrency=gpus, slot_bytes_on=lambda _device: SLOT)
     limits = Memory(EngineConfig(model_path="", max_running=max_running), pipeline).limits()
@@ -104,7 +104,7 @@ def test_no_step_of_up_to_512_rows_is_padded_by_a_whole_tile(most: int) -> None:
         assert next(size for size in sizes if size >= rows) - rows < 16
 
 
-def test_stages_that_take_turns_on_a_gpu_are_one() -> None:
+def test_stages_on_one_gpu_count_as_one() -> None:
     gpu = torch.device("cuda", 0)
     pipeline: Any = SimpleNamespace(devices=[gpu, gpu], concurrency=1, slot_bytes_on=lambda _device: SLOT)
     assert Memory(EngineConfig(model_path="", max_running=600), pipeline).limits().mixed_rows == 256

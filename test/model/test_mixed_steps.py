@@ -1,4 +1,4 @@
-"""What the host writes for a graph that decodes rows and reads prompts: every row at its place, the rest padding."""
+"""The host's arrays for a graph of decode rows and prompts: each row in its place, padding elsewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def staged() -> tuple[MixedGraphs, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
+def test_rows_are_in_place_and_padding_is_harmless(seed: int) -> None:
     dice = random.Random(seed)
     size = MixedSize(dice.choice(DECODE_SIZES), dice.choice(PROMPT_SIZES))
     count, rows = dice.randint(1, size.decoding), dice.randint(1, size.prompts.rows)
@@ -73,7 +73,7 @@ def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
     assert host["req_slots32"][: size.num_sampled].tolist() == [NOBODY, *got[1:]], "row 0 draws later"
 
 
-def test_sizes_hold_what_a_step_may_have() -> None:
+def test_sizes_fit_every_mixed_step() -> None:
     sizes = usable_mixed_sizes(300)
     assert max(size.decoding for size in sizes) == 320
     assert sizes == tuple(sorted(sizes, key=lambda size: size.tokens))

@@ -1,4 +1,4 @@
-"""The model against the reference package: logits and states, on CPU, for every way to cut a prompt."""
+"""The model against the reference package on a CPU: logits and states, for every split of a prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CUTS = {"whole": (23,), "chunked": (5, 1, 9, 8), "token by token": (1,) * 23}
 
 @dataclass
 class Case:
-    """A random model, a prompt, and what the reference makes of it."""
+    """A random model, a prompt, and the reference's results."""
 
     weights: Weights
     prompt: list[int]
@@ -49,7 +49,7 @@ class Case:
 
 
 def oracle(path: Path) -> Any:
-    """The reference model; it reads its settings from the environment at import and prints while it loads."""
+    """The reference model. At import it reads settings from the environment; it prints while it loads."""
     os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
     module = pytest.importorskip("rwkv.model")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -77,7 +77,7 @@ def pipeline(weights: Weights, kernels: str, dtype: str = "fp32", stages: int = 
 
 
 def feed(model: Pipeline, prompt: list[int], cuts: tuple[int, ...], slot: int = 2) -> Tensor:
-    """Logits [pieces, V] after each piece of a prompt that starts from the zero state."""
+    """Return logits [pieces, V] after each piece of a prompt, from the zero state."""
     rows, at = [], 0
     for n, length in enumerate(cuts):
         rows.append(model.forward(step_inputs([prompt[at : at + length]], [slot if n else 0], [slot], [0])))
@@ -86,15 +86,15 @@ def feed(model: Pipeline, prompt: list[int], cuts: tuple[int, ...], slot: int = 
 
 
 def states(model: Pipeline, slot: int) -> tuple[Tensor, Tensor]:
-    """([L, H, 64, 64], [L, 2, C]) of a slot over all stages."""
+    """Return ([L, H, 64, 64], [L, 2, C]) of a slot over all stages."""
     arenas = [stage.state for stage in model.stages if stage.state is not None]
     return torch.cat([a.wkv[slot] for a in arenas]), torch.cat([a.shift[slot] for a in arenas])
 
 
-def assert_same_bits_in_company(
+def assert_same_bits_in_a_batch(
     model: Pipeline, weights: Weights, states: Callable[[Pipeline, int], Iterable[Tensor]] = states
 ) -> None:
-    """A prompt of 40 tokens gives the same logits and state in any pieces, and the same logits among 200 other rows."""
+    """A prompt of 40 tokens has the same logits and state in any pieces, and among 200 other rows."""
     model.allocate_slots(220)
     prompt, *others = random_rows(weights, [40] + [1] * 150 + [3] * 49 + [61], seed=5)
     alone = feed(model, prompt, (40,))
@@ -123,7 +123,7 @@ def test_logits_and_state_equal_the_reference(case: Case, kernels: str, cuts: tu
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_bf16_is_near(case: Case, kernels: str) -> None:
+def test_bf16_is_close(case: Case, kernels: str) -> None:
     logits = feed(pipeline(case.weights, kernels, "bf16"), case.prompt, CUTS["chunked"])
     wanted = case.logits[torch.tensor(CUTS["chunked"]).cumsum(0) - 1]
     assert (logits - wanted).abs().mean() < 0.02 * wanted.abs().mean() + 0.01
@@ -168,10 +168,10 @@ def test_rows_of_a_ragged_batch_are_isolated(case: Case, kernels: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("file_dtype", [torch.bfloat16, torch.float32])
 def test_same_bits_alone_and_among_200_others(dtype: str, file_dtype: torch.dtype) -> None:
-    """What makes "same request + seed = same text" exact: neither company nor chunking changes a bit."""
+    """Same request and seed give the same text: neither batch nor chunking changes a bit."""
     weights = weights_from(random_weights(3, 128, 300, seed=4, ranks=(20, 24, 12, 40), dtype=file_dtype))
     model = Pipeline(weights, devices=("cpu",), kernels="cpu", dtype=dtype)
-    assert_same_bits_in_company(model, weights)
+    assert_same_bits_in_a_batch(model, weights)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -183,7 +183,7 @@ def test_a_step_without_logits(case: Case, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_fp16_states_are_near(case: Case, kernels: str) -> None:
+def test_fp16_states_are_close(case: Case, kernels: str) -> None:
     model = Pipeline(case.weights, devices=("cpu",), kernels=kernels, dtype="fp32", wkv_state="fp16")
     model.allocate_slots(SLOTS)
     logits = feed(model, case.prompt, CUTS["chunked"])

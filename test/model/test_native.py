@@ -1,4 +1,4 @@
-"""What the machine can do, and building: caching, sharing, errors; every CUDA source compiles where nvcc is."""
+"""The machine's abilities, and builds: caching, sharing, errors. CUDA sources compile where nvcc is."""
 
 from __future__ import annotations
 
@@ -71,11 +71,15 @@ def test_an_unchanged_library_is_not_built_again(library: build.Library) -> None
 def test_key_follows_sources_headers_and_flags(library: build.Library) -> None:
     keys = {build.content_key(library)}
     keys.add(build.content_key(build.Library("twice", library.sources, flags=("-DFACTOR=3",))))
-    (library.sources[0].parent / "common.h").write_text("// a header")
+    header = library.sources[0].parent / "common.h"
+    header.write_text("// a header")
+    library.sources[0].write_text('#include "common.h"\n' + SOURCE)
     keys.add(build.content_key(library))
-    library.sources[0].write_text(SOURCE + "// changed")
+    header.write_text("// changed")
     keys.add(build.content_key(library))
-    assert len(keys) == 4
+    library.sources[0].write_text('#include "common.h"\n' + SOURCE + "// changed")
+    keys.add(build.content_key(library))
+    assert len(keys) == 5
 
 
 @needs_cpp
@@ -86,7 +90,7 @@ def test_a_compiler_error_is_shown(library: build.Library) -> None:
 
 
 @needs_cpp
-def test_processes_that_start_together_build_once(library: build.Library) -> None:
+def test_concurrent_processes_build_once(library: build.Library) -> None:
     context = multiprocessing.get_context("fork")
     paths: multiprocessing.Queue[str] = context.Queue()
     children = [context.Process(target=_build_in_child, args=(library, paths)) for _ in range(3)]
@@ -107,7 +111,7 @@ def test_cuda_without_a_gpu_is_refused_with_the_reason() -> None:
         build.build(build.Library("kernels", (Path("kernels.cu"),)))
 
 
-def test_pointer_names_what_does_not_fit() -> None:
+def test_pointer_errors_name_the_mismatch() -> None:
     device = torch.device("cpu")
     tensor = torch.zeros(2, 3)
     assert binding.pointer(tensor, "x", torch.float32, (None, 3), device) == tensor.data_ptr()

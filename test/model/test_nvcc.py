@@ -1,4 +1,4 @@
-"""NVIDIA's compiler from pip: found without a toolkit, made runnable, links, installed only where it is wanted."""
+"""nvcc from pip: found without a toolkit, made executable, links, installed only where needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rwkv_batch.kernels.cuda.ops import CudaOps
 
 @pytest.fixture
 def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PATH with g++ and no nvcc, and no CUDA_HOME."""
+    """A PATH with g++ but without nvcc, and no CUDA_HOME."""
     folders = [Path(found).parent for name in ("g++", "sh") if (found := shutil.which(name))]
     monkeypatch.setenv("PATH", ":".join(str(folder) for folder in folders if not (folder / "nvcc").exists()))
     monkeypatch.delenv("CUDA_HOME", raising=False)
@@ -25,8 +25,8 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked_of_pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that `main` would run."""
+def pip_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The pip commands that `main` would run."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def asked_of_pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.mark.usefixtures("no_toolkit")
 def test_a_library_is_built_without_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled and linked by what pip has installed, the CUDA runtime included."""
+    """Compiled and linked with pip's packages, including the CUDA runtime."""
     found = nvcc.find()
     assert found is not None and "site-packages" in found
     monkeypatch.setattr(machine, "gpu_archs", lambda: ("sm_80",))
@@ -52,7 +52,7 @@ def test_a_library_is_built_without_a_toolkit(tmp_path: Path, monkeypatch: pytes
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_lost_run_bits_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_execute_permissions_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "cu13"
     for program in ("bin/nvcc", "bin/ptxas", "nvvm/bin/cicc"):
         (home / program).parent.mkdir(parents=True, exist_ok=True)
@@ -77,29 +77,29 @@ def test_lost_run_bits_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (True, None, None, False, "without CUDA"),
     ],
 )
-def test_it_is_installed_where_a_card_lacks_it(
+def test_it_is_installed_where_a_gpu_needs_it(
     card: bool,
     found: str | None,
     cuda: str | None,
     installs: bool,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
-    asked_of_pip: list[list[str]],
+    pip_commands: list[list[str]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(nvcc, "has_gpu", lambda: card)
     monkeypatch.setattr(nvcc, "find", lambda: found)
     monkeypatch.setattr(nvcc, "torch_cuda", lambda: cuda)
     assert nvcc.main() == 0
-    assert [command[-1] for command in asked_of_pip] == ([str(nvcc.REQUIREMENTS)] if installs else [])
+    assert [command[-1] for command in pip_commands] == ([str(nvcc.REQUIREMENTS)] if installs else [])
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == (1 if said else 0)
 
 
-def test_a_card_without_kernels_is_told_loudly(
+def test_a_gpu_without_kernels_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line with remedy and loss; asked for by name, the start is refused."""
+    """One line with loss and remedy. If the kernels were requested by name, the start fails."""
     monkeypatch.setattr(CudaOps, "unavailable_reason", staticmethod(lambda device: "no CUDA compiler"))
     ops, refusals = registry.choose_ops("auto", torch.device("cuda", 0))
     assert (ops.name, refusals["cuda"]) == ("naive", "no CUDA compiler")

@@ -1,4 +1,4 @@
-"""RWKV-4, 5 and 6 against the reference package: logits and states, for every way to cut a prompt and in company."""
+"""RWKV-4, 5 and 6 against the reference package: logits and states, for every split and batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from test.model.random_older_weights import random_older_weights
 from test.model.test_model import (
     CUTS,
     KERNELS,
-    assert_same_bits_in_company,
+    assert_same_bits_in_a_batch,
     feed,
     needs_compiler,
     pipeline,
@@ -47,12 +47,12 @@ for folder in sys.argv[1:]:
     logits, state = model.forward(torch.load(folder + "/prompt.pt"), None, full_output=True)
     torch.save({"logits": logits, "state": state}, folder + "/answer.pt")
 """
-"""A process of its own: the package is either of RWKV-7 or of the others, from its import on."""
+"""In another process: at import, the package decides between RWKV-7 and older versions."""
 
 
 @dataclass
 class Case:
-    """A random model, a prompt, and what the reference makes of it."""
+    """A random model, a prompt, and the reference's results."""
 
     name: str
     weights: Weights
@@ -60,7 +60,7 @@ class Case:
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     """[T, V]"""
     state: list[Tensor] = field(default_factory=list)
-    """as the package keeps it"""
+    """in the package's layout"""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
 
 
 def states(model: Pipeline, slot: int) -> list[Tensor]:
-    """A slot's state in the package's form."""
+    """Return a slot's state in the package's layout."""
     found: list[Tensor] = []
     for stage in model.stages:
         assert stage.state is not None
@@ -99,7 +99,7 @@ def states(model: Pipeline, slot: int) -> list[Tensor]:
     return found
 
 
-def test_a_version_is_told_by_its_tensors(case: Case) -> None:
+def test_a_version_is_recognised_by_its_tensors(case: Case) -> None:
     shape, wanted = case.weights.shape, CASES[case.name]
     assert shape.version == case.name.partition(",")[0] and shape.layers == wanted["layers"]
     assert case.name.startswith("RWKV-4") or shape.heads == wanted.get("heads", wanted["width"] // 64)
@@ -127,12 +127,12 @@ def test_several_stages_equal_one(case: Case, kernels: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_same_bits_alone_and_among_200_others(case: Case, dtype: str) -> None:
     model = Pipeline(case.weights, devices=("cpu",), kernels="cpu", dtype=dtype)
-    assert_same_bits_in_company(model, case.weights, states)
+    assert_same_bits_in_a_batch(model, case.weights, states)
     assert all(not t.any() for t in states(model, 0)), "the zero slot stays zero"
 
 
-def test_a_number_of_threads_changes_no_bit(case: Case) -> None:
-    """An odd number cuts tensors where no vector register ends."""
+def test_the_number_of_threads_changes_no_bit(case: Case) -> None:
+    """An odd number splits tensors within a vector register."""
     threads, found = torch.get_num_threads(), []
     rows = random_rows(case.weights, [301, 1, 1], seed=9)
     try:
@@ -145,10 +145,10 @@ def test_a_number_of_threads_changes_no_bit(case: Case) -> None:
     assert cpu_library.build_unavailable_reason() is not None or torch.equal(*found)
 
 
-def test_what_a_version_is_not_served_with() -> None:
+def test_unsupported_options_of_a_version() -> None:
     six = weights_from(random_older_weights("6", 2, 128))
     for form in ("fp16", "int8"):
-        with pytest.raises(ValueError, match=f"states of RWKV-6 are kept in fp32, not {form}; leave --wkv-state .in"):
+        with pytest.raises(ValueError, match=f"states of RWKV-6 must be fp32, not {form}; omit --wkv-state .in"):
             Pipeline(six, devices=("cpu",), wkv_state=form)
     with pytest.raises(ValueError, match="the cuda kernels are RWKV-7's; RWKV-6 runs on plain torch"):
         Pipeline(six, devices=("cpu",), kernels="cuda")
@@ -160,11 +160,11 @@ def test_what_a_version_is_not_served_with() -> None:
         weights_from({n: t for n, t in random_older_weights("6", 2, 64).items() if n != "blocks.1.att.time_decay_w1"})
 
 
-def test_tuned_states_begin_older_versions_too(tmp_path: Path) -> None:
-    """[value, key] as state tuning keeps it; the package transposes a time_state in the same way."""
+def test_tuned_states_of_older_versions(tmp_path: Path) -> None:
+    """State tuning stores [value, key]; the package transposes a time_state too."""
     shape = weights_from(random_older_weights("6", 2, 128)).shape
     wkv = torch.randn(2, 2, 64, 64)
     torch.save({f"blocks.{i}.att.time_state": one for i, one in enumerate(wkv)}, tmp_path / "s.pth")
     assert torch.equal(read_tuned_state(tmp_path / "s.pth", shape).wkv, wkv)
-    with pytest.raises(FileError, match="RWKV-4 takes no tuned states"):
+    with pytest.raises(FileError, match="RWKV-4 has no tuned states"):
         read_tuned_state(tmp_path / "s.pth", weights_from(random_older_weights("4", 2, 128)).shape)

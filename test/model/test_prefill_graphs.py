@@ -1,4 +1,4 @@
-"""Which graph holds a step of prompts, and that its padding changes nothing but the dummy slot."""
+"""The choice of a prefill graph for a step, and that padding changes only the dummy slot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stage() -> Stage:
 
 
 def step(lengths: list[int]) -> StepInputs:
-    """Rows that go on from a slot and rows that start; logits of every second one."""
+    """Return a step of rows that continue a slot and rows that start; every second one has logits."""
     generator = torch.Generator().manual_seed(len(lengths))
     rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
     slots = list(range(2, 2 + len(rows)))
@@ -68,7 +68,7 @@ def size_for(lengths: list[int]) -> PrefillSize:
 def forward(
     stage: Stage, inputs: StepInputs, pieces: GraphPieces | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits, and all slots afterwards but the dummy, from the same states each time; with `pieces` one by one."""
+    """Return logits and all slots except the dummy, from equal initial states. pieces: run piece by piece."""
     assert stage.state is not None
     kept = [index for index in range(SLOTS) if index != DUMMY_SLOT]
     for tensor in (stage.state.wkv, stage.state.shift):
@@ -99,8 +99,8 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
     torch.testing.assert_close(got[1], wanted[1])
 
 
-def test_pieces_of_a_step_compute_what_the_whole_computes(stage: Stage) -> None:
-    """Each finds in the pieces' own memory what the one before has left; a decode step beside has fewer rows."""
+def test_pieces_equal_the_whole_step(stage: Stage) -> None:
+    """Each piece reads the previous one's output. A decode step between them has fewer rows."""
     place = SimpleNamespace(stage=stage, device=torch.device("cpu"))
     decode: Any = SimpleNamespace(graph_stages=[place], sizes=[8])
     pieces, size = GraphPieces(decode, 1), PrefillSize(4, PROMPT_TOKENS)
@@ -113,7 +113,7 @@ def test_pieces_of_a_step_compute_what_the_whole_computes(stage: Stage) -> None:
     torch.testing.assert_close(got[1], wanted[1])
 
 
-def test_the_first_that_holds_a_step_is_the_smallest() -> None:
+def test_the_smallest_fitting_size_comes_first() -> None:
     assert PrefillSize(1, 16).holds(1, 15) and not PrefillSize(1, 16).holds(1, 16), "one token is padding's"
     assert PrefillSize(4, 16).holds(2, 13) and not PrefillSize(4, 16).holds(2, 14), (
         "as many as rows are missing, and one"

@@ -1,4 +1,4 @@
-"""Work that stands behind all else on the cores."""
+"""Work at low CPU priority."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from native.priority import NICENESS, at_low_priority, lower_process_priority
 
 
 def niceness() -> int:
-    """Of the calling thread."""
+    """Return the calling thread's niceness."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_a_thread_stands_back_and_no_other_does() -> None:
+def test_only_the_calling_thread_gets_low_priority() -> None:
     before = niceness()
     assert at_low_priority(niceness) == min(19, before + NICENESS) and niceness() == before
 
 
-def test_one_that_takes_idle_cores_alone_stops_for_all_others() -> None:
+def test_idle_priority_yields_to_all_others() -> None:
     policies = at_low_priority(lambda: (os.sched_getscheduler(0), niceness()), only_idle_cores=True)
     assert policies == (os.SCHED_IDLE, niceness()) and os.sched_getscheduler(0) != os.SCHED_IDLE
 
 
-def test_its_failures_are_raised() -> None:
+def test_exceptions_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         at_low_priority(lambda: 1 // 0)
 
@@ -41,8 +41,8 @@ def _end(pipe: Connection) -> None:
     other.join()
 
 
-def test_every_thread_of_a_process_that_ends_stands_back() -> None:
-    """Whichever ends last gives the memory back."""
+def test_all_threads_of_an_ending_process_get_low_priority() -> None:
+    """The memory is freed by the thread that ends last."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_end, args=(theirs,))

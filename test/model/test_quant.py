@@ -1,4 +1,4 @@
-"""Small weights: how near the codes come, what they stand for, and in which order the GPU's kernels read them."""
+"""Quantised weights: precision, meaning, and the layout that the GPU's kernels read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
 
 ERRORS = {Format.FP8: 0.028, Format.INT8: 0.0085, Format.INT4: 0.12}
-"""Of normally distributed weights."""
+"""For normally distributed weights."""
 
 
 def make(out: int, inner: int, seed: int = 0) -> Tensor:
@@ -31,7 +31,7 @@ def error(y: Tensor, true: Tensor) -> float:
 
 @pytest.mark.parametrize("format_", Format)
 @pytest.mark.parametrize(("out", "inner"), [(96, 768), (5, 130), (1, 1), (3000, 64)])
-def test_codes_stand_for_nearly_the_weight(format_: Format, out: int, inner: int) -> None:
+def test_quantised_weights_are_close(format_: Format, out: int, inner: int) -> None:
     weight = make(out, inner)
     stored = quantise(weight, format_)
     assert (stored.out_features, stored.in_features) == (out, inner)
@@ -39,7 +39,7 @@ def test_codes_stand_for_nearly_the_weight(format_: Format, out: int, inner: int
     assert error(dequantise(stored), weight) < ERRORS[format_]
 
 
-def test_outliers_spoil_their_own_group_only() -> None:
+def test_outliers_affect_only_their_group() -> None:
     weight = make(8, 512)
     weight[3, 10] = 5.0
     for format_ in (Format.INT8, Format.INT4):
@@ -48,16 +48,16 @@ def test_outliers_spoil_their_own_group_only() -> None:
         assert abs(meaning[3, 10] - 5.0) < 0.05 or format_ is Format.INT4
 
 
-def test_4_bits_follow_groups_that_are_not_centred() -> None:
+def test_int4_fits_groups_that_are_not_centred() -> None:
     weight = make(4, 256).abs() + 0.01
     assert error(dequantise(quantise(weight, Format.INT4)), weight) < 0.06
 
 
 @pytest.mark.parametrize("format_", Format)
-def test_extremes_stay_numbers(format_: Format) -> None:
+def test_extreme_weights_stay_finite(format_: Format) -> None:
     weight = torch.zeros(3, 256)
     weight[1] = 6000.0
-    weight[2] = 1e-7  # below what int8 and int4 tell from zero
+    weight[2] = 1e-7  # zero in int8 and int4
     meaning = dequantise(quantise(weight, format_))
     assert meaning.isfinite().all() and not meaning[0].any()
     assert error(meaning[1], weight[1]) < 0.01
@@ -72,7 +72,7 @@ def test_plain_map(format_: Format) -> None:
     assert torch.allclose(QuantLinear(stored)(x), x @ dequantise(stored).T, atol=1e-5)
 
 
-def test_which_matrices_are_small() -> None:
+def test_which_matrices_are_quantised() -> None:
     small = ["head.weight", "blocks.3.att.receptance.weight", "blocks.0.ffn.key.weight", "blocks.11.att.output.weight"]
     whole = ["emb.weight", "blocks.3.att.w1", "blocks.0.ln1.weight", "blocks.2.att.ln_x.weight", "blocks.1.ffn.x_k"]
     assert format_for("head.weight", Format.INT4) is Format.INT8
@@ -80,13 +80,13 @@ def test_which_matrices_are_small() -> None:
 
 
 @pytest.mark.parametrize("format_", Format)
-def test_the_kernels_read_every_code_in_its_place(format_: Format) -> None:
-    """csrc/quant.cuh, done here step by step: bytes and nibbles to halves, scales by output and group."""
+def test_the_kernels_read_every_weight_in_its_place(format_: Format) -> None:
+    """The steps of csrc/quant.cuh: bytes and nibbles to fp16, scales by output and group."""
     for transposed in (False, True):
         stored = quantise(make(64, 256), format_)
         packed = pack(stored, transposed)
-        assert packed.codes.is_contiguous() and packed.scales.is_contiguous()
-        meaning = _as_the_kernels_read(packed.codes, packed.scales, format_, transposed)
+        assert packed.qweight.is_contiguous() and packed.scales.is_contiguous()
+        meaning = _as_the_kernels_read(packed.qweight, packed.scales, format_, transposed)
         assert torch.allclose(meaning.T if transposed else meaning, dequantise(stored), rtol=1e-3, atol=1e-6)
 
 
@@ -110,14 +110,14 @@ def _as_the_kernels_read(codes: Tensor, scales: Tensor, format_: Format, transpo
     return (values - (pairs[..., 1] - 1024)) * pairs[..., 0] / 64
 
 
-def test_nibbles_keep_all_codes() -> None:
+def test_nibbles_keep_all_int4_values() -> None:
     codes = codes_int4(quantise(make(8, 64), Format.INT4))
     assert sorted(
         (pack_nibbles(codes) & 15).flatten().tolist() + (pack_nibbles(codes) >> 4).flatten().tolist()
     ) == sorted(codes.flatten().tolist())
 
 
-def test_sizes_that_the_gpu_kernels_do_not_take_are_refused_by_name() -> None:
+def test_unsupported_gpu_sizes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"int4 matrices of a multiple of 32 outputs and 256 inputs.*64 x 128"):
         CudaQuantLinear(quantise(make(64, 128), Format.INT4))
     with pytest.raises(ValueError, match=r"fp8.*20 x 128"):
@@ -126,7 +126,7 @@ def test_sizes_that_the_gpu_kernels_do_not_take_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kernels", ["naive", "cpu"])
 @pytest.mark.parametrize("format_", Format)
-def test_a_model_stays_near_the_same_in_fp32(tmp_path: Path, format_: Format, kernels: str) -> None:
+def test_a_quantised_model_is_close_to_fp32(tmp_path: Path, format_: Format, kernels: str) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=128))
     logits = []
     for dtype in ("fp32", format_.value):

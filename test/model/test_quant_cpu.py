@@ -1,4 +1,4 @@
-"""int8 products on a CPU: what the codes stand for, to the rounding of x to 16 bits; a row's bits whoever is beside."""
+"""int8 products on a CPU: exact up to 16-bit rounding of x, and independent of the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(out: int, inner: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("format_", [Format.INT8, Format.INT4])
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
-def test_it_is_what_the_codes_stand_for(format_: Format, out: int, inner: int) -> None:
+def test_it_equals_the_dequantised_product(format_: Format, out: int, inner: int) -> None:
     stored = quantise(make(out, inner), format_)
     meaning, linear = dequantise(stored).double(), make_quantised("", stored)
     assert isinstance(linear, CpuQuantLinear)
@@ -33,13 +33,13 @@ def test_it_is_what_the_codes_stand_for(format_: Format, out: int, inner: int) -
         assert ((linear(x) - x.double() @ meaning.T).abs() <= 2e-5 * scale + 1e-12).all()
 
 
-def test_it_takes_a_byte_a_weight() -> None:
+def test_it_takes_one_byte_per_weight() -> None:
     weight = make(256, 1024)
     assert make_quantised("", quantise(weight, Format.INT8)).num_bytes < 1.04 * weight.numel()
     assert make_quantised("", quantise(weight, Format.FP8)).num_bytes == 2 * weight.numel()
 
 
-def test_a_row_is_bit_identical_alone_and_among_others() -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
     linear, x = make_quantised("", quantise(make(96, 200), Format.INT8)), make(1000, 200, 1)
     whole = linear(x)
     for start, stop in ((0, 1), (479, 481), (3, 4), (999, 1000), (5, 17), (0, 200), (100, 131), (480, 1000)):
@@ -59,7 +59,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_beside_other_kinds_in_one_call() -> None:
+def test_with_other_formats_in_one_call() -> None:
     weights = [make(24 + 40 * i, 64, 10 + i) * 0.1 for i in range(3)]
     stored = quantise(weights[1], Format.INT8)
     linears = [CpuLinear(weights[0]), make_quantised("", stored), CpuLinear(weights[2].bfloat16().float())]
@@ -71,7 +71,7 @@ def test_beside_other_kinds_in_one_call() -> None:
         assert (y - torch.relu(xi @ w.T).square()).abs().max() < 2e-4
 
 
-def test_not_a_number_stays_one_and_in_its_row() -> None:
+def test_nan_stays_in_its_row() -> None:
     linear, x = make_quantised("", quantise(make(8, 256), Format.INT8)), make(4, 256, 1)
     x[1, 5], x[2, 200], x[3] = float("nan"), float("inf"), 0.0
     y = linear(x)

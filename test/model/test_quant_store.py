@@ -1,4 +1,4 @@
-"""Small weights beside the model: the second start reads them, and does so only if they are of this model and whole."""
+"""Stored quantised weights: the second start loads them if they are complete and of this model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Format]:
-    """The format of every matrix that is made anew."""
+    """Record the format of every matrix that is quantised."""
     formats: list[Format] = []
 
     def counting(weight: Tensor, format_: Format) -> Quantised:
@@ -42,7 +42,7 @@ def logits(path: Path, dtype: str, kernels: str = "naive") -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
-def test_the_second_start_makes_nothing(tmp_path: Path, dtype: str, made: list[Format]) -> None:
+def test_the_second_start_quantises_nothing(tmp_path: Path, dtype: str, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=2, width=128)
     first = logits(path, dtype)
     assert len(made) == 2 * 6 + 1
@@ -52,7 +52,7 @@ def test_the_second_start_makes_nothing(tmp_path: Path, dtype: str, made: list[F
     assert sum(file.stat().st_size for file in folder.iterdir()) < 0.6 * path.stat().st_size
 
 
-def test_other_weights_and_other_formats_have_their_own(tmp_path: Path, made: list[Format]) -> None:
+def test_other_weights_and_formats_have_their_own_files(tmp_path: Path, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
     logits(path, "int8")
     path.unlink()
@@ -64,7 +64,7 @@ def test_other_weights_and_other_formats_have_their_own(tmp_path: Path, made: li
     assert len(list(tmp_path.glob("tiny.int*"))) == 3
 
 
-def test_what_is_damaged_is_made_anew(tmp_path: Path, made: list[Format]) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
     whole = logits(path, "fp8")
     folder = next(tmp_path.glob("tiny.fp8-*"))
@@ -79,7 +79,7 @@ def test_what_is_damaged_is_made_anew(tmp_path: Path, made: list[Format]) -> Non
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("part", ["codes", "scales"])
-def test_a_single_byte_that_changed_is_noticed(
+def test_a_single_changed_byte_is_noticed(
     tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, dtype: str, part: str
 ) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
@@ -116,7 +116,7 @@ def test_a_folder_of_shards_has_its_own(tmp_path: Path, made: list[Format]) -> N
     assert torch.equal(logits(folder, "int8"), whole) and made == []
 
 
-def test_what_a_killed_process_had_half_written_is_removed(tmp_path: Path, made: list[Format]) -> None:
+def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
     logits(path, "int8")
     folder = next(tmp_path.glob("tiny.int8-*"))
@@ -130,9 +130,7 @@ def test_what_a_killed_process_had_half_written_is_removed(tmp_path: Path, made:
     assert (left.exists(), being_written.exists(), made) == (False, True, [])
 
 
-def test_where_nothing_can_be_written_what_is_there_is_read(
-    tmp_path: Path, made: list[Format], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_folder_is_read(tmp_path: Path, made: list[Format], monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
     whole = logits(path, "int8")
     (next(tmp_path.glob("tiny.int8-*")) / "blocks.0.att.key.weight.safetensors").unlink()
@@ -146,7 +144,7 @@ def test_where_nothing_can_be_written_what_is_there_is_read(
 
 
 @pytest.mark.parametrize("kernels", ["naive", "cpu"])
-def test_where_nothing_can_be_written_the_model_serves(
+def test_a_read_only_folder_does_not_stop_the_model(
     tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
@@ -157,4 +155,4 @@ def test_where_nothing_can_be_written_the_model_serves(
     monkeypatch.setattr(Path, "mkdir", refuse)
     logits(path, "int8", kernels)
     assert len(made) == 7
-    assert len([r for r in caplog.records if "made anew at every start" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "every start quantises again" in r.getMessage()]) == 1

@@ -1,4 +1,4 @@
-"""Adapters beside the weights: each kind against its formula in plain torch, each backend, on ragged steps."""
+"""Per-row adapters: each kind against its formula in plain torch, on each backend and ragged steps."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def pissa(seed: int) -> dict[str, Tensor]:
 
 
 def miss(seed: int) -> dict[str, Tensor]:
-    """Two-dimensional: a block of 20 inputs, which divides no width."""
+    """Two-dimensional, with blocks of 20 inputs, which do not divide the width."""
     sizes = {name: WIDTH * (4 if name == "ffn.key" else 1) for name in MAPS}
     return {f"blocks.{i}.{n}.disha": normal(20, out, seed=seed + i) for i in range(LAYERS) for n, out in sizes.items()}
 
 
 def few(seed: int) -> dict[str, Tensor]:
-    """Beside some maps only, of another rank each."""
+    """On some maps only, with different ranks."""
     return {
         "blocks.0.att.value.lora_A": normal(3, WIDTH, seed=seed),
         "blocks.0.att.value.lora_B": normal(WIDTH, 3, seed=seed + 1),
@@ -75,7 +75,7 @@ def pipeline(kernels: str, *given: Adapter, merge: bool = False, dtype: str = "f
 
 
 def tokens_of(rows: list[list[int]], numbers: list[int]) -> Tensor:
-    """[T]: of each token the number of its row's adapter."""
+    """Return [T]: the adapter number of each token's row."""
     return torch.tensor([number for row, number in zip(rows, numbers, strict=True) for _ in row])
 
 
@@ -85,7 +85,7 @@ def inputs(numbers: list[int] | None) -> StepInputs:
 
 
 @pytest.mark.parametrize("kernels", ["naive", "cpu"])
-def test_a_row_is_computed_as_by_the_merged_weights(adapters: list[Adapter], kernels: str) -> None:
+def test_a_row_equals_merged_weights(adapters: list[Adapter], kernels: str) -> None:
     numbers = [1, 2, 3, 4, 0]
     both = pipeline(kernels, *adapters)
     plain = both.forward(inputs(None)).clone()
@@ -100,8 +100,8 @@ def test_a_row_is_computed_as_by_the_merged_weights(adapters: list[Adapter], ker
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
-def test_a_row_has_the_same_bits_beside_any_others(adapters: list[Adapter], dtype: str) -> None:
-    """Alone and in company, with an adapter and without, whatever the weights are stored in."""
+def test_a_row_has_the_same_bits_in_any_batch(adapters: list[Adapter], dtype: str) -> None:
+    """In any batch, with and without an adapter, for every storage of the weights."""
     made = pipeline("cpu", *adapters, dtype=dtype)
     plain = made.forward(inputs(None)).clone()
     first = made.forward(inputs([1, 2, 0, 3, 0])).clone()
@@ -115,8 +115,8 @@ def test_a_row_has_the_same_bits_beside_any_others(adapters: list[Adapter], dtyp
 
 
 @pytest.mark.parametrize("wkv_state", ["fp32", "fp16", "int8"])
-def test_many_rows_of_one_adapter_have_the_bits_that_each_has_alone(tmp_path: Path, wkv_state: str) -> None:
-    """Of pairs and of experts; states in fewer bits go another way than fp32's."""
+def test_many_rows_of_one_adapter_have_the_same_bits_as_alone(tmp_path: Path, wkv_state: str) -> None:
+    """For pairs and experts. Narrow states differ from fp32's."""
     files = write_adapter(tmp_path / "lora.pth", KINDS["LoRA"](7)), write_adapter(tmp_path / "mole.pth", mole(3))
     made = Pipeline(WEIGHTS, ("cpu", "cpu"), "fp32", "cpu", wkv_state)
     made.allocate_slots(40)
@@ -133,13 +133,13 @@ def test_many_rows_of_one_adapter_have_the_bits_that_each_has_alone(tmp_path: Pa
             assert torch.equal(made.forward(alone)[0], found[i]), (number, i)
 
 
-def test_an_adapter_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dropped_adapter_leaves_nothing(tmp_path: Path) -> None:
     made = Pipeline(WEIGHTS, ("cpu",), "fp32", "cpu", "int8")
     made.allocate_slots(4)
     file = write_adapter(tmp_path / "mole.pth", mole(3))
     step = step_inputs([[1, 2]], [0], [2], [0])
     step.adapters = tokens_of([[1, 2]], [1])
-    for _ in range(2):  # the second time in place of the first
+    for _ in range(2):  # the second one replaces the first
         made.put_adapter(1, per_row_adapter(WEIGHTS, read_adapter(Path(file), 1.0)))
         made.forward(step)
     weights = weakref.ref(made.stages[0].adapters.pairs(1)[0].all_pairs[0].a)
@@ -149,9 +149,7 @@ def test_an_adapter_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     assert not vars(made.stages[0].adapters)["_packed"]
 
 
-def test_an_adapter_that_fits_no_memory_is_on_no_stage(
-    adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_without_memory_is_on_no_stage(adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
     made = pipeline("cpu")
 
     def full(*_: object) -> None:
@@ -165,17 +163,17 @@ def test_an_adapter_that_fits_no_memory_is_on_no_stage(
 
 
 def mole(seed: int, same: bool = False) -> dict[str, Tensor]:
-    """Four experts in every channel mix, and pairs beside the keys of the time mix."""
+    """Four experts in every channel mix, and pairs for the keys of the time mix."""
     return random_experts(seed, LAYERS, WIDTH, same=same, scale=0.1)
 
 
 def as_lora(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the first expert does, without a router."""
+    """Return the effect of the first expert without a router."""
     first = {name.replace(".expert_0.", ".").removesuffix("_expert_0"): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in first.items() if "expert_" not in name and "lora_" in name}
 
 
-def test_a_mixture_of_experts_by_its_formula(tmp_path: Path) -> None:
+def test_experts_equal_their_formula(tmp_path: Path) -> None:
     adapter = read_adapter(write_adapter(tmp_path / "mole.pth", tensors := mole(3)), 1.5)
     made = pipeline("naive", adapter)
     layer, at = made.stages[0].layers[0], "blocks.0.ffn"
@@ -207,7 +205,7 @@ def test_a_mixture_of_experts_by_its_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["naive", "cpu"])
-def test_experts_that_are_all_the_same_are_one_lora(tmp_path: Path, kernels: str) -> None:
+def test_identical_experts_equal_one_lora(tmp_path: Path, kernels: str) -> None:
     tensors = mole(5, same=True)
     adapter = read_adapter(write_adapter(tmp_path / "mole.pth", tensors), 1.5)
     lora = read_adapter(write_adapter(tmp_path / "lora.pth", as_lora(tensors)), 1.5)
@@ -219,8 +217,8 @@ def test_experts_that_are_all_the_same_are_one_lora(tmp_path: Path, kernels: str
     assert torch.equal(found[1], plain[1]) and torch.equal(found[4], plain[4])
 
 
-def test_experts_beside_other_adapters(adapters: list[Adapter], tmp_path: Path) -> None:
-    """The kernels as plain torch; a row has the same bits alone."""
+def test_experts_with_other_adapters(adapters: list[Adapter], tmp_path: Path) -> None:
+    """Kernels equal plain torch. A row has the same bits alone."""
     adapter = read_adapter(write_adapter(tmp_path / "mole.pth", mole(9)), 1.5)
     numbers = [5, 2, 0, 5, 1]
     fast, naive = (pipeline(kernels, *adapters, adapter) for kernels in ("cpu", "naive"))
@@ -235,16 +233,16 @@ WRONG = {
     "no router": ({"blocks.0.ffn.router.linear.weight": None}, "router.linear.weight is missing"),
     "a router of another width": ({"blocks.0.ffn.router.linear.weight": torch.ones(3, 64)}, r"\(3, 64\)"),
     "more experts than it knows": ({"blocks.0.ffn.router.linear.weight": torch.ones(1, WIDTH)}, "has 2 experts"),
-    "half a pair": ({"blocks.0.ffn.expert_1.key.lora_B_expert_0": None}, "no kind of adapter"),
+    "half a pair": ({"blocks.0.ffn.expert_1.key.lora_B_expert_0": None}, "not a supported kind"),
     "Bone": ({"blocks.0.ffn.expert_1.key.bone_expert_0": torch.ones(24, 8, 8)}, "Bone experts"),
     "a pair beside": (
         {"blocks.0.ffn.key.lora_A": torch.ones(2, WIDTH), "blocks.0.ffn.key.lora_B": torch.ones(4 * WIDTH, 2)},
-        "has experts",
+        "has both experts",
     ),
     "a layer that is not": ({"blocks.9.ffn.router.linear.weight": torch.ones(3, WIDTH)}, "no weight 'blocks.9.ffn'"),
     "NaN active": ({"moe_info": torch.tensor([4, torch.nan])}, "NaN or infinity"),
     "as many active as never end": ({"moe_info": torch.tensor([4, torch.inf])}, "NaN or infinity"),
-    "half an expert": ({"moe_info": torch.tensor([4, 1.5])}, "1.5 experts"),
+    "half an expert": ({"moe_info": torch.tensor([4, 1.5])}, "1.5 active experts"),
     "more active than there are": ({"moe_info": torch.tensor([4, 9])}, "has 4 experts"),
 }
 
@@ -258,5 +256,5 @@ def test_experts_that_are_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_experts_are_not_merged(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="give it by --adapter-serve"):
+    with pytest.raises(FileError, match="load it with --adapter-serve"):
         merge_adapters(WEIGHTS, [read_adapter(write_adapter(tmp_path / "mole.pth", mole(3)), 1.0)])

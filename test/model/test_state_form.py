@@ -1,4 +1,4 @@
-"""States of int8: what is kept of a number, that nothing wanders, and that rows are read and written as in fp32."""
+"""int8 states: precision, no drift, and slots read and written as in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CODES = 64 * 64
 
 
 def numbers(*size: int, seed: int = 1) -> Tensor:
-    """States [..., 64, 64] whose rows are of many sizes."""
+    """Return states [..., 64, 64] with rows of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(*size, 64, 1, generator=generator).mul(3).exp()
     return torch.randn(*size, 64, 64, generator=generator) * rows
@@ -43,7 +43,7 @@ def codes(packed: Tensor) -> Tensor:
     return packed[..., :CODES].contiguous().view(torch.int8).unflatten(-1, (64, 64))
 
 
-def test_a_number_is_off_by_less_than_a_step_of_its_row() -> None:
+def test_the_error_is_below_one_step_of_the_row() -> None:
     true = numbers(8, 4)
     packed = pack_int8(true)
     assert packed.shape == (8, 4, HEAD_BYTES) and packed.dtype is torch.uint8
@@ -55,17 +55,17 @@ def test_a_number_is_off_by_less_than_a_step_of_its_row() -> None:
     assert steps.mean().abs() < 0.005, "131,072 roundings of variance 1/6"
 
 
-def test_what_does_not_change_stays_bit_for_bit() -> None:
+def test_unchanged_numbers_keep_their_bits() -> None:
     packed = first = pack_int8(numbers(8, 4))
     for _ in range(3):
         packed = pack_int8(unpack_int8(packed), packed)
         assert torch.equal(packed, first)
-    for _ in range(9):  # from numbers alone, a scale whose largest code is 126 may shrink first
+    for _ in range(9):  # the first scale may shrink if its largest value is 126
         packed = pack_int8(unpack_int8(packed))
     assert torch.equal(packed, pack_int8(unpack_int8(packed)))
 
 
-def test_a_scale_is_kept_while_it_serves() -> None:
+def test_a_scale_is_kept_while_it_fits() -> None:
     row = torch.linspace(-1, 1, 64).expand(1, 64, 64)
     packed = pack_int8(row)
     smaller = (MIN_KEPT_CODE + 1) / MAX_CODE
@@ -75,8 +75,8 @@ def test_a_scale_is_kept_while_it_serves() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.99, 0.999])
-def test_slow_decays_are_kept_in_the_mean(decay: float) -> None:
-    """Rounded to nearest, codes below 1 / (2 (1 - decay)) would stay for ever."""
+def test_slow_decays_are_exact_on_average(decay: float) -> None:
+    """With rounding to nearest, values below 1 / (2 (1 - decay)) would never decay."""
     true = numbers(2, 2)
     packed, tiny = pack_int8(true), true.abs().amax(-1, keepdim=True) * 1e-3
     start, generator = true.clone(), torch.Generator().manual_seed(3)
@@ -88,7 +88,7 @@ def test_slow_decays_are_kept_in_the_mean(decay: float) -> None:
     assert abs(left.item() - 1) < 0.02
 
 
-def test_rows_of_nothing_and_of_extremes() -> None:
+def test_rows_of_zeros_and_of_extremes() -> None:
     assert not pack_int8(torch.zeros(2, 64, 64)).any()
     assert not pack_int8(torch.full((2, 64, 64), 1e-38)).any()
     huge = numbers(2).clamp(-1, 1) * 1e37
@@ -97,10 +97,10 @@ def test_rows_of_nothing_and_of_extremes() -> None:
 
 INT8 = StateFormat.INT8
 BITS = {"NaN": 0x7FC0, "NaN below zero": 0xFFC0, "NaN of all bits": 0xFFFF, "infinite": 0x7F80, "minus": 0xBF80}
-"""Upper halves of such numbers in fp32."""
+"""The upper halves of such numbers in fp32."""
 
 
-def test_noise_is_told_from_what_steps_leave() -> None:
+def test_invalid_states_are_recognised() -> None:
     packed = pack_int8(numbers(2))
     empty = torch.zeros(0, 2, HEAD_BYTES, dtype=torch.uint8)
     assert (
@@ -124,8 +124,8 @@ def test_noise_is_told_from_what_steps_leave() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS.values(), ids=BITS)
-def test_numbers_that_are_none_are_not_lost_in_codes(bits: int) -> None:
-    """Whatever bits they have: else a row would go on as if nothing were wrong."""
+def test_nan_and_infinity_are_not_lost(bits: int) -> None:
+    """With any NaN bits; otherwise a row would continue unnoticed."""
     states = numbers(2)
     states.view(torch.int32)[1, 3, 40] = torch.tensor(bits << 16 | 0xFFFF, dtype=torch.int64).int()
     before = pack_int8(numbers(2, seed=3))
@@ -137,10 +137,8 @@ def test_numbers_that_are_none_are_not_lost_in_codes(bits: int) -> None:
 
 @pytest.mark.parametrize("form", list(StateFormat))
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_row_of_a_state_that_is_noise_stays_so_and_harms_no_other(
-    weights: Weights, kernels: str, form: StateFormat
-) -> None:
-    """In every form its logits are NaN, which samplers know, and so is its state after the step."""
+def test_an_invalid_state_affects_only_its_row(weights: Weights, kernels: str, form: StateFormat) -> None:
+    """In every format, logits are NaN, which samplers handle, and the state stays NaN."""
     model, alone = pipeline(weights, kernels, form.value), pipeline(weights, kernels, form.value)
     for made in (model, alone):
         made.forward(step_inputs([prompt(2, 5), prompt(3, 4)], [0, 0], [2, 3], []))
@@ -183,22 +181,22 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_are_near_those_of_fp32(weights: Weights, kernels: str) -> None:
+def test_logits_are_close_to_fp32(weights: Weights, kernels: str) -> None:
     int8, fp32 = pipeline(weights, kernels), pipeline(weights, kernels, "fp32")
     for at, token in enumerate(prompt(1, 60)):
         found, true = (model.forward(step_inputs([[token]], [2 if at else 0], [2], [0])) for model in (int8, fp32))
     assert 0 < (found - true).norm() / true.norm() < 0.03
 
 
-def test_a_head_is_packed_alike_alone_and_in_company() -> None:
+def test_a_head_is_packed_alike_alone_and_in_a_batch() -> None:
     states, before = numbers(6, 4), pack_int8(numbers(6, 4, seed=2))
     together = pack_int8(states, before)
     assert torch.equal(together[3:4, 1:2], pack_int8(states[3:4, 1:2].clone(), before[3:4, 1:2]))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_rows_are_kept_apart(weights: Weights, kernels: str) -> None:
-    """Rows of one token and of several, over two steps: as alone, and slots of others stay as they were."""
+def test_rows_are_independent(weights: Weights, kernels: str) -> None:
+    """Over two steps of one and several tokens: as alone, and other slots do not change."""
     prompts = [prompt(seed, length) for seed, length in enumerate((1, 9, 1, 23))]
     slots = list(range(3, 7))
     crowd = pipeline(weights, kernels)
@@ -209,7 +207,7 @@ def test_rows_are_kept_apart(weights: Weights, kernels: str) -> None:
         alone = pipeline(weights, kernels)
         alone.forward(step_inputs([prompts[i]], [0], [2], []))
         found, states = alone.forward(step_inputs([row], [2], [2], [0]))[0], state_of(crowd, (3, 8, 5)[i])
-        if kernels == "cpu":  # whose products do not depend on what else is in the batch
+        if kernels == "cpu":  # its products do not depend on the batch
             assert torch.equal(found, together[i])
             assert all(map(torch.equal, state_of(alone, 2), states))
         else:
@@ -220,7 +218,7 @@ def test_rows_are_kept_apart(weights: Weights, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_two_stages_are_one(weights: Weights, kernels: str) -> None:
+def test_two_stages_equal_one(weights: Weights, kernels: str) -> None:
     one, two = pipeline(weights, kernels), pipeline(weights, kernels, stages=2)
     assert two.slot_bytes == one.slot_bytes
     for row, read in ((prompt(1, 12), 0), ([4], 2), ([9], 2)):

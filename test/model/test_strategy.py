@@ -1,4 +1,4 @@
-"""Strategies of the `rwkv` package: what they stand for here, and what is refused by name."""
+"""Strategies of the `rwkv` package: their meaning here, and refusals by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rwkv_batch.strategy import Strategy, StrategyError, parse_strategy
         ("cuda fp16 *8+ -> cpu fp32 *2", Strategy(("cuda", "cpu"), (0, 2), "auto", (8, None))),
     ],
 )
-def test_what_they_stand_for(text: str, wanted: Strategy) -> None:
+def test_their_meaning(text: str, wanted: Strategy) -> None:
     assert parse_strategy(text) == wanted
 
 
@@ -43,7 +43,7 @@ def test_what_they_stand_for(text: str, wanted: Strategy) -> None:
         ("cpu fp32 *" + "9" * 5000, r"^.{60,90} gives cpu more than 1000 layers; give fewer"),
     ],
 )
-def test_what_cannot_be_followed_is_named(text: str, reason: str) -> None:
+def test_unsupported_parts_are_named(text: str, reason: str) -> None:
     with pytest.raises(StrategyError, match=reason):
         parse_strategy(text)
 
@@ -54,11 +54,11 @@ def test_the_rest_of_the_layers() -> None:
         check_layers((24, 0), 24, 2)
     with pytest.raises(ValueError, match=r"--strategy gives 30,the rest layers"):
         check_layers((30, 0), 24, 2)
-    with pytest.raises(ValueError, match=r"--strategy gives 7 layers, together 7, to 1 device\(s\).*24 together"):
+    with pytest.raises(ValueError, match=r"--strategy gives 7 layers, in total 7, to 1 device\(s\).*in total 24"):
         check_layers((7,), 24, 1)
 
 
-def test_the_flag_is_another_spelling_of_the_others() -> None:
+def test_the_flag_sets_the_other_flags() -> None:
     engine = parse_settings(["--strategy", "cpu fp32 *2 -> cpu fp32"], {}).engine
     assert (engine.devices, engine.layers, engine.dtype) == (("cpu", "cpu"), (2, 0), "fp32")
     with pytest.raises(SettingsError, match="--dtype"):

@@ -1,4 +1,4 @@
-"""State files: both formats, both orientations, and what is refused."""
+"""State files: both formats, both orientations, and refusals."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ SHAPE = ModelShape(layers=3, width=128, vocab=512, ffn=512, decay_rank=8, a_rank
 WKV = random_state(1)
 
 
-def turned(wkv: Tensor) -> Tensor:
+def transposed(wkv: Tensor) -> Tensor:
     return wkv.transpose(-1, -2).contiguous()
 
 
-def test_a_trained_pth_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_trained_pth_is_not_transposed(tmp_path: Path) -> None:
     state = read_tuned_state(write_state(tmp_path / "s.pth", WKV), SHAPE)
     assert state.orientation == VALUE_KEY and ".pth" in state.reason
     assert torch.equal(state.wkv, WKV)
 
 
 @pytest.mark.parametrize("name", ["s.safetensors", "s.state", "s.st"])
-def test_a_converted_file_is_turned(tmp_path: Path, name: str) -> None:
-    state = read_tuned_state(write_state(tmp_path / name, turned(WKV).half()), SHAPE)
+def test_a_converted_file_is_transposed(tmp_path: Path, name: str) -> None:
+    state = read_tuned_state(write_state(tmp_path / name, transposed(WKV).half()), SHAPE)
     assert state.orientation == KEY_VALUE and "fp16" in state.reason
     assert torch.equal(state.wkv, WKV.half().float())
 
 
-def test_other_safetensors_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_other_safetensors_are_not_transposed(tmp_path: Path) -> None:
     assert torch.equal(read_tuned_state(write_state(tmp_path / "s.safetensors", WKV), SHAPE).wkv, WKV)
 
 
-def test_what_is_asked_for_wins_and_then_what_the_file_says(tmp_path: Path) -> None:
+def test_the_request_decides_then_the_file(tmp_path: Path) -> None:
     path = write_state(tmp_path / "s.safetensors", WKV.half(), {"orientation": VALUE_KEY})
     said = read_tuned_state(path, SHAPE)
     asked = read_tuned_state(path, SHAPE, KEY_VALUE)
     assert said.orientation == VALUE_KEY and "the file says" in said.reason
-    assert asked.orientation == KEY_VALUE and torch.equal(asked.wkv, turned(said.wkv))
+    assert asked.orientation == KEY_VALUE and torch.equal(asked.wkv, transposed(said.wkv))
     assert asked.digest != said.digest
 
 
-def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
+def test_a_written_state_is_read_back(tmp_path: Path) -> None:
     state = read_tuned_state(write_state(tmp_path / "s.pth", WKV), SHAPE)
     write_tuned_state(tmp_path / "kept.safetensors", state, {"file": "s.pth"})
     back = read_tuned_state(tmp_path / "kept.safetensors", SHAPE)
@@ -71,13 +71,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "RWKV-6": ({**state_tensors(WKV), "blocks.0.att.time_offset": torch.zeros(128)}, "RWKV-6"),
     "weights among them": (
         {**state_tensors(WKV), "emb.weight": torch.zeros(4, 4)},
-        "1 tensors that are no tuned state",
+        "1 tensors that are not a tuned state",
     ),
     "something else": ({"blocks.0.att.key.lora_A": torch.zeros(4, 4)}, "no 'blocks.N.att.time_state'"),
     "nothing": ({}, "it has nothing"),
     "integers": (state_tensors(WKV.to(torch.int32)), "torch.int32, expected floats"),
     "NaN": (state_tensors(one_nan()), "NaN or infinity"),
-    "1e30": (state_tensors(WKV * 1e32), "65504 is the most"),
+    "1e30": (state_tensors(WKV * 1e32), "at most 65504 is valid"),
     "code": ({"blocks.0.att.time_state": Path("/tmp")}, "damaged or not"),
 }
 
@@ -103,7 +103,7 @@ def test_a_pickle_with_code_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"PK\x03\x04 and more"])
-def test_no_file_of_tensors(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "s.state").write_bytes(content)
     with pytest.raises(FileError):
         read_tuned_state(tmp_path / "s.state", SHAPE)

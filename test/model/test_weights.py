@@ -1,4 +1,4 @@
-"""Weight files: every public size recognised by its tensors, everything else refused with the reason."""
+"""Weight files: every public size is recognised by its tensors, everything else refused with a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def written(path: Path, tensors: object) -> Path:
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("first_v", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_both_formats_give_the_same(tmp_path: Path, suffix: str, first_v: bool, dtype: torch.dtype) -> None:
+def test_both_formats_are_equal(tmp_path: Path, suffix: str, first_v: bool, dtype: torch.dtype) -> None:
     tensors = small(first_v=first_v, dtype=dtype)
     weights = open_weights(written(tmp_path / f"model{suffix}", tensors))
     assert weights.shape == ModelShape(2, 64, 128, 256, decay_rank=8, a_rank=12, v_rank=4, gate_rank=20)
@@ -73,7 +73,7 @@ PUBLIC = {
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.parametrize("vectors", [(), (1, 1)])
 def test_public_sizes(name: str, vectors: tuple[int, ...]) -> None:
-    """By shapes alone: every tensor is one number, seen as many."""
+    """By shapes only: every tensor is one number, expanded."""
     layers, width, (w, a, v, g), millions = PUBLIC[name]
     shape = ModelShape(layers, width, 65536, 4 * width, w, a, v, g)
     tensors = {
@@ -125,7 +125,7 @@ REFUSED = [
     ("a bad width", plus("emb.weight", 128, 96), "multiple of the head size 64"),
     ("a flat matrix", plus("blocks.1.att.w1", 64), r"att\.w1'"),
     ("integers", plus("blocks.1.ln1.weight", 64, dtype=torch.int8), r"is torch\.int8"),
-    ("NaN", with_nan("blocks.1.ln2.weight"), r"'blocks\.1\.ln2\.weight' holds NaN"),
+    ("NaN", with_nan("blocks.1.ln2.weight"), r"'blocks\.1\.ln2\.weight' has NaN"),
 ]
 
 
@@ -140,14 +140,14 @@ def test_other_models_are_refused(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="does not exist"):
         open_weights(tmp_path / "none.pth")
     with pytest.raises(WeightsError, match="is a folder"):
         open_weights(tmp_path)
     for pipe in (tmp_path / "pipe.pth", tmp_path / "pipe.safetensors"):
-        os.mkfifo(pipe)  # to open one is to wait for whoever writes to it
-        with pytest.raises(WeightsError, match="is no regular file"):
+        os.mkfifo(pipe)  # opening it would wait for a writer
+        with pytest.raises(WeightsError, match="is not a regular file"):
             open_weights(pipe)
     other = tmp_path / "model.gguf"
     other.write_bytes(b"GGUF")
@@ -159,22 +159,22 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
     ("tensor", "why"),
     [
         (torch.zeros(1).expand(1 << 20, 64, 64), r"would take 171\d{8} bytes"),
-        (torch.empty(64, 64, device="meta"), "'blocks.0.att.key.weight' has no numbers of its own"),
-        (torch.eye(64).to_sparse(), "has no numbers of its own"),
+        (torch.empty(64, 64, device="meta"), "'blocks.0.att.key.weight' has no data of its own"),
+        (torch.eye(64).to_sparse(), "has no data of its own"),
     ],
     ids=["one number for all", "meta", "sparse"],
 )
-def test_a_file_has_the_numbers_of_its_tensors(tmp_path: Path, tensor: Tensor, why: str) -> None:
+def test_tensors_without_their_own_data_are_refused(tmp_path: Path, tensor: Tensor, why: str) -> None:
     torch.save(small() | {"blocks.0.att.key.weight": tensor}, tmp_path / "model.pth")
     with pytest.raises(WeightsError, match=why):
         open_weights(tmp_path / "model.pth")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file(tmp_path: Path) -> None:
     path = written(tmp_path / "model.pth", small())
     path.chmod(0)
-    with pytest.raises(WeightsError, match="may not be read"):
+    with pytest.raises(WeightsError, match="cannot be read"):
         open_weights(path)
 
 
@@ -210,7 +210,7 @@ def test_checkpoints_are_refused(tmp_path: Path, content: object) -> None:
 
 
 class Exploit:
-    """Unpickling it writes a file."""
+    """Unpickling this writes a file."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -264,7 +264,7 @@ print(opened - before, status("VmHWM") - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("kernels", ["cpu", "naive"])
-def test_memory_of_loading_is_about_the_file(tmp_path: Path, suffix: str, kernels: str) -> None:
+def test_loading_takes_about_the_files_memory(tmp_path: Path, suffix: str, kernels: str) -> None:
     tensors = random_weights(6, 768, vocab=1024)
     path = written(tmp_path / f"model{suffix}", tensors)
     size = path.stat().st_size
@@ -276,22 +276,22 @@ def test_memory_of_loading_is_about_the_file(tmp_path: Path, suffix: str, kernel
 
 def test_more_devices_than_layers_are_refused(tmp_path: Path) -> None:
     weights = open_weights(written(tmp_path / "two-layers.pth", small()))
-    with pytest.raises(ValueError, match="3 pipeline devices were asked for, but the model has 2 layers"):
+    with pytest.raises(ValueError, match="3 pipeline devices for a model of 2 layers"):
         Pipeline(weights, devices=("cpu",) * 3)
 
 
 @pytest.mark.parametrize("name", ["cuda:٣", "٣", "cuda:" + "9" * 30, "bogus", "meta", "mps", "cuda:-1"])
-def test_a_device_that_there_is_not_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"device '?(cuda:)?{name}.*name another in --pp-devices"):
+def test_a_missing_device_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device '?(cuda:)?{name}.*change --pp-devices"):
         resolve_device(name)
 
 
 @pytest.mark.parametrize("number", [2, 128, 255, 256, 257, 4096])
-def test_a_gpu_that_there_is_not_is_no_other_one(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_missing_gpu_is_not_replaced(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=rf"device (cuda:)?{number} was asked for, but this machine has 2 CUDA"):
+    with pytest.raises(ValueError, match=rf"there is no device (cuda:)?{number}: this machine has 2 CUDA"):
         resolve_device(f"cuda:{number}")
-    with pytest.raises(ValueError, match=f"device {number} was asked for"):
+    with pytest.raises(ValueError, match=f"there is no device {number}"):
         resolve_device(str(number))
     assert [resolve_device(name) for name in ("0", "cuda", "cuda:1")] == [torch.device("cuda", i) for i in (0, 0, 1)]
 
@@ -308,7 +308,7 @@ def test_a_large_file_shows_progress(
     assert "loading large.pth" in shown and "2/2" in shown
 
 
-def test_a_folded_table_is_the_norm_of_each_row() -> None:
+def test_a_folded_table_equals_the_norm_of_each_row() -> None:
     weights = weights_from(random_weights(1, 64, vocab=FOLD_ROWS + 100))
     precision = Precision(torch.device("cpu"), torch.float16, torch.float16, StateFormat.FP16)
     plain = LayerLoader(weights, precision).embedding()

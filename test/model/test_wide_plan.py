@@ -1,4 +1,4 @@
-"""How products of many rows are cut up: every plan can be launched, and fills the processors where it can."""
+"""Plans of the Hopper GEMMs: every plan can be launched, and uses all SMs where possible."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("width", [768, 1024, 2048, 2560, 4096])
-def test_every_plan_of_turned_codes_has_a_kernel_and_no_idle_product(width: int) -> None:
+def test_every_transposed_plan_has_a_kernel_and_no_idle_warpgroup(width: int) -> None:
     value = (GemmShape(width, 4 * width),)
     for rows in range(65, MAX_TRANSPOSED_ROWS + 1, 5):
         plan = plan_transposed(rows, value, PROCESSORS)
@@ -71,25 +71,25 @@ def test_groups_of_four_gpus_fill_their_tiles() -> None:
     assert [plan_hopper_gemm(rows, SHAPES["key"], PROCESSORS).tile_rows for rows in (80, 240)] == [80, 240]
 
 
-def test_few_outputs_share_k() -> None:
-    """4096 outputs are 32 tiles: 132 processors want four blocks on each; 16384 are enough for all."""
+def test_few_outputs_use_split_k() -> None:
+    """4096 outputs are 32 tiles: 132 SMs take four CTAs per tile. 16384 outputs are enough tiles."""
     assert plan_hopper_gemm(64, SHAPES["value"], PROCESSORS).splits == 4
     assert plan_hopper_gemm(64, SHAPES["key"], PROCESSORS).splits == 1
     assert plan_hopper_gemm(64, (GemmShape(7168, 4096),), PROCESSORS).splits == 2
 
 
-def test_blocks_do_not_wait_where_others_may_hold_the_processors() -> None:
+def test_no_waiting_between_ctas_under_mps() -> None:
     assert plan_hopper_gemm(64, SHAPES["value"], PROCESSORS, co_resident=False).splits == 1
 
 
-def test_fewer_processors_share_less() -> None:
-    """114 of an H100 PCIe: 32 tiles leave room for three blocks each, and there are kernels for two."""
+def test_fewer_sms_split_less() -> None:
+    """114 SMs of an H100 PCIe: 32 tiles leave room for three CTAs each, and kernels exist for two."""
     assert plan_hopper_gemm(64, SHAPES["value"], 114).splits == 2
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", [*range(1, 642, 13), 64, 65, 128, 320, 321, 640])
-def test_every_plan_of_codes_has_a_kernel_and_room(rows: int, name: str) -> None:
+def test_every_quantised_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
     plan = plan_fp8(rows, SHAPES[name], PROCESSORS)
     assert plan.tile_rows in FP8_TILE_ROWS
     tiles = sum(-(-shape.n // TILE_N) for shape in SHAPES[name]) * -(-rows // plan.tile_rows)
@@ -100,9 +100,8 @@ def test_every_plan_of_codes_has_a_kernel_and_room(rows: int, name: str) -> None
     assert tiles * plan.splits * plan.tile_rows <= PROCESSORS * FP8_TILE_ROWS[-1] or plan.splits == 1, "room for sums"
 
 
-def test_tiles_of_half_the_rows_exchange_less() -> None:
-    """From 257 rows on, where four blocks would share a tile, two share each of two; where two would, or none, nothing
-    changes."""
+def test_half_tiles_exchange_less() -> None:
+    """From 257 rows: where four CTAs would share a tile, two share each of two. Other plans stay."""
     value, key = SHAPES["value"], SHAPES["key"]
     assert [plan_fp8(rows, value, PROCESSORS) for rows in (64, 256, 257, 320)] == [
         Plan(64, 4),
@@ -115,8 +114,8 @@ def test_tiles_of_half_the_rows_exchange_less() -> None:
     assert plan_fp8(320, value, PROCESSORS, co_resident=False) == Plan(320, 1)
 
 
-def test_entrances_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """r, k, v of 4,096 outputs leave 36 of 132 processors, 28 of which the low ranks take; of 2,048 they share k."""
+def test_input_projections_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """r, k, v of 4,096 outputs leave 36 of 132 SMs, and low ranks take 28. With 2,048 they use split-K."""
     work = HopperWorkspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
     monkeypatch.setattr(fused_input_projections, "prepare_hopper_gemm", lambda device: work)
     monkeypatch.setattr(fused_input_projections, "has_hopper_gemm", lambda device: True)
@@ -138,13 +137,13 @@ def test_entrances_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fits(80)
 
 
-def test_why_there_are_none() -> None:
+def test_the_reason_for_no_kernels() -> None:
     reason = hopper_gemm_unavailable_reason(torch.device("cpu"))
-    assert reason is not None and "sm_90 only" in reason
+    assert reason is not None and "require sm_90" in reason
     assert CudaOps().missing_kernels(torch.device("cpu")) == {"wide": reason}
 
 
-def test_a_build_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise build.BuildError("nvcc knows no compute_90a")
 
@@ -155,7 +154,7 @@ def test_a_build_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not cuda_wide.has_hopper_gemm(device)
 
 
-def test_what_fits() -> None:
+def test_supported_shapes() -> None:
     assert fits_hopper_gemm(GemmShape(96, 768), transposed=False)
     assert not fits_hopper_gemm(GemmShape(96, 768), transposed=True)
     assert not fits_hopper_gemm(GemmShape(96, 96), transposed=False)

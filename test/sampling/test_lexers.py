@@ -1,4 +1,4 @@
-"""Masks that are computed at once: of one grammar's rows too, and of a vocabulary whose parts are taken whole."""
+"""Parallel masks: several lexers per grammar, and slices of the vocabulary."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one() -> GrammarCompiler:
 
 @pytest.fixture
 def compiler(one: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
-    """None of its grammars takes long, whatever else this machine does while it compiles one."""
+    """A compiler for which no grammar is slow, on any machine."""
     monkeypatch.setattr(compilers, "SLOW_COMPILE_S", 60.0)
     yield one
     one.forget()
@@ -76,7 +76,7 @@ def test_one_thread_has_one_lexer_of_a_grammar() -> None:
     assert not compiler.needs_lexers(grammar, 100) and len(grammar.templates) == 1
 
 
-def test_masks_go_to_their_rows_whatever_lexer_they_have(compiler: GrammarCompiler) -> None:
+def test_masks_reach_their_rows_from_any_lexer(compiler: GrammarCompiler) -> None:
     digits, letters = regex("[0-9]+x"), regex("[a-z]+0")
     compiled = [compiler.compile(digits), compiler.compile(letters)]
     for held, grammar in zip((digits, letters), compiled, strict=True):
@@ -89,7 +89,7 @@ def test_masks_go_to_their_rows_whatever_lexer_they_have(compiler: GrammarCompil
         assert all(byte.isalpha() if number % 2 else byte.isdigit() for byte in first)
 
 
-def test_a_grammar_that_takes_long_is_compiled_once(compiler: GrammarCompiler) -> None:
+def test_a_slow_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     held = regex("a+")
     grammar = compiler.compile(held)
     grammar.compile_s = 2 * compilers.SLOW_COMPILE_S
@@ -97,7 +97,7 @@ def test_a_grammar_that_takes_long_is_compiled_once(compiler: GrammarCompiler) -
     assert len(grammar.templates) == 1
 
 
-def test_lexers_count_among_what_is_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lexers_count_in_the_cache(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_CACHED", 5)
     old, new = regex("old"), regex("new")
     compiler.compile(old)
@@ -108,7 +108,7 @@ def test_lexers_count_among_what_is_kept(compiler: GrammarCompiler, monkeypatch:
     assert compiler.cached(new) is None and compiler.cached(old) is not None, "the one used longest ago goes"
 
 
-def test_jobs_of_many_rows_find_lexers_and_more_are_made_for_those_to_come(
+def test_jobs_of_many_rows_get_lexers_for_later_rows_too(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compile_queue, "THREADS", 1)
@@ -130,12 +130,12 @@ def test_jobs_of_many_rows_find_lexers_and_more_are_made_for_those_to_come(
     assert len(found[0].templates) == 2
     prepare("many", 32)
     assert found[1] is found[0]
-    prepare("behind", 1, "[g-z]+")  # the desk's one thread has come to it
+    prepare("behind", 1, "[g-z]+")  # the queue's only thread has reached it
     assert len(found[0].templates) == MOST
     desk.close()
 
 
-def test_what_is_taken_whole_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SHORT))
     texts = ['{"name": "abcdefghijk', '{"name": "é 日本語 of it', '{"name": "", "other": [1.5, "an unbounded']
     masks: list[list[bytes]] = []

@@ -1,4 +1,4 @@
-"""Every sampler that runs on a CPU, held to the definition: masks, draws, penalties, seeds, odd logits."""
+"""Every sampler that runs on a CPU against the definition: masks, penalties, seeds, odd logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 class FromCpu:
-    """A sampler of another device behind tensors on the CPU."""
+    """A sampler of another device, for CPU tensors."""
 
     def __init__(self, inner: Sampler, device: torch.device) -> None:
         self.name, self.admit, self._inner, self._device = inner.name, inner.admit, inner, device
@@ -51,7 +51,7 @@ class FromCpu:
     params=["naive", pytest.param("cpu", marks=needs_cpp), *(pytest.param(n, marks=needs_gpu) for n in ON_GPU)]
 )
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes a sampler with one seat per given parameters."""
+    """Create a sampler with one request slot per parameters."""
 
     def make_sampler(vocab: int, rows: list[SamplingParams], penalty_exempt: tuple[int, ...] = ()) -> Sampler:
         device = torch.device("cuda") if request.param in ON_GPU else CPU
@@ -65,7 +65,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def kinds_of_logits(vocab: int) -> dict[str, Tensor]:
-    """Rows that go wrong in different ways."""
+    """Rows with different problems."""
     generator = torch.Generator().manual_seed(vocab)
     random = torch.randn(vocab, generator=generator) * 3
     holes = random.clone()
@@ -79,8 +79,8 @@ def kinds_of_logits(vocab: int) -> dict[str, Tensor]:
     }
 
 
-def check_draws(sampler: Sampler, oracles: list[OracleRow], logits: Tensor, steps: int) -> int:
-    """Compare `steps` draws of every row with the oracle; returns how many were beyond doubt."""
+def check_samples(sampler: Sampler, oracles: list[OracleRow], logits: Tensor, steps: int) -> int:
+    """Compare `steps` tokens of every row with the oracle; return how many were beyond doubt."""
     sure = 0
     for _ in range(steps):
         tokens = sampler.sample(logits.clone(), list(range(len(oracles)))).token_ids.tolist()
@@ -93,20 +93,20 @@ def check_draws(sampler: Sampler, oracles: list[OracleRow], logits: Tensor, step
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_every_draw_is_the_definitions(make: Make, vocab: int) -> None:
-    """All mixes of top_k and top_p over all kinds of logits, in one batch."""
+def test_every_token_equals_the_definition(make: Make, vocab: int) -> None:
+    """All mixes of top_k and top_p with all kinds of logits, in one batch."""
     top_ks = (0, 2, 50, 600, vocab - 1, vocab, 10**9)
     cuts = list(itertools.product(top_ks if vocab < 65536 else (0, 50, 20000), (1.0, 0.9, 0.6, 1e-6)))
     kinds = list(kinds_of_logits(vocab).values())
     rows = [SamplingParams(top_k=k, top_p=p, seed=i * 2**40 + 7) for i, (k, p) in enumerate(cuts)]
     params = [p for p in rows for _ in kinds]
     logits = torch.stack(kinds * len(rows))
-    sure = check_draws(make(vocab, params), [OracleRow(p) for p in params], logits, 1 if vocab == 65536 else 8)
+    sure = check_samples(make(vocab, params), [OracleRow(p) for p in params], logits, 1 if vocab == 65536 else 8)
     assert sure > 0.9 * len(params)
 
 
-def test_kept_tokens_are_all_drawn_and_no_others(make: Make) -> None:
-    """At a temperature that evens the kept tokens out, every one of them turns up."""
+def test_exactly_the_kept_tokens_are_sampled(make: Make) -> None:
+    """At a high temperature, every kept token occurs."""
     logits = (torch.randn(64, generator=torch.Generator().manual_seed(1)) * 2).round()
     for top_k, top_p in [(10, 1.0), (0, 0.5), (10, 0.1), (1, 1.0), (0, 0.0), (64, 1.0), (7, 0.9)]:
         params = [SamplingParams(top_k=top_k, top_p=top_p, temperature=5.0, seed=s) for s in range(1200)]
@@ -122,7 +122,7 @@ def test_exactly_top_k_of_tied_tokens_stay(make: Make) -> None:
 
 
 def test_top_p_of_one_keeps_everything(make: Make) -> None:
-    """A cumulative sum that stays under 1.0 must not turn this greedy."""
+    """A cumulative sum below 1.0 must not make this row greedy."""
     params = [SamplingParams(top_p=1.0, seed=s) for s in range(300)]
     sampled = make(1003, params).sample(torch.zeros(300, 1003), list(range(300))).token_ids
     assert len(set(sampled.tolist())) > 200
@@ -131,7 +131,7 @@ def test_top_p_of_one_keeps_everything(make: Make) -> None:
 @pytest.mark.parametrize("vocab", [12, 1003])
 @pytest.mark.parametrize("cut", [(0, 1.0), (8, 1.0), (0, 0.8), (6, 0.9)])
 def test_distribution(make: Make, vocab: int, cut: tuple[int, float]) -> None:
-    """Chi-square of 6000 draws against the renormalised softmax; the bound is the 1e-6 quantile, roughly."""
+    """Chi-square of 6000 samples against the renormalised softmax; the bound is about the 1e-6 quantile."""
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     rows, steps = 500, 12
     params = [SamplingParams(top_k=cut[0], top_p=cut[1], temperature=0.8, seed=s) for s in range(rows)]
@@ -153,7 +153,7 @@ def test_distribution(make: Make, vocab: int, cut: tuple[int, float]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_step_by_step(make: Make, temperature: float) -> None:
-    """Counts decay, penalty_exempt tokens pay presence only, bias and bans act first; 60 steps against a dict."""
+    """Counts decay, exempt tokens pay presence only, bias and bans come first; 60 steps against a dict."""
     vocab, penalty_exempt = 200, (3, 4, 5)
     params = [
         SamplingParams(
@@ -173,10 +173,10 @@ def test_penalties_step_by_step(make: Make, temperature: float) -> None:
     oracles = [OracleRow(p, frozenset(penalty_exempt)) for p in params]
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(5)) * 2
     logits[:, 190] = 50
-    assert check_draws(sampler, oracles, logits, 60) > 50 * len(params)
+    assert check_samples(sampler, oracles, logits, 60) > 50 * len(params)
 
 
-def test_a_row_that_moves_in_forgets_the_last_one(make: Make) -> None:
+def test_a_new_row_forgets_the_previous_one(make: Make) -> None:
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(6))
     params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, logit_bias={7: 2.0}, seed=9)
     sampler = make(100, [params])
@@ -187,8 +187,8 @@ def test_a_row_that_moves_in_forgets_the_last_one(make: Make) -> None:
     assert [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(20)] == first
 
 
-def test_a_new_rows_counts_begin_at_zero(make: Make) -> None:
-    """However often the last row in its seat drew what stood in their place."""
+def test_a_new_rows_counts_start_at_zero(make: Make) -> None:
+    """Regardless of the counts of the slot's previous row."""
     sampler = make(10, [SamplingParams(temperature=0.0, frequency_penalty=0.001)])
     favourite = torch.zeros(1, 10)
     favourite[0, 7] = 5.0
@@ -209,8 +209,8 @@ def test_greedy_rows_take_the_lowest_of_equal_tokens(make: Make, params: Samplin
     assert [sampler.sample(torch.ones(1, 64), [0]).token_ids.item() for _ in range(8)] == [0] * 8
 
 
-def test_of_equal_scores_the_lower_id_is_drawn(make: Make) -> None:
-    """Logits so large that no noise tells them apart."""
+def test_on_equal_scores_the_lower_id_wins(make: Make) -> None:
+    """Logits too large for noise to matter."""
     rows = [SamplingParams(seed=seed, top_k=k, top_p=p) for seed in range(4) for k, p in ((5, 1.0), (0, 0.9), (0, 1.0))]
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(3))
     logits[:, [7, 30, 41]] = math.inf
@@ -218,7 +218,7 @@ def test_of_equal_scores_the_lower_id_is_drawn(make: Make) -> None:
 
 
 def test_a_token_just_below_top_p_is_kept(make: Make) -> None:
-    """The first of two equal ones has half of the mass, which is below 0.5003 of it."""
+    """The first of two equal tokens has half of the mass, which is below 0.5003."""
     rows = [SamplingParams(seed=seed, top_p=0.5003) for seed in range(64)]
     logits = torch.full((64, 50), -math.inf)
     logits[:, [7, 30]] = 1.0
@@ -226,7 +226,7 @@ def test_a_token_just_below_top_p_is_kept(make: Make) -> None:
 
 
 def mixed_params() -> list[SamplingParams]:
-    """One row of every sort."""
+    """One row of every kind."""
     return [
         SamplingParams(temperature=0.0),
         SamplingParams(seed=2**64 - 1),
@@ -238,7 +238,7 @@ def mixed_params() -> list[SamplingParams]:
     ]
 
 
-def test_a_row_draws_the_same_alone_and_in_any_company(make: Make) -> None:
+def test_a_row_samples_the_same_in_any_batch(make: Make) -> None:
     params = mixed_params()
     vocab, order = 4099, list(reversed(range(len(params))))
     logits = torch.randn(12, len(params), vocab, generator=torch.Generator().manual_seed(7)) * 3
@@ -254,7 +254,7 @@ def test_a_row_draws_the_same_alone_and_in_any_company(make: Make) -> None:
             )
 
 
-def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Make) -> None:
+def test_a_row_with_earlier_tokens_continues_in_a_new_slot(make: Make) -> None:
     params = [*mixed_params(), SamplingParams(presence_penalty=1.5, penalty_decay=0.9, logit_bias={3: 4.0}, seed=10)]
     vocab, exempt = 211, (3, 5)
     logits = torch.randn(90, len(params), vocab, generator=torch.Generator().manual_seed(17)) * 2
@@ -268,7 +268,7 @@ def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Mak
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """[R, V] bool -> masks [R, ceil(V / 32)] int32."""
+    """Pack [R, V] bool to masks [R, ceil(V / 32)] int32."""
     rows, vocab = bits.shape
     padded = torch.zeros(rows, -(-vocab // 32) * 32, dtype=torch.int64)
     padded[:, :vocab] = bits
@@ -277,8 +277,8 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 130), (2000, 12_000), (20_000, 20_011)])
-def test_whole_parts_of_a_vocabulary_that_a_mask_forbids_are_never_drawn(make: Make, first: int, last: int) -> None:
-    """Whatever their logits: those of what may be drawn are flat, so that rows which cut nothing draw among many."""
+def test_forbidden_chunks_are_never_sampled(make: Make, first: int, last: int) -> None:
+    """With any logits. Those of allowed tokens are flat, so rows without truncation have many candidates."""
     noisy = SamplingParams(method=Method.NOISE, noise=1.0, seed=4)
     params, vocab = [*mixed_params(), SamplingParams(top_p=0.99, seed=3), noisy], 20_011
     sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
@@ -296,8 +296,8 @@ def test_whole_parts_of_a_vocabulary_that_a_mask_forbids_are_never_drawn(make: M
 
 
 @pytest.mark.parametrize("vocab", [50, 130, 192, 1003, 1024])
-def test_what_a_mask_forbids_at_a_vocabularys_end_adds_no_mass(make: Make, vocab: int) -> None:
-    """However likely it would be: top_p is of what may be drawn. The end is a whole part of the vocabulary, or not."""
+def test_forbidden_tokens_at_the_end_add_no_mass(make: Make, vocab: int) -> None:
+    """With any logits: top_p counts allowed tokens only. The end is a whole chunk of the vocabulary or a part."""
     params = [SamplingParams(top_p=top_p, seed=seed) for seed in range(60) for top_p in (0.3, 0.5, 0.9)]
     sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
     for req_slot, own in enumerate(params):
@@ -311,8 +311,8 @@ def test_what_a_mask_forbids_at_a_vocabularys_end_adds_no_mass(make: Make, vocab
 
 
 @pytest.mark.parametrize("allowed", [1, 3, 60, 3000, 60_000])
-def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None:
-    """In vocabularies of many chunks, few of which a mask may leave anything of."""
+def test_masked_tokens_equal_the_definition(make: Make, allowed: int) -> None:
+    """In vocabularies of many chunks; a mask leaves tokens in few of them."""
     params, vocab = mixed_params(), 65536
     sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
     for req_slot, own in enumerate(params):
@@ -329,7 +329,7 @@ def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None
         assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), masks).token_ids)
 
 
-def test_steps_and_seeds_decide(make: Make) -> None:
+def test_steps_and_seeds_determine_the_token(make: Make) -> None:
     logits = torch.zeros(2, 1003)
     sampler = make(1003, [SamplingParams(seed=1), SamplingParams(seed=1)])
     tokens = torch.stack([sampler.sample(logits.clone(), [0, 1]).token_ids for _ in range(20)])
@@ -339,7 +339,7 @@ def test_steps_and_seeds_decide(make: Make) -> None:
     assert sampler.sample(logits.clone(), [0, 1]).token_ids[0] != tokens[0, 0]
 
 
-def test_nan_and_infinite_logits_harm_no_other_row(make: Make) -> None:
+def test_nan_and_infinite_logits_affect_only_their_row(make: Make) -> None:
     vocab, params = 1003, [p for p in mixed_params() for _ in range(5)]
     clean = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(8))
     odd = clean.clone()
@@ -363,7 +363,7 @@ def test_noise(make: Make) -> None:
     params = [SamplingParams(method=Method.NOISE, noise=2.0, temperature=0.5, seed=s, top_k=1) for s in range(300)]
     logits = torch.linspace(0, 3, 64).flip(0)
     sampler, oracles = make(64, params), [OracleRow(p) for p in params]
-    assert check_draws(sampler, oracles, logits.repeat(300, 1), 2) > 500
+    assert check_samples(sampler, oracles, logits.repeat(300, 1), 2) > 500
     sampled = make(64, params).sample(logits.repeat(300, 1), list(range(300))).token_ids
     assert len(set(sampled.tolist())) > 5
     assert (logits[sampled] / 0.5 >= 3 / 0.5 - 2).all()

@@ -1,4 +1,4 @@
-"""The parts of sampling: Philox against its published vectors, the registry, the seats' tables."""
+"""Philox against its published vectors, the registry, and the tables of request slots."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_seen_tokens_outgrow_their_table() -> None:
     assert table.seen_counts[1, 3].item() == pytest.approx(1.0)
 
 
-def test_the_first_sampler_that_can_serve_is_chosen() -> None:
+def test_the_first_usable_sampler_is_chosen() -> None:
     sampler, refusals = registry.choose_sampler(["rapid", "flashinfer", "naive"], CPU, 4, 100, [])
     assert sampler.name == "naive"
     assert set(refusals) == {"rapid", "flashinfer"}
@@ -87,7 +87,7 @@ def test_the_first_sampler_that_can_serve_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("error", [TypeError("two"), AttributeError("no"), subprocess.CalledProcessError(1, "ninja")])
-def test_a_sampler_that_cannot_be_made_is_a_refusal(
+def test_a_failed_constructor_is_a_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def broken(*_: object) -> None:
@@ -101,7 +101,7 @@ def test_a_sampler_that_cannot_be_made_is_a_refusal(
     assert "flashinfer" in caplog.text and str(error) in caplog.text
 
 
-def test_a_sampler_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = registry.choose_sampler(["naive"], CPU, 4, 100, [])
     monkeypatch.setattr(NaiveSampler, "__init__", lambda *_: pytest.fail("made twice"))
     again, refusals = registry.choose_sampler(["flashinfer", "naive"], CPU, 4, 100, [], created=[first])
@@ -119,7 +119,7 @@ def test_unknown_samplers_and_none_left() -> None:
 
 
 def test_masses_are_summed_in_fp64() -> None:
-    """Of three tokens the first two have a little less than top_p: so little that sums in fp32 cannot tell."""
+    """The first two of three tokens have slightly less than top_p; fp32 sums would not show it."""
     low = torch.linspace(-2.0, -0.01, 200)
     mass = low.exp().double()
     rows = [SamplingParams(top_p=top_p) for top_p in ((1 + mass) * (1 + 1e-10) / (1 + 2 * mass)).tolist()]
@@ -133,8 +133,8 @@ def test_masses_are_summed_in_fp64() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_logprobs_of_a_row_are_the_same_alone_and_in_company(count: int) -> None:
-    """A sum over one row alone is shared out among threads, one over several rows is not."""
+def test_logprobs_of_a_row_are_the_same_in_any_batch(count: int) -> None:
+    """torch splits the sum of a single row between threads, but not sums of several rows."""
     logits = torch.randn(64, 65536, generator=torch.Generator().manual_seed(0)) * 5
     targets = torch.arange(64) * 1000
     together = target_logprobs(logits.clone(), targets, count)

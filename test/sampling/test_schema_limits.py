@@ -1,4 +1,4 @@
-"""Schemas of which llguidance would allow more than they say, and grammars that no text matches."""
+"""Schemas that llguidance would enforce too loosely, and grammars that match no text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def takes(compiler: GrammarCompiler, constraint: Constraint, value: Any) -> bool
         ("date-time", ["2024-02-29T10:00:00Z"], ["2023-02-29T10:00:00Z", "2023-03-01T10:00:60Z"]),
     ],
 )
-def test_dates_that_there_are(compiler: GrammarCompiler, form: str, good: list[str], bad: list[str]) -> None:
+def test_real_dates(compiler: GrammarCompiler, form: str, good: list[str], bad: list[str]) -> None:
     for pattern in ({}, {"pattern": "^[0-9]"}):
         held = schema({"type": "string", "format": form, **pattern})
         assert [text for text in [*good, *bad] if takes(compiler, held, text)] == good
@@ -68,7 +68,7 @@ def test_white_space_of_patterns(compiler: GrammarCompiler, pattern: str, text: 
     assert takes(compiler, schema({"type": "string", "pattern": pattern}), text) is is_taken
 
 
-def test_limits_that_are_not_exact_are_refused_by_their_place(compiler: GrammarCompiler) -> None:
+def test_inexact_limits_are_refused_with_their_place(compiler: GrammarCompiler) -> None:
     limits = [{"minimum": 1e300, "maximum": 1e301}, {"exclusiveMinimum": 2**53 + 1}, {"maximum": -(2**60)}]
     for limit in limits:
         held = {"properties": {"a": {"items": {"type": "integer", **limit}}}}
@@ -85,9 +85,7 @@ def test_limits_that_are_not_exact_are_refused_by_their_place(compiler: GrammarC
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 400, str(2**53 + 1), str(-(2**63))])
-def test_numbers_that_are_not_served_are_refused_by_their_place(
-    compiler: GrammarCompiler, number: str, strict: bool
-) -> None:
+def test_unsupported_numbers_are_refused_with_their_place(compiler: GrammarCompiler, number: str, strict: bool) -> None:
     for source, place in (('{"const": %s}', ".const"), ('{"items": {"enum": [1, {"a": %s}]}}', ".items.enum[1].a")):
         with pytest.raises(GrammarError, match=r"^(NaN.* not supported|an integer of .* out of range)") as refusal:
             compiler.compile(Constraint(form=Form.JSON_SCHEMA, source=source % number, strict=strict))
@@ -104,7 +102,7 @@ def test_numbers_that_are_not_served_are_refused_by_their_place(
     assert refusal.value.place == ".properties.const.minLength"
 
 
-def test_a_number_is_the_one_that_was_asked_for_or_refused(compiler: GrammarCompiler) -> None:
+def test_a_number_is_exact_or_refused(compiler: GrammarCompiler) -> None:
     dice = random.Random(3)
     drawn = [float(f"{dice.random():.{dice.randint(2, 17)}g}e{dice.randint(-30, 30)}") for _ in range(100)]
     told = 0
@@ -122,13 +120,13 @@ def test_a_number_is_the_one_that_was_asked_for_or_refused(compiler: GrammarComp
 @pytest.mark.parametrize(
     "value", [{"maximum": 10**400}, {"type": "x" * 5000}, {"type": "string", "pattern": "(" * 999}]
 )
-def test_a_refusal_is_short(compiler: GrammarCompiler, value: Any) -> None:
+def test_a_message_is_short(compiler: GrammarCompiler, value: Any) -> None:
     with pytest.raises(GrammarError) as refusal:
         compiler.compile(schema(value))
     assert len(str(refusal.value)) <= MAX_MESSAGE + 3
 
 
-def test_how_json_is_written_is_not_the_schemas_to_say(compiler: GrammarCompiler) -> None:
+def test_a_schema_cannot_change_the_json_style(compiler: GrammarCompiler) -> None:
     held = schema({"type": "array", "x-guidance": {"item_separator": "[xy]"}})
     assert takes(compiler, held, [1, 2])
 
@@ -142,17 +140,17 @@ def test_how_json_is_written_is_not_the_schemas_to_say(compiler: GrammarCompiler
     ],
     ids=["itself", "each other", "nothing"],
 )
-def test_what_no_text_matches_is_refused(compiler: GrammarCompiler, constraint: Constraint) -> None:
+def test_a_grammar_without_texts_is_refused(compiler: GrammarCompiler, constraint: Constraint) -> None:
     with pytest.raises(GrammarError, match=r"no text matches it|no value can end"):
         compiler.compile(constraint)
 
 
-def test_what_may_begin_in_too_many_ways_is_refused_for_that(compiler: GrammarCompiler) -> None:
+def test_too_many_alternatives_are_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match=r"takes too much to follow: .*\(limit"):
         compiler.compile(Constraint(form=Form.LARK, source="start:" + ' "a"?' * 500))
 
 
-def test_one_of_is_refused_in_words_of_the_request(compiler: GrammarCompiler) -> None:
+def test_the_one_of_error_uses_the_requests_words(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match="more than one branch of oneOf may match; write anyOf"):
         compiler.compile(schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
 
@@ -173,9 +171,7 @@ PAIR = {"type": "array", "items": {"$ref": "#/$defs/pair"}, "minItems": 1}
         ({"allOf": [{"type": "object"}, {"$ref": "#/allOf/1"}]}, ""),
     ],
 )  # fmt: skip
-def test_a_schema_whose_values_never_end_is_refused_by_its_place(
-    compiler: GrammarCompiler, value: Any, place: str
-) -> None:
+def test_an_endless_schema_is_refused_with_its_place(compiler: GrammarCompiler, value: Any, place: str) -> None:
     for strict in (True, False):
         with pytest.raises(GrammarError, match="no value can end") as refusal:
             compiler.compile(schema(value, strict=strict))
@@ -191,9 +187,7 @@ def test_a_schema_whose_values_never_end_is_refused_by_its_place(
         ({"type": "null", "$defs": {"unused": {"$ref": "#/$defs/unused"}}}, None),
     ],
 )
-def test_a_schema_that_refers_to_itself_and_ends_is_served(
-    compiler: GrammarCompiler, schema_value: Any, answer: Any
-) -> None:
+def test_a_recursive_schema_that_ends_is_accepted(compiler: GrammarCompiler, schema_value: Any, answer: Any) -> None:
     assert takes(compiler, schema(schema_value), answer)
 
 
@@ -201,8 +195,8 @@ def test_a_schema_that_refers_to_itself_and_ends_is_served(
     ("fault", "why"),
     [({"not": {"type": "string"}}, "Unimplemented keys"), ({"$ref": "#/nope"}, "'/nope' does not exist")],
 )
-def test_the_place_is_that_of_the_fault_which_is_told(compiler: GrammarCompiler, fault: Any, why: str) -> None:
-    """Alone, without what they refer to, other parts may have other faults."""
+def test_the_place_belongs_to_the_reported_error(compiler: GrammarCompiler, fault: Any, why: str) -> None:
+    """Alone, other parts may have other errors."""
     kinds = {name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]} for name in "ab"}
     either = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
     with pytest.raises(GrammarError, match=why) as refusal:
@@ -210,7 +204,7 @@ def test_the_place_is_that_of_the_fault_which_is_told(compiler: GrammarCompiler,
     assert refusal.value.place == ".properties.z"
 
 
-def test_what_else_is_wrong_with_a_schema_that_refers_to_itself_is_told(compiler: GrammarCompiler) -> None:
+def test_other_errors_of_a_recursive_schema_are_reported(compiler: GrammarCompiler) -> None:
     children = {"type": "array", "uniqueItems": True, "items": {"$ref": "#"}}
     held = {"type": "object", "properties": {"parent": {"$ref": "#"}, "children": children}}
     rule = SchemaRule(name="x", source=json.dumps(held), field="tools[0]")
@@ -223,7 +217,7 @@ def test_what_else_is_wrong_with_a_schema_that_refers_to_itself_is_told(compiler
         assert (refusal.value.field, refusal.value.place) == (field, ".properties.children")
 
 
-def test_a_rule_whose_values_never_end_is_refused_by_its_field(compiler: GrammarCompiler) -> None:
+def test_an_endless_rule_is_refused_with_its_field(compiler: GrammarCompiler) -> None:
     held = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}], "$defs": {"pair": PAIR}}
     rule = SchemaRule(name="x", source=json.dumps(held), field="tools[0]")
     with pytest.raises(GrammarError, match="no value can end") as refusal:
@@ -232,17 +226,17 @@ def test_a_rule_whose_values_never_end_is_refused_by_its_field(compiler: Grammar
 
 
 class Counted(dict[str, Any]):
-    """A part that counts how often anything is asked of any."""
+    """A part that counts its reads."""
 
     asked = 0
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """As in dict."""
         Counted.asked += 1
         return super().get(key, default)
 
 
-def test_parts_inside_many_that_are_referred_to_are_looked_at_within_bounds() -> None:
+def test_visits_of_referenced_parts_are_limited() -> None:
     inner: dict[str, Any] = {"allOf": [Counted() for _ in range(3000)]}
     for _ in range(200):
         inner = {"allOf": [inner]}
@@ -252,7 +246,7 @@ def test_parts_inside_many_that_are_referred_to_are_looked_at_within_bounds() ->
     assert Counted.asked < 20 * MAX_VISITS
 
 
-def test_a_part_of_many_names_is_looked_at_once() -> None:
+def test_a_part_with_many_names_is_visited_once() -> None:
     names = ["#/$defs/" + "".join(tildes) for tildes in itertools.product(("~", "~0"), repeat=6)]
     part = {"type": "array", "minItems": 1, "allOf": [{} for _ in range(3000)], "items": {"$ref": names[0]}}
     with pytest.raises(GrammarError, match="no value can end"):
@@ -260,7 +254,7 @@ def test_a_part_of_many_names_is_looked_at_once() -> None:
 
 
 @pytest.mark.parametrize("links", [300, 3000])
-def test_long_chains_of_references_are_looked_at_within_bounds(compiler: GrammarCompiler, links: int) -> None:
+def test_visits_of_long_reference_chains_are_limited(compiler: GrammarCompiler, links: int) -> None:
     chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(links)}
     whole = {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"type": "null"}}}
     check_terminates(whole)
@@ -269,7 +263,7 @@ def test_long_chains_of_references_are_looked_at_within_bounds(compiler: Grammar
             check_terminates({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"$ref": "#/$defs/d0"}}})
 
 
-def test_what_is_certain_without_an_end_is_an_error_that_says_so(compiler: GrammarCompiler) -> None:
+def test_endless_jump_forward_text_is_an_error(compiler: GrammarCompiler) -> None:
     matcher = Matcher(compiler.compile(schema({"type": "array", "items": {"const": 1}, "minItems": 10**9})))
     matcher.advance(TOKENIZER.encode("[")[0])
     matcher.jump_forward_tokens()
@@ -296,7 +290,7 @@ TWICE = {"type": "array", "uniqueItems": True}
         ({"b": {"$ref": "#/nowhere"}, "a": {"type": "string"}}, {}, ".properties.b"),
     ],
 )
-def test_the_place_of_a_fault_behind_references(
+def test_the_place_of_an_error_behind_references(
     compiler: GrammarCompiler, properties: dict[str, Any], more: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(GrammarError) as refused:
@@ -304,14 +298,14 @@ def test_the_place_of_a_fault_behind_references(
     assert refused.value.place == place
 
 
-def test_unique_items_that_need_not_be_unique_say_nothing(compiler: GrammarCompiler) -> None:
+def test_unique_items_false_is_ignored(compiler: GrammarCompiler) -> None:
     assert takes(compiler, schema({"items": {"uniqueItems": False, "type": "array"}}), [[1, 1]])
     with pytest.raises(GrammarError, match="uniqueItems") as refused:
         compiler.compile(schema({"items": {"uniqueItems": True, "type": "array"}}))
     assert refused.value.place == ".items"
 
 
-def test_what_lies_at_a_place() -> None:
+def test_the_schema_at_a_place() -> None:
     held = {"a": {"b.c": [1, {"d": 2}], "b": {"c": [3]}, "[0]": 4}, "a.b": 5}
     wanted = {"": held, ".a.b.c[1].d": 2, ".a.b.c[2]": None, ".a.[0]": 4, ".a[0]": None, ".nowhere": None}
     assert {place: json.loads(schema_at(json.dumps(held), place)) for place in wanted} == wanted

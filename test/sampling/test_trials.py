@@ -1,4 +1,4 @@
-"""Processes that try grammars: each has one asker at a time, what ends one is told of its own grammar, none is left."""
+"""Sandbox processes: one caller at a time, errors reach the right grammar, none is left over."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sampling.grammar.constraint import Constraint, Form
 DIGITS = Constraint(form=Form.REGEX, source="[0-9]+", field="regex")
 
 
-class StandIn:
-    """A process that finds nothing wrong."""
+class FakeProcess:
+    """A process that accepts every grammar."""
 
     made = 0
 
     def __init__(self, vocabulary: object) -> None:
-        StandIn.made += 1
+        FakeProcess.made += 1
         self.is_alive = True
 
     def try_compile(self, constraint: Constraint) -> None:
@@ -29,46 +29,44 @@ class StandIn:
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> CompileSandbox:
-    monkeypatch.setattr(compile_sandbox, "_Process", StandIn)
-    monkeypatch.setattr(StandIn, "made", 0)
+def sandbox(monkeypatch: pytest.MonkeyPatch) -> CompileSandbox:
+    monkeypatch.setattr(compile_sandbox, "_Process", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "made", 0)
     return CompileSandbox([], 0)
 
 
-def test_a_process_that_has_ended_while_it_was_idle_is_no_grammars_fault() -> None:
-    """Killed by whoever wants memory, say."""
-    trials = CompileSandbox(Tokenizer().byte_table, VOCAB_SIZE)
-    trials.check(DIGITS)
-    (idle,) = trials._idle
+def test_a_process_that_died_idle_fails_no_grammar() -> None:
+    """For example, killed for lack of memory."""
+    sandbox = CompileSandbox(Tokenizer().byte_table, VOCAB_SIZE)
+    sandbox.check(DIGITS)
+    (idle,) = sandbox._idle
     idle._process.kill()
     idle._process.wait()
-    trials.check(DIGITS)
-    assert len(trials._idle) == 1 and trials._idle[0] is not idle
-    trials.close()
+    sandbox.check(DIGITS)
+    assert len(sandbox._idle) == 1 and sandbox._idle[0] is not idle
+    sandbox.close()
 
 
-def test_a_process_that_another_thread_takes_first_is_not_awaited(trials: CompileSandbox) -> None:
-    class Taken(list[StandIn]):
-        """The last one goes between the look and the grasp."""
+def test_a_process_taken_by_another_thread_is_not_awaited(sandbox: CompileSandbox) -> None:
+    class Taken(list[FakeProcess]):
+        """The last process is taken between the check and the pop."""
 
-        def pop(self, *arguments: object) -> StandIn:
+        def pop(self, *arguments: object) -> FakeProcess:
             self.clear()
             return super().pop()
 
-    trials._idle = Taken([StandIn(None)])  # type: ignore[assignment]
-    trials.check(DIGITS)
-    assert StandIn.made == 2
+    sandbox._idle = Taken([FakeProcess(None)])  # type: ignore[assignment]
+    sandbox.check(DIGITS)
+    assert FakeProcess.made == 2
 
 
-def test_a_process_ends_though_it_tries_a_grammar_when_all_are_ended(
-    trials: CompileSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[StandIn] = []
+def test_a_busy_process_ends_when_all_are_closed(sandbox: CompileSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[FakeProcess] = []
 
-    def try_compile(process: StandIn, constraint: Constraint) -> None:
+    def try_compile(process: FakeProcess, constraint: Constraint) -> None:
         asked.append(process)
-        trials.close()
+        sandbox.close()
 
-    monkeypatch.setattr(StandIn, "try_compile", try_compile)
-    trials.check(DIGITS)
-    assert not trials._idle and not asked[0].is_alive
+    monkeypatch.setattr(FakeProcess, "try_compile", try_compile)
+    sandbox.check(DIGITS)
+    assert not sandbox._idle and not asked[0].is_alive

@@ -1,4 +1,4 @@
-"""A sampler's small pieces on their way to a GPU, over stand-ins of its events: every byte from its own place."""
+"""Small uploads of a sampler to a GPU, with fake events: every byte from its own place."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from native import uploads
 from native.uploads import HALF_BYTES, Uploads
-from sampling.rapid import Entry, Seat
+from sampling.rapid import Entry, SlotState
 
-SEAT, ENTRY = ctypes.sizeof(Seat), ctypes.sizeof(Entry)
+SEAT, ENTRY = ctypes.sizeof(SlotState), ctypes.sizeof(Entry)
 
 
 class Event:
-    """Of a half: its number, told when it is recorded or waited for."""
+    """The event of a half: logs its number when recorded or awaited."""
 
     told: list[tuple[str, int]]
     made = 0
@@ -46,7 +46,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Uploads:
 
 
 def send(ring: Uploads, size: int, number: int) -> None:
-    """A piece of so many bytes arrives whole."""
+    """Assert that a piece of this many bytes arrives complete."""
     piece: Any = (ctypes.c_uint8 * size)(*([number % 251] * size))
     target = torch.zeros(size, dtype=torch.uint8)
     ring.send(target, piece)
@@ -54,8 +54,8 @@ def send(ring: Uploads, size: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(SEAT,), (SEAT, ENTRY), (SEAT, 2 * ENTRY, SEAT), (HALF_BYTES,), (HALF_BYTES // 2,)])
-def test_pieces_that_fill_a_half_to_its_last_byte_are_followed_by_others(ring: Uploads, sizes: tuple[int, ...]) -> None:
-    """Rows without a bias do: 2,048 seats are a half. At the end of the second one each row from then on failed."""
+def test_uploads_continue_after_a_half_is_exactly_full(ring: Uploads, sizes: tuple[int, ...]) -> None:
+    """Rows without a bias fill halves exactly, 2,048 rows each. The row after them uploads too."""
     sent, number = 0, 0
     while sent < 5 * HALF_BYTES:
         for size in sizes:
