@@ -161,7 +161,7 @@ def measure_memory(lines: int, folder: Path) -> float:
 
         async def close(self) -> None: ...
 
-    batch_command.RemoteService = lambda url, password: InstantBackend()  # type: ignore[assignment,misc]
+    batch_command.RemoteService = lambda url, password: InstantBackend()  # type: ignore[assignment,misc,return-value]
     source = folder / "long.jsonl"
     write_lines(source, lines)
     command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]

@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests that talk to a real service."""
+"""Fixtures of the tests that use a real service."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import os
 import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the engine process; before torch is loaded
-if "PYTEST_XDIST_WORKER" in os.environ:  # the cores have a worker each; tests of several threads ask for them
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core; tests with several threads use `two_threads`
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # else each process that a test starts compiles the tree again
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # otherwise each child process compiles all modules
     sys.dont_write_bytecode = False
 
 from collections.abc import Iterator
@@ -27,33 +27,31 @@ from test import longest_files
 from test.serving import Service
 
 MEMORY_GROWTH_MB = 500
-"""By which memory may grow until what has ended is looked for."""
+"""Growth after which the garbage collector runs for ended engines."""
 _memory = {"most": MEMORY_GROWTH_MB}
 ANSWER_S = 60.0
-"""How long a request waits that says nothing of it: httpx's five seconds are soon over on a busy machine."""
+"""Default request timeout: httpx's five seconds are too short on a busy machine."""
 for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
 _running: dict[str | None, pytest.FixtureDef[Any]] = {}
-"""What the files of a group share, by the group's name."""
+"""Shared fixtures by group name."""
 M_MMAP_THRESHOLD = -3
 LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
-    # Memory of engines that have ended goes back: glibc would else keep it, in an arena for each of their threads.
+    # Return memory of ended engines to the system: glibc would keep it in an arena per thread.
     LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 class Loggers(dict[str, Any]):
-    """Every logger by name. pytest walks them before each part of a test, while a thread of a test that has ended may
-    import a module, which makes one."""
+    """Every logger by name. Safe to iterate while a thread of an earlier test imports a module and adds one."""
 
     def values(self) -> Any:
-        """As they are now."""
         return super().copy().values()
 
 
 logging.Logger.manager.loggerDict = Loggers(logging.Logger.manager.loggerDict)
 
-# The same examples in each run, however long a busy machine takes for one; RWKV_LONG_TESTS=1 looks for others.
+# The same examples in each run, without a deadline. RWKV_LONG_TESTS=1 tries new ones.
 IS_LONG = "RWKV_LONG_TESTS" in os.environ
 settings.register_profile(
     "steady", deadline=None, derandomize=not IS_LONG, suppress_health_check=[HealthCheck.too_slow]
@@ -62,19 +60,19 @@ settings.load_profile("steady")
 
 
 def pytest_configure() -> None:
-    """Until all tests are collected nothing looks for garbage: what is imported stays, and would be walked often."""
+    """Disable garbage collection during test collection: imported objects stay, and scanning them is slow."""
     gc.disable()
 
 
 def pytest_runtest_setup() -> None:
-    """What torch draws without a generator does not depend on the tests before, which another worker may have."""
+    """Seed torch, so that random numbers do not depend on the tests before."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Kernels share their work out, also where a worker of `make test` has one thread."""
+    """Give kernels two threads; a worker of `make test` has one."""
     import torch
 
     before = torch.get_num_threads()
@@ -85,7 +83,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded random model in a real file: 2 layers of width 64, the whole vocabulary."""
+    """A seeded random model in a real file: 2 layers of width 64, the full vocabulary."""
     from demo.random_weights import write_random_model
 
     return write_random_model(tmp_path_factory.mktemp("model") / "tiny.pth", layers=2, width=64)
@@ -93,7 +91,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service without a password, shared by every test that leaves it as it was."""
+    """A service without a password, shared by all tests that leave its state unchanged."""
     running = Service(tmp_path_factory.mktemp("service"), "--model-path", str(tiny_model), "--threads", "2")
     try:
         yield running.wait_ready()
@@ -103,7 +101,7 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Another one, whose only HTTP worker answers all that hold their text to a form."""
+    """Another service, with one HTTP worker that answers all constrained requests."""
     from test.harness import tiny_model
 
     folder = tmp_path_factory.mktemp("service")
@@ -127,21 +125,19 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first (`make test` deals them in this order)."""
+    """Sort the longest files first, as `make test` runs them."""
     if missing_files := longest_files.missing_files():
-        raise pytest.UsageError(f"test/longest_files.py names what is not there: {', '.join(missing_files)}")
+        raise pytest.UsageError(f"test/longest_files.py lists missing files: {', '.join(missing_files)}")
     if unlisted_files := longest_files.unlisted_files(items):
-        raise pytest.UsageError(
-            f"SHARING in test/longest_files.py is to name those that share: {', '.join(unlisted_files)}"
-        )
+        raise pytest.UsageError(f"add these files to SHARING in test/longest_files.py: {', '.join(unlisted_files)}")
     items.sort(key=lambda item: longest_files.sort_key(item.path))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """A service that files share ends with the last of them: one that idles takes a hundredth of a core.
+    """Stop a shared service after the last file that uses it: an idle one takes 1 % of a core.
 
-    Whoever asks for it later has it started again.
+    A later test starts a new one.
     """
     here, then = (one and longest_files.group(one.nodeid.partition("::")[0]) for one in (item, nextitem))
     if (found := longest_files.shared(item)) is not None:
@@ -157,7 +153,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays; without it a full collection is quick, and comes soon after an engine has ended."""
+    """Freeze imported objects, so that full collections are fast and free ended engines soon."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -165,7 +161,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _release_memory() -> Iterator[None]:
-    """Engines hold themselves by their callbacks, 0.3 GB each: those that have ended go before there are many."""
+    """Free ended engines: their callbacks form reference cycles of 0.3 GB each."""
     yield
     if _resident_mb() > _memory["most"]:
         gc.collect()

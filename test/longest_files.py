@@ -1,4 +1,4 @@
-"""The order in which files of tests are dealt to pytest's workers, and which of them go to one worker together."""
+"""The order in which test files go to pytest's workers, and the files that share a worker."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ LONGEST = (
     "model/test_wkv_emulated.py",
     "routes/test_openai_routes.py",
 )
-"""In this order, beneath `test/`, so that none is left at the end; all others come after. Times: `pytest
---durations=400`, summed by file."""
+"""Longest first, below `test/`, so that no long file runs alone at the end. Times: `pytest --durations=400`."""
 SHARING = {
     "service": (
         "routes/test_routes_openapi.py",
@@ -119,17 +118,17 @@ class GroupScheduling(LoadFileScheduling):
 
 
 def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """What deals tests to pytest's workers; None: what xdist has for its `--dist`."""
+    """Return the scheduler for pytest's workers; None: xdist's own for its `--dist`."""
     return GroupScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def group(file: str) -> str:
-    """What a file is dealt with: a service's name, or the file's, as from the repository's root."""
+    """Return the scheduling group of a file: a service's name, or its path from the repository root."""
     return GROUPS.get(file.removeprefix("test/"), file)
 
 
 def sort_key(path: Path) -> tuple[int, str, int]:
-    """When a file's tests are dealt: the smaller, the sooner. Files of a group follow each other."""
+    """Return a file's position: smaller runs earlier. Files of a group follow each other."""
     name = path.relative_to(HERE).as_posix()
     shared = GROUPS.get(name, "")
     return min(map(_position, SHARING[shared])) if shared else _position(name), shared, _position(name)
@@ -140,18 +139,18 @@ def _position(name: str) -> int:
 
 
 def missing_files() -> list[str]:
-    """Those named above that are not there."""
+    """Return listed files that do not exist."""
     return [name for name in (*LONGEST, *GROUPS) if not (HERE / name).exists()]
 
 
 def unlisted_files(items: Iterable[pytest.Item]) -> list[str]:
-    """Files whose tests ask for a shared service and that no group names."""
+    """Return files that use a shared service but are in no group."""
     asking = {item.path.relative_to(HERE).as_posix() for item in items if shared(item) is not None}
     return sorted(asking - GROUPS.keys())
 
 
 def shared(item: pytest.Item) -> pytest.FixtureDef[Any] | None:
-    """The fixture of a shared service that a test asks for."""
+    """Return the shared service fixture that a test uses."""
     found = getattr(item, "_fixtureinfo", None)
     fixtures = found.name2fixturedefs if found else {}
     asked = (fixtures[name][-1] for name in SHARING if name in fixtures)

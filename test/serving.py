@@ -1,4 +1,4 @@
-"""A real service for tests: `app.py` (or another program like it) in a child process on a free port."""
+"""A real service for tests: `app.py` or a similar program in a child process on a free port."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from native import cache_folder
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
-"""For one answer, and for an end."""
+"""For one answer, and for the shutdown."""
 NO_TLS = False
-"""Reading the certificates takes httpx 60 ms a request."""
+"""httpx takes 60 ms per request to read the certificates."""
 BUSY_FACTOR = 4.0
-"""How many times as long a busy machine may take as what a test says."""
+"""Factor on the timeouts of tests, for a busy machine."""
 _ports = random.SystemRandom()
 _used_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, that no client's connection is given as its own until somebody does, and that no
-    other test is given, whichever of pytest's workers it runs in."""
+    """Return a free port outside the ephemeral range, so that no client connection takes it.
+
+    No other test gets it, in any of pytest's workers.
+    """
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     ports = range(20_000 + worker, 65_536, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -48,7 +50,7 @@ def free_port() -> int:
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """The first true value of `condition`; fails after BUSY_FACTOR times `timeout_s`, which is for a machine at rest."""
+    """Return the first true value of `condition`. Fails after BUSY_FACTOR times `timeout_s`."""
     deadline = time.monotonic() + BUSY_FACTOR * timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
@@ -59,14 +61,14 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
 
 
 def sse_data(text: str) -> list[Any]:
-    """The values of a stream's events, without heartbeats and the closing [DONE]."""
+    """Return the values of a stream's events, without heartbeats and the final [DONE]."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]", text
     return [json.loads(event) for event in events[:-1]]
 
 
 def row_texts(events: list[Any]) -> dict[int, str]:
-    """Text of each row of a native stream."""
+    """Return the text of each row of a native stream."""
     texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"]:
@@ -92,7 +94,7 @@ class Service:
         command = [sys.executable, *(["-P"] if "/" in program else []), str(ROOT / program)]
         command += ["--port", str(self.port), *arguments]
         command += ["--state-db", str(self.state_db if state_db is None else state_db)]
-        built = cache_folder.VARIABLE  # what is compiled is kept, wherever that is
+        built = cache_folder.VARIABLE  # keeps the compile cache
         clean = {n: value for n, value in os.environ.items() if n == built or not n.startswith("RWKV_")}
         if "PYTHONPATH" in environment:
             environment["PYTHONPATH"] += f"{os.pathsep}{clean.get('PYTHONPATH', '')}"
@@ -104,7 +106,7 @@ class Service:
         self.headers: dict[str, str] = {}
 
     def wait(self, condition: Callable[[], Any], timeout_s: float) -> None:
-        """Until `condition`; fails at once when the service has ended."""
+        """Wait for `condition`. Fails at once if the service has ended."""
 
         def look() -> Any:
             assert self.process.poll() is None, "the service has ended"
@@ -116,7 +118,7 @@ class Service:
             raise AssertionError(f"{error}\n{self.log.read_text()}") from None
 
     def wait_ready(self) -> Service:
-        """Until every HTTP worker says so; each connection meets one of them by chance."""
+        """Wait until every HTTP worker is ready; the system assigns connections to workers at random."""
         self.wait(lambda: all(self.get("/readyz").status_code == 200 for _ in range(12)), START_TIMEOUT_S)
         return self
 
@@ -133,32 +135,32 @@ class Service:
         return httpx.post(self.url + path, headers=headers, verify=NO_TLS, **options)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Any method, with the headers that are given alone."""
+        """Send any method, with the given headers only."""
         return httpx.request(method, self.url + path, timeout=REQUEST_TIMEOUT_S, verify=NO_TLS, **options)
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
-        """An open stream."""
+        """Open a stream."""
         with httpx.stream(
             "POST", self.url + path, json=body, timeout=REQUEST_TIMEOUT_S, headers=self.headers
         ) as response:
             yield response
 
     def status(self) -> dict[str, Any]:
-        """The /status document."""
+        """Return the /status document."""
         response = self.get("/status")
         response.raise_for_status()
         value: dict[str, Any] = response.json()
         return value
 
     def pids(self) -> dict[str, int]:
-        """Process id by name of every process but the supervisor."""
+        """Return the process ids by name, without the supervisor."""
         processes = self.processes()
         workers = {worker["name"]: worker["pid"] for worker in processes["http_workers"]}
         return {"engine": processes["engine"]["pid"], **workers}
 
     def processes(self) -> dict[str, Any]:
-        """What the status says of them. A worker that was lost may be listed beside the one in its place: not here."""
+        """Return the processes of /status, without a lost worker that is still listed with its replacement."""
 
         def list_processes() -> dict[str, Any] | None:
             processes: dict[str, Any] = self.status()["processes"]
@@ -168,7 +170,7 @@ class Service:
         return list_processes() or cast(dict[str, Any], wait_for(list_processes, 30.0, "each worker is listed once"))
 
     def wait_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Until no row runs or waits; returns that status."""
+        """Wait until no row runs or waits; returns that status."""
 
         def is_idle() -> dict[str, Any] | None:
             status = self.status()
@@ -178,23 +180,23 @@ class Service:
         return status
 
     def connect(self) -> socket.socket:
-        """A bare TCP connection."""
+        """Open a plain TCP connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=REQUEST_TIMEOUT_S)
 
     def terminate(self, timeout_s: float = REQUEST_TIMEOUT_S) -> int:
-        """SIGTERM; returns the exit code."""
+        """Send SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
     def close(self) -> None:
-        """End it in any case."""
+        """Stop it, by SIGKILL if necessary."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(60)
 
 
 def children(pid: int) -> dict[int, bytes]:
-    """Children of a process that live, with their commands."""
+    """Return the live children of a process with their commands."""
     found = {}
     for decimal in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         with contextlib.suppress(OSError):  # it has just ended
@@ -204,7 +206,7 @@ def children(pid: int) -> dict[int, bytes]:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Whether the process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
@@ -212,14 +214,14 @@ def is_process_alive(pid: int) -> bool:
 
 
 def raw_request(path: str, body: bytes, *, length: int | None = None, extra: str = "") -> bytes:
-    """An HTTP/1.1 POST as bytes, with a Content-Length that may lie."""
+    """Return an HTTP/1.1 POST as bytes. `length`: a Content-Length that may be wrong."""
     size = len(body) if length is None else length
     head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {size}\r\nConnection: close\r\n{extra}\r\n"
     return head.encode() + body
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What the other side says until it closes."""
+    """Read until the other side closes."""
     received = b""
     with contextlib.suppress(OSError):
         while piece := connection.recv(65536):

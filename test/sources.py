@@ -1,4 +1,4 @@
-"""The product's own files, for tests of how they are written."""
+"""The product's source files, for tests of their style."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def source_files() -> list[Path]:
-    """Every Python file on a floor, in no order."""
+    """Return every Python file of the product, in no order."""
     places = [ROOT / name for name in FLOORS]
     return [
         file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")])

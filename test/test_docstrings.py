@@ -1,4 +1,4 @@
-"""What a docstring must say: shapes where tensors pass, and what is raised."""
+"""Required docstring contents: shapes of tensors, and raised exceptions. Getters need no docstring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_FAILURE = {"StopIteration", "AssertionError", "SystemExit", "NotImplementedEr
 
 
 class Documented:
-    """A public function with what is written about it."""
+    """A public function with its docstring."""
 
     def __init__(self, file: Path, node: Function, owner: ast.ClassDef | None) -> None:
         self.node = node
@@ -29,16 +29,25 @@ class Documented:
 
     @property
     def refers_elsewhere(self) -> bool:
-        """Whether it says whose docstring holds for it."""
+        """Whether the docstring refers to another one."""
         return self.doc.startswith(("See ", "As naive"))
 
     @property
     def is_handler(self) -> bool:
-        """Whether it answers a route: its docstring is shown to clients, and the route lists the failures."""
+        """Whether it handles a route: clients see its docstring, and the route lists the errors."""
         return isinstance(self.node, ast.AsyncFunctionDef) and self.annotations[:1] == ["Context"]
 
+    @property
+    def is_getter(self) -> bool:
+        """Whether it only returns an attribute, a name or a constant: the name and the type say everything."""
+        body = self.node.body[1:] if ast.get_docstring(self.node) else self.node.body
+        statement = body[0] if len(body) == 1 else None
+        return isinstance(statement, ast.Return) and isinstance(
+            statement.value, ast.Attribute | ast.Name | ast.Constant | None
+        )
+
     def raised(self) -> set[str]:
-        """Names of the exceptions that it raises itself."""
+        """Return the names of the exceptions that it raises itself."""
         nodes = (one.exc for one in ast.walk(self.node) if isinstance(one, ast.Raise) and one.exc is not None)
         names = {ast.unparse(one.func if isinstance(one, ast.Call) else one).split(".")[-1] for one in nodes}
         return {name for name in names if name in exceptions()} - NO_FAILURE
@@ -51,7 +60,7 @@ def trees() -> tuple[tuple[Path, ast.Module], ...]:
 
 @cache
 def exceptions() -> frozenset[str]:
-    """Built-in exceptions and classes of ours that derive from an exception, by name."""
+    """Return the names of built-in exceptions and of exception classes in this project."""
     found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
     classes = [node for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     while more := {c.name for c in classes if {ast.unparse(base) for base in c.bases} & found} - found:
@@ -60,7 +69,7 @@ def exceptions() -> frozenset[str]:
 
 
 def public_functions() -> Iterator[Documented]:
-    """Functions and methods that neither they nor their classes hide, with __init__ and __call__."""
+    """Yield public functions and methods of public classes, with __init__ and __call__, without getters."""
 
     def enter(file: Path, node: ast.AST, owner: ast.ClassDef | None) -> Iterator[Documented]:
         for child in ast.iter_child_nodes(node):
@@ -69,7 +78,9 @@ def public_functions() -> Iterator[Documented]:
             elif isinstance(child, Function) and (
                 not child.name.startswith("_") or child.name in ("__init__", "__call__")
             ):
-                yield Documented(file, child, owner)
+                documented = Documented(file, child, owner)
+                if not documented.is_getter:
+                    yield documented
 
     for file, tree in trees():
         yield from enter(file, tree, None)

@@ -1,4 +1,4 @@
-"""A place that catches everything says why beside it, and is one of few."""
+"""Handlers of every exception give a reason, and are few."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import ast
 from test.sources import ROOT, source_files
 
 BROAD = {"Exception", "BaseException"}
-MOST = 31
-"""Most of them keep a thread alive for which somebody waits. A thread that dies ends its process, so that what Ray
-raises on one engine's link is caught there: the other engines' streams are in the same process."""
+MAX_HANDLERS = 31
+"""Most of them keep a thread alive that others wait for. A dead thread would end its process and all streams in it."""
 
 
 def broad_handlers() -> dict[str, str]:
-    """Place -> the line, of handlers of everything that do not raise it again."""
+    """Return place -> source line of broad handlers that do not raise the exception again."""
     found = {}
     for file in source_files():
         text = file.read_text(encoding="utf-8")
@@ -25,10 +24,14 @@ def broad_handlers() -> dict[str, str]:
     return found
 
 
-def test_each_says_why() -> None:
+def test_each_gives_a_reason() -> None:
     silent = [place for place, line in broad_handlers().items() if "  # " not in line]
-    assert not silent, "say why beside the except (# noqa: BLE001 - reason, where ruff wants it): " + ", ".join(silent)
+    assert not silent, (
+        "give the reason on the except line (# noqa: BLE001 - reason, if ruff requires it): " + ", ".join(silent)
+    )
 
 
 def test_there_are_few() -> None:
-    assert len(broad_handlers()) <= MOST, "catch what can be named, or say in this test why one more is needed"
+    assert len(broad_handlers()) <= MAX_HANDLERS, (
+        "catch named exceptions, or raise MAX_HANDLERS here and give the reason"
+    )

@@ -1,6 +1,6 @@
-"""Imports fall from floor to floor and from room to room, never rise, never run in circles.
+"""Imports between packages and folders follow a fixed order, without cycles.
 
-A new package gets a line in FLOORS, a new folder one in ROOMS: it says what the folder may know.
+Add a new package to FLOORS and a new folder to ROOMS, with the folders that it may import.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FLOORS = {
 }
 OWN = [*FLOORS, "demo", "bench", "test"]
 UPWARDS = {("programs.settings.model_file", "demo"), ("rwkv_batch", "programs")}
-"""The two that rise: without a model's file the demo's is served; `from rwkv_batch import LLM` means the library's."""
+"""The two exceptions: the demo model is the default; `from rwkv_batch import LLM` comes from the library."""
 
 ROOMS = {
-    # The engine. Files beside the rooms are its vocabulary: requests, calls, errors, settings, the tokenizer.
+    # The engine. Files in no folder are shared types: requests, calls, errors, settings, the tokenizer.
     "rwkv_batch": "",
     "rwkv_batch.core": "rwkv_batch",
     "rwkv_batch.model.quant": "rwkv_batch",
@@ -49,7 +49,7 @@ ROOMS = {
     "rwkv_batch.ipc": "rwkv_batch",
     "rwkv_batch.fleet": "rwkv_batch rwkv_batch.ipc rwkv_batch.fleet.actors",
     "rwkv_batch.fleet.actors": "rwkv_batch rwkv_batch.ipc rwkv_batch.fleet",
-    # The pool. Files beside the rooms are what its tiers share.
+    # The pool. Files in no folder are shared by the tiers.
     "state_pool": "",
     "state_pool.disk": "state_pool",
     "state_pool.cache": "state_pool state_pool.disk",
@@ -59,7 +59,7 @@ ROOMS = {
     "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.status "
     "state_pool.session_listing",
     "state_pool.salvage": "state_pool.disk",
-    # HTTP. Files beside the rooms are endpoints, as those in openai are.
+    # HTTP. Files in no folder are endpoints, like those in openai.
     "routes.config": "",
     "routes.reader_wakeups": "",
     "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.file_store",
@@ -78,7 +78,7 @@ ROOMS = {
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
-    # What a user runs or imports. Files beside the rooms are their words.
+    # Programs and the library.
     "programs": "",
     "programs.settings": "",
     "programs.backends": "programs programs.settings",
@@ -93,7 +93,7 @@ ROOMS = {
     "routes.request_context routes.request routes.response routes.route routes.file_store routes.openai routes.docs "
     "routes.table",
 }
-"""Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
+"""Folder -> folders of the same level that it may import. A file belongs to the longest matching name."""
 
 UNKNOWN = {
     "routes": {"torch"},
@@ -106,11 +106,11 @@ UNKNOWN = {
     "programs": {"torch", "robyn"},
     "app": {"sqlite3"},
 }
-"""Package or room -> what no file of it imports, not even inside a function."""
+"""Package or folder -> modules that none of its files imports, even inside a function."""
 
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
-    """Dotted name and file of every module of a package."""
+    """Yield the dotted name and file of every module of a package."""
     files = [ROOT / f"{package}.py"] if (ROOT / f"{package}.py").exists() else sorted((ROOT / package).rglob("*.py"))
     for file in files:
         parts = list(file.relative_to(ROOT).with_suffix("").parts)
@@ -119,7 +119,7 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
 
 @cache
 def imported(file: Path) -> frozenset[str]:
-    """Dotted names that a file imports anywhere: at import time, inside functions, for type checkers alone."""
+    """Return the dotted names that a file imports, also inside functions and for type checkers."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -133,20 +133,20 @@ def imported(file: Path) -> frozenset[str]:
 
 @cache
 def known_modules() -> frozenset[str]:
-    """Dotted names of all modules of the floors, and of the programs that measure them."""
+    """Return the dotted names of all modules of the product and of bench."""
     return frozenset(name for package in (*FLOORS, "bench") for name, _ in modules(package))
 
 
 @cache
 def imported_modules(file: Path) -> frozenset[str]:
-    """Modules of our own that a file imports; of `from a import b`, the module that it means."""
+    """Return the modules of this project that a file imports; resolves `from a import b`."""
     found = imported(file) & known_modules()
     packages = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
     return frozenset(found - packages)
 
 
 def room_of(name: str) -> str:
-    """The room that a module belongs to: the longest name in ROOMS that it begins with."""
+    """Return the folder of a module: the longest matching name in ROOMS."""
     parts = name.split(".")
     prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((prefix for prefix in prefixes if prefix in ROOMS), "")
@@ -177,7 +177,7 @@ def test_every_folder_is_a_room_or_a_package_without_any() -> None:
     with_rooms = {room.partition(".")[0] for room in ROOMS}
     for package in with_rooms:
         folders = {".".join(file.relative_to(ROOT).parent.parts) for _, file in modules(package)}
-        assert folders - {package} <= set(ROOMS), f"say in ROOMS what these may import: {folders - set(ROOMS)}"
+        assert folders - {package} <= set(ROOMS), f"add the allowed imports of these to ROOMS: {folders - set(ROOMS)}"
 
 
 @pytest.mark.parametrize("place", UNKNOWN)
@@ -211,7 +211,7 @@ def test_ray_is_known_in_one_place() -> None:
 
 
 def test_no_dialect_names_a_backend() -> None:
-    """What draws and what computes is the operator's choice; /v2 prefers a sampler, as its interface says."""
+    """The operator chooses sampler and kernels. Only /v2 prefers a sampler, as its interface requires."""
     backends = {"rapid", "flashinfer", "naive", "cuda", "cpu"}
     for name, file in modules("routes"):
         constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
@@ -234,7 +234,7 @@ def test_no_circles() -> None:
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"a circle: {' -> '.join((*path[path.index(name) :], name))}"
+        assert name not in path, f"import cycle: {' -> '.join((*path[path.index(name) :], name))}"
         if name not in done:
             for target in sorted(graph[name]):
                 visit(target, (*path, name))

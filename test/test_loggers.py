@@ -1,4 +1,4 @@
-"""Of the tests themselves: pytest walks the loggers before each test."""
+"""A test of the test setup: pytest iterates the loggers before each test."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ class JobOutputs:
         self._parsers = [AnswerParser(form) if (form := prompt_requests[at].form) else None for at, _ in self._rows]
         self.outputs = [_output(prompt_request) for prompt_request in prompt_requests]
         self.errors: list[ErrorInfo] = []
-        """Of the answers that failed."""
+        """Errors of failed answers."""
         self.is_done = False
 
     async def wait_finished(self) -> None:
-        """Until all answers are made; `read` then has them. Cancelled, it cancels them."""
+        """Wait until all answers are finished; `read` then has them. Cancels them if it is cancelled."""
         try:
             await self._stream.wait_finished(None)
         except BaseException:
@@ -48,7 +48,7 @@ class JobOutputs:
             raise
 
     def read(self) -> list[Piece]:
-        """What is new; waits for a moment if nothing is. Raises LLMError if the job failed."""
+        """Return new text, after a short wait if there is none. Raises LLMError if the job failed."""
         batch = self._stream.pull(_READ_WAIT_S)
         pieces = [self._take(update) for update in self._decoder.read(batch)]
         if batch and batch[-1].done:
@@ -59,7 +59,7 @@ class JobOutputs:
         return pieces
 
     def close(self) -> None:
-        """Cancel what is not made yet."""
+        """Cancel unfinished answers."""
         self._stream.close()
 
     def _take(self, update: RowUpdate) -> Piece:
@@ -119,7 +119,7 @@ def _output(prompt_request: PromptRequest) -> RequestOutput:
 async def submit_work(
     context: Context, prompt_requests: Sequence[PromptRequest], first: int, timeout_s: float | None
 ) -> JobOutputs:
-    """Hand the questions to the engine as one job. Raises ServiceError if it is refused."""
+    """Submit the requests to the engine as one job. Raises ServiceError if it is rejected."""
     job = Job(
         job_id=uuid.uuid4().hex,
         rows=[prompt_request.row for prompt_request in prompt_requests],
@@ -130,7 +130,7 @@ async def submit_work(
 
 
 def all_failed(answers: Sequence[JobOutputs]) -> LLMError | None:
-    """Why nothing came of a call; None if something did: then what failed says so itself."""
+    """Return the error if every answer failed, else None: failed answers then carry their own errors."""
     errors = [error for one in answers for error in one.errors]
     count = sum(len(output.outputs) for one in answers for output in one.outputs)
     return as_llm_error(errors[0]) if errors and len(errors) == count else None

@@ -1,4 +1,4 @@
-"""What calls return, in vLLM's words."""
+"""Return values of the library's calls. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """One answer to a prompt."""
 
     index: int
-    """Which of the prompt's `n`."""
+    """0 .. n - 1"""
     text: str = ""
     reasoning: str = ""
-    """The thought before the answer, in conversations."""
+    """The thought before the answer of a conversation."""
     token_ids: list[int] | None = None
-    """Of the text shown (0: the end), where `logprobs` was asked for; else None: the engine tells text."""
+    """Tokens of the text (0: end of text), with `logprobs` only. Otherwise None: the engine returns text."""
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
     num_tokens: int = 0
-    """Drawn, the stop among them."""
+    """Sampled tokens, including the stop token."""
     finish_reason: str | None = None
     """"stop" | "length" | "timeout" | "cancelled" | "error"."""
     error: str | None = None
-    """Why it failed."""
+    """Error message of a failed answer."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -33,23 +33,23 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     request_id: str
     prompt: str | None
-    """Its text, where the prompt was one."""
+    """None if the prompt was token ids or a conversation."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
-    """Of the prompt, not computed since a state held them."""
+    """Prompt tokens restored from a state."""
     state: State | None = None
-    """After prompt and answer, where the call gave a `State`."""
+    """State after prompt and answer, if the call passed a `State`."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of an answer."""
+    """New text of an answer."""
 
     prompt: int
-    """Number of the prompt in the call."""
+    """Index of the prompt in the call."""
     index: int
-    """Which of its `n` answers."""
+    """Index of the answer, 0 .. n - 1."""
     text: str
     reasoning: str = ""
     finish_reason: str | None = None
@@ -58,12 +58,12 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely a candidate is behind its prompt."""
+    """Likelihood of a candidate after its prompt."""
 
     logprob: float
-    """Of the whole text: the sum over its tokens, natural."""
+    """Sum over the tokens, natural logarithm."""
     tokens: int
     is_greedy: bool
-    """Whether no token of it has a likelier rival."""
+    """Whether every token is the most likely one."""
     token_logprobs: list[float] = []
-    """Where `logprobs` was asked for."""
+    """With `logprobs` only."""

@@ -1,4 +1,4 @@
-"""How answers are drawn, in vLLM's words, and the fields of a body that they become."""
+"""Sampling parameters with vLLM's names, and the request fields that they become."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ _SEEDS = 2**64
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Names and defaults are vLLM's; what is behind `logit_bias` is this engine's. Limits are those of the routes."""
+    """Sampling parameters; names and defaults are vLLM's.
+
+    The fields after `logit_bias` are this engine's. Limits are those of the routes.
+    """
 
     n: int = 1
-    """Answers to each prompt; they share its prefill."""
+    """Answers per prompt. They share its prefill."""
     max_tokens: int = 16
     temperature: float = 1.0
     """0: greedy."""
@@ -26,23 +29,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    """Answer k to prompt i draws with seed + i * n + k."""
+    """Answer k to prompt i uses seed + i * n + k."""
     stop: str | list[str] = []
     stop_token_ids: list[int] | None = None
-    """None: none for prompts, those of the prompt form for conversations."""
+    """None: no stop tokens for prompts, those of the prompt template for conversations."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Tell `token_ids`, their log-probabilities, and of so many rivals of each."""
+    """Return `token_ids` with log-probabilities, and this number of alternatives for each."""
     logit_bias: dict[int, float] = {}
-    """Token id -> what is added to its logit; -100 bans it."""
+    """Token id -> value added to its logit; -100 bans the token."""
     penalty_decay: float = 1.0
-    """By which the counts of the penalties shrink with each token."""
+    """Factor applied to the penalties' token counts after each token."""
     pad_zero: bool = False
     """Put token 0 before the prompt."""
     state: str | None = None
-    """Name of a tuned state (`states=` of LLM) that prompts are read from."""
+    """Name of the tuned state (`states=` of LLM) before the prompt."""
     adapter: str | None = None
-    """Name of an adapter (`served_adapters=` of LLM) under which prompts are read and answered."""
+    """Name of the adapter (`served_adapters=` of LLM) for prompt and answer."""
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -51,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge_params(params: SamplingParams | None, given: dict[str, Any]) -> SamplingParams:
-    """One of the two ways to say it. Raises TypeError for both, and for a name that is no parameter."""
+    """Return the given parameters. Raises TypeError for both forms at once, and for an unknown name."""
     if params is None:
         return SamplingParams(**given)
     if given:
@@ -60,7 +63,7 @@ def merge_params(params: SamplingParams | None, given: dict[str, Any]) -> Sampli
 
 
 def _fields(params: SamplingParams, first: int, streams: bool) -> dict[str, Any]:
-    """What both bodies have."""
+    """Return the fields of both bodies."""
     fields: dict[str, Any] = {
         "n": params.n,
         "max_tokens": params.max_tokens,
@@ -94,7 +97,7 @@ def _fields(params: SamplingParams, first: int, streams: bool) -> dict[str, Any]
 def completion_body(
     prompts: list[Any], params: SamplingParams, first: int, session_id: str | None, streams: bool
 ) -> CompletionBody:
-    """Prompts from number `first` of a call on. Raises ServiceError."""
+    """Return the body for prompts; `first` is the index of the first one. Raises ServiceError."""
     own = {"prompt": prompts, "logprobs": params.logprobs, "session_id": session_id}
     body: CompletionBody = validate(CompletionBody, _fields(params, first, streams) | own)
     return body
@@ -103,7 +106,7 @@ def completion_body(
 def chat_body(
     messages: list[Any], params: SamplingParams, first: int, session_id: str | None, streams: bool, **more: Any
 ) -> ChatBody:
-    """Conversation number `first` of a call. Raises ServiceError."""
+    """Return the body for conversation number `first` of a call. Raises ServiceError."""
     logprobs = {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
     own = {"messages": messages, "session_id": session_id, **logprobs, **more}
     body: ChatBody = validate(ChatBody, _fields(params, first, streams) | own)

@@ -1,4 +1,4 @@
-"""A command line and an environment -> settings. The command line wins."""
+"""Builds settings from command line and environment. The command line wins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("settings")
 
 
 def program(command: str = "") -> str:
-    """How this program, or one of its commands, was called: what messages tell its user to type."""
+    """Return the command that the user typed, for messages."""
     name = Path(sys.argv[0]).name
     return f"{name if name == 'rwkv-batch' else 'python app.py'} {command}".rstrip()
 
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Repeated(argparse.Action):
-    """A flag given several times is a list with commas."""
+    """Joins the values of a repeated flag with commas."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest)
@@ -44,7 +44,7 @@ class _Repeated(argparse.Action):
 
 
 class _Version(argparse.Action):
-    """Prints the versions and exits. They are looked up only when they are printed."""
+    """Prints the versions and exits. Looks them up only when printing."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         sys.stdout.write(f"{version_text()}\n")
@@ -52,7 +52,7 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. Values stay text (None: not given), so that one place reads flag and environment."""
+    """Return the parser. Values stay text (None: not given); one place reads flag and environment."""
     parser = _Parser(
         prog=program(),
         allow_abbrev=False,
@@ -83,7 +83,7 @@ def _warn_of_removed(source: Mapping[str, str]) -> None:
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """Settings of a command line and an environment. Raises SettingsError with one clear line."""
+    """Return the settings. Raises SettingsError with a one-line message."""
     cli_values = vars(build_parser().parse_args(list(arguments)))
     source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
     _warn_of_removed(source)
@@ -102,7 +102,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def _apply_devices(engine: dict[str, Any], service: dict[str, Any]) -> None:
-    """`--pp-devices` as the devices of the first engine, and of each if there are several."""
+    """Apply `--pp-devices` to the first engine, and to each of several engines."""
     groups: tuple[tuple[str, ...], ...] = engine.pop("devices", ())
     if not groups:
         return
@@ -114,7 +114,7 @@ def _apply_devices(engine: dict[str, Any], service: dict[str, Any]) -> None:
 
 
 def _refuse_file_in_cluster(cluster: str, pool: PoolConfig) -> None:
-    """Engines on several machines cannot write one file."""
+    """Raises SettingsError: engines on several machines cannot write one file."""
     if cluster and pool.state_db and pool.files_stem == pool.state_db:
         raise SettingsError(
             f"--cluster has engines on several machines, which cannot share the file {pool.state_db}; "
@@ -123,7 +123,7 @@ def _refuse_file_in_cluster(cluster: str, pool: PoolConfig) -> None:
 
 
 def _apply_strategy(engine: dict[str, Any]) -> None:
-    """`--strategy` as the settings it stands for. SettingsError where one of these is given too."""
+    """Replace `--strategy` by its settings. Raises SettingsError if one of these is given too."""
     if not engine.get("strategy"):
         return
     for field, option in (
@@ -140,7 +140,7 @@ def _apply_strategy(engine: dict[str, Any]) -> None:
 
 
 def default_http_workers(cpus: int) -> int:
-    """HTTP worker processes for a machine of so many CPUs."""
+    """Return the number of HTTP worker processes for this number of CPUs."""
     return 8 if cpus >= 32 else 4 if cpus >= 8 else 2
 
 
