@@ -33,7 +33,7 @@ class Linear:
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map [T, in] to [T, out] fp32, without rounding to a narrower dtype if possible.
 
-        out: receives the result
+        out: receives the result.
         """
         y = self(x).float()
         return y if out is None else out.copy_(y)

@@ -138,7 +138,7 @@ class RunsLayers(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Run layers as `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both.
 
-        adapters: the stage's own, used if `inputs` has rows with one
+        adapters: the stage's own, used if `inputs` has rows with one.
 
         Updates `state` in place. Raises ValueError for states that `can_run_layers` refuses, IndexError for rows that
         do not fit the slots, MemoryError.

@@ -41,10 +41,10 @@ def forward_layers(
     """Run layers of one stage over one ragged step. Returns x and v_first for the next stage.
 
     x [T, C]: the residual stream; v_first [T, C]: the values of layer 0 (None before it)
-    state: updated in place
-    adapters: of the step's rows; None if no row has one
-    first: number of the first of `layers` in the stage
-    cuts: at the first and last of `layers`
+    state: updated in place.
+    adapters: of the step's rows; None if no row has one.
+    first: number of the first of `layers` in the stage.
+    cuts: at the first and last of `layers`.
     """
     delta: Delta | None = None
     last = first + len(layers) - 1

@@ -22,7 +22,7 @@ MAX_VALUE = torch.finfo(torch.float16).max
 class FileError(ValueError):
     """A tensor file that cannot be read. The message has the file and the remedy.
 
-    given: the request's name of the file
+    given: the request's name of the file.
     """
 
     def __init__(self, message: str, given: str | None = None) -> None:

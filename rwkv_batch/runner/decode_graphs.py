@@ -67,8 +67,8 @@ class LastTokens:
         self, req_slots: int, first: torch.device, last: torch.device, depth: int, is_read: bool = True
     ) -> None:
         """req_slots: number of slots; one more is for padding
-        depth: steps in flight, each in at most two launches
-        is_read: False if the host knows every token before the next step, and no graph reads them
+        depth: steps in flight, each in at most two launches.
+        is_read: False if the host knows every token before the next step, and no graph reads them.
         """
         self._is_read = is_read
         self.sampled_tokens = torch.zeros(req_slots + 1, dtype=torch.int64, device=last)
@@ -121,11 +121,11 @@ class DecodeGraphs:
         piece_layers: int = 0,
     ) -> None:
         """max_rows: rows of a step
-        req_slots: request slots of the sampler, default max_rows
-        depth: steps in flight
-        logit_rows: minimum number of rows of `logits`
-        max_adapters: different adapters in one step
-        piece_layers: layers per piece of a step (`graph_pieces.piece_layers`); 0: steps have no pieces
+        req_slots: request slots of the sampler, default max_rows.
+        depth: steps in flight.
+        logit_rows: minimum number of rows of `logits`.
+        max_adapters: different adapters in one step.
+        piece_layers: layers per piece of a step (`graph_pieces.piece_layers`); 0: steps have no pieces.
 
         Steps with adapters have graphs of their own, so other steps do not pay for adapters.
         """
@@ -199,9 +199,9 @@ class DecodeGraphs:
         """Launch one step over B rows. Returns sampled tokens [B] int64 on the last device.
 
         The next run overwrites them.
-        deferred: indices of rows that sample later, from `logits`; their tokens are meaningless
-        adapters: adapter number of each row, 0 for none; None if no row has one
-        between: see `GraphPieces.run`, which returns when most of the step is done
+        deferred: indices of rows that sample later, from `logits`; their tokens are meaningless.
+        adapters: adapter number of each row, 0 for none; None if no row has one.
+        between: see `GraphPieces.run`, which returns when most of the step is done.
         """
         self._replay(req_slots, read_slots, write_slots, True, deferred, adapters, between)
         return self._sampled_tokens[: len(req_slots)]

@@ -29,8 +29,8 @@ class FileLibrary(Generic[Info]):
         refusal: Callable[[], ServiceError],
     ) -> None:
         """kind: noun for messages and the thread's name
-        put: queues a command for the engine's thread; returns False if the engine takes none
-        refusal: the error if it takes none
+        put: queues a command for the engine's thread; returns False if the engine takes none.
+        refusal: the error if it takes none.
         """
         self._config = config
         self._put = put

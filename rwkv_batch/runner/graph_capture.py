@@ -75,8 +75,8 @@ class StagedArrays:
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """devices: in the order of the stages
-        depth: steps in flight, each in at most two launches
-        dtypes: of the arrays that are not int64
+        depth: steps in flight, each in at most two launches.
+        dtypes: of the arrays that are not int64.
         """
         spans, size = {}, 0
         for name, length in lengths.items():

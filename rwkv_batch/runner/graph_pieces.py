@@ -44,7 +44,7 @@ def piece_layers(configured: int, graph_stages: Sequence[GraphStage], parameters
     """Return the layers per piece of a step; 0 for whole steps.
 
     Only a single stage without streamed layers has pieces. configured: see `EngineConfig.batch_step_layers`.
-    parameters: of the model
+    parameters: of the model.
     """
     if len(graph_stages) > 1 or graph_stages[0].stage.num_streamed or configured == WHOLE_STEPS:
         return 0
@@ -77,7 +77,7 @@ class Pieces(Generic[Piece]):
         launch: Callable[[Piece], Callable[[], None]],
     ) -> None:
         """size: rows or tokens, including padding
-        launch: launches a piece; returns a function that waits until the piece is done
+        launch: launches a piece; returns a function that waits until the piece is done.
         """
         self.size = size
         self._pieces = pieces

@@ -48,9 +48,9 @@ def split_layers(
 ) -> list[LayerRange]:
     """Return the layers of each stage: as given, or so that stages take equal time.
 
-    item_bytes: bytes per weight on each device
-    memory_fraction: share of a GPU's free memory for weights
-    may_cut: on GPUs, layers of RWKV-7 may be cut in half
+    item_bytes: bytes per weight on each device.
+    memory_fraction: share of a GPU's free memory for weights.
+    may_cut: on GPUs, layers of RWKV-7 may be cut in half.
     Raises ValueError if the layers do not fit.
     """
     layers = weights.shape.layers
@@ -91,7 +91,7 @@ def to_layer_ranges(counts: Sequence[float]) -> list[LayerRange]:
 def head_cost(size: float, stages: int) -> float:
     """Return the cost of head and sampler in layers.
 
-    size: number of the head's weights relative to a layer's
+    size: number of the head's weights relative to a layer's.
     """
     return size * (HEAD_FACTOR_TWO_STAGES if stages == 2 else HEAD_FACTOR)
 
@@ -109,10 +109,10 @@ def balance_layers(
     """Balance layers between stages, in order, so that the slowest stage is as fast as possible.
 
     On a tie, later stages get more: the first one also waits for the tokens that the last one samples.
-    head: cost of head and sampler in layers, for the last stage
-    speeds: of the devices, relative to each other
-    max_layers: layers that fit into each device's memory
-    unit: whole layers (1) or halves (0.5)
+    head: cost of head and sampler in layers, for the last stage.
+    speeds: of the devices, relative to each other.
+    max_layers: layers that fit into each device's memory.
+    unit: whole layers (1) or halves (0.5).
     Raises ValueError if they do not fit.
     """
     stages = len(speeds)

@@ -67,7 +67,7 @@ def max_decode_rows(stages: int) -> int:
 def min_gathered_prefill_tokens(stages: int) -> int:
     """Return how many prompt tokens are enough to read them in every round.
 
-    stages: those that work at the same time
+    stages: those that work at the same time.
     """
     return MIN_GATHERED_PREFILL_TOKENS if stages > 2 else 0
 
@@ -123,10 +123,10 @@ class MixedGraphs:
         """Launch a mixed step. Returns tokens [size.decoding + R] int64 on the last device.
 
         The next run overwrites them.
-        decoding: req_slots, read_slots and write_slots of the decode rows, whose tokens come first
-        prompts: on the CPU
-        prompt_req_slots: of the R prompt rows that sample; their tokens start at `size.decoding`
-        deferred: indices of rows that sample later, as in `DecodeGraphs.run`
+        decoding: req_slots, read_slots and write_slots of the decode rows, whose tokens come first.
+        prompts: on the CPU.
+        prompt_req_slots: of the R prompt rows that sample; their tokens start at `size.decoding`.
+        deferred: indices of rows that sample later, as in `DecodeGraphs.run`.
         """
         graphs = [self._graph(number, size) for number in range(len(self._decode.graph_stages))]
         self._fill(size, decoding, prompts, prompt_req_slots, deferred)

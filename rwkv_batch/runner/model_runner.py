@@ -241,7 +241,7 @@ class ModelRunner:
     ) -> InFlightStep:
         """Launch one of `split`: read the rows' tokens and sample. Does not wait for the device.
 
-        after: launched steps that the host has not read and that may have sampled these rows' tokens
+        after: launched steps that the host has not read and that may have sampled these rows' tokens.
         between: called between the pieces of the step, if it has any. It may launch prefill steps. Then most of the
         step is
         done on return.

@@ -38,8 +38,8 @@ class Pipeline:
         resident: tuple[int | None, ...] = (),
     ) -> None:
         """layers: of each device; empty: split automatically
-        memory_fraction: share of a GPU's free memory for weights
-        resident: see EngineConfig
+        memory_fraction: share of a GPU's free memory for weights.
+        resident: see EngineConfig.
         Raises ValueError for devices, dtypes, layers or kernels that cannot be used.
         """
         self.weights = weights

@@ -54,7 +54,7 @@ class StepGraphs:
     ) -> StepGraphs:
         """Create the graphs for steps over these stages, if they are possible.
 
-        depth: steps in flight; parameters: of the model
+        depth: steps in flight; parameters: of the model.
         """
         graphs = cls()
         graphs.refusal = DecodeGraphs.unavailable_reason(stages, sampler)
@@ -134,7 +134,7 @@ class StepGraphs:
     def for_decode(self, rows: list[ScheduledRow], are_plain: bool) -> DecodeGraphs | None:
         """Return the graphs for a step with decode rows; None if there are no such rows or too many.
 
-        are_plain: all rows are plain decode rows
+        are_plain: all rows are plain decode rows.
         """
         if self.decode is None:
             return None

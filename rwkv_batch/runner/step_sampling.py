@@ -261,7 +261,7 @@ class StepSampler:
     ) -> list[SampledToken]:
         """Return the tokens with the requested log-probabilities.
 
-        returned: logits [V] fp32 of each row that requested them
+        returned: logits [V] fp32 of each row that requested them.
         """
         table = self._byte_table
         chosen, ids, top = logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist()

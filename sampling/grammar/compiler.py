@@ -60,9 +60,9 @@ class GrammarCompiler:
         threads: int = 1,
     ) -> None:
         """
-        byte_table, encode: the tokenizer's; vocab: number of logits
-        sandbox: compiles each grammar first
-        threads: number of threads that compute masks
+        byte_table, encode: the tokenizer's; vocab: number of logits.
+        sandbox: compiles each grammar first.
+        threads: number of threads that compute masks.
         """
         self._sandbox = sandbox
         self._threads = threads

@@ -40,8 +40,8 @@ def make_vocabulary(
     byte_table: Sequence[bytes], encode: Callable[[bytes], list[int]], size: int
 ) -> llguidance.LLTokenizer:
     """
-    byte_table: bytes of each id, b"" for ids without a token
-    size: number of logits, which may exceed the number of ids
+    byte_table: bytes of each id, b"" for ids without a token.
+    size: number of logits, which may exceed the number of ids.
     """
     table = [*byte_table[:size], *[b""] * (size - len(byte_table))]
     tokens = llguidance.TokenizerWrapper(_Tokens(table, encode))
