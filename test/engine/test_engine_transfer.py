@@ -11,9 +11,8 @@ import pytest
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.config import PoolConfig
-from state_pool.turns.import_export import ImportExport
 from state_pool.session_file import SessionFile
-from state_pool.turns.import_export import MAX_CONCURRENT
+from state_pool.turns.import_export import MAX_CONCURRENT, ImportExport
 from test.harness import WAIT_S, call, run, started_engine, submit, tiny_model, turn
 
 
@@ -34,7 +33,10 @@ def test_an_internal_error_is_reported_and_frees_its_slot(model: Path, monkeypat
         def fails(*arguments: object) -> Any:
             raise RuntimeError("no memory for that")
 
-        for target in ("rwkv_batch.core.session_transfer.decode", "state_pool.turns.import_export.ImportExport.import_session"):
+        for target in (
+            "rwkv_batch.core.session_transfer.decode",
+            "state_pool.turns.import_export.ImportExport.import_session",
+        ):
             for _ in range(2 * MAX_CONCURRENT):
                 with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory") as received:
                     patched.setattr(target, fails)

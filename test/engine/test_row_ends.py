@@ -275,7 +275,9 @@ def test_a_turn_that_ends_while_paused_is_read_to_its_end(model: Path) -> None:
         again = loop.end(submit(loop.engine, turn("s", " two", max_tokens=3, ignore_eos=True)))
         loop.end(submit(loop.engine, turn("twin", "one", max_tokens=3, ignore_eos=True)))
         assert loop.end(submit(loop.engine, turn("twin", " two", max_tokens=3, ignore_eos=True))).texts == again.texts
-        assert loop.engine.model_runner.pool.turns.delete("s") == loop.engine.model_runner.pool.turns.delete("twin") == 1
+        assert (
+            loop.engine.model_runner.pool.turns.delete("s") == loop.engine.model_runner.pool.turns.delete("twin") == 1
+        )
         loop.check_idle(free)
 
 

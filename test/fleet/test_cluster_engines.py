@@ -35,7 +35,10 @@ CONFIG = EngineConfig(model_path="/models/a.pth", pool=PoolConfig(state_db="post
         (["--cluster", "host", "--state-db", ""], "HOST:PORT"),
         (["--cluster", "ray://h:1|x:1", "--state-db", ""], "HOST:PORT"),
         (["--cluster", "auto", "--state-db", "", "--cluster-node", "here"], "--cluster-node must be an IP address"),
-        (["--cluster", "auto", "--state-db", "", "--cluster-service", "a|b"], "--cluster-service must consist of letters"),
+        (
+            ["--cluster", "auto", "--state-db", "", "--cluster-service", "a|b"],
+            "--cluster-service must consist of letters",
+        ),
     ],
 )
 def test_invalid_cluster_settings_are_refused(arguments: list[str], says: str) -> None:
