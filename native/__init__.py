@@ -1,1 +1,1 @@
-"""What this machine can do, and how C++ and CUDA sources become shared libraries. Nothing happens at import."""
+"""The machine's abilities, and builds of C++ and CUDA sources. Importing has no side effects."""

@@ -1,4 +1,4 @@
-"""The thin checked layer between tensors and C functions that take raw pointers."""
+"""Checked calls from tensors to C functions that take raw pointers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def pointer(tensor: Tensor, name: str, dtype: torch.dtype, shape: Shape, device:
 
 
 def stream_pointer(device: torch.device) -> int:
-    """The cudaStream_t that torch would launch on now."""
+    """Returns torch's current cudaStream_t of the device."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def bind(library: ctypes.CDLL, function: str, *argument_types: type) -> Callable[..., int]:
-    """A C function `int function(...)` of the library with its argument types declared."""
+    """Returns the library's C function `int function(...)` with its argument types declared."""
     bound = library[function]
     bound.restype = ctypes.c_int
     bound.argtypes = list(argument_types)
@@ -43,6 +43,6 @@ def bind(library: ctypes.CDLL, function: str, *argument_types: type) -> Callable
 
 
 def check_status(code: int, function: str) -> None:
-    """RuntimeError if a launcher returned a CUDA error (cudaError_t, 0 is success)."""
+    """Raises RuntimeError if a launcher returned a CUDA error (0 is success)."""
     if code != 0:
         raise RuntimeError(f"{function}: CUDA error {code}")

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -31,14 +32,13 @@ log = logging.getLogger("native")
 
 CPP_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
-HEADERS = ("*.h", "*.hpp", "*.cuh", "*.inc")
 SHARED_HEADERS = Path(__file__).with_name("csrc")
-"""Headers that any source may include."""
+"""Headers for all sources."""
 INCLUDES = ("-I", str(SHARED_HEADERS))
 
 
 class BuildError(RuntimeError):
-    """A library could not be built; the message holds the compiler's output."""
+    """A library could not be built. The message holds the compiler's output."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,27 @@ class Library:
     name: str
     sources: tuple[Path, ...]
     flags: tuple[str, ...] = ()
-    """Added for every source."""
+    """Flags added for every source."""
     arch_specific: bool = False
-    """Build for sm_90a rather than sm_90 (and so on): code that uses one architecture's own instructions."""
+    """Builds for sm_90a instead of sm_90: code that uses architecture-specific instructions."""
 
     @property
     def has_cuda(self) -> bool:
-        """Whether nvcc is needed."""
         return any(source.suffix == ".cu" for source in self.sources)
 
     @property
     def has_cpp(self) -> bool:
-        """Whether g++ is needed."""
         return any(source.suffix != ".cu" for source in self.sources)
 
 
 @functools.cache
 def load(library: Library) -> ctypes.CDLL:
-    """The library, built if need be. BuildError if it cannot be built, OSError if it cannot be loaded."""
+    """Returns the library, built if needed. Raises BuildError if it cannot be built, OSError if it cannot be loaded."""
     return ctypes.CDLL(str(build(library)))
 
 
 def build(library: Library) -> Path:
-    """Path of the library's file, built if its content key is not in the cache. BuildError with the reason."""
+    """Returns the library's path, built if its content key is not cached. Raises BuildError with the reason."""
     _require_tools(library)
     folder = cache_folder()
     target = folder / f"{library.name}-{content_key(library)}.so"
@@ -90,7 +88,7 @@ def build(library: Library) -> Path:
 
 
 def content_key(library: Library) -> str:
-    """20 hex digits that change with anything the built code depends on."""
+    """Returns 20 hex digits that identify everything the built code depends on."""
     digest = hashlib.sha256()
     for path in [*library.sources, *_headers(library)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -104,7 +102,7 @@ def content_key(library: Library) -> str:
 
 
 def arch_flags(library: Library) -> list[str]:
-    """nvcc's flags for the GPUs present."""
+    """Returns nvcc's flags for the visible GPUs."""
     suffix = "a" if library.arch_specific else ""
     numbers = [arch.removeprefix("sm_") for arch in machine.gpu_archs()]
     letters = [suffix if int(number) >= 90 else "" for number in numbers]
@@ -120,12 +118,21 @@ def _require_tools(library: Library) -> None:
 
 
 def _headers(library: Library) -> list[Path]:
-    folders = sorted({SHARED_HEADERS, *(source.parent for source in library.sources)})
-    return sorted(header for folder in folders for pattern in HEADERS for header in folder.glob(pattern))
+    """Returns our headers that the sources include, directly or not."""
+    found: set[Path] = set()
+    pending = list(library.sources)
+    while pending:
+        path = pending.pop()
+        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        headers = [(folder / name).resolve() for name in names for folder in (path.parent, SHARED_HEADERS)]
+        new = {header for header in headers if header.exists()} - found
+        found |= new
+        pending += new
+    return sorted(found)
 
 
 def _torch_gomp() -> Path | None:
-    """torch's own OpenMP library: linked by path, so that torch and we share one pool of threads."""
+    """Returns torch's OpenMP library. Linking it by path makes torch and us share one thread pool."""
     package = Path(torch.__file__).parent
     places = [package / "lib", package.parent / "torch.libs"]
     found = sorted(file for place in places for file in place.glob("libgomp*.so*"))
@@ -156,7 +163,7 @@ def _build_locked(library: Library, target: Path) -> None:
 
 
 def ninja_file(library: Library) -> str:
-    """The build.ninja of a library: one object per source, one link."""
+    """Returns a library's build.ninja: one object per source, one link."""
     extra = " ".join(library.flags)
     includes = [shlex.quote(word).replace("$", "$$") for word in INCLUDES]
     lines = ["ninja_required_version = 1.5"]

@@ -1,4 +1,4 @@
-"""Where what is made at run time is kept: compiled kernels, the demo model's standard file. Does not load torch."""
+"""The cache folder: compiled kernels, the demo model's standard file. Does not load torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VARIABLE = "RWKV_BUILD_DIR"
 
 
 def cache_folder() -> Path:
-    """$RWKV_BUILD_DIR, else rwkv-batch in $XDG_CACHE_HOME or ~/.cache; not beside the code, which may be read-only."""
+    """Returns $RWKV_BUILD_DIR, else rwkv-batch in $XDG_CACHE_HOME or ~/.cache. The code's folder may be read-only."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return Path(chosen)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def cores() -> int:
-    """How many cores this process may use: its affinity, or less under a cgroup v2 quota."""
+    """Returns how many cores this process may use: its affinity, or less under a cgroup v2 quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -19,22 +19,19 @@ _MIN_SLOTS = 16
 
 
 def fix_futex_table() -> None:
-    """Have the table that the kernel would make in the end. To be called before threads are started.
-
-    Without effect where there is no such table.
-    """
+    """Creates the process's futex table at its final size. Call it before threads start."""
     slots = 1 << (max(_MIN_SLOTS, _SLOTS_PER_CPU * (os.cpu_count() or 1)) - 1).bit_length()
     _prctl(_SET_SLOTS, slots)
 
 
 def futex_slots() -> int | None:
-    """Slots of the table; 0: it is the system's own, as that of a process without threads; None: there are none."""
+    """Returns the table's slots; 0: the system's shared table; None: the kernel has no such tables."""
     slots = _prctl(_GET_SLOTS, 0)
     return None if slots is None or slots < 0 else slots
 
 
 def _prctl(what: int, value: int) -> int | None:
-    """What the system says to that; None: it has no such call."""
+    """Returns prctl's result; None: the kernel lacks the call."""
     with contextlib.suppress(AttributeError, OSError):
         return int(ctypes.CDLL(None).prctl(_PR_FUTEX_HASH, *map(ctypes.c_ulong, (what, value, 0, 0))))
     return None

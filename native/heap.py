@@ -6,9 +6,8 @@ import contextlib
 import ctypes
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-"""Parameters of glibc's mallopt, malloc.h."""
 LARGE_BYTES = 256 << 10
-"""A block of this size or more is a mapping of its own, which its end gives back."""
+"""Blocks of this size or more are separate mappings, which free() returns to the system."""
 ARENAS = 2
 
 

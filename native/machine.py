@@ -1,4 +1,4 @@
-"""What this machine can do: compilers, GPU architectures, memory. Each question is asked once and remembered."""
+"""The machine's compilers, GPU architectures and memory. Every answer is cached."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SUPPORTED_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_10
 
 @functools.cache
 def cxx() -> str | None:
-    """Path of the C++ compiler: $CXX, else g++; None if there is none."""
+    """Returns the C++ compiler's path: $CXX, else g++; None if there is none."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
 def nvcc() -> str | None:
-    """Path of nvcc, see native.nvcc; None if there is none."""
+    """Returns nvcc's path, see native.nvcc; None if there is none."""
     return compiler.find()
 
 
 @functools.cache
 def ninja() -> str | None:
-    """Path of ninja: the Python package's, else the one on the PATH; None if there is none."""
+    """Returns ninja's path: the Python package's, else on the PATH; None if there is none."""
     try:
         import ninja as package
     except ImportError:
@@ -40,13 +40,13 @@ def ninja() -> str | None:
 
 @functools.cache
 def version_of(compiler: str) -> str:
-    """What `compiler --version` prints."""
+    """Returns the output of `compiler --version`."""
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 @functools.cache
 def cpu_features() -> str:
-    """The processor's model and instruction sets, as /proc/cpuinfo names them; what -march=native depends on."""
+    """Returns the CPU's model and instruction sets from /proc/cpuinfo, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -56,7 +56,7 @@ def cpu_features() -> str:
 
 
 def free_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that programs may still take: what the machine has, or less under a cgroup's limit; None: not told."""
+    """Returns the free memory in bytes, or less under a cgroup limit; None: unknown."""
     available = _read_numbers(Path(meminfo)).get("MemAvailable:")
     free = [] if available is None else [available << 10]
     folder = Path(cgroup)
@@ -81,7 +81,7 @@ def _free_in_cgroup(folder: Path, limit: str, used: str, cached: tuple[str, ...]
 
 
 def _read_numbers(file: Path) -> dict[str, int]:
-    """The numbers of a file of lines "name number ..."; none if it cannot be read."""
+    """Reads a file of lines "name number ..."; empty if it cannot be read."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
@@ -93,7 +93,7 @@ def _read_numbers(file: Path) -> dict[str, int]:
 
 @functools.cache
 def gpu_archs() -> tuple[str, ...]:
-    """Architectures of the visible NVIDIA GPUs, each once, as "sm_90"; empty without CUDA (or on ROCm)."""
+    """Returns the visible NVIDIA GPUs' architectures, each once, as "sm_90"; empty without CUDA or on ROCm."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return ()
     capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
@@ -101,14 +101,14 @@ def gpu_archs() -> tuple[str, ...]:
 
 
 def cpp_unavailable_reason() -> str | None:
-    """Why C++ cannot be built here; None if it can."""
+    """Returns why C++ cannot be built here; None if it can."""
     if cxx() is None:
         return "no C++ compiler (g++ is not on the PATH)"
     return None if ninja() else "no ninja (pip install ninja)"
 
 
 def cuda_unavailable_reason(device: torch.device) -> str | None:
-    """Why CUDA sources cannot be built for and run on `device`; None if they can."""
+    """Returns why CUDA sources cannot be built for and run on `device`; None if they can."""
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device}"
     if torch.version.hip is not None:

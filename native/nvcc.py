@@ -18,17 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements-nvcc.txt"
 PACKAGES_FOR = 13
-"""The CUDA major that requirements-nvcc.txt holds; earlier ones have no nvcc among their packages."""
+"""CUDA major version in requirements-nvcc.txt; earlier ones have no nvcc package."""
 SIZE_MB = 271
-"""What the packages take on disk."""
+"""Size of the packages on disk."""
 PROGRAMS = ("nvcc", "ptxas", "cudafe++", "fatbinary", "nvlink", "bin2c")
 
 
 @functools.cache
 def find() -> str | None:
-    """Path of nvcc: under $CUDA_HOME or $CUDA_PATH, from pip, on the PATH or in /usr/local/cuda; None without one.
+    """Returns nvcc's path: $CUDA_HOME or $CUDA_PATH, pip, the PATH, /usr/local/cuda; None without one.
 
-    pip's goes before the PATH because its version is that of the installed torch.
+    pip's precedes the PATH because its version matches the installed torch.
     """
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
@@ -41,13 +41,13 @@ def find() -> str | None:
 
 
 def libraries_of(nvcc: str) -> list[Path]:
-    """Folders with the CUDA runtime to link against that this nvcc would not look into by itself."""
+    """Returns folders with the CUDA runtime to link that this nvcc would not search."""
     folder = Path(nvcc).resolve().parents[1] / "lib"
     return [folder] if (folder / "libcudart_static.a").exists() else []
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version the installed torch was built for ("13.0"), read from its files; None: none, or no torch."""
+    """Returns the CUDA version of the installed torch ("13.0"), read from its files; None without torch or CUDA."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "version.py" if folders else None
@@ -58,12 +58,12 @@ def torch_cuda() -> str | None:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA driver shows a card (Linux, or WSL's one)."""
+    """Whether an NVIDIA driver shows a GPU (Linux or WSL)."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
 
 
 def not_installable_reason() -> str | None:
-    """Why pip cannot give the compiler that fits the installed torch; None if it can."""
+    """Returns why pip has no matching compiler; None if it has one."""
     version = torch_cuda()
     if version is None:
         return "the installed torch is built without CUDA"
@@ -76,7 +76,7 @@ def not_installable_reason() -> str | None:
 
 
 def main() -> int:
-    """Install the compiler where a card and a torch for it are, but no nvcc. Never keeps the service from starting."""
+    """Installs the compiler on a machine with a GPU but no nvcc. Never prevents the service from starting."""
     if not has_gpu() or find() is not None:
         return 0
     reason = not_installable_reason()
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _from_pip() -> Path | None:
-    """nvcc of the package `nvidia-cuda-nvcc`, if it is whole and of the CUDA major of torch."""
+    """Returns nvcc of the package `nvidia-cuda-nvcc` if it is complete and of torch's CUDA major version."""
     spec = importlib.util.find_spec("nvidia")
     version = torch_cuda()
     majors = [version.partition(".")[0]] if version else [str(PACKAGES_FOR)]
@@ -105,7 +105,7 @@ def _from_pip() -> Path | None:
 
 
 def _make_runnable(programs: list[Path]) -> None:
-    """Some installers lose the run bits of what a wheel holds."""
+    """Restores execute permission, which some installers drop."""
     for program in programs:
         if program.exists() and not os.access(program, os.X_OK):
             try:

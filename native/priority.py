@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 NICENESS = 10
-"""A tenth of the share of a thread that is as usual."""
+"""A tenth of a normal thread's CPU share."""
 T = TypeVar("T")
 
 

@@ -14,15 +14,15 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "rwkv-"
-"""What all their names begin with."""
+"""Prefix of their names."""
 _LOCK = "owner.lock"
 
 
 class TemporaryFolder:
-    """Removed by `remove`, or by a later process."""
+    """A temporary folder, removed by `remove` or by a later process."""
 
     def __init__(self, kind: str = "") -> None:
-        """Makes one of that kind, and removes those without an owner. Raises OSError if none can be made."""
+        """Creates a folder of that kind and removes stale ones. Raises OSError if it cannot be created."""
         remove_stale()
         while True:
             self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-" if kind else PREFIX)
@@ -34,7 +34,7 @@ class TemporaryFolder:
             os.close(self._lock)  # another process came between the two calls, and has removed it
 
     def remove(self) -> None:
-        """At the owner's end; again: nothing happens."""
+        """Removes the folder. May be called twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -42,7 +42,7 @@ class TemporaryFolder:
 
 
 def remove_stale() -> None:
-    """Remove this user's folders whose owner is gone."""
+    """Removes this user's folders whose owner has ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another's, or one that has just been removed
             if folder.lstat().st_uid == os.geteuid():

@@ -1,4 +1,4 @@
-"""Tensors from the host to a device and back, without waiting for what the device is doing."""
+"""Copies between host and device that do not wait for the device's queue."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from native.binding import bind, check_status
 
 MAX_PITCH = 2**31 - 1
-"""Most bytes between two pieces of a copy."""
+"""Maximum distance in bytes between two pieces of a copy."""
 ANY_DIRECTION = 4  # cudaMemcpyDefault
 Numbers = Sequence[int] | Sequence[float] | Sequence[list[float]]
 
 
 def on_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list [n] as a tensor [n] on a device; `torch.tensor(..., device=...)` would wait until its queue is empty."""
+    """Copies a list [n] to a device. `torch.tensor(..., device=...)` would wait until its queue is empty."""
     return pinned(torch.tensor(values, dtype=dtype), device).to(device, non_blocking=True)
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor [...] in host memory, in a form from which a copy to the device need not be waited for."""
+    """Returns a host tensor [...] that can be copied to the device asynchronously."""
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
 
 
@@ -105,7 +105,7 @@ def _copy_2d() -> Callable[..., int] | None:
 
 
 def _runtime_function(name: str, *argument_types: type) -> Callable[..., int] | None:
-    """A function of the CUDA runtime that torch has loaded; None where it has another."""
+    """Returns a function of torch's CUDA runtime; None for another runtime."""
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError:

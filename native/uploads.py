@@ -1,4 +1,4 @@
-"""Small pieces of host memory on their way to one GPU. One thread uses it."""
+"""Uploads of small pieces of host memory to one GPU. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ALIGNMENT = 16
 
 
 class Uploads:
-    """A ring of pinned memory, in two halves: a piece costs a copy of a few microseconds, pinning it fifty."""
+    """A ring of pinned memory in two halves. A copy takes a few microseconds; pinning would take fifty."""
 
     def __init__(self, device: torch.device) -> None:
         self._staging = torch.empty(2 * HALF_BYTES, dtype=torch.uint8).pin_memory()
         self._device = device
         self._sent = [torch.cuda.Event(), torch.cuda.Event()]
-        """of each half: its pieces have arrived"""
+        """per half: recorded after its last copy"""
         self._half = 0
-        """the one that is being filled; not told by `_at`, which is where it ends when it is full"""
+        """half being filled; `_at` alone is ambiguous when it is full"""
         self._at = 0
 
     def send(self, target: Tensor, piece: ctypes.Structure | ctypes.Array[Any]) -> None:
-        """Copy a C structure, or an array of some, to contiguous bytes [n] uint8 on the device's current stream."""
+        """Copies a C structure or array to contiguous bytes [n] uint8 on the device's current stream."""
         size = ctypes.sizeof(piece)
         if size > HALF_BYTES:
             held = torch.frombuffer(bytearray(piece), dtype=torch.uint8)

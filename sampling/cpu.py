@@ -120,7 +120,7 @@ class CpuSampler:
             raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         for req_slot, run in zip(req_slots, runs, strict=True):
             tokens, size = (ctypes.c_int32 * len(run))(*run), ctypes.c_int64(len(run))
-            self._library.sampler_follow(self._handle, ctypes.c_int64(req_slot), tokens, size)
+            self._library.sampler_append_tokens(self._handle, ctypes.c_int64(req_slot), tokens, size)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample one token for each row of logits [R, V], then count it.
@@ -160,7 +160,7 @@ class CpuSampler:
 
     def _apply_masks(self, logits: int, rows: int, words: int) -> None:
         """Set logits to -inf where the mask bit is 0. Both arguments are addresses."""
-        self._library.sampler_forbid(
+        self._library.sampler_apply_masks(
             ctypes.c_void_p(logits),
             ctypes.c_void_p(words),
             ctypes.c_int64(rows),

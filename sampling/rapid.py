@@ -29,12 +29,12 @@ ENTRY_BYTES = 16
 MAX_VOCAB = 2**18
 MAX_CHUNKS = 2048
 """Per row: the kernel adds up a row chunk by chunk"""
-MAX_PARTS = 8
+MAX_SPLITS = 8
 """CTAs per row"""
 
 
-class Seat(ctypes.Structure):
-    """`struct Seat` of csrc/rapid_row.cuh."""
+class SlotState(ctypes.Structure):
+    """`struct SlotState` of csrc/rapid_row.cuh."""
 
     _fields_ = (
         ("top_p", ctypes.c_double),
@@ -81,7 +81,7 @@ class Launch(ctypes.Structure):
         ("vocab", ctypes.c_int32),
         ("max_rows", ctypes.c_int32),
         ("capacity", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
+        ("splits", ctypes.c_int32),
         ("chunk_batches", ctypes.c_int32),
         ("clustered", ctypes.c_int32),
     )
@@ -107,12 +107,12 @@ class RapidSampler:
         self.max_rows, self.vocab = max_rows, vocab
         self.capacity = min(vocab, MAX_ENTRIES)
         self._params = [SamplingParams(temperature=0.0)] * max_rows
-        self._table = torch.zeros(max_rows, ctypes.sizeof(Seat), dtype=torch.uint8, device=self.device)
+        self._table = torch.zeros(max_rows, ctypes.sizeof(SlotState), dtype=torch.uint8, device=self.device)
         self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
         self._penalty_exempt = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
         self._penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
         self._chunks = torch.zeros(max_rows, MAX_CHUNKS, 2, device=self.device)
-        self._best = torch.zeros(max_rows, MAX_PARTS, dtype=torch.int64, device=self.device)
+        self._best = torch.zeros(max_rows, MAX_SPLITS, dtype=torch.int64, device=self.device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         properties = torch.cuda.get_device_properties(self.device)
         self._num_sms, self._early = properties.multi_processor_count, int(properties.major >= 9)
@@ -128,8 +128,8 @@ class RapidSampler:
         types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
         self._launch = binding.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
-        self._apply_masks = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
-        self._append_tokens = binding.bind(library, "rapid_follow", ctypes.POINTER(Launch), pointer, pointer, pointer)
+        self._apply_masks = binding.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
+        self._append_tokens = binding.bind(library, "rapid_append_tokens", ctypes.POINTER(Launch), pointer, pointer, pointer)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
         """Start a new row in this request slot.
@@ -147,8 +147,8 @@ class RapidSampler:
             self._uploads.send(self._entries[req_slot, : len(entries)], (Entry * len(entries))(*entries))
         self._uploads.send(self._table[req_slot], self._packed(params))
 
-    def _packed(self, params: SamplingParams) -> Seat:
-        return Seat(
+    def _packed(self, params: SamplingParams) -> SlotState:
+        return SlotState(
             top_p=params.top_p if params.top_p < 1 else float("inf"),
             seed=params.seed & 0xFFFFFFFFFFFFFFFF,
             top_k=params.top_k if 0 < params.top_k < self.vocab else self.vocab,
@@ -185,7 +185,7 @@ class RapidSampler:
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
             code = self._append_tokens(ctypes.byref(launch), offsets, offsets + 4 * (len(req_slots) + 1), stream)
-        binding.check_status(code, "rapid_follow")
+        binding.check_status(code, "rapid_append_tokens")
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Sample a token for each row and count it, in one launch that a graph may capture.
@@ -224,7 +224,7 @@ class RapidSampler:
         bits = binding.pointer(masks, "masks", torch.int32, words, self.device)
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
-            binding.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_forbid")
+            binding.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_apply_masks")
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample one token for each row of logits [R, V], then count it. Does not wait.

@@ -1,1 +1,1 @@
-"""The fused pieces of a layer, by backend: naive (plain torch, the truth), cpu (C++), cuda."""
+"""A layer's fused operations by backend: naive (plain torch, the definition), cpu (C++), cuda."""

@@ -1,4 +1,4 @@
-"""The pieces of a layer in plain torch: the definition every other backend is tested against.
+"""A layer's operations in plain torch: the definition that tests compare every backend with.
 
 Formulas: RWKV-7 "x070" as in the reference implementation (`rwkv` package), over ragged rows.
 """
@@ -33,10 +33,11 @@ class NaiveOps:
     def shift_mix(
         self, x: Tensor, delta: Tensor | None, prologue: Prologue, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Residual add, LayerNorm, token shift and the mixes of one half layer.
+        """Residual add, LayerNorm, token shift and mix of a half layer.
 
-        x [T, C] the residual stream, delta [T, C] what the last half layer adds to it, the entrance's mix
-        [M, C], shift [num_slots, C] (updated). Returns (x + delta [T, C], mixed [M, T, C]).
+        x [T, C]: residual stream; delta [T, C]: output of the previous half layer; mix [M, C]; shift [num_slots, C]
+        (updated).
+        Returns (x + delta [T, C], mixed [M, T, C]).
         """
         if delta is not None:
             x = x + delta
@@ -45,7 +46,7 @@ class NaiveOps:
         return x, mixed.to(x.dtype)
 
     def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
-        """All linear maps at the entrance of the time mix; mixed [6, T, C] in the order r, w, k, v, a, g."""
+        """The time mix's input projections; mixed [6, T, C] in the order r, w, k, v, a, g."""
         xr, xw, xk, xv, xa, xg = mixed
         p = Projections(
             r=layer.receptance(xr),
@@ -64,10 +65,10 @@ class NaiveOps:
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """The WKV recurrence with its prologue and epilogue.
+        """The WKV recurrence with prologue and epilogue.
 
-        wkv [num_slots, H, 64, 64], or [num_slots, H, 4224] of int8 (updated). Returns (y [T, C] before the output
-        map, v_first [T, C]).
+        wkv [num_slots, H, 64, 64], or [num_slots, H, 4224] uint8 of int8 states (updated).
+        Returns (y [T, C] before the output layer, v_first [T, C]).
         """
         if wkv.dtype is torch.uint8:
             return on_unpacked(lambda states, own: self.time_mix(layer, p, v_first, states, own), wkv, inputs)
@@ -94,7 +95,7 @@ class NaiveOps:
         return y.to(p.r.dtype), v_first
 
     def output(self, layer: Layer, y: Tensor) -> Tensor:
-        """The output map: y [T, C] -> [T, C]."""
+        """Output layer: y [T, C] -> [T, C]."""
         return layer.output(y)
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class NaiveOps:
 def wkv_loop(
     r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, wkv: Tensor, inputs: StepInputs
 ) -> Tensor:
-    """The recurrence, token by token, vectorised over rows and heads.
+    """The recurrence, token by token, over all rows and heads.
 
     S <- S diag(decay) + (S a) b^T + v k^T;  y = S r.  All [T, H, 64] fp32, a = -kk, b = kk * a;
     wkv [num_slots, H, 64 (value), 64 (key)] is read and updated. Returns y [T, H, 64].

@@ -1,4 +1,4 @@
-"""Chooses a kernel backend by name, once, and remembers why the others do not serve."""
+"""Chooses a kernel backend by name and reports why others are unavailable."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def choose_ops(wanted: str, device: torch.device, version: str = X070) -> tuple[Ops, dict[str, str]]:
-    """The backend for a device and a version of the model, and the refusals (name -> reason): of backends
-    before it, and of kernels of its own.
+    """Returns the backend for a device and model version, and the unavailable ones (name -> reason).
 
-    wanted "auto" tries all in order of speed. Raises ValueError when a backend asked for by name refuses.
+    wanted "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
+    Raises ValueError if the named backend is unavailable.
     """
     refusals: dict[str, str] = {}
     backends = _BACKENDS if version == X070 else _OLDER_BACKENDS

@@ -24,7 +24,7 @@ SAMPLER_FN uint32_t high_product(uint32_t a, uint32_t b) {
 
 SAMPLER_FN Words philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
 #if defined(__GNUC__) && !defined(__CUDACC__) && !defined(__HIPCC__)
-#pragma GCC unroll 10  // so that a loop around it becomes vector code
+#pragma GCC unroll 10  // lets the enclosing loop vectorise
 #endif
   for (int round = 0; round < 10; ++round) {
     const uint32_t high0 = high_product(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;

@@ -1,4 +1,4 @@
-// Where the tokens of a row are cut by top_k and top_p; rank order is by logit, equal ones by lower id.
+// Truncation by top_k and top_p. Ranking: by logit, ties by lower id.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace sampling {
 
-constexpr int kChunk = 64;      // tokens whose maximum is kept
-constexpr int kHead = 1024;     // most candidates that are simply sorted
+constexpr int kChunk = 64;  // tokens per chunk
+constexpr int kMaxSorted = 1024;  // maximum candidates to sort directly
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 struct Candidate {
@@ -25,24 +25,24 @@ inline bool ranks_before(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
 }
 
-// A row of logits and what is known of it.
+// A row of logits, its maximum and chunk maxima.
 struct Row {
   const float* logits;
   int vocab;
   float largest;
   float scale;                         // 1 / T
-  const std::vector<float>* maxima;    // of each chunk
+  const std::vector<float>* maxima;  // per chunk
 
   float mass(float logit) const { return exp_nonpositive(logit * scale - largest * scale); }
 };
 
-// What is kept: ranks below top_k whose mass before them is below `enough`.
+// Keeps ranks below top_k with less than `enough` mass before them.
 struct Limits {
   int64_t top_k;
-  double enough;  // top_p * total mass, infinite where top_p is off
+  double enough;  // top_p * total mass; infinite if top_p is off
 };
 
-// The last token that is kept; all that rank before it are kept too.
+// The last kept token; all tokens that rank before it are kept.
 struct Cut {
   Candidate last;
   int64_t kept;
@@ -52,7 +52,7 @@ struct Cut {
   }
 };
 
-// Chunks of which nothing can be drawn add nothing.
+// Skips chunks of -inf.
 inline double total_mass(const Row& row) {
   double lanes[16] = {};
   const float shift = row.largest * row.scale;
@@ -69,8 +69,8 @@ inline double total_mass(const Row& row) {
   return sum;
 }
 
-// All tokens with a logit of at least the `count`-th largest chunk maximum: at least `count` of them, or all that can be
-// drawn, of which a mask may have left few; returns whether it is all.
+// Gathers all tokens with a logit of at least the `count`-th largest chunk maximum: at least `count` of them, or all
+// that are finite. Returns whether it is all.
 inline bool gather_head(const Row& row, int64_t count, std::vector<float>& work, std::vector<Candidate>& head) {
   const std::vector<float>& maxima = *row.maxima;
   float floor = kNegativeInfinity;
@@ -90,25 +90,24 @@ inline bool gather_head(const Row& row, int64_t count, std::vector<float>& work,
   return floor == kNegativeInfinity;
 }
 
-// Walks ranked candidates; `rank` and `before` (their mass) go on from the tokens ranked before them.
-// Returns how many of them are kept.
+// Returns how many of the ranked candidates are kept. `rank` and `before` (mass) count the tokens ranked before them.
 inline size_t walk(const Row& row, const std::vector<Candidate>& ranked, const Limits& limits, int64_t rank, double before) {
   size_t kept = 0;
   for (; kept < ranked.size(); ++kept, ++rank) {
-    // The first token of all always stays, whatever the rounding of `enough`.
+    // The first token is always kept, even if `enough` is rounded down.
     if (rank > 0 && (rank >= limits.top_k || !(before < limits.enough))) break;
     before += row.mass(ranked[kept].logit);
   }
   return kept;
 }
 
-// Maps floats to integers in reversed order: the largest float has the smallest key.
+// Maps floats to integers in descending order.
 inline uint32_t descending_key(float value) {
-  const uint32_t raw = bits<uint32_t>(value + 0.0f);  // + 0: -0 and 0 are equal
+  const uint32_t raw = bits<uint32_t>(value + 0.0f);  // + 0: -0 and 0 become equal
   return raw & 0x80000000u ? raw : ~(raw | 0x80000000u);
 }
 
-// Counts and masses of the tokens by 11 bits of their keys.
+// Counts and masses by 11 bits of the key.
 struct Bins {
   static constexpr int kBins = 2048;
   std::vector<int64_t> counts = std::vector<int64_t>(kBins);
@@ -126,8 +125,7 @@ struct Bins {
     }
   }
 
-  // The bin where the cut lies: the last one that is not empty and begins within the limits.
-  // `rank` and `before` become those of its first token.
+  // Returns the last non-empty bin that starts within the limits. Updates `rank` and `before` to its first token.
   int find_cut(const Limits& limits, int64_t& rank, double& before) const {
     int at = -1;
     int64_t next_rank = rank;
@@ -142,7 +140,7 @@ struct Bins {
   }
 };
 
-// The cut of a row by radix selection: 11 bits of the key at a time, down to the bin where the cut lies.
+// Truncates a row by radix selection, 11 bits of the key at a time.
 inline Cut cut_by_radix(const Row& row, const Limits& limits, std::vector<Candidate>& list) {
   Bins bins;
   int64_t rank = 0;
@@ -150,7 +148,7 @@ inline Cut cut_by_radix(const Row& row, const Limits& limits, std::vector<Candid
   list.clear();
   for (int token = 0; token < row.vocab; ++token) list.push_back({row.logits[token], token});
   for (const int shift : {21, 10, -1}) {
-    if (shift < 0 || list.size() <= kHead) break;
+    if (shift < 0 || list.size() <= kMaxSorted) break;
     bins.fill(row, list, shift);
     const int at = bins.find_cut(limits, rank, before);
     const auto elsewhere = [&](const Candidate& c) { return Bins::bin_of(c.logit, shift) != at; };

@@ -1,54 +1,62 @@
-// "rapid": draws a token for each row of logits in one pass over them where the parameters allow, and counts it for
-// the penalties. The definition is sampling/naive.py; all state is in device memory by seat, nothing is allocated and the
-// host is not asked, so launches can be captured in a graph.
+// Sampler "rapid": samples one token per row in one pass over the logits if the parameters allow, and counts it for
+// penalties.
+// Definition: sampling/naive.py. All state is in device memory per request slot. Nothing is allocated and the host is
+// not read, so launches can be captured in a graph.
 //
-// `parts` blocks share a row. Each looks at its part of the logits and leaves its best token, or the maxima and masses of
-// its chunks, in device memory; the block that comes last draws, from sm_90 on, where they are a cluster, the first. So rows
-// that are done are drawn from while others are still read, and a single row is read by several multiprocessors. A cluster
-// also shares the second pass over a row that top_p hardly cuts (rapid_list.cuh).
+// in     logits     [rows, vocab] fp32, read-only
+//        req_slots  [rows] int32; a number outside 0 .. max_rows - 1 is padding
+//        table      [max_rows] SlotState: parameters and step
+//        entries    [max_rows, capacity] Entry: tokens with a bias or a count
+// out    tokens     [rows] int64
 //
-// Bytes: logits once; rows that are cut 8 per chunk of 32 tokens written and read, and some chunks again, or all of the row.
-// Shared memory of a block: Shared | uint32 marks[words]
+// Grid: rows x splits CTAs of 256 threads. Each CTA scans its split and leaves its best token, or maxima and masses of
+// its chunks, in device memory. The last CTA of a row samples; from sm_90 on the splits are a cluster and its first CTA
+// samples.
+// So finished rows are sampled while others are scanned, and several SMs scan a single row. A cluster also shares the
+// second pass over a row that top_p hardly truncates (rapid_list.cuh).
+// Shared memory: Shared, then uint32 marks [vocab / 32]. Bytes: logits once; truncated rows 8 bytes per chunk of 32
+// tokens, and some chunks or the whole row again. An H200 samples 320 greedy rows of 65,536 logits in 26 us; one read
+// takes 20 us.
 #include <cuda_runtime.h>
 
-#include "early_launch.cuh"
+#include "programmatic_launch.cuh"
 #include "rapid_list.cuh"
 
 namespace sampling {
 
 struct Launch {
   const float* logits;       // [rows, vocab]
-  const int32_t* seats;      // [rows]; anything outside 0 .. max_rows-1 is padding
+  const int32_t* req_slots;  // [rows]; numbers outside 0 .. max_rows - 1 are padding
   int64_t* tokens;           // [rows]
-  Seat* table;               // [max_rows]
+  SlotState* table;               // [max_rows]
   Entry* entries;            // [max_rows, capacity]
   const uint8_t* penalty_exempt;  // [vocab]
   Chunk* chunks;             // [max_rows, kMaxChunks]
   uint64_t* best;            // [max_rows, kMaxBlocks]
   uint32_t* arrived;         // [max_rows], zero between launches
-  int32_t rows, vocab, max_rows, capacity, parts, chunk_batches;
-  int32_t clustered;  // the blocks of a row are a cluster
+  int32_t rows, vocab, max_rows, capacity, splits, chunk_batches;
+  int32_t clustered;  // the CTAs of a row are a cluster
 };
 
-// The changed logit of a token with an entry.
-__device__ __forceinline__ float value_of_entry(const Row& row, const Seat& seat, const Entry& entry) {
+// The adjusted logit of a token with an entry.
+__device__ __forceinline__ float value_of_entry(const Row& row, const SlotState& slot, const Entry& entry) {
   float value = __fadd_rn(row.logits[entry.token], entry.bias);
-  if (seat.penalised && entry.count >= 0.0f)
-    value = __fsub_rn(value, __fadd_rn(__fmul_rn(entry.count, seat.frequency), seat.presence));
+  if (slot.penalised && entry.count >= 0.0f)
+    value = __fsub_rn(value, __fadd_rn(__fmul_rn(entry.count, slot.frequency), slot.presence));
   return cleaned(value);
 }
 
-// An entry's count after this step, if its token is not drawn.
-__device__ __forceinline__ float decayed(const Entry& entry, const Seat& seat) {
-  return seat.penalised && entry.count >= 0.0f ? __fmul_rn(entry.count, seat.decay) : entry.count;
+// An entry's count after this step, unless its token is sampled.
+__device__ __forceinline__ float decayed(const Entry& entry, const SlotState& slot) {
+  return slot.penalised && entry.count >= 0.0f ? __fmul_rn(entry.count, slot.decay) : entry.count;
 }
 
-// The changed logits of all entries; their counts decay.
-__device__ __forceinline__ void take_entries(Row& row, const Seat& seat) {
+// Computes the adjusted logits of all entries and decays their counts.
+__device__ __forceinline__ void take_entries(Row& row, const SlotState& slot) {
   const auto take = [&](int i, Entry& entry) {
     entry = row.entries[i];
-    entry.value = value_of_entry(row, seat, entry);
-    entry.count = decayed(entry, seat);
+    entry.value = value_of_entry(row, slot, entry);
+    entry.count = decayed(entry, slot);
     row.entries[i] = entry;
   };
 #pragma unroll
@@ -58,8 +66,8 @@ __device__ __forceinline__ void take_entries(Row& row, const Seat& seat) {
   for (int i = threadIdx.x + kHeld * kThreads; i < row.num_entries; i += kThreads) take(i, entry);
 }
 
-// Counts the token, in counts that have decayed.
-__device__ inline void count_token(const Row& row, Seat& stored, int token, const uint8_t* penalty_exempt, int capacity) {
+// Counts the sampled token; all counts have decayed before.
+__device__ inline void count_token(const Row& row, SlotState& stored, int token, const uint8_t* penalty_exempt, int capacity) {
   bool known = false;
   const auto look_at = [&](int i, int entry_token, float count) {
     if (entry_token != token) return;
@@ -79,63 +87,63 @@ __device__ inline void count_token(const Row& row, Seat& stored, int token, cons
   }
 }
 
-// True for the last of the blocks of a row; what the others wrote is visible to it (past the L1 cache).
-__device__ __forceinline__ bool is_last_block(uint32_t* arrived, int parts, Shared& shared) {
+// True in the last CTA of a row; the others' writes are visible to it, past L1.
+__device__ __forceinline__ bool is_last_block(uint32_t* arrived, int splits, Shared& shared) {
   __syncthreads();
-  if (parts == 1) return true;
+  if (splits == 1) return true;
   if (threadIdx.x == 0) {
     uint32_t before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
-    if (before + 1 == static_cast<uint32_t>(parts)) *arrived = 0;
+    if (before + 1 == static_cast<uint32_t>(splits)) *arrived = 0;
     shared.reached = static_cast<int>(before);
   }
   __syncthreads();
-  return shared.reached == parts - 1;
+  return shared.reached == splits - 1;
 }
 
-// Looks at a part of a row: leaves chunks, or the best token.
-__device__ inline void look(
-    Row& row, Range range, const Ring& ring, const Seat& seat, Chunk* chunks, uint64_t* best_of_part,
-    Shared& shared, Room& room) {
+// Scans a split of a row: leaves chunks, or the best token.
+__device__ inline void scan_row(
+    Row& row, Range range, const Ring& ring, const SlotState& slot, Chunk* chunks, uint64_t* best_of_split,
+    Shared& shared, ReduceBuffers& buffers) {
   if (row.num_entries) {
     mark_entries(row, range, shared.marks());
     row.marks = shared.marks();
   }
-  if (seat.kind == kCut) return scan_chunks(row, range, ring, seat, chunks);
-  uint64_t best = seat.kind == kGreedy  ? largest_logit(row, range, ring)
-                  : seat.kind == kNoise ? best_score<true>(row, range, ring, seat, kBehindAll, &shared.found)
-                                        : best_score<false>(row, range, ring, seat, kBehindAll, &shared.found);
+  if (slot.kind == kTruncated) return scan_chunks(row, range, ring, slot, chunks);
+  uint64_t best = slot.kind == kGreedy  ? largest_logit(row, range, ring)
+                  : slot.kind == kNoise ? best_score<true>(row, range, ring, slot, kAfterAll, &shared.found)
+                                        : best_score<false>(row, range, ring, slot, kAfterAll, &shared.found);
   const int first_token = 4 * kBatchQuads * range.first, last_token = 4 * kBatchQuads * range.last;
   for (int i = threadIdx.x; i < row.num_entries; i += kThreads) {
     const Entry entry = row.entries[i];
     if (entry.token < first_token || entry.token >= last_token) continue;
-    const float value = value_of_entry(row, seat, entry);
+    const float value = value_of_entry(row, slot, entry);
     if (value == minus_infinity()) continue;
-    const float score = seat.kind == kGreedy ? value : exact_score(seat, entry.token, value);
+    const float score = slot.kind == kGreedy ? value : exact_score(slot, entry.token, value);
     best = larger(best, pair_of(score, entry.token));
   }
-  best = max_over_block(best, room);
-  if (threadIdx.x == 0) *best_of_part = best;
+  best = max_over_block(best, buffers);
+  if (threadIdx.x == 0) *best_of_split = best;
 }
 
-// Draws from what the parts' blocks left. `cluster`: these blocks where they wait for each other.
-__device__ inline int draw(
-    Row& row, Range all, Range part, const Seat& seat, const Chunk* chunks, const uint64_t* best_of_parts, int parts,
-    Parts cluster, Shared& shared, Room& room) {
-  if (row.num_entries && (seat.kind == kCut || seat.penalised)) take_entries(row, seat);
-  if (seat.kind != kCut) {
+// Samples from the results of the splits. cluster: these CTAs, where they wait for each other.
+__device__ inline int sample_row(
+    Row& row, Range all, Range split, const SlotState& slot, const Chunk* chunks, const uint64_t* best_of_splits, int splits,
+    RowCluster cluster, Shared& shared, ReduceBuffers& buffers) {
+  if (row.num_entries && (slot.kind == kTruncated || slot.penalised)) take_entries(row, slot);
+  if (slot.kind != kTruncated) {
     const int lane = threadIdx.x % 32;
-    const uint64_t best = max_over_warp(lane < parts ? __ldcg(best_of_parts + lane) : 0);
+    const uint64_t best = max_over_warp(lane < splits ? __ldcg(best_of_splits + lane) : 0);
     return best ? token_of(best) : 0;
   }
   if (row.num_entries) {
     mark_entries(row, all, shared.marks());
     row.marks = shared.marks();
   }
-  return draw_cut(row, all, part, seat, chunks, cluster, shared, room);
+  return sample_truncated(row, all, split, slot, chunks, cluster, shared, buffers);
 }
 
-// Blocks of a multiprocessor: as many as its shared memory holds.
+// CTAs per SM, limited by shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kBlocks = 2;
 #else
@@ -145,75 +153,75 @@ constexpr int kBlocks = 3;
 __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) {
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  Room room{shared.half, 0};
-  const int row_number = blockIdx.x / launch.parts, part = blockIdx.x % launch.parts;
-  let_next_start();
-  wait_for_inputs();
+  ReduceBuffers buffers{shared.half, 0};
+  const int row_number = blockIdx.x / launch.splits, split = blockIdx.x % launch.splits;
+  allow_next_kernel();
+  wait_for_previous_kernel();
   Row row;
   row.logits = launch.logits + static_cast<int64_t>(row_number) * launch.vocab, row.vocab = launch.vocab, row.chunk_batches = launch.chunk_batches;
   row.marks = nullptr;
   const int batches = (row.quads() + kBatchQuads - 1) / kBatchQuads;
   const int blocks = (batches + row.chunk_batches - 1) / row.chunk_batches;
   const Range all{0, blocks * row.chunk_batches};
-  const Range range{blocks * part / launch.parts * row.chunk_batches, blocks * (part + 1) / launch.parts * row.chunk_batches};
+  const Range range{blocks * split / launch.splits * row.chunk_batches, blocks * (split + 1) / launch.splits * row.chunk_batches};
   const Ring ring{reinterpret_cast<Quad*>(shared.ring)};
   ring.begin(row, range);
-  const int number = launch.seats[row_number];
+  const int number = launch.req_slots[row_number];
   if (number < 0 || number >= launch.max_rows) {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    if (part == 0 && threadIdx.x == 0) launch.tokens[row_number] = 0;
+    if (split == 0 && threadIdx.x == 0) launch.tokens[row_number] = 0;
     return;
   }
   row.entries = launch.entries + static_cast<int64_t>(number) * launch.capacity;
   row.num_entries = launch.table[number].num_entries;
   Chunk* chunks = launch.chunks + static_cast<int64_t>(number) * kMaxChunks;
-  uint64_t* best_of_parts = launch.best + static_cast<int64_t>(number) * kMaxBlocks;
-  look(row, range, ring, launch.table[number], chunks, best_of_parts + part, shared, room);
-  const Parts cluster{launch.clustered ? launch.parts : 1};
+  uint64_t* best_of_splits = launch.best + static_cast<int64_t>(number) * kMaxBlocks;
+  scan_row(row, range, ring, launch.table[number], chunks, best_of_splits + split, shared, buffers);
+  const RowCluster cluster{launch.clustered ? launch.splits : 1};
   if (launch.clustered) {
-    cluster.meet();
-    if (part > 0) {
-      const Seat seat = launch.table[number];
-      if (may_ask(seat)) help(row, range, ring, seat, cluster, shared);
+    cluster.sync();
+    if (split > 0) {
+      const SlotState slot = launch.table[number];
+      if (may_need_assist(slot)) assist(row, range, ring, slot, cluster, shared);
       return;
     }
-  } else if (!is_last_block(launch.arrived + number, launch.parts, shared)) {
+  } else if (!is_last_block(launch.arrived + number, launch.splits, shared)) {
     return;
   }
-  const Seat seat = launch.table[number];
-  const int token = draw(row, all, range, seat, chunks, best_of_parts, launch.parts, cluster, shared, room);
-  if (seat.penalised)
+  const SlotState slot = launch.table[number];
+  const int token = sample_row(row, all, range, slot, chunks, best_of_splits, launch.splits, cluster, shared, buffers);
+  if (slot.penalised)
     count_token(row, launch.table[number], token, launch.penalty_exempt, launch.capacity);
   if (threadIdx.x == 0) {
     launch.tokens[row_number] = token;
-    launch.table[number].step = seat.step + 1;
+    launch.table[number].step = slot.step + 1;
   }
 }
 
-size_t shared_bytes(int vocab) {
+size_t smem_bytes(int vocab) {
   return sizeof(Shared) + (static_cast<size_t>(vocab) + 127) / 128 * 16;
 }
 
-int launch_rows(const Launch& launch, bool early, cudaStream_t stream) {
+int launch_rows(const Launch& launch, bool has_pdl, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = launch.parts, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  attributes[1].val.clusterDim.x = launch.splits, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(launch.rows * launch.parts);
+  config.gridDim = dim3(launch.rows * launch.splits);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes(launch.vocab);
+  config.dynamicSmemBytes = smem_bytes(launch.vocab);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = early ? 1 + launch.clustered : 0;
+  config.numAttrs = has_pdl ? 1 + launch.clustered : 0;
   const int code = cudaLaunchKernelEx(&config, sample_rows, launch);
   return code ? code : cudaGetLastError();
 }
 
-// Logits become -inf where the bit of a row's mask is 0; a thread takes four tokens. Masks mostly forbid nearly all of
-// a row or hardly anything of it: what is allowed is neither read nor written.
-__global__ void __launch_bounds__(kThreads) forbid_tokens(float* logits, const uint32_t* masks, int vocab, int words) {
+// Sets logits to -inf where the mask bit is 0; four tokens per thread. Masks mostly forbid nearly all of a row or
+// almost nothing. Allowed tokens are neither read nor written.
+__global__ void __launch_bounds__(kThreads) apply_masks_kernel(float* logits, const uint32_t* masks, int vocab, int words) {
   const int64_t row = blockIdx.y;
   const int quad = blockIdx.x * kThreads + threadIdx.x, first = 4 * quad;
   if (first >= vocab) return;
@@ -228,18 +236,18 @@ __global__ void __launch_bounds__(kThreads) forbid_tokens(float* logits, const u
     if (!(bits >> i & 1)) at[i] = -INFINITY;
 }
 
-// Counts the tokens begins[r] .. begins[r + 1] - 1 of the seat of each row r as if they had been drawn.
-__global__ void __launch_bounds__(kThreads) follow_runs(Launch launch, const int32_t* begins, const int32_t* tokens) {
-  const int number = launch.seats[blockIdx.x], begin = begins[blockIdx.x], end = begins[blockIdx.x + 1];
-  Seat& seat = launch.table[number];
+// Counts tokens begins[r] .. begins[r + 1] - 1 of row r's slot as if they had been sampled.
+__global__ void __launch_bounds__(kThreads) append_tokens_kernel(Launch launch, const int32_t* begins, const int32_t* tokens) {
+  const int number = launch.req_slots[blockIdx.x], begin = begins[blockIdx.x], end = begins[blockIdx.x + 1];
+  SlotState& slot = launch.table[number];
   Entry* entries = launch.entries + static_cast<int64_t>(number) * launch.capacity;
-  int num_entries = seat.num_entries;
-  for (int at = begin; at < end && seat.penalised; ++at) {
+  int num_entries = slot.num_entries;
+  for (int at = begin; at < end && slot.penalised; ++at) {
     const int token = tokens[at];
     const float more = launch.penalty_exempt[token] ? 0.0f : 1.0f;
     bool known = false;
     for (int i = threadIdx.x; i < num_entries; i += kThreads) {
-      float count = decayed(entries[i], seat);
+      float count = decayed(entries[i], slot);
       if (entries[i].token == token) known = true, count = __fadd_rn(fmaxf(count, 0.0f), more);
       entries[i].count = count;
     }
@@ -250,50 +258,49 @@ __global__ void __launch_bounds__(kThreads) follow_runs(Launch launch, const int
     __syncthreads();
   }
   if (threadIdx.x) return;
-  seat.num_entries = num_entries;
-  seat.step += end - begin;
+  slot.num_entries = num_entries;
+  slot.step += end - begin;
 }
 
 }  // namespace sampling
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Once per device, before the first launch: makes room for the vocabulary. A CUDA error code.
+// Raises the kernel's shared memory limit. Call once per device. Returns a CUDA error code.
 EXPORT int rapid_prepare(int32_t vocab) {
-  const int bytes = static_cast<int>(sampling::shared_bytes(vocab));
+  const int bytes = static_cast<int>(sampling::smem_bytes(vocab));
   return cudaFuncSetAttribute(sampling::sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// `processors`: multiprocessors of the device; `early`: it can start a kernel before the one before it has ended.
-// A CUDA error code.
-EXPORT int rapid_sample(const sampling::Launch* launch, int32_t processors, int32_t early, void* stream) {
+// num_sms: SMs of the device. has_pdl: programmatic dependent launch is available. Returns a CUDA error code.
+EXPORT int rapid_sample(const sampling::Launch* launch, int32_t num_sms, int32_t has_pdl, void* stream) {
   using namespace sampling;
   Launch sized = *launch;
   const int batches = ((sized.vocab + 3) / 4 + kBatchQuads - 1) / kBatchQuads;
   sized.chunk_batches = (batches + kMaxBlocks - 1) / kMaxBlocks;
   if (sized.chunk_batches < 2) sized.chunk_batches = 2;
   const int blocks = (batches + sized.chunk_batches - 1) / sized.chunk_batches;
-  if (sized.parts == 0) {
-    sized.parts = 1;
-    while (2 * sized.parts <= blocks && 2 * sized.rows * sized.parts <= processors) sized.parts *= 2;
+  if (sized.splits == 0) {
+    sized.splits = 1;
+    while (2 * sized.splits <= blocks && 2 * sized.rows * sized.splits <= num_sms) sized.splits *= 2;
   }
-  if (sized.parts > blocks) sized.parts = blocks;
-  sized.clustered = early && sized.parts > 1;
-  return launch_rows(sized, early, static_cast<cudaStream_t>(stream));
+  if (sized.splits > blocks) sized.splits = blocks;
+  sized.clustered = has_pdl && sized.splits > 1;
+  return launch_rows(sized, has_pdl, static_cast<cudaStream_t>(stream));
 }
 
-// logits [rows, vocab] fp32; masks [rows, ceil(vocab / 32)], bit j % 32 of word j / 32 set where token j is allowed.
-// A CUDA error code.
-EXPORT int rapid_forbid(float* logits, const uint32_t* masks, int32_t rows, int32_t vocab, void* stream) {
+// logits [rows, vocab] fp32; masks [rows, ceil(vocab / 32)], bit j % 32 of word j / 32 is set if token j is allowed.
+// Returns a CUDA error code.
+EXPORT int rapid_apply_masks(float* logits, const uint32_t* masks, int32_t rows, int32_t vocab, void* stream) {
   using namespace sampling;
   const dim3 grid((vocab + 4 * kThreads - 1) / (4 * kThreads), rows);
-  forbid_tokens<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(logits, masks, vocab, (vocab + 31) / 32);
+  apply_masks_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(logits, masks, vocab, (vocab + 31) / 32);
   return cudaGetLastError();
 }
 
-// Rows of `launch` by seat; begins [rows + 1] say which of `tokens` are whose. A CUDA error code.
-EXPORT int rapid_follow(const sampling::Launch* launch, const int32_t* begins, const int32_t* tokens, void* stream) {
+// Rows of `launch`; begins [rows + 1] delimits each row's `tokens`. Returns a CUDA error code.
+EXPORT int rapid_append_tokens(const sampling::Launch* launch, const int32_t* begins, const int32_t* tokens, void* stream) {
   using namespace sampling;
-  follow_runs<<<launch->rows, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*launch, begins, tokens);
+  append_tokens_kernel<<<launch->rows, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*launch, begins, tokens);
   return cudaGetLastError();
 }

@@ -1,10 +1,12 @@
-// A row of logits as a block of threads sees it: reading it in quads, the tokens with bias or penalties, reductions.
+// A row of logits in a CTA: reading it in quads, tokens with bias or penalties, reductions.
 //
-// Quad q is the four tokens 4q .. 4q+3, which also share one Philox block. A batch is 4 x 256 quads that follow each
-// other; a thread reads four of them, 256 apart. A chunk is what one thread reads of `chunk_batches` batches that follow
-// each other: two (32 tokens) up to a vocabulary of 65536, more above, so that a row has at most 2048 chunks. Which quads
-// make a chunk does not depend on how many blocks share a row, so sums over chunks are the same for every launch shape.
-// Masses are added as integers (2^-40 of the largest token's), in any order.
+// quad   four tokens 4q .. 4q + 3; they share one Philox block
+// batch  4 x 256 consecutive quads; a thread reads four of them, 256 apart
+// chunk  one thread's part of chunk_batches consecutive batches: two (32 tokens) up to a vocabulary of 65,536, more
+// above,
+//        so that a row has at most 2,048 chunks
+// Chunks do not depend on the number of CTAs per row, so sums over chunks are the same for every launch shape. Masses
+// are added as integers (2^-40 of the largest token's), in any order.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +15,21 @@
 
 namespace sampling {
 
-constexpr int kThreads = 256;  // of a block
+constexpr int kThreads = 256;  // per CTA
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatch = 4;                       // quads of a batch that a thread reads
+constexpr int kBatch = 4;  // quads of a batch per thread
 constexpr int kBatchQuads = kThreads * kBatch;  // quads in a batch
-constexpr int kMaxBlocks = 8;                   // chunks of a row that a thread reads, at most
+constexpr int kMaxBlocks = 8;  // maximum chunks of a row per thread
 constexpr int kMaxChunks = kThreads * kMaxBlocks;
 constexpr unsigned kAll = 0xffffffffu;
 constexpr float kMaxLogit = 1e30f;
 constexpr float kLowest = -3.402823466e38f;
 constexpr float kLog2e = 1.44269504088896341f;
 
-enum Kind : int32_t { kGreedy = 0, kCut = 1, kOpen = 2, kNoise = 3 };
+enum Kind : int32_t { kGreedy = 0, kTruncated = 1, kUntruncated = 2, kNoise = 3 };
 
-// What the device knows of a running row. Mirrored in sampling/rapid.py.
-struct Seat {
+// A running row's state on the device. Mirrored in sampling/rapid.py.
+struct SlotState {
   double top_p;   // infinite where off
   uint64_t seed;
   uint64_t step;
@@ -40,36 +42,36 @@ struct Seat {
   int32_t num_entries;
   int32_t unused;
 };
-static_assert(sizeof(Seat) == 64, "sampling/rapid.py writes 64 bytes");
+static_assert(sizeof(SlotState) == 64, "sampling/rapid.py writes 64 bytes");
 
-// A token whose logit is changed: it has a bias, was seen, or both.
+// A token with a bias, a count, or both.
 struct __align__(16) Entry {
   int32_t token;
   float bias;
   float count;  // negative: not seen
-  float value;  // the changed logit of this step
+  float value;  // the adjusted logit of this step
 };
 
-constexpr int kHeld = 1;  // entries that each thread holds in registers
+constexpr int kHeld = 1;  // entries per thread in registers
 
 struct Row {
   const float* logits;
   int vocab;
   int chunk_batches;
-  const uint32_t* marks;  // bit per token in shared memory: has an entry; null if there are none
+  const uint32_t* marks;  // one bit per token in shared memory: has an entry; null: none
   Entry* entries;
   int num_entries;
-  Entry held[kHeld];  // entry threadIdx.x, and those 256 further each, while the row is drawn from
+  Entry held[kHeld];  // entries threadIdx.x + 256 h, while the row is sampled
 
   __device__ int quads() const { return (vocab + 3) / 4; }
 };
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// NaN to -inf, too large values to kMaxLogit: fmaxf and fminf return the operand that is a number.
+// NaN -> -inf, too large -> kMaxLogit. fmaxf and fminf return the operand that is a number.
 __device__ __forceinline__ float cleaned(float value) { return fminf(fmaxf(value, minus_infinity()), kMaxLogit); }
 
-// The logits of a quad as they lie in memory.
+// A quad's logits as stored.
 struct __align__(16) Quad {
   float at[4];
 };
@@ -97,7 +99,7 @@ __device__ __forceinline__ Quad load_quad(const Row& row, int quad) {
   return raw;
 }
 
-// Bits of the four tokens of a quad: have entries.
+// One bit per token of a quad: it has an entry.
 __device__ __forceinline__ uint32_t marked(const Row& row, int quad) {
   return quad < row.quads() ? row.marks[quad >> 3] >> (4 * (quad & 7)) & 15u : 0u;
 }
@@ -123,7 +125,7 @@ struct Batch {
   }
 };
 
-// The same as it lies in memory.
+// A batch as stored.
 struct RawBatch {
   Quad quad[kBatch];
   int first;
@@ -155,7 +157,7 @@ __device__ __forceinline__ RawBatch load_batch(const Row& row, int first) {
   return raw;
 }
 
-// Cleans a batch; tokens with entries read as -inf, they take part through their entries.
+// Cleans a batch. Tokens with entries become -inf; their entries stand for them.
 __device__ __forceinline__ void clean(const Row& row, Batch& batch) {
 #pragma unroll
   for (int i = 0; i < 4 * kBatch; ++i) batch.value[i] = cleaned(batch.value[i]);
@@ -169,12 +171,12 @@ __device__ __forceinline__ void clean(const Row& row, Batch& batch) {
   }
 }
 
-// Batches of a row: first, ..., last - 1.
+// Batches first .. last - 1 of a row.
 struct Range {
   int first, last;
 };
 
-// Batches on their way to shared memory. Each thread reads only what it copied itself, so there are no barriers.
+// Batches in flight to shared memory. A thread reads only its own copies, so there are no barriers.
 constexpr int kAhead = 3;
 constexpr int kRingBytes = kAhead * kBatchQuads * 16;
 
@@ -185,13 +187,13 @@ struct Ring {
     return at + number % kAhead * kBatchQuads + threadIdx.x;
   }
 
-  // The quads of a batch, 256 apart, once they are there; it was the first of those sent for and not looked at.
+  // Waits for the oldest batch in flight; returns its quads, 256 apart.
   __device__ __forceinline__ const Quad* arrived(int number) const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
     return slot(number);
   }
 
-  // Sends for a batch, if it is one of the range.
+  // Starts copying a batch if it is in the range.
   __device__ __forceinline__ void send_for(const Row& row, Range range, int number) const {
     if (number < range.last) {
       const int first = number * kBatchQuads + static_cast<int>(threadIdx.x);
@@ -208,14 +210,14 @@ struct Ring {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Sends for the first batches of a range.
+  // Starts copying the first batches of a range.
   __device__ __forceinline__ void begin(const Row& row, Range range) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) send_for(row, range, range.first + i);
   }
 };
 
-// Calls visit(number, batch) for the calling thread's share of the batches; begin comes first.
+// Calls visit(number, batch) for the thread's part of each batch; call begin before.
 template <class Visit>
 __device__ __forceinline__ void for_each_batch(const Row& row, Range range, const Ring& ring, Visit visit) {
 #pragma unroll 1
@@ -231,7 +233,7 @@ __device__ __forceinline__ void for_each_batch(const Row& row, Range range, cons
   }
 }
 
-// Calls visit(token, value) for the calling thread's share of the tokens with entries.
+// Calls visit(token, value) for the thread's tokens with entries.
 template <class Visit>
 __device__ __forceinline__ void for_each_entry(const Row& row, Visit visit) {
 #pragma unroll
@@ -251,7 +253,7 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// A (value, token) pair whose maximum is the largest value's, of equal ones the lowest token's.
+// A (value, token) key. The maximum is the largest value, among equal ones the lowest token.
 __device__ __forceinline__ uint64_t pair_of(float value, int token) {
   return static_cast<uint64_t>(ordered(value)) << 32 | static_cast<uint32_t>(~token);
 }
@@ -260,25 +262,25 @@ __device__ __forceinline__ int token_of(uint64_t pair) { return static_cast<int>
 
 __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-// The blocks that share a row, where they are a cluster: they wait for each other, and read each other's shared memory.
-struct Parts {
+// The CTAs of a row as a cluster: they wait for each other and read each other's shared memory.
+struct RowCluster {
   int count;
 
-  // What all of them wrote before is visible to each.
-  __device__ __forceinline__ void meet() const {
+  // Cluster barrier; earlier writes of all CTAs are visible after it.
+  __device__ __forceinline__ void sync() const {
     if (count == 1) return __syncthreads();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
   }
 
-  // What lies at the same place in the shared memory of a part; T is 4 or 8 bytes.
+  // Reads the same address in another CTA's shared memory; T has 4 or 8 bytes.
   template <class T>
-  __device__ __forceinline__ T load(const T* own, int part) const {
+  __device__ __forceinline__ T load(const T* own, int rank) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (count > 1) {
       uint32_t at;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(part));
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(rank));
       if constexpr (sizeof(T) == 8) {
         uint64_t raw;
         asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(raw) : "r"(at) : "memory");
@@ -294,15 +296,15 @@ struct Parts {
   }
 };
 
-// Shared memory for reductions. Two halves are used in turn, so that one barrier for each reduction is enough.
-struct Room {
+// Shared memory for reductions. Two buffers in turn, so that one barrier per reduction suffices.
+struct ReduceBuffers {
   uint64_t (*half)[2 * kWarps];
   int turn;
 
   __device__ __forceinline__ uint64_t* next() { return half[turn++ & 1]; }
 };
 
-// 32 values, 0 neutral; every lane gets the result.
+// Over a warp, to every lane; 0 is neutral.
 __device__ __forceinline__ uint64_t max_over_warp(uint64_t value) {
   const uint32_t high = static_cast<uint32_t>(value >> 32), most = __reduce_max_sync(kAll, high);
   const uint32_t low = __reduce_max_sync(kAll, high == most ? static_cast<uint32_t>(value) : 0u);
@@ -317,9 +319,9 @@ __device__ __forceinline__ uint64_t sum_over_warp(uint64_t value) {
   return low + (middle << 27) + (high << 54);
 }
 
-// Over the block, for every thread; 0 must be neutral.
-__device__ __forceinline__ uint64_t max_over_block(uint64_t value, Room& room) {
-  uint64_t* const at = room.next();
+// Over the CTA, to every thread; 0 is neutral.
+__device__ __forceinline__ uint64_t max_over_block(uint64_t value, ReduceBuffers& buffers) {
+  uint64_t* const at = buffers.next();
   value = max_over_warp(value);
   if (threadIdx.x % 32 == 0) at[threadIdx.x / 32] = value;
   __syncthreads();
@@ -331,8 +333,8 @@ struct TwoKeys {
 };
 
 // The maxima of two values.
-__device__ __forceinline__ TwoKeys max_over_block(TwoKeys keys, Room& room) {
-  uint64_t* const at = room.next();
+__device__ __forceinline__ TwoKeys max_over_block(TwoKeys keys, ReduceBuffers& buffers) {
+  uint64_t* const at = buffers.next();
   keys = TwoKeys{__reduce_max_sync(kAll, keys.a), __reduce_max_sync(kAll, keys.b)};
   if (threadIdx.x % 32 == 0) at[threadIdx.x / 32] = static_cast<uint64_t>(keys.a) << 32 | keys.b;
   __syncthreads();
@@ -341,14 +343,14 @@ __device__ __forceinline__ TwoKeys max_over_block(TwoKeys keys, Room& room) {
                  __reduce_max_sync(kAll, static_cast<uint32_t>(both))};
 }
 
-// How many tokens, and their mass.
+// A number of tokens and their mass.
 struct Tally {
   uint64_t mass;
   uint32_t count;
 };
 
-__device__ __forceinline__ Tally sum_over_block(Tally tally, Room& room) {
-  uint64_t* const at = room.next();
+__device__ __forceinline__ Tally sum_over_block(Tally tally, ReduceBuffers& buffers) {
+  uint64_t* const at = buffers.next();
   tally = Tally{sum_over_warp(tally.mass), __reduce_add_sync(kAll, tally.count)};
   if (threadIdx.x % 32 == 0) at[threadIdx.x / 32] = tally.mass, at[kWarps + threadIdx.x / 32] = tally.count;
   __syncthreads();
@@ -357,10 +359,10 @@ __device__ __forceinline__ Tally sum_over_block(Tally tally, Room& room) {
   return Tally{sum_over_warp(mass), __reduce_add_sync(kAll, static_cast<uint32_t>(count))};
 }
 
-// The sum of the values of this thread and all before it; V is 4 bytes.
+// Inclusive prefix sum over the CTA; V has 4 bytes.
 template <class V>
-__device__ __forceinline__ V sum_up_to(V value, Room& room) {
-  V* const at = reinterpret_cast<V*>(room.next());
+__device__ __forceinline__ V sum_up_to(V value, ReduceBuffers& buffers) {
+  V* const at = reinterpret_cast<V*>(buffers.next());
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
@@ -386,7 +388,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
 #endif
 }
 
-// Mass of a logit relative to another one; scale2 = log2(e) / T.
+// Mass of a logit relative to another; scale2 = log2(e) / T.
 __device__ __forceinline__ float mass_of(float value, float relative_to, float scale2) {
   return fast_exp2((value - relative_to) * scale2);
 }

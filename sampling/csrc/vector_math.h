@@ -1,4 +1,4 @@
-// exp and log in forms that compilers turn into vector code. Coefficients: Cephes (expf, logf).
+// exp and log in vectorisable form. Coefficients: Cephes (expf, logf).
 #pragma once
 
 #include <cstdint>

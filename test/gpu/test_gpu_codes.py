@@ -89,7 +89,7 @@ def test_codes_are_those_of_the_halves(stage: Stage, lengths: list[int]) -> None
         mixed, shift_too = mix(stage, entrance, lengths, halves=False)
         assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
-        assert count == 1 or torch.equal(mixed.halves, plain[2:])
+        assert count == 1 or torch.equal(mixed.fp16, plain[2:])
         for i in range(count):
             wanted = quantise_rows(plain[i])
             assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8))
@@ -118,7 +118,7 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
         again = stage.ops.project(layer, mixed)
         assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
     kept = torch.arange(rows, device=GPU) % 3 == 0
-    mixed.halves[:, ~kept] = normal(*mixed.halves[:, ~kept].shape)
+    mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
     beside = stage.ops.project(layer, mixed)
     assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
@@ -133,7 +133,7 @@ def test_parts_add_up_to_the_halves(stage: Stage, lengths: list[int]) -> None:
         mixed, shift_too = mix(stage, entrance, lengths, halves=False)
         assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
-        assert count == 1 or torch.equal(mixed.halves, plain[2:])
+        assert count == 1 or torch.equal(mixed.fp16, plain[2:])
         for i in range(count):
             assert mixed[i].scales is None
             assert torch.equal(mixed[i].codes.view(torch.uint8), parts_of(plain[i]).view(torch.uint8))
@@ -159,7 +159,7 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
     for _ in range(20):
         again = stage.ops.project(layer, mixed)
         assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
-    mixed.halves[:, ~kept] = normal(*mixed.halves[:, ~kept].shape)
+    mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
     beside = stage.ops.project(layer, mixed)
     assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)

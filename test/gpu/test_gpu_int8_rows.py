@@ -110,7 +110,7 @@ def test_bytes_stand_for_the_halves(stage: Stage, lengths: list[int]) -> None:
             and isinstance(entrance.consumer, CudaQuantLinear)
         )
         assert torch.equal(shift, shift_too)
-        assert count == 1 or torch.equal(mixed.halves, plain[2:])
+        assert count == 1 or torch.equal(mixed.fp16, plain[2:])
         for i in range(count):
             assert same(mixed[i], entrance.consumer.to_two_part_rows(plain[i]))
             codes, scales = mixed[i]
@@ -140,7 +140,7 @@ def test_entrances(stage: Stage, rows: int, index: int, monkeypatch: pytest.Monk
     for _ in range(20):
         again = stage.ops.project(layer, mixed)
         assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
-    mixed.halves[:, ~kept] = normal(*mixed.halves[:, ~kept].shape)
+    mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     assert mixed.scales is not None
     mixed.codes[:, ~kept] = 0x31
     mixed.scales[:, :, :rows][:, :, ~kept] = 1e30

@@ -1,5 +1,5 @@
-"""One row of small weights: by Hopper's tensor cores (csrc/wide_row.cu), its norm and mix made inside; by the rows of
-ffn.value whose input is not zero (csrc/sparse_row.cu), in the launch of ffn.key as well. Against fp32."""
+"""One row of small weights: by Hopper's tensor cores (csrc/skinny/hopper_row.cu), its norm and mix made inside; by the rows of
+ffn.value whose input is not zero (csrc/sparse/sparse_row_quant.cu), in the launch of ffn.key as well. Against fp32."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, p
     meant = hidden.double() @ dequantise(stored).double().T
     sums = [torch.full((8, width // 8), units << 32, device=GPU) for units in (0, 0, -3)]
     for into in sums:
-        value = RowValueArgs(packed.codes.data_ptr(), packed.scales.data_ptr(), into.data_ptr(), width)
+        value = RowValueArgs(packed.qweight.data_ptr(), packed.scales.data_ptr(), into.data_ptr(), width)
         multiply_few([QuantGemm(key, x, torch.empty_like(hidden), Activation.RELU_SQUARED)], value=value)
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[2], sums[0] - (3 << 32))

@@ -25,20 +25,21 @@ from rwkv_batch.kernels.cuda.hopper_quantised_launch import MAX_TWO_PART_ROWS
 from rwkv_batch.kernels.cuda.library import (
     HOPPER_NAMES,
     SIGNATURES,
-    LowExits,
-    QuantArgs,
+    LowRankUpArgs,
+    QuantLaunchArgs,
     ShiftMixArgs,
-    SkinnyArgs,
+    SkinnyLaunchArgs,
     WkvArgs,
 )
 from rwkv_batch.kernels.cuda.packed_weights import INPUT_STEP, NUMBERS
 from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS
-from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, SHIFT_BLOCKS, TOKEN_BLOCKS, TOKEN_CHANNELS
+from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, SHIFT_BLOCKS, TOKEN_CHANNELS, TOKEN_CTAS
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 
 ROOT = Path(__file__).parents[2]
+HOPPER_STEMS = {Path(name).name for name in HOPPER_NAMES}
 SOMEWHERE = 1 << 20
 VOCAB = 65536
 KIB = 1024
@@ -122,13 +123,13 @@ def compiled(source: Path) -> dict[str, Compiled]:
 
 def archs_of(source: Path) -> tuple[str, ...]:
     """What a source is built for: Hopper's own library where every GPU is of sm_90 (`hopper_gemm_unavailable_reason`), others anywhere."""
-    return ("sm_90a",) if source.stem in HOPPER_NAMES else cuda_check.CHECKED_ARCHS
+    return ("sm_90a",) if source.stem in HOPPER_STEMS else cuda_check.CHECKED_ARCHS
 
 
 def sources() -> list[Path]:
     """The sources whose launchers are called: all but those for Hopper alone, which size themselves when compiled."""
     found = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.parts]
-    return [path for path in found if path.stem not in HOPPER_NAMES]
+    return [path for path in found if path.stem not in HOPPER_STEMS]
 
 
 @functools.cache
@@ -222,22 +223,22 @@ class Launcher:
 
     def _few(self, width: int, rows: int) -> Iterator[Record]:
         for outputs, inputs in ((width, width), (4 * width, width), (width, 4 * width), (VOCAB, width)):
-            skinny = SkinnyArgs(count=1, rows=rows)
-            skinny.maps[0].n, skinny.maps[0].k, skinny.maps[0].warps_k = outputs, inputs, 8
+            skinny = SkinnyLaunchArgs(count=1, rows=rows)
+            skinny.gemms[0].n, skinny.gemms[0].k, skinny.gemms[0].warps_k = outputs, inputs, 8
             yield from self.call("rwkv_skinny", byref(skinny))
             for format_, number in NUMBERS.items():
                 yield from self.call("rwkv_dequantise", *[SOMEWHERE] * 3, number, 0, outputs, inputs)
                 if rows > SKINNY_ROWS[format_] or inputs % INPUT_STEP[format_]:
                     continue
-                quant = QuantArgs(count=1, rows=rows, format=number)
-                for item in quant.maps[:2]:
+                quant = QuantLaunchArgs(count=1, rows=rows, format=number)
+                for item in quant.gemms[:2]:
                     item.scales, item.n, item.k, item.warps_k = SOMEWHERE, outputs, inputs, 4
                 yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
                 if rows <= MAX_MIXED_GEMM_ROWS:
-                    quant.count, quant.maps[1].scales = 2, None
+                    quant.count, quant.gemms[1].scales = 2, None
                     yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
         if rows <= 8:
-            exits = LowExits(groups=3, rank=128, gate_rank=512)
+            exits = LowRankUpArgs(groups=3, rank=128, gate_rank=512)
             for item in (1, 2, 4) if rows <= 4 else (2, 4):
                 yield from self.call("rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(exits), item)
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
@@ -247,9 +248,9 @@ class Launcher:
                 else:
                     yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
                 if format_ is not Format.INT4 and width % SPARSE_FEW_COLUMNS == 0:
-                    yield from self.call("rwkv_sparse_few", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
+                    yield from self.call("rwkv_sparse_few_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
 
-    def _quantised(self, args: QuantArgs, mixes: bool) -> Iterator[Record]:
+    def _quantised(self, args: QuantLaunchArgs, mixes: bool) -> Iterator[Record]:
         args.norm.x = None
         yield from self.call("rwkv_skinny_quant", byref(args))
         if mixes:
@@ -260,17 +261,19 @@ class Launcher:
         halves, parts, codes = (None, None), (SOMEWHERE, None), (SOMEWHERE, SOMEWHERE)
         forms = ((halves, False), (parts, False), (codes, False), (codes, True))
         for mixes, ((codes_at, scales), in_bytes) in product((1, 6), forms):
-            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes_at, scales=scales, token_blocks=1)
-            args.in_bytes = in_bytes
-            args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.num_sms))
+            args = ShiftMixArgs(
+                tokens=tokens, width=width, mixes=mixes, quantised=codes_at, scales=scales, token_ctas=1
+            )
+            args.is_two_byte = in_bytes
+            args.tokens_per_cta = -(-tokens // (SHIFT_BLOCKS * self._card.num_sms))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
             if ragged or (scales is not None and not in_bytes) or rows > MAX_TWO_PART_ROWS:
                 continue
-            args.shares, args.num_shares = SOMEWHERE, 4
+            args.partials, args.num_splits = SOMEWHERE, 4
             yield from self.call("rwkv_shift_mix", byref(args), rows)
-            if codes_at is not None and self._card.major >= 9 and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0:
-                args.token_blocks = TOKEN_BLOCKS
+            if codes_at is not None and self._card.major >= 9 and width % (TOKEN_CTAS * TOKEN_CHANNELS) == 0:
+                args.token_ctas = TOKEN_CTAS
                 yield from self.call("rwkv_shift_mix", byref(args), rows)
 
 

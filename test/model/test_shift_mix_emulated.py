@@ -56,7 +56,11 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            known = {"rwkv_row_parts": "quantise", "rwkv_row_bytes": "quantise", "rwkv_add_shares": "shift_mix"}
+            known = {
+                "rwkv_two_part_rows": "quantise",
+                "rwkv_two_byte_rows": "quantise",
+                "rwkv_add_partials": "shift_mix",
+            }
             source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
@@ -135,7 +139,7 @@ def beside_halves(
     assert torch.equal(out, out_plain)
     assert torch.equal(after, plain)
     if mixes == 6:
-        assert torch.equal(mixed.halves, halves[2:])
+        assert torch.equal(mixed.fp16, halves[2:])
     return Made(x, shift, of, inputs, mixed, halves)
 
 
@@ -165,7 +169,7 @@ def test_adds_shares(
         assert torch.equal(*after)
         if in_parts:
             assert torch.equal(mixed.codes.view(torch.uint8), mixed_of_shares.codes.view(torch.uint8))
-            mixed, mixed_of_shares = mixed.halves, mixed_of_shares.halves
+            mixed, mixed_of_shares = mixed.fp16, mixed_of_shares.fp16
         assert torch.equal(mixed, mixed_of_shares)
 
 
@@ -230,7 +234,7 @@ def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) ->
 
 
 def sums_of(delta: Tensor) -> Tensor:
-    """[1, C] as kernels add it up (csrc/row_sums.cuh)."""
+    """[1, C] as kernels add it up (csrc/fixed_point_sums.cuh)."""
     return (delta.double() * 2.0**32).round().long().view(-1, 8).T.contiguous()
 
 

@@ -23,19 +23,19 @@ FFN_OF_ONE_ROW = 8320
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of several rows on the CPU."""
-    return emulated("sparse_codes", tmp_path_factory.mktemp("emulated"))
+    return emulated("sparse_value_quant", tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="module")
 def few_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel of 2 to 8 rows on the CPU."""
-    return emulated("sparse_few", tmp_path_factory.mktemp("emulated"))
+    return emulated("sparse_few_quant", tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="module")
 def of_one_row(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """That of one row."""
-    return emulated("sparse_row", tmp_path_factory.mktemp("emulated"))
+    return emulated("sparse_row_quant", tmp_path_factory.mktemp("emulated"))
 
 
 def hidden_of(rows: int, share: float, ffn: int = FFN) -> Tensor:
@@ -57,7 +57,7 @@ def of_format(format_: Format, ffn: int = FFN) -> tuple[Packed, Tensor]:
 def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float) -> None:
     hidden, y = hidden_of(rows, share), torch.full((rows, WIDTH), torch.nan).half()
     packed, meaning = of_format(format_)
-    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], rows, WIDTH, FFN)
     true = hidden.float() @ meaning.T
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
@@ -72,8 +72,8 @@ def test_few_rows(few_library: ctypes.CDLL, format_: Format, width: int, ffn: in
     shares = torch.full((SPARSE_FEW_SPLITS + 1, rows, width), torch.nan)
     stored = quantise(weight, format_)
     packed, meaning = pack(stored, transposed=True), dequantise(stored)
-    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), shares.data_ptr()
-    call(few_library, "rwkv_sparse_few", *places, NUMBERS[format_], rows, width, ffn)
+    places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), shares.data_ptr()
+    call(few_library, "rwkv_sparse_few_quant", *places, NUMBERS[format_], rows, width, ffn)
     true = hidden.float() @ meaning.T
     assert ((shares[:-1].sum(0) - true).norm() / true.norm()).item() < 1e-3
     assert shares[-1].isnan().all()
@@ -85,7 +85,7 @@ def test_one_row(of_one_row: ctypes.CDLL, format_: Format, share: float) -> None
     """Fewer active rows than a warp has places for, some more, many more."""
     hidden, y = hidden_of(1, share, FFN_OF_ONE_ROW), torch.full((1, WIDTH), torch.nan).half()
     packed, meaning = of_format(format_, FFN_OF_ONE_ROW)
-    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
     true = hidden.float() @ meaning.T
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
@@ -100,18 +100,18 @@ def test_a_row_without_numbers_stays_so(
     hidden[1, 70] = torch.nan
     packed, _ = of_format(format_)
     found = torch.zeros(3, WIDTH).half()
-    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), found.data_ptr()
+    places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), found.data_ptr()
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], 3, WIDTH, FFN)
     assert found.isnan().all(1).tolist() == [False, True, False] and found[::2].isfinite().all()
     if format_ is not Format.INT4:
         shares = torch.zeros(SPARSE_FEW_SPLITS, 3, 128)
         stored = pack(quantise(torch.randn(128, FFN), format_), transposed=True)
-        places = hidden.data_ptr(), stored.codes.data_ptr(), stored.scales.data_ptr(), shares.data_ptr()
-        call(few_library, "rwkv_sparse_few", *places, NUMBERS[format_], 3, 128, FFN)
+        places = hidden.data_ptr(), stored.qweight.data_ptr(), stored.scales.data_ptr(), shares.data_ptr()
+        call(few_library, "rwkv_sparse_few_quant", *places, NUMBERS[format_], 3, 128, FFN)
         assert shares.sum(0).isnan().all(1).tolist() == [False, True, False]
     alone, y = torch.rand(1, FFN_OF_ONE_ROW).half(), torch.zeros(1, WIDTH).half()
     alone[0, 70] = torch.nan
     packed, _ = of_format(format_, FFN_OF_ONE_ROW)
-    places = alone.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    places = alone.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
     assert y.isnan().all()

@@ -23,7 +23,7 @@ ROWS = 21
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel, for the CPU."""
-    return emulated("wide_entrance", tmp_path_factory.mktemp("emulated"), (80,), (1,))
+    return emulated("gemm_input_projections", tmp_path_factory.mktemp("emulated"), (80,), (1,))
 
 
 @pytest.fixture(autouse=True)

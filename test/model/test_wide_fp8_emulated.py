@@ -24,19 +24,19 @@ pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, rea
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, for the CPU."""
-    return emulated("wide_fp8", tmp_path_factory.mktemp("emulated"), (96, 160, 320), (1,))
+    return emulated("gemm_fp8", tmp_path_factory.mktemp("emulated"), (96, 160, 320), (1,))
 
 
 @pytest.fixture(scope="module")
 def of_parts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of rows in two parts."""
-    return emulated("wide_parts", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
+    return emulated("gemm_two_part", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(scope="module")
 def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of weights [k, n]."""
-    return emulated("wide_fp8_turned", tmp_path_factory.mktemp("emulated"), (96, 320), (1,))
+    return emulated("gemm_fp8_transposed", tmp_path_factory.mktemp("emulated"), (96, 320), (1,))
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def on_cpu(
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            found = of_parts if name.endswith("parts") else of_turned if name.endswith("turned") else library
+            found = of_parts if name.endswith("two_part") else of_turned if name.endswith("transposed") else library
             call(found, name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
@@ -78,7 +78,7 @@ def parts(x: Tensor) -> tuple[Tensor, Tensor]:
     return found, meaning(found)
 
 
-def turned(weight: Tensor) -> Tensor:
+def transposed(weight: Tensor) -> Tensor:
     """Codes [n, k] as [k, n]."""
     return weight.view(torch.uint8).T.contiguous().view(weight.dtype)
 
@@ -134,7 +134,7 @@ def test_codes_as_inputs_lie(rows: int) -> None:
     (weight, weight_scales, _), (x, x_scales, _) = codes(144, 256), codes(rows, 256)
     ys = torch.full((2, rows, 144), torch.nan, dtype=torch.float16)
     for needs_transposed, y in enumerate(ys):
-        w = turned(weight) if needs_transposed else weight
+        w = transposed(weight) if needs_transposed else weight
         launch_hopper_fp8([Fp8Gemm(w, weight_scales / 64, x, x_scales, y, Activation.NONE, bool(needs_transposed))])
     assert torch.equal(*ys) and ys.isfinite().all()
 
@@ -147,7 +147,7 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
     in_parts = torch.full((2, rows, 2, 144), torch.nan).to(torch.float8_e5m2)
     for of_orders in (halves, in_parts):
         for needs_transposed, y in enumerate(of_orders):
-            w = turned(weight) if needs_transposed else weight
+            w = transposed(weight) if needs_transposed else weight
             launch_hopper_fp8(
                 [Fp8Gemm(w, weight_scales / 64, x, None, y, Activation.RELU_SQUARED, bool(needs_transposed))]
             )
@@ -157,7 +157,7 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
     of_parts.emulation_set(8, 227 << 10)
     (weight, weight_scales, w), (x, meant) = codes(144, 1024), parts(torch.randn(rows, 1024).half())
     shares = torch.full((4, rows, 144), torch.nan)
-    launch_hopper_fp8([Fp8Gemm(turned(weight), weight_scales, x, None, shares, Activation.NONE, True)])
+    launch_hopper_fp8([Fp8Gemm(transposed(weight), weight_scales, x, None, shares, Activation.NONE, True)])
     for i, share in enumerate(shares):
         of_share = slice(256 * i, 256 * (i + 1))
         assert error(share, meant[:, of_share] @ w[:, of_share].T) < 1e-5
@@ -165,7 +165,7 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
 
 def test_matrices_of_a_size_are_turned_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """[k, n] -> [n, k]; the last tile of outputs may be narrower."""
-    kernels = emulated("turn_codes", tmp_path)
+    kernels = emulated("transpose_weights", tmp_path)
 
     class Kernels:
         """As library.Kernels."""
@@ -195,7 +195,7 @@ def test_codes_to_floats(rows: int) -> None:
 
 def test_more_rows_than_a_tile_are_not_made_floats() -> None:
     (weight, weight_scales, _), (x, x_scales, _) = codes(144, 256), codes(321, 256)
-    with pytest.raises(ValueError, match="12 maps of 320 rows, not 1 of 321"):
+    with pytest.raises(ValueError, match="12 GEMMs of 320 rows, not 1 of 321"):
         launch_hopper_fp8([Fp8Gemm(weight, weight_scales, x, x_scales, torch.empty(321, 144), Activation.NONE)])
 
 

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, rea
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, for the CPU."""
-    return emulated("wide_int8", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
+    return emulated("gemm_int8", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(scope="module")
 def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of weights [k, n]."""
-    return emulated("wide_int8_turned", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
+    return emulated("gemm_int8_transposed", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(of_turned if name.endswith("turned") else library, name, *args)
+            call(of_turned if name.endswith("transposed") else library, name, *args)
 
     work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     for module in (hopper_gemm_int8, cuda_wide):
@@ -74,12 +74,12 @@ def int8_map(
     scales = None
     if in_bytes:
         y, scales = torch.full((rows, 2, n), 77, dtype=torch.int8), torch.full((n // 128, pitch_of(rows), 2), torch.nan)
-    return Int8Gemm(packed.codes, packed.scales, *x, y, scales, activation), dequantise(stored)
+    return Int8Gemm(packed.qweight, packed.scales, *x, y, scales, activation), dequantise(stored)
 
 
-def turned(m: Int8Gemm) -> Int8Gemm:
+def transposed(m: Int8Gemm) -> Int8Gemm:
     """The same of codes [k, n], with a place of its own for results, poisoned."""
-    return m._replace(weight=m.weight.T.contiguous(), y=torch.full_like(m.y, torch.nan), turned=True)
+    return m._replace(weight=m.weight.T.contiguous(), y=torch.full_like(m.y, torch.nan), transposed=True)
 
 
 @pytest.mark.parametrize(("rows", "group"), [(5, 64), (32, 128), (41, 64)])
@@ -113,7 +113,7 @@ def test_codes_as_inputs_lie(rows: int) -> None:
     halves = torch.randn(rows, 384).half() * 10.0 ** torch.randint(-2, 2, (rows, 384)).half()
     halves[3, 200] = torch.nan
     made, _ = int8_map(bytes_of(halves), 272, False)
-    other = turned(made)
+    other = transposed(made)
     launch_hopper_int8([made])
     launch_hopper_int8([other])
     assert torch.equal(other.y.view(torch.int16), made.y.view(torch.int16))
@@ -156,9 +156,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         launch_hopper_int8([made._replace(x_scales=made.x_scales[:, :9])])
     for refused in (other, made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))):
         with pytest.raises(ValueError, match="do not fit"):
-            launch_hopper_int8([refused._replace(weight=refused.weight.T.contiguous(), turned=True)])
+            launch_hopper_int8([refused._replace(weight=refused.weight.T.contiguous(), transposed=True)])
     with pytest.raises(ValueError, match="do not fit"):
-        launch_hopper_int8([turned(made), turned(made)])
+        launch_hopper_int8([transposed(made), transposed(made)])
     with pytest.raises(ValueError, match="64 rows, not 1 of 65"):
         launch_hopper_int8([int8_map(bytes_of(torch.randn(65, 128).half()), 32, False)[0]])
     shares = made._replace(y=torch.empty(1, 9, 96))
@@ -179,7 +179,7 @@ def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytes
     launch_hopper_int8([made._replace(y=shares)])
     assert error(shares.sum(0), meaning(made.x, made.x_scales) @ w.T) < 1e-5
     in_turn = torch.full_like(shares, torch.nan)
-    launch_hopper_int8([turned(made)._replace(y=in_turn)])
+    launch_hopper_int8([transposed(made)._replace(y=in_turn)])
     assert torch.equal(in_turn, shares)
     k = 256 * torch.arange(5)
     first = meaning(made.x, made.x_scales)[:, k[1] : k[2]] @ w[:, k[1] : k[2]].T

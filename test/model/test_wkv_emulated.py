@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.tools import cuda_check
-from rwkv_batch.kernels.cuda.library import LowExits, WkvArgs
+from rwkv_batch.kernels.cuda.library import LowRankUpArgs, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state_format import pack_int8, unpack_int8
@@ -80,7 +80,7 @@ def run(
     skipped = 0 if "first" in given else 1
     low, low_out = given["low"][skipped:].contiguous(), layer.low_out[skipped:].contiguous()
     addresses = (tensor.data_ptr() for tensor in (low, given["gate"], low_out, layer.gate_out))
-    exits = LowExits(*addresses, 3 - skipped, RANK, GATE_RANK)
+    exits = LowRankUpArgs(*addresses, 3 - skipped, RANK, GATE_RANK)
     call(library, "rwkv_wkv_few", byref(args), byref(exits), wkv.element_size())
     return y
 
@@ -104,7 +104,7 @@ def run_decode_in_parts(
     y = torch.full((len(given["r"]), 2, WIDTH), torch.nan).to(torch.float8_e5m2)
     given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
     args = make_args(layer, given, wkv, slots, y)
-    args.y, args.parts = None, y.data_ptr()
+    args.y, args.y_two_part = None, y.data_ptr()
     call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
     return y
 
@@ -117,7 +117,7 @@ def run_decode_in_bytes(
     y, scales = torch.full((rows, 2, WIDTH), 77, dtype=torch.int8), torch.full((WIDTH // 64, 16, 2), torch.nan)
     given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
     args = make_args(layer, given, wkv, slots, y)
-    args.y, args.parts, args.scales, args.scale_pitch = None, y.data_ptr(), scales.data_ptr(), 16
+    args.y, args.y_two_part, args.scales, args.scale_pitch = None, y.data_ptr(), scales.data_ptr(), 16
     call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
     return y, scales
 
@@ -253,10 +253,10 @@ def test_codes_that_do_not_change_stay(decode: ctypes.CDLL) -> None:
 
 
 def test_ranks_beyond_the_registers_and_too_many_rows_of_codes_are_refused(library: ctypes.CDLL) -> None:
-    args, exits = WkvArgs(rows=1, heads=HEADS), LowExits(groups=3, rank=256, gate_rank=320)
+    args, exits = WkvArgs(rows=1, heads=HEADS), LowRankUpArgs(groups=3, rank=256, gate_rank=320)
     function = library["rwkv_wkv_few"]
     assert function(byref(args), byref(exits), 2, None) != 0
-    args, exits = WkvArgs(rows=5, heads=HEADS), LowExits(groups=3, rank=128, gate_rank=192)
+    args, exits = WkvArgs(rows=5, heads=HEADS), LowRankUpArgs(groups=3, rank=128, gate_rank=192)
     assert function(byref(args), byref(exits), 1, None) != 0
 
 

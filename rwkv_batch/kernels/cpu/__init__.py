@@ -1,6 +1,5 @@
-"""The backend for CPUs: C++ of csrc/, and what it is given.
+"""The backend for CPUs: bindings and memory of the C++ kernels in csrc/.
 
-* `ops.py`: a stage's layers in one call; `linear.py`: the maps that they are made of, as loaded
-* `adapters.py`: an adapter for each row; `memory.py`: where packed matrices lie
-* `library.py`: the compiled library, its arguments, bound and checked
+* `ops.py`: a stage's layers in one call; `linear.py`: packed matrices; `memory.py`: their memory
+* `adapters.py`: an adapter per row; `library.py`: the C ABI
 """

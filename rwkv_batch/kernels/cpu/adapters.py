@@ -1,4 +1,4 @@
-"""Adapters as csrc/layers.cpp finds them: an array of layers for each, and its address for each token of a step."""
+"""Adapters for csrc/layers.cpp: an array of layers per adapter, and its address for each token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 class CpuAdapterTable(AdapterTable):
-    """A stage's adapters, each with an array [layers] of where its pairs are, b transposed.
+    """A stage's adapters, each with an array [layers] of its pairs' addresses, b transposed.
 
-    Where plain torch runs the layers (states in fewer bits), its products are those of packed matrices: torch's own
-    have other bits beside other tokens. A matrix is packed when it is first wanted so.
+    If plain torch runs the layers (fp16 or int8 states), products use packed matrices: torch's own results depend on
+    the
+    other tokens. A matrix is packed on first use.
     """
 
     def __init__(
@@ -30,11 +31,11 @@ class CpuAdapterTable(AdapterTable):
         *,
         make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]],
     ) -> None:
-        """`make_linear`: packs a weight [out, in] fp32, for [N, in] -> [N, out] with the same bits for any N."""
+        """make_linear: packs a weight [out, in] fp32; its results [N, out] do not depend on N, bit for bit."""
         super().__init__(first, last, device, dtype)
         self._make_linear = make_linear
         self._packed: dict[int, Callable[[Tensor], Tensor]] = {}
-        """by id of the weight, which is held as long"""
+        """by id of the weight, which is kept alive"""
         self._arrays: dict[int, ctypes.Array[AdapterLayerArgs]] = {}
         self._kept: dict[int, list[object]] = {}
 
@@ -69,13 +70,13 @@ class CpuAdapterTable(AdapterTable):
         self._kept.pop(number, None)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See AdapterTable: [N, in] -> [N, out], the same bits for a token beside any others."""
+        """See AdapterTable: [N, in] -> [N, out], bit-identical for a token in any batch."""
         if (linear := self._packed.get(id(weight))) is None:
             linear = self._packed[id(weight)] = self._make_linear(weight)
         return linear(x)
 
     def addresses(self, inputs: StepInputs) -> Tensor | None:
-        """[T] int64: where the pairs of each token's adapter begin, 0 for none; None: no row has one."""
+        """[T] int64: address of each token's adapter, 0: none; None: no row has one."""
         if inputs.adapters is None:
             return None
         places = {number: ctypes.addressof(array) for number, array in self._arrays.items()} | {NO_ADAPTER: 0}
@@ -83,7 +84,7 @@ class CpuAdapterTable(AdapterTable):
 
 
 def _pair_args(pair: Pair, kept: list[object]) -> PairArgs:
-    """Where a pair is; what has to live as long is `kept`."""
+    """Returns a pair's addresses; appends the tensors to keep alive to `kept`."""
     b_transposed = pair.b.T.contiguous()
     kept.append(b_transposed)
     return PairArgs(pair.a.data_ptr(), b_transposed.data_ptr(), pair.rank)

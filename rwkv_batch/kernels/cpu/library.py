@@ -1,4 +1,4 @@
-"""The C ABI of csrc/*.cpp: signatures, argument blocks, and the library built on first use."""
+"""The C ABI of csrc/*.cpp: signatures, argument structs, and the library, built on first use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
 
 
 class Failure(enum.IntEnum):
-    """Why a step was not run."""
+    """Why a step failed."""
 
     ROWS_DO_NOT_FIT = 1
     NO_MEMORY = 2
@@ -48,13 +48,13 @@ class MapArgs(ctypes.Structure):
 
 
 class JobArgs(ctypes.Structure):
-    """csrc/linear.h's Job: one map over the rows of a call."""
+    """csrc/linear.h's Job: one matrix over the rows of a call."""
 
     _fields_ = [("map", MapArgs), *_pointers("x", "y"), *_integers("activation")]
 
 
 class LayerArgs(ctypes.Structure):
-    """csrc/layers.cpp's Layer: where a layer's tensors are. Null: the layer has none."""
+    """csrc/layers.cpp's Layer: addresses of a layer's tensors; null: absent."""
 
     _fields_ = [
         *_pointers("ln1_weight", "ln1_bias", "ln2_weight", "ln2_bias", "ln_x_weight", "ln_x_bias"),
@@ -65,13 +65,13 @@ class LayerArgs(ctypes.Structure):
 
 
 class PairArgs(ctypes.Structure):
-    """csrc/layers.cpp's Pair: what an adapter adds beside one map."""
+    """csrc/layers.cpp's Pair: an adapter's pair at one linear layer."""
 
     _fields_ = [*_pointers("a", "b"), *_integers("rank")]
 
 
 class AdapterLayerArgs(ctypes.Structure):
-    """csrc/layers.cpp's AdapterLayer: what an adapter has in one layer."""
+    """csrc/layers.cpp's AdapterLayer: an adapter's part of one layer."""
 
     _fields_ = [
         ("pairs", PairArgs * 6),
@@ -81,7 +81,7 @@ class AdapterLayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """csrc/layers.cpp's Step: what the layers read and write."""
+    """csrc/layers.cpp's Step: inputs and outputs of a step."""
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerArgs)),
@@ -105,7 +105,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The built library, built now if it never was. Raises native.build.BuildError with the compiler's words."""
+    """Returns the library, built if needed. Raises native.build.BuildError with the compiler's output."""
     built = build.load(LIBRARY)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(built, name)
@@ -115,7 +115,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def build_unavailable_reason() -> str | None:
-    """Why there is no library on this machine; None if there is one."""
+    """Returns why this machine has no library; None if it has one."""
     try:
         library()
     except (build.BuildError, OSError) as error:

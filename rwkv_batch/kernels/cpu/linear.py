@@ -1,7 +1,6 @@
-"""Linear maps on a CPU: matrices packed as csrc/linear.cpp reads them, and several maps in one call.
+"""Linear layers on a CPU: packed matrices (csrc/linear.cpp), several per call.
 
-Results are independent of what else is in the batch, of how a prompt is cut into chunks and of the number of threads:
-bit for bit, for every type of the weights.
+For every weight type, results are bit-identical for any batch, any split of a prompt and any number of threads.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
 
 Allocate = Callable[[int], Tensor]
-"""Bytes -> zeroed memory for a packed matrix, see `memory.py`."""
+"""Number of bytes -> zeroed memory for a packed matrix, see `memory.py`."""
 CPU = torch.device("cpu")
 
 
 class CpuLinear(Linear):
     """A packed matrix on a CPU: [T, in] fp32 -> [T, out] fp32.
 
-    bf16 weights: products of bf16 parts, summed in fp32 (AMX), or exact fp32 products (no AMX).
-    fp32 weights: exact fp32 products. When all of them are bf16 numbers, as in the public files, they are
-    kept as bf16, at half the bytes, and x is split into three bf16 parts whose sum is x.
+    bf16 weights: AMX multiplies bf16 parts with fp32 sums; without AMX exact fp32 products.
+    fp32 weights: exact fp32 products. If all of them are bf16 numbers, as in the public files, they are stored as
+    bf16, at
+    half the bytes, and x is split into three bf16 parts whose sum is x.
     """
 
     def __init__(self, weight: Tensor, allocate: Allocate = allocate_plain) -> None:
-        """Pack weight [out, in] (bf16, fp16 or fp32, any strides). Raises ValueError for other types."""
+        """Packs weight [out, in] (bf16, fp16 or fp32, any strides). Raises ValueError for other types."""
         if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(
                 f"a CPU matrix is [out, in] in bf16, fp16 or fp32, not {tuple(weight.shape)} {weight.dtype}"
@@ -47,7 +47,6 @@ class CpuLinear(Linear):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the matrix takes."""
         return self.packed.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -55,18 +54,18 @@ class CpuLinear(Linear):
         return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See Linear.to_fp32: written where it is to be."""
+        """See Linear.to_fp32."""
         return run_linears([(self, x, Activation.NONE)], None if out is None else [out])[0]
 
 
 class CpuQuantLinear(CpuLinear):
-    """A matrix of int8 codes on a CPU, a scale per output and 128 inputs: [T, in] fp32 -> [T, out] fp32.
+    """An int8 matrix on a CPU, a scale per output and 128 inputs: [T, in] fp32 -> [T, out] fp32.
 
-    x is taken as 16-bit codes, a scale per 128 inputs; sums over these are whole numbers.
+    x is quantised to 16-bit integers with a scale per 128 inputs; sums over these are exact.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain) -> None:
-        """Pack codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
+        """Packs codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
         self.parts, self.kind = 1, Kind.INT8
         self.out_features, self.in_features = codes.shape
         self.packed = allocate(library().rwkv_packed_bytes(self.in_features, self.out_features, self.kind))
@@ -79,7 +78,7 @@ class CpuQuantLinear(CpuLinear):
 
 
 def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
-    """A matrix of small weights. int4 is kept as int8, without loss; fp8 in bf16: there is no arithmetic for it."""
+    """Returns a quantised matrix. int4 is stored as int8, without loss; fp8 as bf16, as CPUs have no fp8 arithmetic."""
     if stored.format is Format.FP8:
         return CpuLinear(dequantise(stored).bfloat16().float(), allocate)
     codes = stored.codes
@@ -92,9 +91,9 @@ def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_p
 def run_linears(
     maps: Sequence[tuple[CpuLinear, Tensor, Activation]], outs: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32.
+    """Runs several matrices over the same number of rows: (linear, x [T, in], activation) -> y [T, out] fp32.
 
-    `outs`: where they are to be put. Raises ValueError for an x of another width or an unfit out, MemoryError.
+    outs: destination tensors. Raises ValueError for x or `outs` of another shape, MemoryError.
     """
     rows = maps[0][1].shape[0]
     inputs = [x.to(torch.float32).contiguous() for _, x, _ in maps]
@@ -111,13 +110,13 @@ def run_linears(
 
 
 def _as_bf16_if_exact(weight: Tensor) -> Tensor:
-    """The fp32 weight as bf16 if no bit is lost, else unchanged."""
+    """Returns the fp32 weight as bf16 if that is exact, else unchanged."""
     short = weight.to(torch.bfloat16)
     return short if torch.equal(short.float(), weight) else weight
 
 
 def _pack(weight: Tensor, kind: Kind, allocate: Allocate) -> Tensor:
-    """The matrix in the order csrc/linear.cpp reads it, 64-byte aligned, as bytes."""
+    """Returns the matrix packed for csrc/linear.cpp, 64-byte aligned, as bytes."""
     out, inner = weight.shape
     packed = allocate(library().rwkv_packed_bytes(inner, out, kind))
     pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32

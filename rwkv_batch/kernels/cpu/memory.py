@@ -1,8 +1,8 @@
-"""Memory of a model's packed matrices on a CPU, in huge pages where the kernel gives them.
+"""Memory of a model's packed matrices on a CPU, in huge pages if available.
 
-A step reads every matrix once, one after the other: in pages of 4 KiB it looks for a page's address every 64 lines,
-and no prefetcher goes on into the next page. Matrices are no whole number of huge pages, so they share blocks; a block
-is given back when its last matrix is.
+A step reads every matrix once, in order. With 4 KiB pages it needs a page address every 64 lines, and prefetchers stop
+at
+page ends. Matrices share blocks because they do not fill whole huge pages. A block is freed with its last matrix.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ ALIGNMENT = 64
 HUGE_PAGE = 2 << 20
 BLOCK = 16 * HUGE_PAGE
 MIN_BLOCK_BYTES = HUGE_PAGE // 4
-"""Of what is taken from a block: what is smaller is read in no time, and may be an adapter's, which comes and goes."""
+"""Minimum size of an allocation from a block: smaller ones are read quickly, and may be an adapter's, which come and
+go."""
 
 
 class PackedMemory:
-    """Where one stage's matrices are put; its first matrices fill the first block. One thread uses it."""
+    """Memory of one stage's matrices; the first ones fill the first block. Not thread-safe."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def allocate(self, size: int) -> Tensor:
-        """[size] zeros, uint8, from an address that is a multiple of 64. Raises MemoryError if there is no room."""
+        """Returns [size] uint8 zeros, 64-byte aligned. Raises MemoryError if there is no room."""
         if size < MIN_BLOCK_BYTES:
             return allocate_plain(size)
         at = -(-self._used // ALIGNMENT) * ALIGNMENT
@@ -39,13 +40,13 @@ class PackedMemory:
 
 
 def allocate_plain(size: int) -> Tensor:
-    """[size] zeros, the same in memory of their own."""
+    """Returns [size] zeros in memory of their own."""
     memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % ALIGNMENT :][:size]
 
 
 def _block(size: int) -> Tensor:
-    """[size] zeros, from a huge page's border on. Pages that are never touched take no memory."""
+    """Returns [size] zeros, aligned to huge pages. Untouched pages take no memory."""
     try:
         pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -1,7 +1,6 @@
-"""Backend for CPUs: a stage's layers in one C++ call, on fp32 activations and packed matrices.
+"""The CPU backend: a stage's layers in one C++ call, on fp32 activations and packed matrices.
 
-Results are independent of what else is in the batch, of how a prompt is cut into chunks and of the number of threads:
-bit for bit, for every type of the weights.
+For every weight type, results are bit-identical for any batch, any split of a prompt and any number of threads.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 @dataclass(slots=True)
 class CpuLayer(Layer):
-    """A layer with the addresses of its tensors."""
+    """A layer and its tensors' addresses."""
 
     args: LayerArgs
 
 
 class PackedOps(NaiveOps):
-    """Plain torch but for the matrices, which are packed: what older versions of the model run on."""
+    """Plain torch with packed matrices; runs older model versions."""
 
     name = "cpu"
 
@@ -46,7 +45,7 @@ class PackedOps(NaiveOps):
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Needs a CPU and a C++ compiler (once: the library is cached)."""
+        """Requires a CPU and, for the first build, a C++ compiler."""
         if device.type != "cpu":
             return f"the cpu kernels run on a CPU, not on {device}"
         return build_unavailable_reason()
@@ -56,12 +55,12 @@ class PackedOps(NaiveOps):
         return CpuLinear(weight, self._memory.allocate)
 
     def make_quantised(self, name: str, stored: Quantised) -> Linear:
-        """A matrix [out, in] of small weights, see the function."""
+        """A quantised matrix [out, in], see the function."""
         return make_quantised(name, stored, self._memory.allocate)
 
 
 class CpuOps(PackedOps):
-    """The C++ backend. States in fp16 and int8 take the plain path, with packed matrices."""
+    """The C++ backend. fp16 and int8 states use the plain torch layers with packed matrices."""
 
     @staticmethod
     def prepare_layer(layer: Layer) -> CpuLayer:
@@ -70,7 +69,7 @@ class CpuOps(PackedOps):
 
     @staticmethod
     def can_run_layers(state: StateArena) -> bool:
-        """See ops.RunsLayers: states in fp32."""
+        """See ops.RunsLayers: fp32 states."""
         return state.form is StateFormat.FP32
 
     make_adapter_table = staticmethod(partial(CpuAdapterTable, make_linear=CpuLinear))
@@ -105,7 +104,7 @@ class CpuOps(PackedOps):
 
 
 def _layer_args(layer: Layer) -> LayerArgs:
-    """Addresses of a layer's tensors, which live as long as the layer."""
+    """Addresses of a layer's tensors, which must outlive the result."""
     args, residual = LayerArgs(), layer.v_residual
     for name in ("ln1", "ln2", "ln_x"):
         norm: Norm = getattr(layer, name)
@@ -127,7 +126,7 @@ def _vector(x: Tensor) -> int:
 
 
 def _rows(inputs: StepInputs) -> tuple[int, int, int]:
-    """Pointers to where rows end and which slots they use."""
+    """Returns pointers to row ends, read slots and write slots."""
     ends, read, write = inputs.cu_seqlens, inputs.read_slots, inputs.write_slots
     if any(t.dtype != torch.int64 or not t.is_contiguous() or t.device.type != "cpu" for t in (ends, read, write)):
         raise ValueError("cu_seqlens, read_slots and write_slots are contiguous int64 on the CPU")

@@ -1,6 +1,6 @@
-"""Adapters on a GPU: a table of where their pairs are, which graphs read, and the launches of csrc/adapters.cu.
+"""Adapters on a GPU: a device table of their matrices, which CUDA graphs read, and csrc/adapters.cu.
 
-Mixtures of experts (MoLE) are plain torch in fp32 beside the kernels, in steps that are no graphs.
+Mixtures of experts (MoLE) are plain torch in fp32, in steps without graphs.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Target, pad
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 
 TILE = 16
-"""Tokens of one adapter that are multiplied together."""
+"""Tokens of one adapter per tile."""
 RANK_STEP = 16
 MAX_NUMBERS = 1025
-"""Of adapters, NO_ADAPTER among them; programs/settings/flags.py bounds --max-adapters by it."""
+"""Adapter numbers, including NO_ADAPTER; programs/settings/flags.py bounds --max-adapters by it."""
 SPLIT_INPUTS = 1024
-"""Inputs that a block of the shrink sums in a step of few tokens; of many, four times as many."""
+"""Inputs per CTA of the shrink with few tokens; with many, four times as many."""
 FEW_TOKENS = 1024
 EXTRA_TILES = 12
-"""Tiles at once beyond those that tokens of one adapter fill."""
+"""Tiles in the grid beyond those that one adapter's tokens fill."""
 NO_TOKEN = -1
-"""In the slot of a token, and as the number of a tile that is not there."""
+"""Instead of a token, and number of an unused tile."""
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 def max_tiles(tokens: int, adapters: int = MAX_NUMBERS - 1) -> int:
-    """Tiles that so many tokens of at most so many adapters, and of none, may take."""
+    """Returns the most tiles that so many tokens of so many adapters, and of none, take."""
     kinds = min(tokens, adapters + 1)
     return kinds + (tokens - kinds) // TILE
 
 
 def fill_tiles(numbers: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: Ints, tiles: Ints) -> int:
-    """Sort tokens of adapters `numbers` [T] into tiles: `tokens` [16 n] and `tiles` [n], see AdapterTiles.
+    """Sorts tokens of adapters `numbers` [T] into tiles: `tokens` [16 n] and `tiles` [n], see AdapterTiles.
 
-    Returns how many there are; the others' numbers become NOBODY.
+    Returns the number of tiles; the others get NO_TOKEN.
     """
     order = np.argsort(np.where(numbers == NO_ADAPTER, MAX_NUMBERS, numbers), kind="stable")
     sorted_numbers = numbers[order]
@@ -69,19 +69,19 @@ def fill_tiles(numbers: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: Ints
 
 
 class CudaAdapterTable(AdapterTable):
-    """A stage's adapters in fp16, ranks padded to 16; of each the addresses stand in a table on the device."""
+    """A stage's adapters in fp16, ranks padded to 16, and their addresses in a table on the device."""
 
     def __init__(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(first, last, device, dtype)
         self.device = device
         self._memory: dict[int, Tensor] = {}
         self._experts: dict[int, dict[int, Experts]] = {}
-        """of an adapter's number, by the stage's layer"""
+        """adapter number -> layer of the stage -> experts"""
         self._pairs: Tensor | None = None
 
     @property
     def table(self) -> Tensor:
-        """[numbers, layers, targets, 3] int64 on the device: a, b and rank of each pair; made when first asked for."""
+        """[numbers, layers, targets, 3] int64 on the device: a, b and rank of each pair; allocated on first use."""
         if self._pairs is None:
             sizes = MAX_NUMBERS, len(self.layers), len(Target), 3
             with torch.inference_mode(False):  # it is made in a step, perhaps, and written to outside of steps
@@ -110,7 +110,7 @@ class CudaAdapterTable(AdapterTable):
         self.table[number].copy_(entries)
 
     def drop(self, number: int) -> None:
-        """See AdapterTable. Steps on their way have it still: memory goes to those behind them on the stream."""
+        """See AdapterTable. Steps in flight still read it: its memory is reused only after them on the stream."""
         self._memory.pop(number, None)
         self._experts.pop(number, None)
 
@@ -130,7 +130,7 @@ class CudaAdapterTable(AdapterTable):
         return None if tiles is None else CudaStepAdapters(self, tiles, self._routed(inputs))
 
     def _routed(self, inputs: StepInputs) -> list[tuple[dict[int, Experts], Tensor]]:
-        """Of a step that is no graph, adapters with experts and the tokens [N] of each, on the device."""
+        """Adapters with experts and the tokens [N] of each, on the device; for steps without graphs."""
         if inputs.adapters is None or not self._experts:
             return []
         numbers = inputs.adapters.numpy()
@@ -139,12 +139,12 @@ class CudaAdapterTable(AdapterTable):
 
 
 class CudaStepAdapters:
-    """What a step's tiles add."""
+    """The adapters of a step."""
 
     def __init__(
         self, table: AdapterTable, tiles: AdapterTiles, routed: Sequence[tuple[dict[int, Experts], Tensor]] = ()
     ) -> None:
-        """`routed`: of each adapter of experts its layers and the tokens of its rows, int64 [tokens]."""
+        """routed: for each adapter with experts its layers and tokens, int64 [tokens]."""
         assert isinstance(table, CudaAdapterTable), "the cuda kernels have a table of their own"
         self.table, self.tiles, self.routed = table, tiles, routed
 
@@ -161,12 +161,11 @@ class CudaLayerAdapters:
         self._routed = [(layers[layer], tokens) for layers, tokens in step.routed if layer in layers]
 
     def add(self, *linears: AdaptedLinear) -> None:
-        """See LayerAdapters: x [T, in] and y [T, out] fp16, all linears of as many inputs."""
+        """See LayerAdapters: x [T, in] and y [T, out] fp16, the same number of inputs everywhere."""
         self._launch(linears, squared_relu=False)
 
     @property
     def has_experts(self) -> bool:
-        """Whether `mix_experts` changes anything."""
         return bool(self._routed)
 
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
@@ -176,14 +175,14 @@ class CudaLayerAdapters:
             hidden[tokens], y[tokens] = own.to(hidden.dtype), added.to(y.dtype)
 
     def sqrt_hidden(self, hidden: Tensor) -> None:
-        """Of what `mix_experts` has left in hidden [T, F], for a product that squared_relu what it is given."""
+        """Takes the square root of `mix_experts`' hidden [T, F], for a GEMM that squares its input."""
         for _, tokens in self._routed:
             hidden[tokens] = hidden[tokens].sqrt()
 
     def finish_squares(self, one: AdaptedLinear) -> None:
-        """max(v + b (a x), 0)^2 in slot of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE) of each output v.
+        """Computes max(v + b (a x), 0)^2 in place of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE).
 
-        Of rows without an adapter what RELU_SQUARED would have left, bit for bit.
+        Rows without an adapter become what RELU_SQUARED returns, bit for bit.
         """
         self._launch((one,), squared_relu=True)
 
@@ -209,5 +208,5 @@ class CudaLayerAdapters:
 
 
 def has_adapters(inputs: StepInputs) -> bool:
-    """Whether a step's rows may have adapters, which read what linears are given."""
+    """Whether rows of a step may have adapters, which read the inputs of linear layers."""
     return inputs.adapters is not None or inputs.adapter_tiles is not None

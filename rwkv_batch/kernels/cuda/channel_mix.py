@@ -1,6 +1,6 @@
-"""The channel mix of a layer on a CUDA device: its two maps, by the number of rows and the storage of the weights.
+"""The channel mix on a CUDA device: its two GEMMs, by row count and weight format.
 
-Up to 8 rows read only those rows of ffn.value whose input is not zero (csrc/sparse_value.cu, sparse_few.cu and others).
+Up to 8 rows read only the rows of ffn.value whose input is non-zero (csrc/sparse/).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
 
 SPARSE_FEW_COLUMNS = 128
-"""Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
+"""Columns per CTA of csrc/sparse/sparse_few_quant.cu."""
 SPARSE_FEW_SPLITS = 4
-"""Blocks there that share a column's inputs, however few these are."""
+"""Split-K there."""
 
 
 def channel_mix(
@@ -92,7 +92,7 @@ def _mix_to_row_sums(layer: CudaLayer, row: SingleRowInput) -> RowSums:
     assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
     packed = value.packed
     sums = cuda_pointer(row.added, torch.int64)
-    args = RowValueArgs(packed.codes.data_ptr(), packed.scales.data_ptr(), sums, packed.columns)
+    args = RowValueArgs(packed.qweight.data_ptr(), packed.scales.data_ptr(), sums, packed.columns)
     hidden = row.x.new_empty(1, key.packed.rows)
     multiply_few([QuantGemm(key, row.x, hidden, Activation.RELU_SQUARED)], value=args)
     return RowSums(row.added)
@@ -137,7 +137,8 @@ def _value(layer: CudaLayer, hidden: Tensor, workspaces: Mapping[torch.device, W
 def hidden_quantised(
     layer: CudaLayer, value: CudaQuantValue, x: Tensor, adapters: LayerAdapters | None
 ) -> tuple[Tensor, bool]:
-    """Hidden values [T, 4C] of x [T, C], fp16 both, and whether they are squared: of many rows the next kernel does."""
+    """Hidden values [T, 4C] of x [T, C], both fp16, and whether they are squared: with many rows the next kernel
+    squares."""
     key = layer.ffn_key
     assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
     rows = len(x)
@@ -164,14 +165,14 @@ def _value_quantised(value: CudaQuantValue, hidden: Tensor, is_squared: bool) ->
 
 
 def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | PartialSums:
-    """As sparse_value, of small codes: hidden [B <= 8, 4C] fp16 -> [B, C] fp16, or shares of it."""
+    """As sparse_value, for quantised weights: hidden [B <= 8, 4C] fp16 -> [B, C] fp16, or its partial sums."""
     rows, packed = len(hidden), value.packed
-    weights, sizes = (packed.codes.data_ptr(), packed.scales.data_ptr()), (packed.columns, packed.rows)
+    weights, sizes = (packed.qweight.data_ptr(), packed.scales.data_ptr()), (packed.columns, packed.rows)
     number = NUMBERS[packed.format]
     if rows > 1 and packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
         partials = torch.empty(SPARSE_FEW_SPLITS, rows, packed.columns, dtype=torch.float32, device=hidden.device)
         places = cuda_pointer(hidden), *weights, cuda_pointer(partials, torch.float32)
-        library().call("rwkv_sparse_few", *places, number, rows, *sizes)
+        library().call("rwkv_sparse_few_quant", *places, number, rows, *sizes)
         return PartialSums(partials)
     y = hidden.new_empty(rows, packed.columns)
     places = cuda_pointer(hidden), *weights, cuda_pointer(y)
@@ -183,7 +184,7 @@ def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | Pa
 
 
 def sparse_value(layer: CudaLayer, hidden: Tensor, work: Workspace) -> Tensor:
-    """ffn.value of hidden [B <= 8, 4C], reading only the rows whose input is not zero: -> [B, C]."""
+    """ffn.value of hidden [B <= 8, 4C] -> [B, C], reading only the rows whose input is non-zero."""
     assert layer.value_rows is not None, "a map in fp16 has been transposed"
     rows, ffn = hidden.shape
     width = layer.value_rows.shape[1]
@@ -193,7 +194,7 @@ def sparse_value(layer: CudaLayer, hidden: Tensor, work: Workspace) -> Tensor:
         cuda_pointer(hidden),
         cuda_pointer(layer.value_rows),
         cuda_pointer(y),
-        cuda_pointer(work.partial, torch.float32),
+        cuda_pointer(work.partials, torch.float32),
         cuda_pointer(work.counters, torch.int32),
         rows,
         width,
@@ -203,12 +204,12 @@ def sparse_value(layer: CudaLayer, hidden: Tensor, work: Workspace) -> Tensor:
 
 
 def _activation(adapters: LayerAdapters | None) -> Activation:
-    """Behind the channel mix's key map: adapters add before it is final."""
+    """Activation of ffn.key: adapters add to its output before the final activation."""
     return Activation.RELU_SQUARED if adapters is None else Activation.SIGNED_SQUARE
 
 
 def _finish(adapters: LayerAdapters | None, x: Tensor, hidden: Tensor) -> None:
-    """What `_activation` has left to be done, x [T, C], hidden [T, 4C]."""
+    """Adds the adapters' part and finishes the activation; x [T, C], hidden [T, 4C]."""
     if adapters is not None:
         assert isinstance(adapters, CudaLayerAdapters), "made by this backend's table"
         adapters.finish_squares(AdaptedLinear(Target.FFN_KEY, x, hidden))
@@ -217,10 +218,10 @@ def _finish(adapters: LayerAdapters | None, x: Tensor, hidden: Tensor) -> None:
 def mix_experts(
     layer: Layer, x: Tensor, hidden: Tensor, adapters: LayerAdapters | None, is_squared: bool = True
 ) -> Tensor | None:
-    """Of tokens whose adapter has experts, hidden [T, 4C] becomes what these make of x [T, C], for the value map.
+    """Mixes the experts of tokens whose adapter has any, in place in hidden [T, 4C], from x [T, C].
 
-    Others' stays, bit for bit. `is_squared`: else that map squares what it is given. Returns what is added to its
-    result [T, C], zero for the others; None: no token has experts.
+    Other tokens stay bit-identical. is_squared: otherwise ffn.value squares its input. Returns the experts' part of the
+    output [T, C], zero for other tokens; None: no token has experts.
     """
     if adapters is None:
         return None

@@ -1,4 +1,4 @@
-"""Products of rows of fp8 codes with fp8 weights by cuBLAS."""
+"""fp8 rows times fp8 weights by cuBLAS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def scaled_mm(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """fp8 rows [T, K] with scales [T] times an fp8 matrix -> out [T, N]."""
+    """fp8 rows [T, K] with scales [T] times fp8 weights -> out [T, N]."""
     weight, types = packed.output_major(), scaled_mm_dtypes(out.device)
     dtype = out.dtype if out.dtype in types else types[0]
     place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
@@ -32,13 +32,13 @@ def scaled_mm(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Ten
 
 
 def has_fp8_gemm(format_: Format, device: torch.device) -> bool:
-    """Whether a device has products of rows of fp8 codes with weights of this format."""
+    """Whether a device multiplies fp8 rows by weights of this format."""
     return format_ is Format.FP8 and bool(scaled_mm_dtypes(device))
 
 
 @functools.cache
 def scaled_mm_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The result types of fp8 products with a scale per row; none: this GPU or torch has no such product."""
+    """Returns the result types of fp8 GEMMs with row scales; empty if this GPU or torch has none."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return ()
     found = []

@@ -1,4 +1,4 @@
-"""The entrance of a time mix in halves as one launch (csrc/wide_entrance.cu): its plan and the launch."""
+"""A time mix's fp16 input projections in one launch (csrc/gemm/gemm_input_projections.cu)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     plan_hopper_gemm,
     prepare_hopper_gemm,
 )
-from rwkv_batch.kernels.cuda.library import MAX_HOPPER_GEMMS, WideEntranceArgs
+from rwkv_batch.kernels.cuda.library import MAX_HOPPER_GEMMS, InputProjectionArgs
 
 MIN_ROWS = 65
-"""With 1, 8 and 32 rows it took 0.9, 0.9 and 0.3 % longer than two launches (docs/notebook.md)."""
+"""With 1, 8 and 32 rows one launch took 0.9, 0.9 and 0.3 % longer than two (docs/tries.md)."""
 
 
 def fits_fused_projections(
-    rows: int, whole: Sequence[Tensor], shared: Sequence[Tensor], late: Sequence[Tensor]
+    rows: int, full: Sequence[Tensor], split: Sequence[Tensor], dependent: Sequence[Tensor]
 ) -> bool:
-    """Whether weights [n, k] of r, k, v, of the low ranks' entrances and of their exits go into one launch.
+    """Whether weights [n, k] of r, k, v (`full`), low ranks down (`split`) and up (`dependent`) fit one launch.
 
-    r, k, v must leave so many processors idle that every block of the entrances has one: the exits wait for them.
+    r, k, v must leave an SM for every CTA of the low ranks down, because the low ranks up wait for these.
     """
-    if not MIN_ROWS <= rows <= MAX_HOPPER_ROWS or not has_hopper_gemm(whole[0].device) or is_mps_active():
+    if not MIN_ROWS <= rows <= MAX_HOPPER_ROWS or not has_hopper_gemm(full[0].device) or is_mps_active():
         return False
-    num_sms = len(prepare_hopper_gemm(whole[0].device).partial)
-    shapes = [[GemmShape(*weight.shape) for weight in weights] for weights in (whole, shared, late)]
+    num_sms = len(prepare_hopper_gemm(full[0].device).partials)
+    shapes = [[GemmShape(*weight.shape) for weight in weights] for weights in (full, split, dependent)]
     tiles = [sum(-(-shape.n // TILE_N) for shape in part) for part in shapes]
     return (
         tiles[0] + FP16_SPLITS * tiles[1] <= num_sms
@@ -49,18 +49,20 @@ def fits_fused_projections(
     )
 
 
-def launch_fused_projections(whole: Sequence[Fp16Gemm], shared: Sequence[Fp16Gemm], late: Sequence[Fp16Gemm]) -> None:
-    """Maps over the same rows, where `fits_fused_projections` says so. The late ones' inputs are results of the shared ones.
+def launch_fused_projections(
+    full: Sequence[Fp16Gemm], split: Sequence[Fp16Gemm], dependent: Sequence[Fp16Gemm]
+) -> None:
+    """Runs the launch, where `fits_fused_projections` allows it; `dependent` reads the outputs of `split`.
 
-    Raises ValueError for more maps or rows than a launch takes, or shapes that do not fit each other.
+    Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """
-    maps = [*whole, *shared, *late]
-    rows, device = maps[0][1].shape[0], maps[0][1].device
-    if len(maps) > MAX_HOPPER_GEMMS or rows > MAX_HOPPER_ROWS:
+    gemms = [*full, *split, *dependent]
+    rows, device = gemms[0][1].shape[0], gemms[0][1].device
+    if len(gemms) > MAX_HOPPER_GEMMS or rows > MAX_HOPPER_ROWS:
         raise ValueError(
-            f"a launch takes {MAX_HOPPER_GEMMS} maps of {MAX_HOPPER_ROWS} rows at most, not {len(maps)} of {rows}"
+            f"a launch takes {MAX_HOPPER_GEMMS} GEMMs of {MAX_HOPPER_ROWS} rows at most, not {len(gemms)} of {rows}"
         )
-    args = WideEntranceArgs(count=len(maps), whole=len(whole), late=len(late), rows=rows)
-    fill_fp16_gemms(args.maps[: len(maps)], maps, rows)
+    args = InputProjectionArgs(count=len(gemms), full=len(full), dependent=len(dependent), rows=rows)
+    fill_fp16_gemms(args.gemms[: len(gemms)], gemms, rows)
     tile_rows = next(size for size in TILE_ROWS if size >= max(rows, MIN_ROWS))
-    launch_hopper_kernel("rwkv_wide_entrance", args, Plan(tile_rows, FP16_SPLITS), prepare_hopper_gemm(device))
+    launch_hopper_kernel("rwkv_gemm_input_projections", args, Plan(tile_rows, FP16_SPLITS), prepare_hopper_gemm(device))

@@ -1,7 +1,7 @@
-"""Products of few rows on Hopper's tensor cores (csrc/wide.cuh): devices, plans, and launches of weights of halves.
+"""GEMMs on Hopper's tensor cores (csrc/gemm/gemm.cuh): availability, plans, and fp16 launches.
 
-Weights [k, n] take up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS. Of codes: hopper_gemm_fp8.py,
-hopper_gemm_int8.py, hopper_gemm_weight_only.py.
+fp16 weights: [k, n] up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS. Quantised weights:
+hopper_gemm_fp8.py, hopper_gemm_int8.py, hopper_gemm_weight_only.py.
 """
 
 from __future__ import annotations
@@ -21,88 +21,89 @@ from torch import Tensor
 from native import build, machine
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.library import (
-    MAX_MAPS,
-    WideArgs,
-    WideFp8Map,
-    WideInt8Map,
-    WideMap,
+    MAX_GEMMS,
+    Fp8GemmArgs,
+    Fp16GemmArgs,
+    Fp16LaunchArgs,
+    Int8GemmArgs,
     cuda_pointer,
     hopper_library,
 )
 
 logger = logging.getLogger(__name__)
 
-MPS_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  where MPS listens unless it is told otherwise
+MPS_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  the default of MPS
 TILE_N = 128
 TILE_K = 64
 TILE_ROWS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256)
-"""Tiles of rows there are kernels for; of weights [k, n], one tile holds all rows of a launch. 80 and 240 are groups of
-four GPUs with 320 and 960 rows."""
+"""Compiled tile sizes. With weights [k, n] one tile holds all rows of a launch.
+
+80 and 240 fit the micro-batches of four GPUs with 320 and 960 rows.
+"""
 MAX_HOPPER_ROWS = TILE_ROWS[-1]
 LARGEST_TILE = 320
-"""Rows of the largest tile that any of these kernels has: what its blocks exchange finds room in the work space."""
+"""Rows of the largest tile of any of these kernels; sizes the split-K workspace."""
 MAX_MULTI_TILE_ROWS = 1024
-"""Of halves [n, k] where more rows than a tile's take several; cuBLAS is faster for all but small maps."""
+"""Maximum fp16 rows with weights [n, k] over several tiles; cuBLAS is faster for all but small weights."""
 SPLITS = (1, 2, 4)
 FP16_SPLITS = 4
-"""Blocks that share a tile's k of maps of halves beside others; a tile then takes half as long as one of codes."""
+"""Split-K of fp16 GEMMs in a launch with 8-bit ones: a tile takes half as long as an 8-bit tile."""
 Fp16Gemm = tuple[Tensor, Tensor, Tensor, Activation]
-"""weight [n, k], x [rows, k], y [rows, n], all fp16; what follows"""
+"""weight [n, k], x [rows, k], y [rows, n], all fp16; activation"""
 
 
 class GemmShape(NamedTuple):
-    """Outputs and inputs of one map."""
+    """Outputs and inputs of a GEMM."""
 
     n: int
     k: int
 
 
 class Plan(NamedTuple):
-    """How a launch is cut up."""
+    """Tiling of a launch."""
 
     tile_rows: int
     splits: int
-    """blocks that share a tile's k"""
+    """CTAs that share a tile's k"""
 
 
 @dataclass(slots=True)
 class HopperWorkspace:
-    """Where the blocks that share a tile's k exchange their sums, on one device."""
+    """Split-K workspace of one device."""
 
-    partial: Tensor
-    """[processors, OUTPUTS * LARGEST_TILE] fp32"""
+    partials: Tensor
+    """[num_sms, TILE_N * LARGEST_TILE] fp32"""
     counters: Tensor
-    """[processors, 2] int32, zero between launches"""
+    """[num_sms, 2] int32, zero between launches"""
 
 
 @functools.cache
 def hopper_gemm_unavailable_reason(device: torch.device) -> str | None:
-    """Why these kernels do not serve a device; None if they do. Builds them: one build serves all GPUs here."""
+    """Returns why a device cannot use these kernels; None if it can. Builds them."""
     archs = machine.gpu_archs()
     if device.type != "cuda" or archs != ("sm_90",):
-        return f"products of few rows have a kernel for sm_90 only; here is {', '.join(archs) or device.type}"
+        return f"the Hopper GEMM kernels require sm_90 on every GPU; found {', '.join(archs) or device.type}"
     try:
         hopper_library()
     except (build.BuildError, OSError) as error:
-        logger.warning("products of few rows are left to cuBLAS: %s", error)
+        logger.warning("the Hopper GEMM kernels cannot be built, cuBLAS is used instead: %s", error)
         return str(error)
     return None
 
 
 def has_hopper_gemm(device: torch.device) -> bool:
-    """Whether these kernels serve a device."""
     return hopper_gemm_unavailable_reason(device) is None
 
 
 @functools.cache
 def is_mps_active() -> bool:
-    """Whether other processes may hold processors at the same time (NVIDIA's MPS): blocks must not wait for others."""
+    """Whether NVIDIA MPS runs. Other processes may then hold SMs, so CTAs must not wait for each other."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPE_DIRECTORY), "control").exists()
 
 
 @functools.cache
 def prepare_hopper_gemm(device: torch.device) -> HopperWorkspace:
-    """Build the kernels and take their work space; called once per device, at load."""
+    """Builds the kernels and allocates their workspace. Called once per device, at load."""
     hopper_library()
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return HopperWorkspace(
@@ -112,7 +113,7 @@ def prepare_hopper_gemm(device: torch.device) -> HopperWorkspace:
 
 
 def fits_hopper_gemm(shape: GemmShape, transposed: bool) -> bool:
-    """Whether the kernels take a map of this shape."""
+    """Whether the fp16 kernels take a weight of this shape."""
     return shape.k % TILE_K == 0 and shape.n % (64 if transposed else 16) == 0
 
 
@@ -125,9 +126,9 @@ def plan_hopper_gemm(
     depth: int = TILE_K,
     sizes: tuple[int, ...] = TILE_ROWS,
 ) -> Plan:
-    """The smallest tile that holds the rows; k shared by as many blocks as run at once and find work.
+    """Returns the smallest tile that holds the rows, and the largest split-K that fits.
 
-    Without `co_resident`, blocks that share a tile are not certain to run at once: each then has a tile of its own.
+    co_resident: whether all CTAs of a launch run at once; split-K requires it.
     """
     splits = max_splits(shapes, num_sms, co_resident, depth)
     return Plan(next(size for size in sizes if size >= rows), splits)
@@ -135,10 +136,7 @@ def plan_hopper_gemm(
 
 @functools.cache
 def max_splits(shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool, depth: int) -> int:
-    """By how many blocks k of each tile is shared: the most that all run at once, on whole steps of `depth` inputs.
-
-    1 unless blocks `co_resident` for each other.
-    """
+    """Returns the largest split-K whose CTAs all run at once and get whole steps of `depth` inputs."""
     tiles = sum(-(-shape.n // TILE_N) for shape in shapes)
     choices = SPLITS if co_resident else SPLITS[:1]
     fitting = (s for s in choices if tiles * s <= num_sms and all(shape.k % (depth * s) == 0 for shape in shapes))
@@ -146,45 +144,44 @@ def max_splits(shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool, d
 
 
 def hopper_returns_fp32(rows: int, shape: GemmShape, device: torch.device) -> bool:
-    """Whether the kernel gives results in fp32: of one tile of rows, of outputs enough to leave no processor idle."""
+    """Whether the kernel returns fp32: one tile of rows, and enough outputs for every SM."""
     if rows > MAX_HOPPER_ROWS or not has_hopper_gemm(device) or not fits_hopper_gemm(shape, transposed=False):
         return False
-    return shape.n // TILE_N >= len(prepare_hopper_gemm(device).partial)
+    return shape.n // TILE_N >= len(prepare_hopper_gemm(device).partials)
 
 
-def launch_hopper_gemm(maps: Sequence[Fp16Gemm], transposed: bool) -> None:
-    """Up to 8 maps (weight, x, y, activation) over the same rows; weights [n, k], or [k, n] if transposed.
+def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
+    """Runs up to 8 GEMMs over the same rows; weights [n, k], or [k, n] if transposed.
 
-    y of all is fp16, or of weights [n, k] fp32 where `hopper_returns_fp32` says so.
-
-    Raises ValueError for more maps or rows, or shapes that do not fit each other.
+    y is fp16, or fp32 where `hopper_returns_fp32` allows it.
+    Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """
-    rows, device = maps[0][1].shape[0], maps[0][1].device
+    rows, device = gemms[0][1].shape[0], gemms[0][1].device
     most = MAX_HOPPER_ROWS if transposed else MAX_MULTI_TILE_ROWS
-    if len(maps) > MAX_MAPS or rows > most:
-        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {most} rows, not {len(maps)} of {rows}")
+    if len(gemms) > MAX_GEMMS or rows > most:
+        raise ValueError(f"a grouped launch takes {MAX_GEMMS} GEMMs of {most} rows, not {len(gemms)} of {rows}")
     work = prepare_hopper_gemm(device)
-    dtype = maps[0][2].dtype
-    args = WideArgs(count=len(maps), rows=rows, transposed=transposed, to_floats=dtype == torch.float32)
-    shapes = fill_fp16_gemms(args.maps[: len(maps)], maps, rows, transposed, dtype)
+    dtype = gemms[0][2].dtype
+    args = Fp16LaunchArgs(count=len(gemms), rows=rows, transposed=transposed, to_fp32=dtype == torch.float32)
+    shapes = fill_fp16_gemms(args.gemms[: len(gemms)], gemms, rows, transposed, dtype)
     blocks = -(-rows // MAX_HOPPER_ROWS)  # of rows
-    plan = plan_hopper_gemm(-(-rows // blocks), shapes, len(work.partial) // blocks, not is_mps_active())
-    launch_hopper_kernel("rwkv_wide", args, plan, work)
+    plan = plan_hopper_gemm(-(-rows // blocks), shapes, len(work.partials) // blocks, not is_mps_active())
+    launch_hopper_kernel("rwkv_gemm_fp16", args, plan, work)
 
 
 def fill_fp16_gemms(
-    slots: Sequence[WideMap] | Sequence[WideFp8Map] | Sequence[WideInt8Map],
-    maps: Sequence[Fp16Gemm],
+    slots: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[Int8GemmArgs],
+    gemms: Sequence[Fp16Gemm],
     rows: int,
     transposed: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[GemmShape, ...]:
-    """Maps of halves into their places in a launch, y of `dtype` -> their shapes.
+    """Fills fp16 GEMMs into a launch, y of `dtype`; returns their shapes.
 
-    Raises ValueError for tensors that do not fit each other.
+    Raises ValueError for shapes that do not match.
     """
     shapes = []
-    for slot, (weight, x, y, activation) in zip(slots, maps, strict=True):
+    for slot, (weight, x, y, activation) in zip(slots, gemms, strict=True):
         shape = GemmShape(*(reversed(weight.shape) if transposed else weight.shape))
         if not fits_hopper_gemm(shape, transposed) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
             raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
@@ -195,7 +192,7 @@ def fill_fp16_gemms(
 
 
 def launch_hopper_kernel(name: str, args: ctypes.Structure, plan: Plan, work: HopperWorkspace) -> None:
-    """Run a kernel of these over maps that are in their places. Raises CudaError if it cannot be launched."""
+    """Launches a kernel whose GEMMs are filled in. Raises CudaError if the driver refuses it."""
     args.tile_rows, args.splits = plan
-    args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
+    args.partials, args.counters = work.partials.data_ptr(), work.counters.data_ptr()
     hopper_library().call(name, ctypes.byref(args))

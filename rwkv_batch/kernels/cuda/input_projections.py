@@ -1,9 +1,10 @@
-"""The entrance of a layer's time mix on a CUDA device: r, k, v and the low ranks of the six mixed inputs.
+"""The time mix's input projections on a CUDA device: r, k, v and the low ranks of the six mixed inputs.
 
-Up to 256 rows: two launches of our own, the second for the low ranks' exits, or one of halves (fused_input_projections.py);
-of up to 4 decoding rows of small weights the exits are in the launch of the WKV (csrc/wkv_few.cu). More: r, k, v by a
-product of many rows, the low ranks behind it by two launches of our own, or beside it by cuBLAS on streams of their
-own. Where fp8 is multiplied by fp8, shift_mix has made codes of the inputs of r, k, v.
+* up to 256 rows: two own launches, the second for the low ranks up; fp16: one (fused_input_projections.py)
+* up to 4 decode rows, quantised: the launch of the WKV computes the low ranks up (csrc/wkv/wkv_few.cu)
+* more rows: a large GEMM for r, k, v; then the low ranks by two own launches, or by cuBLAS on side streams
+
+If fp8 rows are multiplied, shift_mix has quantised the inputs of r, k, v.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import fits_hopper_fp8
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import fp16_gemm, launch_weight_only
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import fits_fp16_gemms
 from rwkv_batch.kernels.cuda.layer import CudaLayer
-from rwkv_batch.kernels.cuda.library import LowExits, cuda_pointer, library
+from rwkv_batch.kernels.cuda.library import LowRankUpArgs, cuda_pointer, library
 from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.quantised_gemm import W8A8Gemm, multiply_into, multiply_quantised_rows
@@ -43,9 +44,9 @@ from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS, QuantGemm,
 from rwkv_batch.model.layer import Projections
 
 MAX_FUSED_WKV_ROWS = 4
-"""Of one token each, whose low ranks' exits are in the launch of the WKV. 8 rows of fp8 were 1.6 % slower with it."""
+"""Decode rows whose low ranks up are computed in the launch of the WKV; with 8 rows of fp8 that was 1.6 % slower."""
 MAX_UP_TILES = 64
-"""Of 16 outputs and EXIT_PIECE_INPUTS inputs of a head: as many as that launch has room for."""
+"""Tiles of 16 outputs x UP_TILE_INPUTS inputs per head that fit that launch."""
 UP_TILE_INPUTS = 64
 SideStreams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
@@ -53,7 +54,10 @@ SideStreams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 def project(
     layer: CudaLayer, mixed: Tensor | QuantisedMix | DeferredMix, side_streams: Callable[[], SideStreams]
 ) -> Projections:
-    """Of mixed [6, T, C] in the order r, k, v, w, a, g. `side_streams`: makes or finds two streams beside the current one."""
+    """Projects mixed [6, T, C] in the order r, k, v, w, a, g.
+
+    side_streams returns two streams next to the current one.
+    """
     if isinstance(mixed, DeferredMix):
         return _project_deferred_mix(layer, mixed)
     tokens = len(_low_rank_inputs(mixed)[0])
@@ -65,16 +69,16 @@ def project(
 
 
 def _low_rank_inputs(mixed: Tensor | QuantisedMix) -> Tensor:
-    """[4, T, C] fp16: the low ranks' inputs v, w, a, g."""
-    return mixed.halves if isinstance(mixed, QuantisedMix) else mixed[2:]
+    """Returns [4, T, C] fp16: the low ranks' inputs v, w, a, g."""
+    return mixed.fp16 if isinstance(mixed, QuantisedMix) else mixed[2:]
 
 
 def _uses_grouped_projections(layer: CudaLayer, tokens: int) -> bool:
-    """Whether kernels of our own take all maps of the entrance, few launches in all."""
+    """Whether own kernels compute all projections in few launches."""
     if layer.rkv is not None:
         return is_grouped(tokens, layer.rkv[0])
     linear = layer.receptance
-    assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
+    assert isinstance(linear, CudaQuantLinear), "gemms without a stack are in small codes"
     if linear.takes_fp16_rows(tokens):
         return is_grouped(tokens, layer.low_in[0])
     if _fits_one_quantised_launch(layer, tokens):
@@ -83,46 +87,42 @@ def _uses_grouped_projections(layer: CudaLayer, tokens: int) -> bool:
 
 
 def _multiplies_codes(linear: CudaQuantLinear, tokens: int) -> bool:
-    """Whether our own kernel multiplies so many rows of fp8 codes by it."""
+    """Whether the own fp8 kernel takes so many rows."""
     packed = linear.packed
-    return linear.takes_fp8_rows(tokens) and fits_hopper_fp8(tokens, packed.rows, packed.columns, packed.codes.device)
+    return linear.takes_fp8_rows(tokens) and fits_hopper_fp8(tokens, packed.rows, packed.columns, packed.qweight.device)
 
 
 def _fits_one_quantised_launch(layer: CudaLayer, tokens: int) -> bool:
-    """Whether the low ranks go on the processors that r, k, v leave idle, multiplied as codes by our own kernel.
-
-    Of rows as codes or in two parts.
-    """
+    """Whether the low ranks run in the launch of r, k, v, on SMs that these leave idle; fp8 or two-part rows."""
     linears = _quantised_rkv(layer)
     if not linears or not (linears[0].takes_two_part_rows(tokens) or _multiplies_codes(linears[0], tokens)):
         return False
     quantised = [GemmShape(m.packed.rows, m.packed.columns) for m in linears]
     low = [GemmShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
-    return fits_fp16_gemms(tokens, quantised, low, len(prepare_hopper_gemm(layer.low_in.device).partial))
+    return fits_fp16_gemms(tokens, quantised, low, len(prepare_hopper_gemm(layer.low_in.device).partials))
 
 
 def _uses_multi_tile_projections(layer: CudaLayer, tokens: int) -> bool:
-    """Whether the low ranks are launches of our own behind r, k, v instead of cuBLAS's beside them.
+    """Whether the low ranks are own launches after r, k, v instead of cuBLAS's in parallel.
 
-    Not where our own kernel multiplies fp8 codes: its tiles leave processors idle, on which those run, if not in its
-    launch.
+    Not with the own fp8 kernel: the low ranks then run on SMs that its tiles leave idle.
     """
     if tokens > MAX_MULTI_TILE_ROWS or not has_hopper_gemm(layer.low_in.device):
         return False
     if layer.rkv is not None:
         return True
     linear = layer.receptance
-    assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
+    assert isinstance(linear, CudaQuantLinear), "gemms without a stack are in small codes"
     return not _multiplies_codes(linear, tokens)
 
 
 def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
-    """r, k, v of a layer in small codes; none of another."""
+    """r, k, v of a quantised layer; empty for others."""
     return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
 
 
 def _rkv_quantised(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor, low: LowRanks | None = None) -> None:
-    """r, k, v of mixed [6, T, C] -> rkv [3, T, C], of matrices in small codes; `low`: where it `_fits_one_quantised_launch`."""
+    """Quantised r, k, v: mixed [6, T, C] -> rkv [3, T, C]. low: the low ranks, if they are in the same launch."""
     linears = _quantised_rkv(layer)
     tokens = rkv.shape[1]
     if isinstance(mixed, Tensor) and not (linears[0].takes_fp8_rows(tokens) or linears[0].takes_two_part_rows(tokens)):
@@ -133,15 +133,15 @@ def _rkv_quantised(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor, 
     else:
         is_two_part = linears[0].takes_two_part_rows(tokens)
         rows = [linears[0].to_two_part_rows(mixed[i]) for i in range(3)] if is_two_part else _quantise_rkv_rows(mixed)
-    maps = [W8A8Gemm(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
+    gemms = [W8A8Gemm(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
     if low is None:
-        multiply_quantised_rows(maps)
+        multiply_quantised_rows(gemms)
     else:
-        multiply_quantised_rows(maps, _fp16_gemms(low.down_gemms), _fp16_gemms(low.up_gemms))
+        multiply_quantised_rows(gemms, _fp16_gemms(low.down_gemms), _fp16_gemms(low.up_gemms))
 
 
 def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
-    """r's, k's and v's of mixed [6, T, C], which were wanted as halves too."""
+    """Quantises the inputs of r, k, v in mixed [6, T, C], which are needed as fp16, too."""
     _, tokens, width = mixed.shape
     if tokens % SCALE_ALIGNMENT:
         return [quantise_rows(mixed[i]) for i in range(3)]
@@ -151,7 +151,7 @@ def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
 
 
 def _project_grouped(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projections:
-    """Every map of the entrance in one launch or two, the low ranks' exits in another or, beside codes, in the same."""
+    """All projections in one or two launches, the low ranks up in another or the same."""
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
     low = LowRanks.build(layer, inputs)
@@ -159,7 +159,7 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projecti
         _rkv_quantised(layer, mixed, rkv, low)
         return low.projections(*rkv.unbind())
     if _fits_one_fp16_launch(layer, mixed, low):
-        assert layer.rkv is not None and isinstance(mixed, Tensor), "maps of halves"
+        assert layer.rkv is not None and isinstance(mixed, Tensor), "gemms of halves"
         whole = [(layer.rkv[i], mixed[i], rkv[i], Activation.NONE) for i in range(3)]
         launch_fused_projections(whole, _fp16_gemms(low.down_gemms), _fp16_gemms(low.up_gemms))
         return low.projections(*rkv.unbind())
@@ -171,53 +171,53 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projecti
 
 
 def _fits_one_fp16_launch(layer: CudaLayer, mixed: Tensor | QuantisedMix, low: LowRanks) -> bool:
-    """Whether r, k, v and the low ranks with their exits, all of halves, are one launch."""
+    """Whether fp16 r, k, v and all low ranks are one launch."""
     if layer.rkv is None or not isinstance(mixed, Tensor):
         return False
-    weights = ([m.weight for m in maps] for maps in (low.down_gemms, low.up_gemms))
+    weights = ([m.weight for m in gemms] for gemms in (low.down_gemms, low.up_gemms))
     return fits_fused_projections(mixed.shape[1], layer.rkv.unbind(), *weights)
 
 
 def _project_deferred_mix(layer: CudaLayer, row: DeferredMix) -> Projections:
-    """As `_project_grouped` has few rows of small codes."""
+    """As `_project_grouped`, for one quantised row whose mix the launch computes."""
     rkv = torch.empty_like(row.mix[:3])
     low = LowRanks.build(layer, row.mix[2:])
-    maps = [QuantGemm(linear, row.mix[i], rkv[i]) for i, linear in enumerate(_quantised_rkv(layer))]
-    multiply_few(maps, low.down_gemms, row.args)
+    gemms = [QuantGemm(linear, row.mix[i], rkv[i]) for i, linear in enumerate(_quantised_rkv(layer))]
+    multiply_few(gemms, low.down_gemms, row.args)
     return low.projections(*rkv.unbind(), pending=True)
 
 
 def _project_multi_tile(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projections:
-    """r, k, v as `_project_batched` has them; the low ranks as `_project_grouped` has them, behind."""
+    """r, k, v as in `_project_batched`, then the low ranks as in `_project_grouped`."""
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
     _rkv_batched(layer, mixed, rkv)
     low = LowRanks.build(layer, inputs)
-    for maps in (low.down_gemms, low.up_gemms):
-        launch_hopper_gemm(_fp16_gemms(maps), transposed=False)
+    for gemms in (low.down_gemms, low.up_gemms):
+        launch_hopper_gemm(_fp16_gemms(gemms), transposed=False)
     return low.projections(rkv[0], rkv[1], _own_copy(layer, rkv[2]))
 
 
-def _fp16_gemms(maps: list[Gemm]) -> list[Fp16Gemm]:
-    return [(m.weight, m.x, m.y, m.activation) for m in maps]
+def _fp16_gemms(gemms: list[Gemm]) -> list[Fp16Gemm]:
+    return [(m.weight, m.x, m.y, m.activation) for m in gemms]
 
 
 @dataclass(slots=True)
 class LowRanks:
-    """The low ranks and the gate of a layer as maps of two launches, and where their results go."""
+    """A layer's low ranks and gate as the GEMMs of two launches, and their outputs."""
 
     down_gemms: list[Gemm]
     up_gemms: list[Gemm]
     low: Tensor
-    """[2 or 3, T, D]: what (v,) w, a are made of"""
+    """[2 or 3, T, D]: hidden values of (v,) w, a"""
     gate: Tensor
-    """[T, Dg]: likewise"""
+    """[T, Dg]: hidden values of the gate"""
     out: Tensor
     """[3 or 4, T, C]: (v,) w, a, gate"""
 
     @classmethod
     def build(cls, layer: CudaLayer, inputs: Tensor) -> LowRanks:
-        """Over inputs [4, T, C]: v, w, a, g."""
+        """Builds the GEMMs over inputs [4, T, C]: v, w, a, g."""
         _, tokens, width = inputs.shape
         groups, rank, _ = layer.low_in.shape
         low = inputs.new_empty(groups, tokens, rank)
@@ -236,21 +236,21 @@ class LowRanks:
         )
 
     def projections(self, r: Tensor, k: Tensor, v: Tensor, *, pending: bool = False) -> CudaProjections:
-        """With r, k, v [T, C] of the same layer. pending: the exits are still to be multiplied."""
+        """With r, k, v [T, C] of the same layer. pending: the up projections are not computed yet."""
         *v_gate, w, a, g = self.out.unbind()
         low = self if pending else None
         return CudaProjections(r=r, k=k, v=v, w=w, a=a, g=g, v_gate=v_gate[0] if v_gate else None, low=low)
 
-    def up_args_for_wkv(self, layer: CudaLayer) -> LowExits | None:
-        """The exits as the WKV of few rows takes them; None where it does not."""
+    def up_args_for_wkv(self, layer: CudaLayer) -> LowRankUpArgs | None:
+        """Returns the up projections as arguments of wkv_few; None if that kernel does not take them."""
         (groups, tokens, rank), gate_rank = self.low.shape, self.gate.shape[1]
         if tokens > MAX_FUSED_WKV_ROWS or 4 * (groups * rank + gate_rank) > MAX_UP_TILES * UP_TILE_INPUTS:
             return None
-        return LowExits(
-            low=cuda_pointer(self.low),
-            gate=cuda_pointer(self.gate),
-            low_out=cuda_pointer(layer.low_out),
-            gate_out=cuda_pointer(layer.gate_out),
+        return LowRankUpArgs(
+            hidden=cuda_pointer(self.low),
+            gate_hidden=cuda_pointer(self.gate),
+            up_weight=cuda_pointer(layer.low_out),
+            gate_up_weight=cuda_pointer(layer.gate_out),
             groups=groups,
             rank=rank,
             gate_rank=gate_rank,
@@ -259,27 +259,27 @@ class LowRanks:
 
 @dataclass(slots=True)
 class CudaProjections(Projections):
-    """A layer's projections, the low ranks' exits perhaps still to be multiplied."""
+    """A layer's projections; the low ranks up may be pending."""
 
     low: LowRanks | None = None
-    """Until w, a, g and v_gate have been written"""
+    """set until w, a, g and v_gate are computed"""
 
     def finish(self) -> None:
-        """Multiply the exits if that has not been done."""
+        """Computes pending up projections."""
         if self.low is not None:
             multiply(self.low.up_gemms)
             self.low = None
 
 
 def finish_projections(p: Projections) -> Projections:
-    """The same with all parts written: the exits of the low ranks multiplied, if they have not been."""
+    """Returns the projections with nothing pending."""
     if isinstance(p, CudaProjections):
         p.finish()
     return p
 
 
 def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor, low: list[Gemm]) -> None:
-    """r, k, v and the maps `low` of halves: in one launch where one kernel takes both."""
+    """r, k, v and the fp16 GEMMs `low`, in one launch if one kernel takes both."""
     if layer.rkv is not None and isinstance(mixed, Tensor):
         multiply([*(Gemm(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return
@@ -288,8 +288,8 @@ def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rk
         _rkv_quantised(layer, mixed, rkv)
         multiply(low)
     elif not linears[0].uses_skinny_kernel(rows):
-        maps = [m.packed.weight_only_gemm(mixed[i], rkv[i]) for i, m in enumerate(linears)]
-        launch_weight_only([*(fp16_gemm(m.weight, m.x, m.y, m.activation) for m in low), *maps])
+        gemms = [m.packed.weight_only_gemm(mixed[i], rkv[i]) for i, m in enumerate(linears)]
+        launch_weight_only([*(fp16_gemm(m.weight, m.x, m.y, m.activation) for m in low), *gemms])
     elif rows <= MAX_MIXED_GEMM_ROWS:
         multiply_few([QuantGemm(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)], low)
     else:
@@ -298,10 +298,10 @@ def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rk
 
 
 def _project_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, side_streams: SideStreams) -> Projections:
-    """Batched products (cuBLAS) over the stacked maps; low ranks and gate on streams of their own beside.
+    """Batched cuBLAS GEMMs; low ranks and gate run on side streams in parallel.
 
-    All memory is taken on the main stream, which waits for the others before any is given back: what is taken on a
-    side stream serves no other stream any more.
+    The main stream allocates all memory and waits for the side streams before it frees any: memory allocated on a side
+    stream would serve that stream only.
     """
     inputs = _low_rank_inputs(mixed)
     _, tokens, width = inputs.shape
@@ -331,7 +331,7 @@ def _project_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, side_stream
 
 
 def _rkv_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor) -> None:
-    """r, k, v of mixed [6, T, C] -> rkv [3, T, C], of many rows."""
+    """r, k, v: mixed [6, T, C] -> rkv [3, T, C], for many rows."""
     if layer.rkv is not None and isinstance(mixed, Tensor):
         torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
     else:
@@ -339,5 +339,5 @@ def _rkv_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor) ->
 
 
 def _own_copy(layer: CudaLayer, v: Tensor) -> Tensor:
-    """v of a view; the first layer's, which is kept to the end of the step, by itself: not r, k with it."""
+    """Returns v, in layer 0 as a copy: it is kept to the end of the step and must not keep r, k alive."""
     return v if layer.v_residual is not None else v.clone()

@@ -1,4 +1,4 @@
-"""One layer's tensors as the CUDA kernels want them: maps of one shape stacked, ranks padded, mixes in fp16."""
+"""One layer's tensors for the CUDA kernels: weights of one shape stacked, ranks padded, mixes in fp16."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rwkv_batch.model.mmap_release import release
 
 RANK_STEP = 64
 TRANSPOSED_ROWS = 512
-"""Rows of a weight that are on the device twice while it is transposed."""
+"""Rows that are on the device twice while a weight is transposed."""
 GROUPED_ORDER = "rkvwag"
-"""The time mix's inputs as these kernels keep them: neighbours are multiplied by one batched product."""
+"""Order of the time mix's inputs: adjacent ones are multiplied by one batched GEMM."""
 
 
 @dataclass(slots=True)
 class CudaLayer(Layer):
-    """A layer whose maps are views of a few stacked tensors. D: the ranks of v, w, a padded to a common one.
+    """A layer whose weights are views of a few stacked tensors. D: the padded rank of v, w, a.
 
-    Matrices in small codes stay in their Linears.
+    Quantised matrices stay in their Linears.
     """
 
     rkv: Tensor | None
-    """[3, C, C]; None: in small codes"""
+    """[3, C, C]; None: quantised"""
     low_in: Tensor
     """[3, D, C] of v, w, a; [2, D, C] of w, a in layer 0"""
     low_out: Tensor
@@ -37,11 +37,11 @@ class CudaLayer(Layer):
     gate_out: Tensor
     """[C, Dg]"""
     value_rows: Tensor | None
-    """[4C, C]: ffn.value transposed, so that rows whose input is zero need not be read; None: in small codes"""
+    """[4C, C]: ffn.value transposed, so that rows with zero input are not read; None: quantised"""
 
 
 def prepare_layer(layer: Layer) -> CudaLayer:
-    """Put a loaded layer's maps, wherever they are, in their places on the device of its vectors.
+    """Moves a loaded layer's weights into stacked tensors on the device of its vectors.
 
     Its Linears become views of these, so no weight is held twice. Raises ValueError for weights of another type.
     """
@@ -76,7 +76,7 @@ def prepare_layer(layer: Layer) -> CudaLayer:
 
 
 def _stack(linears: list[Linear], outputs: int, inputs: int, device: torch.device) -> Tensor:
-    """[maps, outputs, inputs] of the maps' weights, with zeros beyond the sizes of each; they become views of it."""
+    """Stacks weights into [n, outputs, inputs], zero-padded; the Linears become views of it."""
     stack = torch.zeros(len(linears), outputs, inputs, dtype=torch.float16, device=device)
     for linear, place in zip(linears, stack, strict=True):
         weight = linear.weight
@@ -87,7 +87,7 @@ def _stack(linears: list[Linear], outputs: int, inputs: int, device: torch.devic
 
 
 def _transpose(linear: Linear, device: torch.device) -> Tensor:
-    """[inputs, outputs] of a map's weight, which becomes a view of it."""
+    """Returns the weight transposed, [inputs, outputs]; the Linear becomes a view of it."""
     weight = linear.weight
     transposed = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.float16, device=device)
     for at in range(0, len(weight), TRANSPOSED_ROWS):

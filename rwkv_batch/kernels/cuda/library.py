@@ -1,4 +1,4 @@
-"""The forward's CUDA kernels as a shared library: built at first use, bound by ctypes, every call checked."""
+"""The CUDA kernels as two shared libraries, built at first use and bound by ctypes."""
 
 from __future__ import annotations
 
@@ -15,104 +15,106 @@ from native.binding import bind
 
 SOURCES = Path(__file__).with_name("csrc")
 NAMES = (
-    "shift_mix",
+    "mix/shift_mix",
     "elementwise",
-    "wkv_decode",
-    "wkv_few",
-    "wkv_chunk",
-    "skinny",
-    "skinny_quant",
-    "sparse_value",
-    "sparse_codes",
-    "sparse_few",
-    "sparse_row",
+    "wkv/wkv_decode",
+    "wkv/wkv_few",
+    "wkv/wkv_chunk",
+    "skinny/skinny",
+    "skinny/skinny_quant",
+    "sparse/sparse_value",
+    "sparse/sparse_value_quant",
+    "sparse/sparse_few_quant",
+    "sparse/sparse_row_quant",
     "quantise",
-    "turn_codes",
+    "transpose_weights",
     "adapters",
 )
 HOPPER_NAMES = (
-    "wide",
-    "wide_entrance",
-    "wide_fp8",
-    "wide_fp8_turned",
-    "wide_parts",
-    "wide_int8",
-    "wide_int8_turned",
-    "wide_codes_fp8",
-    "wide_codes_int8",
-    "wide_codes_int4",
-    "wide_row",
-    "wide_few",
+    "gemm/gemm_fp16",
+    "gemm/gemm_input_projections",
+    "gemm/gemm_fp8",
+    "gemm/gemm_fp8_transposed",
+    "gemm/gemm_two_part",
+    "gemm/gemm_int8",
+    "gemm/gemm_int8_transposed",
+    "weight_only/weight_only_fp8",
+    "weight_only/weight_only_int8",
+    "weight_only/weight_only_int4",
+    "skinny/hopper_row",
+    "skinny/hopper_few",
 )
-MAX_MAPS = 8
+MAX_GEMMS = 8
 MAX_HOPPER_GEMMS = 12
 
 
 class CudaError(RuntimeError):
-    """A launch was refused by the driver; the message has the kernel and CUDA's error number."""
+    """The driver refused a launch. The message names the launcher and CUDA's error number."""
 
 
 class ShiftMixArgs(Structure):
-    """Mirrors the struct in shift_mix.cuh."""
+    """Mirrors the struct in mix/shift_mix.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "shares", "sums", "added", "x_out", "mixed", "codes", "scales")],
-        *[(name, c_void_p) for name in ("shift", "tail")],
+        *[(name, c_void_p) for name in ("x", "delta", "partials", "sums", "to_clear")],
+        *[(name, c_void_p) for name in ("x_out", "mixed", "quantised", "scales")],
+        *[(name, c_void_p) for name in ("shift", "last_h")],
         *[(name, c_void_p) for name in ("weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block")],
-        *[(name, c_int) for name in ("scale_pitch", "num_shares", "token_blocks", "in_bytes")],
+        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_cta")],
+        *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas", "is_two_byte")],
     ]
 
 
 class WkvArgs(Structure):
-    """Mirrors the struct in wkv.cuh."""
+    """Mirrors the struct in wkv/wkv.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("r", "w", "k", "v", "a", "g", "v_gate", "v_first")],
         *[(name, c_void_p) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")],
-        *[(name, c_void_p) for name in ("y", "parts", "scales", "state", "cu_seqlens", "read_slots", "write_slots")],
+        *[(name, c_void_p) for name in ("y", "y_two_part", "scales", "state")],
+        *[(name, c_void_p) for name in ("cu_seqlens", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
         *[(name, c_int) for name in ("rows", "heads", "scale_pitch")],
     ]
 
 
-class LowExits(Structure):
-    """Mirrors the struct in wkv_few.cu."""
+class LowRankUpArgs(Structure):
+    """Mirrors the struct in wkv/wkv_few.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("low", "gate", "low_out", "gate_out")],
+        *[(name, c_void_p) for name in ("hidden", "gate_hidden", "up_weight", "gate_up_weight")],
         *[(name, c_int) for name in ("groups", "rank", "gate_rank")],
     ]
 
 
-class SkinnyMap(Structure):
-    """Mirrors struct Map in skinny.cu."""
+class SkinnyGemmArgs(Structure):
+    """Mirrors struct Map in skinny/skinny.cu."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block", "blocks")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "out_fp32", "warps_k", "first_block", "blocks")],
     ]
 
 
-class SkinnyArgs(Structure):
-    """Mirrors the struct in skinny.cu."""
+class SkinnyLaunchArgs(Structure):
+    """Mirrors the struct in skinny/skinny.cu."""
 
-    _fields_ = [("maps", SkinnyMap * MAX_MAPS), ("count", c_int), ("rows", c_int)]
+    _fields_ = [("gemms", SkinnyGemmArgs * MAX_GEMMS), ("count", c_int), ("rows", c_int)]
 
 
-class QuantMapArgs(Structure):
-    """Mirrors struct QuantMap in quant_maps.cuh."""
+class QuantGemmArgs(Structure):
+    """Mirrors struct QuantMap in skinny/quant_args.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("codes", "scales", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block", "blocks")],
+        *[(name, c_void_p) for name in ("qweight", "scales", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "out_fp32", "warps_k", "first_block", "blocks")],
     ]
 
 
 class NormMixArgs(Structure):
-    """Mirrors the struct in norm_mix.cuh."""
+    """Mirrors the struct in mix/norm_mix.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("x", "delta", "sums", "x_out", "shift")],
@@ -124,24 +126,24 @@ class NormMixArgs(Structure):
 
 
 class RowValueArgs(Structure):
-    """Mirrors struct RowValue in quant_maps.cuh."""
+    """Mirrors struct RowValue in skinny/quant_args.cuh."""
 
-    _fields_ = [*[(name, c_void_p) for name in ("codes", "scales", "sums")], ("width", c_int)]
+    _fields_ = [*[(name, c_void_p) for name in ("qweight", "scales", "sums")], ("width", c_int)]
 
 
-class QuantArgs(Structure):
-    """Mirrors the struct in quant_maps.cuh."""
+class QuantLaunchArgs(Structure):
+    """Mirrors the struct in skinny/quant_args.cuh."""
 
     _fields_ = [
-        ("maps", QuantMapArgs * MAX_MAPS),
+        ("gemms", QuantGemmArgs * MAX_GEMMS),
         *[(name, c_int) for name in ("count", "rows", "format")],
         ("norm", NormMixArgs),
         ("value", RowValueArgs),
     ]
 
 
-class WideMap(Structure):
-    """Mirrors the structs in wide.cu and wide_entrance.cu."""
+class Fp16GemmArgs(Structure):
+    """Mirrors the structs in gemm/gemm_fp16.cu and gemm/gemm_input_projections.cu."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "y")],
@@ -149,51 +151,51 @@ class WideMap(Structure):
     ]
 
 
-class WideArgs(Structure):
-    """Mirrors the struct in wide.cu."""
+class Fp16LaunchArgs(Structure):
+    """Mirrors the struct in gemm/gemm_fp16.cu."""
 
     _fields_ = [
-        ("maps", WideMap * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "transposed", "to_floats", "tile_rows", "splits")],
-        ("partial", c_void_p),
+        ("gemms", Fp16GemmArgs * MAX_HOPPER_GEMMS),
+        *[(name, c_int) for name in ("count", "rows", "transposed", "to_fp32", "tile_rows", "splits")],
+        ("partials", c_void_p),
         ("counters", c_void_p),
     ]
 
 
-class WideEntranceArgs(Structure):
-    """Mirrors the struct in wide_entrance.cu."""
+class InputProjectionArgs(Structure):
+    """Mirrors the struct in gemm/gemm_input_projections.cu."""
 
     _fields_ = [
-        ("maps", WideMap * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "whole", "late", "rows", "tile_rows", "splits")],
-        ("partial", c_void_p),
+        ("gemms", Fp16GemmArgs * MAX_HOPPER_GEMMS),
+        *[(name, c_int) for name in ("count", "full", "dependent", "rows", "tile_rows", "splits")],
+        ("partials", c_void_p),
         ("counters", c_void_p),
     ]
 
 
-class WideFp8Map(Structure):
-    """Mirrors the struct in wide_fp8.cuh."""
+class Fp8GemmArgs(Structure):
+    """Mirrors the struct in gemm/gemm_fp8.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y")],
-        *[(name, c_int) for name in ("n", "k", "activation", "in_parts")],
+        *[(name, c_int) for name in ("n", "k", "activation", "is_two_part")],
     ]
 
 
-class WideFp8Args(Structure):
-    """Mirrors the struct in wide_fp8.cuh."""
+class Fp8LaunchArgs(Structure):
+    """Mirrors the struct in gemm/gemm_fp8.cuh."""
 
     _fields_ = [
-        ("maps", WideFp8Map * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
-        *[(name, c_int) for name in ("to_floats", "turned", "to_shares")],
-        ("partial", c_void_p),
+        ("gemms", Fp8GemmArgs * MAX_HOPPER_GEMMS),
+        *[(name, c_int) for name in ("count", "dependent", "rows", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("to_fp32", "transposed", "to_partials")],
+        ("partials", c_void_p),
         ("counters", c_void_p),
     ]
 
 
-class WideInt8Map(Structure):
-    """Mirrors the struct in wide_int8.cuh."""
+class Int8GemmArgs(Structure):
+    """Mirrors the struct in gemm/gemm_int8.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y", "y_scales")],
@@ -201,39 +203,39 @@ class WideInt8Map(Structure):
     ]
 
 
-class WideInt8Args(Structure):
-    """Mirrors the struct in wide_int8.cuh."""
+class Int8LaunchArgs(Structure):
+    """Mirrors the struct in gemm/gemm_int8.cuh."""
 
     _fields_ = [
-        ("maps", WideInt8Map * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
-        *[(name, c_int) for name in ("pitch", "groups", "to_shares", "turned")],
-        ("partial", c_void_p),
+        ("gemms", Int8GemmArgs * MAX_HOPPER_GEMMS),
+        *[(name, c_int) for name in ("count", "dependent", "rows", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("pitch", "groups", "to_partials", "transposed")],
+        ("partials", c_void_p),
         ("counters", c_void_p),
     ]
 
 
-class WideCodesMap(Structure):
-    """Mirrors the struct in wide_codes.cuh."""
+class WeightOnlyGemmArgs(Structure):
+    """Mirrors the struct in weight_only/weight_only.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("codes", "scales", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "activation", "float_out")],
+        *[(name, c_void_p) for name in ("qweight", "scales", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "activation", "out_fp32")],
     ]
 
 
-class WideCodesArgs(Structure):
-    """Mirrors the struct in wide_codes.cuh."""
+class WeightOnlyLaunchArgs(Structure):
+    """Mirrors the struct in weight_only/weight_only.cuh."""
 
     _fields_ = [
-        ("maps", WideCodesMap * MAX_HOPPER_GEMMS),
+        ("gemms", WeightOnlyGemmArgs * MAX_HOPPER_GEMMS),
         *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
-        ("partial", c_void_p),
+        ("partials", c_void_p),
         ("counters", c_void_p),
     ]
 
 
-class AdapterMapArgs(Structure):
+class AdapterGemmArgs(Structure):
     """Mirrors struct AdapterMap in adapters.cu."""
 
     _fields_ = [("x", c_void_p), ("y", c_void_p), *[(name, c_int) for name in ("k", "n", "target", "unused")]]
@@ -243,49 +245,49 @@ class AdapterArgs(Structure):
     """Mirrors the struct in adapters.cu."""
 
     _fields_ = [
-        ("maps", AdapterMapArgs * 3),
-        *[(name, c_void_p) for name in ("pairs", "tokens", "numbers", "partial")],
+        ("gemms", AdapterGemmArgs * 3),
+        *[(name, c_void_p) for name in ("pairs", "tokens", "numbers", "partials")],
         *[
             (name, c_int)
-            for name in ("count", "tiles", "layers", "layer", "targets", "splits", "squares", "tiles_at_once")
+            for name in ("count", "tiles", "layers", "layer", "targets", "splits", "squared_relu", "tiles_in_grid")
         ],
     ]
 
 
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
-    "rwkv_add_shares": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
+    "rwkv_add_partials": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
     "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
-    "rwkv_wkv_few": [POINTER(WkvArgs), POINTER(LowExits), c_int, c_void_p],
+    "rwkv_wkv_few": [POINTER(WkvArgs), POINTER(LowRankUpArgs), c_int, c_void_p],
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
-    "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
-    "rwkv_skinny_quant": [POINTER(QuantArgs), c_void_p],
+    "rwkv_skinny": [POINTER(SkinnyLaunchArgs), c_void_p],
+    "rwkv_skinny_quant": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
     "rwkv_sparse_value_quant": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
-    "rwkv_sparse_few": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
+    "rwkv_sparse_few_quant": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
     "rwkv_sparse_row_quant": [*[c_void_p] * 4, *[c_int] * 3, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
-    "rwkv_row_parts": [c_void_p, c_void_p, c_int, c_int, c_void_p],
-    "rwkv_row_bytes": [c_void_p] * 3 + [c_int, c_int, c_int, c_int, c_void_p],
+    "rwkv_two_part_rows": [c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "rwkv_two_byte_rows": [c_void_p] * 3 + [c_int, c_int, c_int, c_int, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
-    "rwkv_turn_codes": [c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "rwkv_transpose_weights": [c_void_p, c_void_p, c_int, c_int, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
-    "rwkv_wide": [POINTER(WideArgs), c_void_p],
-    "rwkv_wide_entrance": [POINTER(WideEntranceArgs), c_void_p],
-    "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
-    "rwkv_wide_fp8_turned": [POINTER(WideFp8Args), c_void_p],
-    "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
-    "rwkv_wide_int8": [POINTER(WideInt8Args), c_void_p],
-    "rwkv_wide_int8_turned": [POINTER(WideInt8Args), c_void_p],
-    "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
-    "rwkv_add_sums": [*[c_void_p] * 3, c_int, c_void_p],
-    "rwkv_wide_few": [POINTER(QuantArgs), c_void_p],
-    **{f"rwkv_wide_codes_{name}": [POINTER(WideCodesArgs), c_void_p] for name in ("fp8", "int8", "int4")},
+    "rwkv_gemm_fp16": [POINTER(Fp16LaunchArgs), c_void_p],
+    "rwkv_gemm_input_projections": [POINTER(InputProjectionArgs), c_void_p],
+    "rwkv_gemm_fp8": [POINTER(Fp8LaunchArgs), c_void_p],
+    "rwkv_gemm_fp8_transposed": [POINTER(Fp8LaunchArgs), c_void_p],
+    "rwkv_gemm_two_part": [POINTER(Fp8LaunchArgs), c_void_p],
+    "rwkv_gemm_int8": [POINTER(Int8LaunchArgs), c_void_p],
+    "rwkv_gemm_int8_transposed": [POINTER(Int8LaunchArgs), c_void_p],
+    "rwkv_hopper_row": [POINTER(QuantLaunchArgs), c_void_p],
+    "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
+    "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],
+    **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 
 
@@ -296,7 +298,7 @@ class Kernels:
         self._functions = {name: bind(library, name, *types) for name, types in signatures.items()}
 
     def call(self, name: str, *args: object) -> None:
-        """Run a launcher; raises CudaError if the driver refuses the launch."""
+        """Launch a kernel. Raises CudaError if the driver refuses it."""
         status = self._functions[name](*args, torch.cuda.current_stream().cuda_stream)
         if status:
             raise CudaError(f"{name} failed with CUDA error {status}")
@@ -304,14 +306,14 @@ class Kernels:
 
 @functools.cache
 def library() -> Kernels:
-    """The kernels for the GPU present, compiled if this machine has not compiled these sources before."""
+    """The kernels for every GPU, compiled at the first use of these sources."""
     sources = tuple(SOURCES / f"{name}.cu" for name in NAMES)
     return Kernels(build.load(build.Library("rwkv_kernels", sources)), SIGNATURES)
 
 
 @functools.cache
 def library_unavailable_reason() -> str | None:
-    """Why there is no such library on this machine; None if there is one, built now if it never was."""
+    """Why this machine has no such library; None if it has one. Builds it if needed."""
     try:
         library()
     except (build.BuildError, OSError) as error:
@@ -321,31 +323,35 @@ def library_unavailable_reason() -> str | None:
 
 @functools.cache
 def hopper_library() -> Kernels:
-    """The kernels that use Hopper's own instructions; for a machine whose GPUs all are of compute capability 9.0."""
+    """The kernels that use Hopper's instructions. Requires compute capability 9.0 on every GPU."""
     sources = tuple(SOURCES / f"{name}.cu" for name in HOPPER_NAMES)
     return Kernels(build.load(build.Library("rwkv_hopper", sources, arch_specific=True)), HOPPER_SIGNATURES)
 
 
 def cuda_pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:
-    """Address of a contiguous CUDA tensor [...] of the given type; None stays None. Raises ValueError otherwise.
+    """Returns the address of a contiguous CUDA tensor [...] of that dtype; None stays None.
 
-    native.binding.pointer checks more; this one is on the way of every launch.
+    Runs at every launch, so it checks less than native.binding.pointer. Raises ValueError for another tensor.
     """
     if tensor is None:
         return None
     alignment = 16 if dtype.is_floating_point else dtype.itemsize
     if not tensor.is_cuda or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() % alignment:
         raise ValueError(
-            f"a kernel wants a contiguous, {alignment}-byte aligned {dtype} tensor on a GPU; got {tensor.dtype} "
-            f"{tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
+            f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
+            f"a kernel requires a contiguous, {alignment}-byte aligned {dtype} tensor on a GPU"
         )
     return tensor.data_ptr()
 
 
 def slots_pointer(slots: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Address of a view [num_slots, ...] of one layer: strided over slots, contiguous inside one. Raises ValueError."""
+    """Returns the address of one layer's slots [num_slots, ...], strided over slots only.
+
+    Raises ValueError for others.
+    """
     if not slots.is_cuda or slots.dtype not in dtypes or not slots[0].is_contiguous() or slots.data_ptr() % 16:
         raise ValueError(
-            f"slots of {slots.dtype} {tuple(slots.shape)} with strides {slots.stride()} do not fit the kernels"
+            f"got slots of {slots.dtype} {tuple(slots.shape)} with strides {slots.stride()} on {slots.device}; the "
+            f"kernels require {' or '.join(map(str, dtypes))} on a GPU, 16-byte aligned and contiguous within a slot"
         )
     return slots.data_ptr()

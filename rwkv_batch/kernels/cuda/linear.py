@@ -1,7 +1,4 @@
-"""Linear maps on the GPU: our own kernels up to 256 rows on Hopper, up to 16 elsewhere; else cuBLAS.
-
-Maps of smaller weights: quant_linear.py.
-"""
+"""fp16 linear layers: own kernels up to 256 rows on Hopper, up to 16 elsewhere; else cuBLAS."""
 
 from __future__ import annotations
 
@@ -21,18 +18,20 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     hopper_returns_fp32,
     launch_hopper_gemm,
 )
-from rwkv_batch.kernels.cuda.library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda.library import MAX_GEMMS, SkinnyLaunchArgs, cuda_pointer, library
 from rwkv_batch.model.linear import Linear
 
 MAX_SKINNY_ROWS = 16
 MIN_SKINNY_HOPPER_K = 4096
-"""Inputs from which on Hopper's kernel multiplies few rows too. Measured: faster at 4096 with 1 to 16 rows; at 2048
-slower with 1 to 8, and equal with 12 and 16 (docs/notebook.md)."""
+"""Inputs from which the Hopper kernel is used for 1 to 16 rows, too.
+
+Measured at 4096: faster. At 2048: slower with 1 to 8 rows, equal with 12 and 16 (docs/tries.md).
+"""
 
 
 @dataclass(slots=True)
 class Gemm:
-    """One map of a grouped launch: y = activation(x @ weight.T), weight [n, k], x [rows, k], y [rows, n]."""
+    """One GEMM of a launch: y = activation(x @ weight.T); weight [n, k], x [rows, k], y [rows, n]."""
 
     weight: Tensor
     x: Tensor
@@ -41,38 +40,40 @@ class Gemm:
 
 
 def fits_skinny(weight: Tensor) -> bool:
-    """Whether the few-rows kernel takes a weight [n, k] of this shape."""
+    """Whether the skinny kernel takes a weight [n, k] of this shape."""
     return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
 
 
 def uses_hopper_gemm(rows: int, weight: Tensor, transposed: bool = False) -> bool:
-    """Whether Hopper's kernel multiplies so many rows by a weight [n, k], or [k, n] if transposed."""
+    """Whether the Hopper kernel takes so many rows times a weight [n, k], or [k, n] if transposed."""
     n, k = reversed(weight.shape) if transposed else weight.shape
     worth_it = MAX_SKINNY_ROWS < rows <= MAX_HOPPER_ROWS or (rows <= MAX_SKINNY_ROWS and k >= MIN_SKINNY_HOPPER_K)
     return worth_it and has_hopper_gemm(weight.device) and fits_hopper_gemm(GemmShape(n, k), transposed)
 
 
 def is_grouped(rows: int, weight: Tensor) -> bool:
-    """Whether a kernel of our own multiplies so many rows by such a weight [n, k], many maps in one launch."""
+    """Whether an own kernel takes so many rows times a weight [n, k], several weights per launch."""
     return uses_hopper_gemm(rows, weight) or (rows <= MAX_SKINNY_ROWS and fits_skinny(weight))
 
 
-def multiply(maps: Sequence[Gemm]) -> None:
-    """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
-    rows, weight = maps[0].x.shape[0], maps[0].weight
+def multiply(gemms: Sequence[Gemm]) -> None:
+    """Runs up to 8 GEMMs over the same rows in one launch, where `is_grouped` allows it."""
+    rows, weight = gemms[0].x.shape[0], gemms[0].weight
     if uses_hopper_gemm(rows, weight):
-        launch_hopper_gemm([(m.weight, m.x, m.y, m.activation) for m in maps], transposed=False)
+        launch_hopper_gemm([(m.weight, m.x, m.y, m.activation) for m in gemms], transposed=False)
     else:
-        skinny(maps)
+        skinny(gemms)
 
 
-def skinny(maps: Sequence[Gemm]) -> None:
-    """Run up to 8 maps over the same number of rows (at most 16) in one launch. Raises ValueError for more."""
-    rows = maps[0].x.shape[0]
-    if len(maps) > MAX_MAPS or rows > MAX_SKINNY_ROWS:
-        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_SKINNY_ROWS} rows, not {len(maps)} of {rows}")
-    args = SkinnyArgs(count=len(maps), rows=rows)
-    for slot, m in zip(args.maps, maps, strict=False):
+def skinny(gemms: Sequence[Gemm]) -> None:
+    """Runs up to 8 GEMMs over the same 16 rows or fewer in one launch. Raises ValueError for more."""
+    rows = gemms[0].x.shape[0]
+    if len(gemms) > MAX_GEMMS or rows > MAX_SKINNY_ROWS:
+        raise ValueError(
+            f"a grouped launch takes {MAX_GEMMS} GEMMs of {MAX_SKINNY_ROWS} rows, not {len(gemms)} of {rows}"
+        )
+    args = SkinnyLaunchArgs(count=len(gemms), rows=rows)
+    for slot, m in zip(args.gemms, gemms, strict=False):
         n, k = m.weight.shape
         if not fits_skinny(m.weight) or m.x.shape != (rows, k) or m.y.shape != (rows, n):
             raise ValueError(
@@ -80,13 +81,13 @@ def skinny(maps: Sequence[Gemm]) -> None:
             )
         slot.weight, slot.x, slot.y = cuda_pointer(m.weight), cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
         slot.n, slot.k, slot.ld_y = n, k, n
-        slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
+        slot.activation, slot.out_fp32 = m.activation, m.y.dtype == torch.float32
         slot.warps_k = 8 if k >= 512 else 4 if k >= 256 else 2 if k >= 128 else 1
     library().call("rwkv_skinny", ctypes.byref(args))
 
 
 def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
-    """x [rows, k] @ transposed [k, n] -> [rows, n], for a weight that is stored with its inputs as rows."""
+    """Returns x [rows, k] @ transposed [k, n]."""
     if not uses_hopper_gemm(len(x), transposed, transposed=True):
         return torch.mm(x, transposed)
     y = x.new_empty(len(x), transposed.shape[1])
@@ -106,7 +107,7 @@ class CudaLinear(Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 before; into `out`. Raises ValueError if it is no such."""
+        """[T, in] fp16 -> [T, out] fp32 in `out`, not rounded to fp16. Raises ValueError if `out` has another shape."""
         shape = x.shape[0], self.weight.shape[0]
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)

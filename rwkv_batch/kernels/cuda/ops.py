@@ -1,4 +1,4 @@
-"""The pieces of a layer on a CUDA device, in fp16 with fp32 sums. What each must compute: naive.py."""
+"""A layer's pieces on a CUDA device, fp16 with fp32 sums. Definition: naive.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FFN_STEP, MAX_FFN = 64, 16384
 
 
 class CudaOps:
-    """Backend of hand-written kernels and cuBLAS."""
+    """Backend of own CUDA kernels and cuBLAS."""
 
     name = "cuda"
     make_linear = CudaLinear
@@ -59,7 +59,7 @@ class CudaOps:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Serves NVIDIA GPUs from sm_80 on, where nvcc can compile the kernels."""
+        """Requires an NVIDIA GPU of sm_80 or later, and nvcc."""
         if device.type != "cuda":
             return f"the cuda kernels do not run on {device.type}"
         if torch.version.hip is not None:
@@ -75,17 +75,17 @@ class CudaOps:
         return {} if reason is None else {"wide": reason}
 
     def prepare_layer(self, layer: Layer) -> CudaLayer:
-        """A loaded layer in the form the kernels want; called once, at load. Raises ValueError for its sizes."""
+        """Converts a loaded layer for the kernels. Called once, at load. Raises ValueError for unsupported sizes."""
         width, device = layer.att_mix.shape[1], layer.att_mix.device
         check_sizes(width, layer.ffn_key.weight.shape[0])
         if device not in self.workspaces:
             self.prepare_device(device, width, layer.ffn_key.weight.shape[0])
         if isinstance(layer.ffn_value, CudaQuantValue) and layer.ffn_value.needs_transposed:
-            self.workspaces[device].transposed_weight = transposed_buffer(layer.ffn_value.packed.codes)
+            self.workspaces[device].transposed_weight = transposed_buffer(layer.ffn_value.packed.qweight)
         return prepare_layer(layer)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
-        """Build the kernels and take their work space for models of up to this width and channel mix."""
+        """Builds the kernels and allocates the workspace for models up to this width and channel mix."""
         self.workspaces[device] = Workspace.build(device, width, ffn)
         library()
         if has_hopper_gemm(device):
@@ -99,7 +99,7 @@ class CudaOps:
         shift: Tensor,
         inputs: StepInputs,
     ) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
-        """As naive, x [T, C] fp16, with mix [M, C] fp16; the forms of mixed inputs: `shift_mix.shift_mix`."""
+        """As naive, x [T, C] fp16, mix [M, C] fp16; formats of the mixed inputs: `shift_mix.shift_mix`."""
         return shift_mix(x, delta, prologue, shift, inputs, self.workspaces[x.device])
 
     def project(
@@ -115,7 +115,7 @@ class CudaOps:
         return p
 
     def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Two streams beside the current one, the same for steps and for captures: cuBLAS has a work space for each."""
+        """Returns two side streams, the same for steps and captures: cuBLAS has a workspace per stream."""
         if device not in self._sides:
             self._sides[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return self._sides[device]
@@ -123,10 +123,12 @@ class CudaOps:
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Tensor | QuantisedRows, Tensor]:
-        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224].
+        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224]
+        uint8.
 
-        One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both. y is in
-        two parts where all rows are a token and the output map `takes_two_part_rows`.
+        One kernel for rows of one token, one for longer rows; a mixed step may run both. y is two-part if all rows are
+        single
+        tokens and the output layer `takes_two_part_rows`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
@@ -148,7 +150,7 @@ class CudaOps:
             ln_weight=cuda_pointer(layer.ln_x.weight, f32),
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
             y=cuda_pointer(y) if isinstance(y, Tensor) else None,
-            parts=None if parts is None else cuda_pointer(parts.codes, parts.codes.dtype),
+            y_two_part=None if parts is None else cuda_pointer(parts.codes, parts.codes.dtype),
             scales=None if parts is None else cuda_pointer(parts.scales, f32),
             state=slots_pointer(wkv, (torch.float16, f32, torch.uint8)),
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
@@ -178,7 +180,7 @@ class CudaOps:
         return made
 
     def output(self, layer: Layer, y: Tensor | QuantisedRows) -> Tensor | PartialSums:
-        """As naive, y as `time_mix` left it."""
+        """As naive; y from `time_mix`."""
         if not isinstance(y, QuantisedRows):
             return layer.output(y)
         assert isinstance(layer.output, CudaQuantLinear), "parts are for weights in codes"
@@ -196,12 +198,13 @@ class CudaOps:
         x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
         adapters: LayerAdapters | None = None,
     ) -> Tensor | PartialSums | RowSums:
-        """As naive, x [T, C] fp16 or codes -> [T, C] fp16, shares or sums; few rows read some of ffn.value."""
+        """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, partials or fixed-point sums; few rows read part of
+        ffn.value."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         return channel_mix(layer, x, adapters, self.workspaces)
 
     def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm of some rows of x [T, C]: rows [R] int64 -> [R, C] fp16."""
+        """LayerNorm of rows [R] int64 of x [T, C] -> [R, C] fp16."""
         out = torch.empty(len(rows), x.shape[1], dtype=x.dtype, device=x.device)
         weight, bias = cuda_pointer(norm.weight, torch.float32), cuda_pointer(norm.bias, torch.float32)
         library().call(
@@ -218,7 +221,7 @@ class CudaOps:
 
 
 def check_sizes(width: int, ffn: int) -> None:
-    """ValueError that names the sizes of a model that the kernels do not take: none is computed wrongly."""
+    """Raises ValueError with the allowed sizes if the kernels do not take a model's."""
     if width % HEAD_SIZE or width > MAX_WIDTH or ffn % FFN_STEP or ffn > MAX_FFN:
         raise ValueError(
             f"the cuda kernels take widths of a multiple of {HEAD_SIZE} up to {MAX_WIDTH} and a channel mix of a "

@@ -1,4 +1,4 @@
-"""Codes of weights of 8 and 4 bits in the order in which the kernels read them (csrc/quant.cuh)."""
+"""Quantised weights in kernel order (csrc/quant.cuh)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
 NUMBERS = {Format.FP8: 0, Format.INT8: 1, Format.INT4: 2}
 WEIGHT_ONLY_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
-"""Most rows for Hopper's kernel that makes halves of codes, or of fp8 in two parts; from there on, codes of fp8 times
-codes are faster (docs/notebook.md)."""
+"""Maximum rows of the weight-only kernel, or of fp8 with two-part rows; beyond, fp8 x fp8 is faster (docs/tries.md)."""
 INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
 OUTPUT_STEP = 32
 MAX_INPUTS = 32768
 ZERO_OFFSET = 1024
-"""Added to a zero: what a half with a 4-bit code in its lowest bits amounts to."""
+"""Added to a zero point: the value of fp16 with a 4-bit code in its lowest bits."""
 
 
 @dataclass(slots=True)
 class Packed:
-    """Codes and scales as the kernels read them (csrc/quant.cuh); [n, k] as stored, [k, n] if transposed."""
+    """Weights and scales in kernel order (csrc/quant.cuh); [n, k] as stored, [k, n] if transposed."""
 
     format: Format
-    codes: Tensor
+    qweight: Tensor
     scales: Tensor
     rows: int
     columns: int
@@ -37,45 +36,43 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scales.nbytes
+        """Bytes of weights and scales."""
+        return self.qweight.nbytes + self.scales.nbytes
 
     @property
     def outputs(self) -> int:
-        """n."""
         return self.columns if self.transposed else self.rows
 
     @property
     def inputs(self) -> int:
-        """k."""
         return self.rows if self.transposed else self.columns
 
     def fits_weight_only(self, rows: int) -> bool:
-        """Whether Hopper's kernel multiplies so many rows of halves by it."""
+        """Whether the weight-only kernel takes so many fp16 rows."""
         return rows <= WEIGHT_ONLY_ROWS[self.format] and fits_weight_only(
-            rows, self.outputs, self.inputs, self.codes.device
+            rows, self.outputs, self.inputs, self.qweight.device
         )
 
     def weight_only_gemm(self, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> WeightOnlyGemm:
-        """For a launch of that kernel: x [B, k] fp16 is multiplied into y [B, n] fp16."""
+        """A GEMM for that kernel: x [B, k] fp16 -> y [B, n] fp16."""
         n, k = self.outputs, self.inputs
-        return WeightOnlyGemm(self.format, self.transposed, n, k, self.codes, self.scales, x, y, activation)
+        return WeightOnlyGemm(self.format, self.transposed, n, k, self.qweight, self.scales, x, y, activation)
 
     def output_major(self) -> Tensor:
-        """Codes [n, k] of 8 bits; of one that is transposed in the place that all of its size share."""
+        """8-bit weights [n, k]; transposed ones are copied into a buffer shared by all of the same size."""
         if not self.transposed:
-            return self.codes
-        transposed_weight = transposed_buffer(self.codes).view(self.codes.dtype).view(self.outputs, self.inputs)
+            return self.qweight
+        transposed_weight = transposed_buffer(self.qweight).view(self.qweight.dtype).view(self.outputs, self.inputs)
         library().call(
-            "rwkv_turn_codes", self.codes.data_ptr(), transposed_weight.data_ptr(), self.inputs, self.outputs
+            "rwkv_transpose_weights", self.qweight.data_ptr(), transposed_weight.data_ptr(), self.inputs, self.outputs
         )
         return transposed_weight
 
     def dequantised(self) -> Tensor:
-        """[rows, columns] fp16."""
-        out = torch.empty(self.rows, self.columns, dtype=torch.float16, device=self.codes.device)
+        """Returns [rows, columns] fp16."""
+        out = torch.empty(self.rows, self.columns, dtype=torch.float16, device=self.qweight.device)
         library().call(
-            "rwkv_dequantise", self.codes.data_ptr(), self.scales.data_ptr(), cuda_pointer(out), NUMBERS[self.format],
+            "rwkv_dequantise", self.qweight.data_ptr(), self.scales.data_ptr(), cuda_pointer(out), NUMBERS[self.format],
             self.transposed, self.rows, self.columns,
         )  # fmt: skip
         return out
@@ -85,7 +82,7 @@ _TRANSPOSED_BUFFERS: WeakValueDictionary[tuple[torch.device, int], Tensor] = Wea
 
 
 def transposed_buffer(codes: Tensor) -> Tensor:
-    """[bytes] uint8, as many as some codes take and on their device: the same for all of a size, while one has it."""
+    """Returns [bytes] uint8 of the size and device of `codes`, shared by all weights of that size."""
     key = codes.device, codes.nbytes
     place = _TRANSPOSED_BUFFERS.get(key)
     if place is None:
@@ -94,7 +91,7 @@ def transposed_buffer(codes: Tensor) -> Tensor:
 
 
 def check_shape(stored: Quantised) -> None:
-    """ValueError with the sizes that the kernels want, where a matrix has others."""
+    """Raises ValueError with the allowed sizes if a matrix has others."""
     n, k, step = stored.out_features, stored.in_features, INPUT_STEP[stored.format]
     if n % OUTPUT_STEP or k % step or k > MAX_INPUTS:
         raise ValueError(
@@ -104,7 +101,7 @@ def check_shape(stored: Quantised) -> None:
 
 
 def pack(stored: Quantised, transposed: bool = False) -> Packed:
-    """Codes and scales in the kernels' order."""
+    """Reorders weights and scales for the kernels."""
     n, k = stored.out_features, stored.in_features
     if stored.format is Format.FP8:
         codes, scales = stored.codes, stored.scales
@@ -122,6 +119,6 @@ def pack(stored: Quantised, transposed: bool = False) -> Packed:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """[rows, columns] 4-bit codes, one a byte -> [rows, columns / 2]: of eight, 0 2 4 6 and then 1 3 5 7."""
+    """[rows, columns] 4-bit codes, one per byte -> [rows, columns / 2]: of eight, 0 2 4 6, then 1 3 5 7."""
     c = codes.reshape(len(codes), -1, 4, 2).transpose(2, 3).reshape(len(codes), -1, 2)
     return (c[..., 0] | c[..., 1] << 4).contiguous()

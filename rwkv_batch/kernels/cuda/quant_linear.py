@@ -19,20 +19,20 @@ from rwkv_batch.model.quant.formats import Quantised
 
 
 class CudaQuantLinear(QuantisedWeights, Linear):
-    """Codes [out, in] on a GPU, or [in, out] if transposed, fp32 sums."""
+    """Quantised [out, in] on a GPU, or [in, out] if transposed; fp32 sums."""
 
     def __init__(self, stored: Quantised, group: int = INT8_GROUP, transposed: bool = False) -> None:
-        """group: inputs that share a scale where they are bytes.
+        """group: inputs of two-byte rows that share a scale.
 
         Raises ValueError for sizes that the kernels do not take.
         """
         check_shape(stored)
         super().__init__(pack(stored, transposed), group)
-        self.weight = self.packed.codes
+        self.weight = self.packed.qweight
         self.in_features = stored.in_features
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
-        """[T, in] fp16, or in two parts, -> [T, out] fp16."""
+        """[T, in] fp16 or two-part -> [T, out] fp16."""
         if isinstance(x, QuantisedRows):
             return multiply_rows(self, x)
         y = torch.empty(len(x), self.packed.outputs, dtype=torch.float16, device=x.device)
@@ -40,7 +40,7 @@ class CudaQuantLinear(QuantisedWeights, Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32; into `out` if that is given. Raises ValueError if it does not fit."""
+        """[T, in] fp16 -> [T, out] fp32 in `out`. Raises ValueError if `out` has another shape."""
         shape = x.shape[0], self.packed.outputs
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -52,9 +52,9 @@ class CudaQuantLinear(QuantisedWeights, Linear):
 
 
 class CudaQuantValue(CudaQuantLinear):
-    """ffn.value: transposed, so that rows whose input is zero need not be read.
+    """ffn.value, transposed, so that rows with zero input are not read.
 
-    As stored as well where every product of rows in codes would have to turn it: of fp8 where there is no Hopper.
+    fp8 without Hopper is stored untransposed, too: cuBLAS needs that order.
     """
 
     def __init__(self, stored: Quantised) -> None:
@@ -66,28 +66,28 @@ class CudaQuantValue(CudaQuantLinear):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales, of both where there are two."""
+        """Bytes of weights and scales, of both copies if there are two."""
         return self.packed.num_bytes + (0 if self.untransposed is None else self.untransposed.num_bytes)
 
     @property
     def needs_transposed(self) -> bool:
-        """Whether products of very many rows want it in the other order."""
-        return self.untransposed is None and has_fp8_gemm(self.format, self.packed.codes.device)
+        """Whether GEMMs with very many rows need a transposed copy."""
+        return self.untransposed is None and has_fp8_gemm(self.format, self.packed.qweight.device)
 
     @property
     def for_quantised_rows(self) -> CudaQuantLinear:
-        """What rows in codes are multiplied by."""
+        """The weight for quantised rows."""
         return self.untransposed or self
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
+        """[T, in] fp16 -> [T, out] fp16, no row skipped."""
         if self.untransposed is None or isinstance(x, QuantisedRows):
             return super().__call__(x)
         return self.untransposed(x)
 
 
 def make_quantised(name: str, stored: Quantised) -> Linear:
-    """The map of the weight file's tensor of that name."""
+    """Returns the linear layer of the weight file's tensor `name`."""
     if name.endswith("ffn.value.weight"):
         return CudaQuantValue(stored)
     return CudaQuantLinear(stored, HEAD_SIZE if name.endswith("att.output.weight") else INT8_GROUP)

@@ -1,8 +1,9 @@
-"""Products with weights in small codes, each by the kernel for so many rows.
+"""GEMMs with quantised weights: chooses the kernel by row count.
 
-Few rows: kernels that stream the codes (skinny_quant.py). More, on Hopper: codes as they are by rows in two parts (of fp8
-csrc/wide_parts.cu, of int8 wide_int8.cuh), or codes made halves on its tensor cores (csrc/wide_codes.cuh). More still:
-fp8 weights times fp8 activations (a scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
+* few rows: skinny kernels (skinny_quant.py)
+* more, Hopper: two-part rows (csrc/gemm/gemm_two_part.cu, gemm_int8.cuh), or weights converted to fp16
+(csrc/weight_only/)
+* many: fp8 rows with a scale each times fp8 weights on the fp8 units, or dequantised weights and cuBLAS
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 
 @dataclass(slots=True)
 class W8A8Gemm:
-    """One map over rows that are fp8 codes already: y = activation((codes * scales) @ W.T), or in parts (RowCodes)."""
+    """One GEMM over quantised rows: y = activation((codes * scales) @ W.T), or two-part rows (QuantisedRows)."""
 
     linear: QuantisedWeights
     codes: Tensor
@@ -36,25 +37,25 @@ class W8A8Gemm:
     y: Tensor
     activation: Activation = Activation.NONE
     y_scales: Tensor | None = None
-    """of results in bytes"""
+    """scales of two-byte results"""
 
 
-def multiply_into(maps: Sequence[QuantGemm]) -> None:
-    """Up to 8 maps of one format over the same number of rows each."""
-    rows, first = maps[0].x.shape[0], maps[0].linear
+def multiply_into(gemms: Sequence[QuantGemm]) -> None:
+    """Runs up to 8 GEMMs of one format over the same number of rows."""
+    rows, first = gemms[0].x.shape[0], gemms[0].linear
     if first.uses_skinny_kernel(rows):
-        multiply_few(maps)
-    elif first.takes_two_part_rows(rows) and maps[0].y.dtype == torch.float16:
-        multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y, m.activation) for m in maps])
-    elif maps[0].y.dtype == torch.float32 and all(m.linear.returns_fp32(rows) for m in maps):
-        for m in maps:  # a share that is the whole product
+        multiply_few(gemms)
+    elif first.takes_two_part_rows(rows) and gemms[0].y.dtype == torch.float16:
+        multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y, m.activation) for m in gemms])
+    elif gemms[0].y.dtype == torch.float32 and all(m.linear.returns_fp32(rows) for m in gemms):
+        for m in gemms:  # a share that is the whole product
             multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y.unsqueeze(0))])
     elif first.packed.fits_weight_only(rows):
-        launch_weight_only([m.linear.packed.weight_only_gemm(m.x, m.y, m.activation) for m in maps])
+        launch_weight_only([m.linear.packed.weight_only_gemm(m.x, m.y, m.activation) for m in gemms])
     elif first.takes_fp8_rows(rows):
-        multiply_quantised_rows([W8A8Gemm(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in maps])
+        multiply_quantised_rows([W8A8Gemm(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in gemms])
     else:
-        for m in maps:
+        for m in gemms:
             dequantised_weight = m.linear.packed.dequantised()
             torch.mm(
                 m.x,
@@ -66,17 +67,17 @@ def multiply_into(maps: Sequence[QuantGemm]) -> None:
 
 
 def multiply_rows(linear: QuantisedWeights, x: QuantisedRows) -> Tensor:
-    """Rows [T, in] as codes or in two parts -> [T, out] fp16."""
+    """Quantised rows [T, in] -> [T, out] fp16."""
     y = torch.empty(len(x.codes), linear.packed.outputs, dtype=torch.float16, device=x.codes.device)
     multiply_quantised_rows([W8A8Gemm(linear, *x, y)])
     return y
 
 
 def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor | PartialSums:
-    """Rows [T, 2, in] in two parts -> [T, out] fp16, as shares where blocks share a product's k."""
+    """Two-part rows [T, 2, in] -> [T, out] fp16, or split-K partials of it."""
     rows, packed = len(x.codes), linear.packed
     device = x.codes.device
-    count = num_splits(rows, packed.outputs, packed.inputs, len(prepare_hopper_gemm(device).partial))
+    count = num_splits(rows, packed.outputs, packed.inputs, len(prepare_hopper_gemm(device).partials))
     if count == 1:
         return multiply_rows(linear, x)
     partials = torch.empty(count, rows, packed.outputs, dtype=torch.float32, device=device)
@@ -85,29 +86,27 @@ def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor |
 
 
 def multiply_quantised_rows(
-    maps: Sequence[W8A8Gemm], halves: Sequence[Fp16Gemm] = (), late: Sequence[Fp16Gemm] = ()
+    gemms: Sequence[W8A8Gemm], fp16_gemms: Sequence[Fp16Gemm] = (), dependent: Sequence[Fp16Gemm] = ()
 ) -> None:
-    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_hopper_fp8` says so, else cuBLAS.
+    """Runs up to 8 GEMMs over quantised rows: the own kernel where `fits_hopper_fp8` allows it, else cuBLAS.
 
-    Rows in parts are our own kernels', of fp8 or of int8, and so are results in parts.
-
-    `halves`, `late`: maps of halves for our own kernel, see `launch_hopper_fp8`.
+    Two-part and two-byte rows and results need the own kernels. fp16_gemms, dependent: see `launch_hopper_fp8`.
     """
-    first = maps[0]
+    first = gemms[0]
     if first.codes.dtype == INT8_DTYPE:
-        launch_hopper_int8([_int8_gemm(m) for m in maps], halves, late)
+        launch_hopper_int8([_int8_gemm(m) for m in gemms], fp16_gemms, dependent)
         return
     if first.scales is None or _fits_hopper_gemm(first):
-        launch_hopper_fp8([_fp8_gemm(m) for m in maps], halves, late)
+        launch_hopper_fp8([_fp8_gemm(m) for m in gemms], fp16_gemms, dependent)
         return
-    for m in maps:
+    for m in gemms:
         assert m.scales is not None, "parts are multiplied above"
         scaled_mm(m.linear.packed, m.codes, m.scales, m.y)
         apply_activation(m.y, m.activation)
 
 
 def _fits_hopper_gemm(m: W8A8Gemm) -> bool:
-    """Whether our own kernel multiplies such rows of fp8 codes."""
+    """Whether the own kernel takes these fp8 rows."""
     packed = m.linear.packed
     rows, n, k, device = len(m.codes), packed.outputs, packed.inputs, m.y.device
     if m.y.dtype == torch.float16:
@@ -117,17 +116,20 @@ def _fits_hopper_gemm(m: W8A8Gemm) -> bool:
 
 def _fp8_gemm(m: W8A8Gemm) -> Fp8Gemm:
     packed = m.linear.packed
-    return Fp8Gemm(packed.codes, packed.scales, m.codes, m.scales, m.y, m.activation, packed.transposed)
+    return Fp8Gemm(packed.qweight, packed.scales, m.codes, m.scales, m.y, m.activation, packed.transposed)
 
 
 def _int8_gemm(m: W8A8Gemm) -> Int8Gemm:
     assert m.scales is not None, "bytes have scales"
     packed = m.linear.packed
-    return Int8Gemm(packed.codes, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation, packed.transposed)
+    return Int8Gemm(packed.qweight, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation, packed.transposed)
 
 
 def apply_activation(y: Tensor, activation: Activation) -> None:
-    """In place on y [T, out] fp16, of those that follow a matrix in small codes. Raises ValueError for others."""
+    """Applies an activation in place to y [T, out] fp16.
+
+    Raises ValueError for those that follow no quantised weight.
+    """
     if activation is Activation.RELU_SQUARED:
         library().call("rwkv_relu_square", cuda_pointer(y), y.numel())
     elif activation is Activation.SIGNED_SQUARE:

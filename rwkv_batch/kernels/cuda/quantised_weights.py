@@ -1,4 +1,4 @@
-"""Weights in small codes on a GPU, and which kernel multiplies how many rows by them."""
+"""Quantised weights on a GPU, and the choice of kernel by row count."""
 
 from __future__ import annotations
 
@@ -16,62 +16,61 @@ from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
 from rwkv_batch.model.quant.formats import Format
 
 SKINNY_ROWS = {Format.FP8: 15, Format.INT8: 16, Format.INT4: 8}
-"""Most rows that the streaming kernel takes, and for fp8 is asked for."""
+"""Maximum rows of the skinny kernel; for fp8 the rows for which it is used."""
 SKINNY_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT8: 4, Format.INT4: 8}
-"""The same beside Hopper's kernels of more rows."""
+"""The same on Hopper, whose kernels take over earlier."""
 
 
 class QuantisedWeights:
-    """Codes [out, in], or [in, out] if transposed."""
+    """Quantised [out, in], or [in, out] if transposed."""
 
     def __init__(self, packed: Packed, group: int) -> None:
-        """group: inputs that share a scale where they are bytes."""
+        """group: inputs of two-byte rows that share a scale."""
         self.packed, self.group = packed, group
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of weights and scales."""
         return self.packed.num_bytes
 
     @property
     def format(self) -> Format:
-        """How it is stored."""
         return self.packed.format
 
     def uses_skinny_kernel(self, rows: int) -> bool:
-        """Whether so many rows are the streaming kernel's, which takes what is not transposed."""
+        """Whether the skinny kernel takes so many rows; it takes no transposed weights."""
         if self.packed.transposed:
             return False
         most = SKINNY_ROWS_ON_HOPPER if self.packed.fits_weight_only(rows) else SKINNY_ROWS
         return rows <= most[self.format]
 
     def takes_fp16_rows(self, rows: int) -> bool:
-        """Whether a kernel of our own multiplies so many rows as they are."""
+        """Whether an own kernel takes so many fp16 rows."""
         return self.uses_skinny_kernel(rows) or self.packed.fits_weight_only(rows)
 
     def takes_fp8_rows(self, rows: int) -> bool:
-        """Whether so many rows are multiplied as fp8 codes."""
-        return not self.takes_fp16_rows(rows) and has_fp8_gemm(self.format, self.packed.codes.device)
+        """Whether so many rows are quantised to fp8 first."""
+        return not self.takes_fp16_rows(rows) and has_fp8_gemm(self.format, self.packed.qweight.device)
 
     def takes_two_part_rows(self, rows: int) -> bool:
-        """Whether so many rows are multiplied in two parts, unless results are fp32 (`returns_fp32`)."""
+        """Whether so many rows become two-part rows first, unless the result is fp32 (`returns_fp32`)."""
         p = self.packed
         return (
             self.format in (Format.FP8, Format.INT8)
             and not self.uses_skinny_kernel(rows)
-            and fits_two_part_gemm(rows, p.outputs, p.inputs, p.codes.device)
+            and fits_two_part_gemm(rows, p.outputs, p.inputs, p.qweight.device)
         )
 
     def returns_fp32(self, rows: int) -> bool:
-        """Whether rows in bytes give results in fp32: those of int8, where no blocks share a product's k."""
+        """Whether two-byte rows give fp32 results: int8 without split-K."""
         p = self.packed
         if self.format is not Format.INT8 or not self.takes_two_part_rows(rows):
             return False
-        return num_splits(rows, p.outputs, p.inputs, len(prepare_hopper_gemm(p.codes.device).partial)) == 1
+        return num_splits(rows, p.outputs, p.inputs, len(prepare_hopper_gemm(p.qweight.device).partials)) == 1
 
     def empty_two_part_rows(self, rows: int, width: int, *count: int) -> QuantisedRows:
-        """Room for rows [width] in two parts as its format has them; `count` times, with that many before its sizes."""
-        device = self.packed.codes.device
+        """Returns empty two-part rows [*count, rows, 2, width] in this format's type."""
+        device = self.packed.qweight.device
         if self.format is Format.FP8:
             return QuantisedRows(torch.empty(*count, rows, 2, width, dtype=TWO_PART_DTYPE, device=device), None)
         groups = *count, width // self.group, pitch_of(rows), 2
@@ -79,12 +78,12 @@ class QuantisedWeights:
         return QuantisedRows(torch.empty(*count, rows, 2, width, dtype=INT8_DTYPE, device=device), scales)
 
     def to_two_part_rows(self, x: Tensor) -> QuantisedRows:
-        """x [T, K] fp16 in two parts as its format has them."""
+        """x [T, K] fp16 -> two-part rows in this format's type."""
         rows, k = x.shape
         parts = self.empty_two_part_rows(rows, k)
         if parts.scales is None:
-            library().call("rwkv_row_parts", cuda_pointer(x), cuda_pointer(parts.codes, TWO_PART_DTYPE), rows, k)
+            library().call("rwkv_two_part_rows", cuda_pointer(x), cuda_pointer(parts.codes, TWO_PART_DTYPE), rows, k)
         else:
             places = cuda_pointer(parts.codes, INT8_DTYPE), cuda_pointer(parts.scales, torch.float32)
-            library().call("rwkv_row_bytes", cuda_pointer(x), *places, rows, k, pitch_of(rows), self.group)
+            library().call("rwkv_two_byte_rows", cuda_pointer(x), *places, rows, k, pitch_of(rows), self.group)
         return parts

@@ -1,4 +1,4 @@
-"""Residual add, norm, token shift and mix (csrc/shift_mix.cu): what half a layer's maps read, in the form they want."""
+"""Residual add, LayerNorm, token shift and mix (csrc/mix/shift_mix.cu), in the format that the next GEMM reads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
-TOKEN_BLOCKS = 4
-"""Blocks of shift_mix that share a row's token where it adds up shares and makes parts."""
+TOKEN_CTAS = 4
+"""CTAs per token, with partials and two-part output."""
 TOKEN_CHANNELS = 256
-"""What a block's share is a multiple of."""
+"""A CTA's channels are a multiple of this."""
 SHIFT_BLOCKS = 2
-"""Blocks of shift_mix that a processor holds."""
+"""CTAs of shift_mix per SM."""
 
 
 def shift_mix(
@@ -43,10 +43,10 @@ def shift_mix(
     inputs: StepInputs,
     work: Workspace,
 ) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
-    """As naive, x [T, C] fp16 with mix [M, C] fp16; mixed inputs of the time mix in the order r, k, v, w, a, g.
+    """As naive, x [T, C] fp16 with mix [M, C] fp16; the time mix's inputs in the order r, k, v, w, a, g.
 
-    Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves; of one decoding
-    row of small weights they are made in the launch of their maps, or are a LoneRow.
+    Inputs of fp8 GEMMs are quantised here, unless adapters read them as fp16. One decode row of quantised weights is
+    mixed in the launch of its GEMMs, or is a SingleRowInput.
     """
     tokens, width = x.shape
     ragged, is_adapted = inputs.max_seqlen > 1, has_adapters(inputs)
@@ -56,29 +56,29 @@ def shift_mix(
     if is_lone and not isinstance(delta, PartialSums) and _defers_mix(prologue):
         return _defer_mix(x, delta, prologue, shift, inputs, work)
     quantised = None if is_adapted else _quantised_mix(x, prologue)
-    mix, shares = prologue.mix, delta.shares if isinstance(delta, PartialSums) else None
-    mixed = x.new_empty(len(mix), tokens, width) if quantised is None else quantised.halves
+    mix, shares = prologue.mix, delta.partials if isinstance(delta, PartialSums) else None
+    mixed = x.new_empty(len(mix), tokens, width) if quantised is None else quantised.fp16
     added = _row_sums(x, work) if is_lone and _accumulates_row_sums(prologue, work) else None
     x_out, rows = torch.empty_like(x), len(inputs.read_slots)
     tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
     args = ShiftMixArgs(
         **_row_args(x, delta, x_out, prologue, shift, inputs),
-        shares=cuda_pointer(shares, torch.float32),
-        added=cuda_pointer(added, torch.int64),
+        partials=cuda_pointer(shares, torch.float32),
+        to_clear=cuda_pointer(added, torch.int64),
         mixed=cuda_pointer(mixed),
-        codes=None if quantised is None else quantised.codes.data_ptr(),
+        quantised=None if quantised is None else quantised.codes.data_ptr(),
         scales=None if quantised is None or quantised.scales is None else quantised.scales.data_ptr(),
-        tail=cuda_pointer(tail),
+        last_h=cuda_pointer(tail),
         mix=cuda_pointer(mix),
         cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
         token_rows=cuda_pointer(token_rows(inputs), torch.int64) if ragged else None,
         tokens=tokens,
         mixes=len(mix),
-        tokens_per_block=-(-tokens // (SHIFT_BLOCKS * work.num_sms)),
+        tokens_per_cta=-(-tokens // (SHIFT_BLOCKS * work.num_sms)),
         scale_pitch=0 if quantised is None else quantised.scale_pitch,
-        num_shares=0 if shares is None else len(shares),
-        token_blocks=1 if shares is None else _token_blocks(width, quantised),
-        in_bytes=quantised is not None and quantised.in_bytes,
+        num_splits=0 if shares is None else len(shares),
+        token_ctas=1 if shares is None else _token_blocks(width, quantised),
+        is_two_byte=quantised is not None and quantised.in_bytes,
     )
     library().call("rwkv_shift_mix", ctypes.byref(args), rows)
     if added is not None:
@@ -94,7 +94,7 @@ def _row_args(
     shift: Tensor,
     inputs: StepInputs,
 ) -> dict[str, Any]:
-    """What both launches are given that add, norm and shift: rows, the norm's numbers, slots."""
+    """Arguments of both launches that add, normalise and shift."""
     return {
         "x": cuda_pointer(x),
         "delta": cuda_pointer(delta) if isinstance(delta, Tensor) else None,
@@ -118,7 +118,7 @@ def _defer_mix(
     inputs: StepInputs,
     work: Workspace,
 ) -> tuple[Tensor, DeferredMix]:
-    """One row, whose mixed inputs the next launch makes: here only what that is given, and the place of x."""
+    """One row whose mix the next launch computes: returns that launch's arguments, and x_out."""
     x_out = torch.empty_like(x)
     counter = cuda_pointer(work.mix_counter, torch.int32)
     args = NormMixArgs(**_row_args(x, delta, x_out, prologue, shift, inputs), counter=counter)
@@ -127,7 +127,7 @@ def _defer_mix(
 
 
 def _accumulates_row_sums(prologue: Prologue, work: Workspace) -> bool:
-    """Whether the channel mix behind it adds its one row to sums."""
+    """Whether the next channel mix adds its one row to fixed-point sums."""
     consumer = prologue.consumer
     if len(prologue.mix) > 1 or not isinstance(consumer, CudaQuantLinear):
         return False
@@ -135,20 +135,20 @@ def _accumulates_row_sums(prologue: Prologue, work: Workspace) -> bool:
 
 
 def _row_sums(x: Tensor, work: Workspace) -> Tensor:
-    """[8, C / 8] int64, the same for all layers of a device: each is read before the next is begun."""
+    """Returns [8, C / 8] int64, shared by all layers of a device: each is read before the next starts."""
     return work.row_sums.flatten()[: x.shape[1]].view(8, -1)
 
 
 def _token_blocks(width: int, quantised: QuantisedMix | None) -> int:
-    """Blocks of shift_mix that share a token where it adds up shares; inputs in parts are Hopper's."""
+    """CTAs per token with partials; two-part inputs exist only on Hopper."""
     is_two_part = quantised is not None and quantised.is_two_part
-    return TOKEN_BLOCKS if is_two_part and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
+    return TOKEN_CTAS if is_two_part and width % (TOKEN_CTAS * TOKEN_CHANNELS) == 0 else 1
 
 
 def _defers_mix(prologue: Prologue) -> bool:
-    """Whether the launch that multiplies one row's mixed inputs makes them: slower with 4 bits.
+    """Whether the GEMM launch also computes one row's mix: slower with 4 bits.
 
-    Hopper's kernel for one row makes those of a time mix.
+    Hopper's kernel for one row does so for a time mix.
     """
     consumer = prologue.consumer
     if not isinstance(consumer, CudaQuantLinear) or consumer.format is Format.INT4:
@@ -159,7 +159,7 @@ def _defers_mix(prologue: Prologue) -> bool:
 
 
 def _quantised_mix(x: Tensor, prologue: Prologue) -> QuantisedMix | None:
-    """Where the mixed inputs of x [T, C] go if their map multiplies so many rows as codes."""
+    """Returns buffers for quantised mixed inputs of x [T, C]; None if the GEMM reads fp16."""
     tokens, width = x.shape
     if not isinstance(prologue.consumer, CudaQuantLinear):
         return None
@@ -179,7 +179,7 @@ def _quantised_mix(x: Tensor, prologue: Prologue) -> QuantisedMix | None:
 
 
 def token_rows(inputs: StepInputs) -> Tensor:
-    """[T] int64: the row each token belongs to; made once per step, on its device."""
+    """[T] int64: the row of each token; computed once per step, on its device."""
     if inputs.token_rows is None:
         lengths = inputs.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device)

@@ -1,7 +1,6 @@
-"""Products of few rows of halves with weights in small codes, which are streamed (csrc/skinny_quant.cu).
+"""Quantised weights times few fp16 rows (csrc/skinny/skinny_quant.cu).
 
-On Hopper those of one row, of fp8 up to 4, multiply codes as they are by the parts of their inputs (csrc/wide_row.cu,
-wide_few.cu).
+On Hopper one row, and up to 4 rows of fp8, use the tensor cores (csrc/skinny/hopper_row.cu, hopper_few.cu).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.library import (
-    MAX_MAPS,
+    MAX_GEMMS,
     NormMixArgs,
-    QuantArgs,
-    QuantMapArgs,
+    QuantGemmArgs,
+    QuantLaunchArgs,
     RowValueArgs,
     cuda_pointer,
     hopper_library,
@@ -31,18 +30,18 @@ from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS, QuantisedWeig
 from rwkv_batch.model.quant.formats import Format
 
 GROUP_INPUTS = 128
-"""That have a scale in common, of int8 and int4."""
+"""Inputs that share a scale in int8 and int4."""
 MAX_MIXED_GEMM_ROWS = 8
-"""Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
+"""Maximum rows of a skinny launch with fp16 GEMMs."""
 HOPPER_FEW_ROWS = range(2, 5)
-"""Of fp8 that Hopper's kernel for some rows is asked for; it takes 8."""
+"""fp8 rows for which hopper_few.cu is used; it takes up to 8."""
 MAX_ROW_INPUTS = 4096
-"""Of one row that Hopper's kernel for it takes."""
+"""Maximum inputs of hopper_row.cu."""
 
 
 @dataclass(slots=True)
 class QuantGemm:
-    """One map of a grouped launch: y = activation(x @ W.T)."""
+    """One GEMM of a launch: y = activation(x @ W.T)."""
 
     linear: QuantisedWeights
     x: Tensor
@@ -51,80 +50,81 @@ class QuantGemm:
 
 
 def multiply_few(
-    maps: Sequence[QuantGemm],
-    halves: Sequence[Gemm] = (),
+    gemms: Sequence[QuantGemm],
+    fp16_gemms: Sequence[Gemm] = (),
     norm: NormMixArgs | None = None,
     value: RowValueArgs | None = None,
 ) -> None:
-    """Up to 8 maps over the same few rows in one launch: of one format, and up to 8 rows of halves beside them.
+    """Runs up to 8 GEMMs over the same few rows: one format, and fp16 with up to 8 rows.
 
-    `norm`: of what the launch makes its one row; a map reads its mix for x. `value`: what the only map's one row is
-    multiplied by, where it `fits_row_value`; its y is not written. Raises ValueError for others.
+    norm: what the one row is computed from; x of a GEMM is then its mix weight.
+    value: ffn.value, multiplied by the output of the only GEMM where `fits_row_value` allows it; y is then not written.
+    Raises ValueError for others.
     """
-    rows, format_ = maps[0].x.shape[0], maps[0].linear.format
+    rows, format_ = gemms[0].x.shape[0], gemms[0].linear.format
     count, most = (
-        len(maps) + len(halves),
-        min(SKINNY_ROWS[format_], MAX_MIXED_GEMM_ROWS if halves else SKINNY_ROWS[format_]),
+        len(gemms) + len(fp16_gemms),
+        min(SKINNY_ROWS[format_], MAX_MIXED_GEMM_ROWS if fp16_gemms else SKINNY_ROWS[format_]),
     )
-    if count > MAX_MAPS or rows > most:
-        raise ValueError(f"a launch takes {MAX_MAPS} maps of {most} rows, not {count} of {rows}")
-    args = QuantArgs(count=count, rows=rows, format=NUMBERS[format_])
+    if count > MAX_GEMMS or rows > most:
+        raise ValueError(f"a launch takes {MAX_GEMMS} GEMMs of {most} rows, not {count} of {rows}")
+    args = QuantLaunchArgs(count=count, rows=rows, format=NUMBERS[format_])
     if norm is not None:
         args.norm = norm
     if value is not None:
         args.value = value
     # Halves first: they are twice the bytes of an output, and would be what a launch waits for at its end.
-    for slot, half in zip(args.maps[: len(halves)], halves, strict=True):
+    for slot, half in zip(args.gemms[: len(fp16_gemms)], fp16_gemms, strict=True):
         _fill_fp16_gemm(slot, half, rows)
-    for slot, m in zip(args.maps[len(halves) : count], maps, strict=True):
+    for slot, m in zip(args.gemms[len(fp16_gemms) : count], gemms, strict=True):
         _fill_gemm(slot, m, format_, rows)
-    inputs = [slot.k for slot in args.maps[:count]]
-    if rows == 1 and fits_hopper_row(maps[0].linear, inputs):
-        hopper_library().call("rwkv_wide_row", ctypes.byref(args))
-    elif fits_hopper_few(maps[0].linear, inputs, rows):
-        hopper_library().call("rwkv_wide_few", ctypes.byref(args))
+    inputs = [slot.k for slot in args.gemms[:count]]
+    if rows == 1 and fits_hopper_row(gemms[0].linear, inputs):
+        hopper_library().call("rwkv_hopper_row", ctypes.byref(args))
+    elif fits_hopper_few(gemms[0].linear, inputs, rows):
+        hopper_library().call("rwkv_hopper_few", ctypes.byref(args))
     else:
         library().call("rwkv_skinny_quant", ctypes.byref(args))
 
 
-def _fill_fp16_gemm(slot: QuantMapArgs, half: Gemm, rows: int) -> None:
-    """A map of halves into its place in a launch. Raises ValueError for tensors that do not fit each other."""
+def _fill_fp16_gemm(slot: QuantGemmArgs, half: Gemm, rows: int) -> None:
+    """Fills one fp16 GEMM of a launch. Raises ValueError for tensors that do not match."""
     n, k = half.weight.shape
     if not fits_skinny(half.weight) or half.x.shape != (rows, k) or half.y.shape != (rows, n):
         raise ValueError(f"[{n}, {k}], {tuple(half.x.shape)}, {tuple(half.y.shape)} do not fit each other")
-    slot.codes, slot.x, slot.y = cuda_pointer(half.weight), cuda_pointer(half.x), cuda_pointer(half.y)
+    slot.qweight, slot.x, slot.y = cuda_pointer(half.weight), cuda_pointer(half.x), cuda_pointer(half.y)
     slot.n, slot.k, slot.ld_y, slot.activation, slot.warps_k = n, k, n, half.activation, 8
 
 
-def _fill_gemm(slot: QuantMapArgs, m: QuantGemm, format_: Format, rows: int) -> None:
-    """A map of codes likewise; those of a launch have one format."""
+def _fill_gemm(slot: QuantGemmArgs, m: QuantGemm, format_: Format, rows: int) -> None:
+    """Fills one quantised GEMM; a launch has one format. Raises ValueError for tensors that do not match."""
     packed = m.linear.packed
     n, k = packed.rows, packed.columns
     if packed.format is not format_ or m.x.shape != (rows, k) or m.y.shape != (rows, n):
         raise ValueError(f"{packed.format} [{n}, {k}], {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other")
-    slot.codes, slot.scales = packed.codes.data_ptr(), packed.scales.data_ptr()
+    slot.qweight, slot.scales = packed.qweight.data_ptr(), packed.scales.data_ptr()
     slot.x, slot.y = cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
     slot.n, slot.k, slot.ld_y = n, k, n
-    slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
+    slot.activation, slot.out_fp32 = m.activation, m.y.dtype == torch.float32
     chunks = k // INPUT_STEP[format_]
     slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
 
 
 def fits_hopper_few(linear: QuantisedWeights, inputs: Sequence[int], rows: int) -> bool:
-    """Whether Hopper's kernel for some rows of fp8 (csrc/wide_few.cu) takes maps of so many inputs."""
+    """Whether csrc/skinny/hopper_few.cu takes GEMMs of so many inputs."""
     is_known = rows in HOPPER_FEW_ROWS and linear.format is Format.FP8 and all(k % 64 == 0 for k in inputs)
-    return is_known and has_hopper_gemm(linear.packed.codes.device)
+    return is_known and has_hopper_gemm(linear.packed.qweight.device)
 
 
 def fits_hopper_row(linear: QuantisedWeights, inputs: Sequence[int]) -> bool:
-    """Whether Hopper's kernel for one row (csrc/wide_row.cu) takes maps of so many inputs in a launch with `linear`."""
-    return has_hopper_gemm(linear.packed.codes.device) and all(k <= MAX_ROW_INPUTS and k % 64 == 0 for k in inputs)
+    """Whether csrc/skinny/hopper_row.cu takes GEMMs of so many inputs in a launch with `linear`."""
+    return has_hopper_gemm(linear.packed.qweight.device) and all(k <= MAX_ROW_INPUTS and k % 64 == 0 for k in inputs)
 
 
 def fits_row_value(key: QuantisedWeights, num_sms: int) -> bool:
-    """Whether the launch of one row of `key` (csrc/wide_row.cu) takes ffn.value as well, each block a group at most.
+    """Whether csrc/skinny/hopper_row.cu also multiplies ffn.value: at most 128 rows of it per CTA.
 
-    Not of fp8: that was slower (docs/notebook.md).
+    Not for fp8, where that was slower (docs/tries.md).
     """
     packed = key.packed
     is_known = packed.format is not Format.FP8 and packed.rows % GROUP_INPUTS == 0

@@ -8,33 +8,32 @@ import torch
 from torch import Tensor
 
 MAX_SPARSE_ROWS = 8
-"""Rows that read only what they need of ffn.value (channel_mix.py)."""
+"""Rows that read only a part of ffn.value (channel_mix.py)."""
 SPARSE_BLOCK_INPUTS = 512
-"""Inputs of a block there."""
+"""Inputs per CTA there."""
 SPARSE_COLUMNS = 256
-"""Outputs of one."""
+"""Outputs per CTA there."""
 
 
 @dataclass(slots=True)
 class Workspace:
-    """What blocks and launches of a layer leave for each other, on one device, for the largest case."""
+    """Scratch memory of one device, for the largest model."""
 
-    partial: Tensor
-    """[ffn / 512 * 8 * C] fp32: what the blocks of the sparse map add up"""
+    partials: Tensor
+    """[ffn / 512 * 8 * C] fp32: partials of sparse_value"""
     counters: Tensor
     """[C / 256] int32, zero between launches"""
     mix_counter: Tensor
-    """[1] int32, likewise"""
+    """[1] int32, zero between launches"""
     row_sums: Tensor
-    """[8, C / 8] int64: of one row, from a channel mix to what adds it to the residual stream"""
+    """[8, C / 8] int64: one row's fixed-point sums, from a channel mix to the next residual add"""
     num_sms: int
-    """of the device"""
     transposed_weight: Tensor | None = None
-    """[bytes] uint8: ffn.value in the other order, of the layer that runs; None: no product wants that"""
+    """[bytes] uint8: ffn.value transposed, of the running layer; None: not needed"""
 
     @classmethod
     def build(cls, device: torch.device, width: int, ffn: int) -> Workspace:
-        """For models of up to this width and channel mix."""
+        """For models up to this width and channel mix."""
         return cls(
             torch.empty(-(-ffn // SPARSE_BLOCK_INPUTS) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),

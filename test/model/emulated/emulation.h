@@ -67,7 +67,7 @@ inline int running = 0;
 inline dim3 thread_index, block_index, block_size, grid_size;
 inline std::vector<unsigned char> dynamic_shared;
 inline std::map<uint32_t, Barrier> barriers;
-inline int processors = 4, shared_bytes = 227 << 10;
+inline int num_sms = 4, smem_bytes = 227 << 10;
 
 // By setjmp, not swapcontext, which asks the kernel for the mask of signals each time.
 inline void yield() {
@@ -92,7 +92,7 @@ inline void meet(int Thread::* count, int first, int last) {
   while (!all()) yield();
 }
 inline void meet_block() { meet(&Thread::waits_for_block, 0, static_cast<int>(threads.size())); }
-inline void meet_warpgroups() { meet(&Thread::waits_for_warpgroups, 128, 384); }  // those that multiply
+inline void sync_warpgroups() { meet(&Thread::waits_for_warpgroups, 128, 384); }  // those that multiply
 inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, running / 32 * 32 + 32); }
 
 inline std::function<void()> body;
@@ -204,7 +204,7 @@ T exchange(T value, int from) {
 }
 
 // mbarriers, bulk copies and wgmma of Hopper.
-inline void wait_barrier(uint32_t at, uint32_t parity) {
+inline void mbarrier_wait(uint32_t at, uint32_t parity) {
   while ((barriers[at].phase & 1) == static_cast<int>(parity)) yield();
 }
 inline void arrive(uint32_t at, int bytes = 0) {
@@ -231,7 +231,7 @@ inline CUresult encode(
   const bool fits = inner <= (t.swizzled_64 ? 64 : 128) && strides[0] % 16 == 0 && strides[1] % 16 == 0 && box[1] <= 256;
   return fits && reinterpret_cast<uint64_t>(from) % 16 == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
-inline void copy_box(uint32_t to, const CUtensorMap* map, int inner, int outer, int plane, uint32_t barrier) {
+inline void tma_load(uint32_t to, const CUtensorMap* map, int inner, int outer, int plane, uint32_t barrier) {
   TensorMap t;
   std::memcpy(&t, map, sizeof t);
   const int64_t row_bytes = t.box[0] * t.item;
@@ -247,7 +247,7 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int inner, int outer, 
   }
   arrived(barrier, static_cast<int>(row_bytes * t.box[1] * t.box[2]));
 }
-inline void copy_line(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   std::memcpy(dynamic_shared.data() + to, from, bytes);
   arrived(barrier, static_cast<int>(bytes));
 }
@@ -340,7 +340,7 @@ inline void load_pairs(uint32_t (&pairs)[4], uint32_t at) {
   meet_warp();
 }
 // stmatrix.x2.trans: two 8x8 matrices of halves, lane i giving the address of a row of matrix i / 8.
-inline void store_turned(uint32_t to, uint32_t low, uint32_t high) {
+inline void stmatrix_transposed(uint32_t to, uint32_t low, uint32_t high) {
   const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
   threads[running].operands[0] = to;
   meet_warp();
@@ -419,6 +419,6 @@ inline long long __float2ll_rn(float x) { return std::llrint(x); }
 using std::max;
 using std::min;
 
-extern "C" __attribute__((visibility("default"), used)) inline void emulation_set(int processors, int shared_bytes) {
-  emulation::processors = processors, emulation::shared_bytes = shared_bytes;
+extern "C" __attribute__((visibility("default"), used)) inline void emulation_set(int num_sms, int smem_bytes) {
+  emulation::num_sms = num_sms, emulation::smem_bytes = smem_bytes;
 }

@@ -12,67 +12,66 @@ from rwkv_batch.kernels.cuda.library import HOPPER_SIGNATURES, SIGNATURES, SOURC
 
 HERE = Path(__file__).parent
 BODIES = {
-    "shared_address": "return emulation::address(p);",
-    "this_device": "return 0;",
+    "smem_address": "return emulation::address(p);",
+    "current_device": "return 0;",
     "launch_result": "return 0;",
     "reciprocal": "return 1.0f / x;",
     "fast_exp": "return std::exp(x);",
-    "init_barrier": ("emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"),
-    "publish_barriers": "",
-    "wait_for_count": "while (*at < wanted) emulation::yield();",
-    "wait_for_number": "while (*at < wanted) emulation::yield();",
-    "add_behind_stores": "++*at;",
-    "wait_for_turn": "",
-    "publish_to_copies": "",
-    "meet_warpgroups": "emulation::meet_warpgroups();",
-    "expect_bytes": "emulation::arrive(barrier, bytes);",
+    "mbarrier_init": ("emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"),
+    "fence_mbarrier_init": "",
+    "acquire_at_least": "while (*at < count) emulation::yield();",
+    "release_increment": "++*at;",
+    "throttle": "",
+    "fence_proxy_async": "",
+    "sync_warpgroups": "emulation::sync_warpgroups();",
+    "mbarrier_expect_tx": "emulation::arrive(barrier, bytes);",
     "arrive": "emulation::arrive(barrier);",
-    "wait_barrier": "emulation::wait_barrier(barrier, parity);",
-    "elect_lane": "return emulation::running % 32 == 0;",
-    "copy_box": "emulation::copy_box(to, map, inner, outer, plane, barrier);",
-    "ask_for_line": "",
-    "arrive_cluster": "",
-    "wait_cluster": "",
-    "put_in_block": "",
+    "mbarrier_wait": "emulation::mbarrier_wait(barrier, parity);",
+    "elect_one": "return emulation::running % 32 == 0;",
+    "tma_load": "emulation::tma_load(to, map, inner, outer, plane, barrier);",
+    "prefetch_l2": "",
+    "cluster_arrive": "",
+    "cluster_wait": "",
+    "store_remote": "",
     "launch_clusters": "",
-    "copy_line": "emulation::copy_line(to, from, bytes, barrier);",
-    "describe_tile": "return address >> 4;",
-    "begin_products": "",
-    "commit_products": "",
-    "wait_products": "",
-    "shared_u16": "return emulation::shared<uint16_t>(at);",
-    "shared_u32": "return emulation::shared<uint32_t>(at);",
-    "shared_u128": "return emulation::shared<uint4>(at);",
-    "put_shared": "std::memcpy(emulation::dynamic_shared.data() + at, &v, sizeof v);",
-    "store_whole": "store16(p, v);",
-    "store_early": "store16(p, v);",
-    "load_cached": "return *p;",
-    "put_global": "*static_cast<uint4*>(at) = v;",
-    "store_turned": "emulation::store_turned(to, low, high);",
+    "bulk_load": "emulation::bulk_load(to, from, bytes, barrier);",
+    "smem_descriptor": "return address >> 4;",
+    "wgmma_fence": "",
+    "wgmma_commit": "",
+    "wgmma_wait": "",
+    "ld_shared_u16": "return emulation::shared<uint16_t>(at);",
+    "ld_shared_u32": "return emulation::shared<uint32_t>(at);",
+    "ld_shared_u128": "return emulation::shared<uint4>(at);",
+    "st_shared": "std::memcpy(emulation::dynamic_shared.data() + at, &v, sizeof v);",
+    "store_vector": "store16(p, v);",
+    "store_evict_first": "store16(p, v);",
+    "ld_global_ca": "return *p;",
+    "st_global": "*static_cast<uint4*>(at) = v;",
+    "stmatrix_transposed": "emulation::stmatrix_transposed(to, low, high);",
     "load_pairs": "emulation::load_pairs(pairs, at);",
     "encode_tiled": "return emulation::encode;",
     "load_stream": "return *static_cast<const uint4*>(p);",
     "mma": "emulation::multiply(c, a.x[0], a.x[1], a.x[2], a.x[3], b0, b1);",
-    "this_machine": (
-        "static Machine m; m = {emulation::processors, emulation::shared_bytes, 228 << 10, 1024, true}; return m;"
+    "device_info": (
+        "static DeviceInfo m; m = {emulation::num_sms, emulation::smem_bytes, 228 << 10, 1024, true}; return m;"
     ),
-    "load_turned": (
+    "ldmatrix_x2_transposed": (
         "const int t = emulation::running & 3, g = emulation::running / 4 & 7; "
         "const auto of = [&](int i) { return uint32_t(emulation::shared<uint16_t>("
-        "__shfl_sync(FULL, emulation::address(row), i) + 2 * g)); }; "
+        "__shfl_sync(FULL_MASK, emulation::address(row), i) + 2 * g)); }; "
         "const uint32_t x[4] = {of(2 * t), of(2 * t + 1), of(2 * t + 8), of(2 * t + 9)}; "
         "return make_uint2(x[0] | x[1] << 16, x[2] | x[3] << 16);"
     ),
-    "mma_short": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
-    "mma_codes": "emulation::multiply_codes(c, a.x, a.y, a.z, a.w, b0, b1);",
-    "fetch_head": (
+    "mma_k8": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
+    "mma_s8": "emulation::multiply_codes(c, a.x, a.y, a.z, a.w, b0, b1);",
+    "load_head": (
         "if (lane == 0) { std::memcpy(to, from, BYTES); ++emulation::barriers[emulation::address(arrived)].phase; }"
     ),
-    "put_head": "__syncwarp(); if (lane == 0) std::memcpy(to, from, BYTES);",
+    "store_head": "__syncwarp(); if (lane == 0) std::memcpy(to, from, BYTES);",
     "wait_stored": "",
-    "prepare_arrival": "emulation::barriers[emulation::address(arrived)] = {};",
-    "wait_loaded": "emulation::wait_barrier(emulation::address(arrived), parity);",
-    "launch_with_split": "emulation::launch(kernel, grid, threads, shared_bytes, args...);",
+    "init_arrival": "emulation::barriers[emulation::address(arrived)] = {};",
+    "wait_loaded": "emulation::mbarrier_wait(emulation::address(arrived), parity);",
+    "launch_with_carveout": "emulation::launch(kernel, grid, threads, smem_bytes, args...);",
     "launch_streaming": "emulation::launch(kernel, grid, threads, 0, args...);",
 }
 """Function -> what its body becomes."""
@@ -80,45 +79,45 @@ BODIES = {
 
 REGISTER_PRODUCT = (
     """
-template <int N, bool TURNED>
-void multiply(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
-  static_assert(!TURNED, "not emulated");
+template <int N, bool TRANSPOSED>
+void wgmma_fp16(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  static_assert(!TRANSPOSED, "not emulated");
   emulation::multiply_shared<N, emulation::WORDS>(sums, a << 4, b << 4, add);
 }
 """
     """
 template <int N>
-void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+void wgmma_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   emulation::multiply_shared<N, emulation::CODES>(sums, a << 4, b << 4, add);
 }
 """
     """
 template <int N>
-void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+void wgmma_two_part(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   emulation::multiply_shared<N, emulation::CODES, emulation::PARTS>(sums, a << 4, b << 4, add);
 }
 """
     """
 template <int N, bool PARTS>
-void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+void wgmma_rs(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
   emulation::multiply_code_rows<N, PARTS ? __NV_E5M2 : __NV_E4M3>(sums, a, b << 4, add);
 }
 """
     """
 template <int N>
-void multiply_bytes(int (&sums)[N / 2], uint32_t a, uint32_t b, int add) {
+void wgmma_u8s8(int (&sums)[N / 2], uint32_t a, uint32_t b, int add) {
   emulation::multiply_bytes<N>(sums, a << 4, b << 4, add);
 }
 """
     """
 template <int N>
-void multiply_bytes(int (&sums)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) {
+void wgmma_u8s8(int (&sums)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) {
   emulation::multiply_byte_rows<N>(sums, a, b << 4, add);
 }
 """
     """
 template <int N>
-void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+void wgmma_rs(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
   emulation::multiply_rows<N>(sums, a, b << 4, add);
 }
 """
@@ -130,9 +129,9 @@ NOT_OPTIMISED = (
     "quantise",
     "skinny",
     "skinny_quant",
-    "wide_codes_fp8",
-    "wide_codes_int8",
-    "wide_codes_int4",
+    "weight_only_fp8",
+    "weight_only_int8",
+    "weight_only_int4",
 )
 """Sources that take a compiler longer to optimise than their tests to run without it."""
 
@@ -145,8 +144,9 @@ def emulated(
     `tiles`, `splits`: rows of a tile, and blocks that share its k, of the launches that a test plans; others are
     refused. Without them all of a launcher's are compiled, of which there may be 46.
     """
-    for path in [*SOURCES.glob("*.cu*"), *SHARED_HEADERS.iterdir()]:
-        (folder / path.name).write_text(_without_plans(_without_ptx(path.read_text()), tiles, splits))
+    for path in [*SOURCES.rglob("*.cu*"), *SHARED_HEADERS.iterdir()]:
+        flat = re.sub(r'#include "[\w./]*/', '#include "', path.read_text())
+        (folder / path.name).write_text(_without_plans(_without_ptx(flat), tiles, splits))
     out = folder / f"{source}.so"
     command = [
         "g++",
@@ -174,7 +174,7 @@ def call(library: ctypes.CDLL, name: str, *args: object) -> None:
 
 
 def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -> str:
-    """A source without launches of other plans than these, see wide_maps.cuh; without `tiles` they are of any."""
+    """A source without launches of other plans than these, see gemm/gemm_launch.cuh; without `tiles` they are of any."""
 
     def kept(found: re.Match[str]) -> str:
         known = (size for size in found[1].split(", ") if int(size) in tiles)
@@ -189,9 +189,9 @@ def _without_ptx(text: str) -> str:
     for name, body in BODIES.items():
         for found in reversed(list(re.finditer(rf"^[^\n=();]* &?{name}\([^;{{}}]*\) {{", text, re.MULTILINE))):
             text = text[: found.end()] + f" {body} " + text[_end_of_block(text, found.end()) :]
-    text = re.sub(r"template <int N, bool TURNED>\n__device__[^;]*;", "", text)
-    text = re.sub(r"#define HOPPER_REGISTER_PRODUCT\(.*?\n\n", REGISTER_PRODUCT, text, flags=re.DOTALL)
-    text = re.sub(r"^HOPPER_\w*PRODUCT\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"template <int N, bool TRANSPOSED>\n__device__[^;]*;", "", text)
+    text = re.sub(r"#define HOPPER_WGMMA_FP16_RS\(.*?\n\n", REGISTER_PRODUCT, text, flags=re.DOTALL)
+    text = re.sub(r"^HOPPER_WGMMA_\w+\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
     text = re.sub(r'asm volatile\("" : "\+[fr]"[^;]*;', ";", text)
     text = text.replace("#include <cuda_pipeline.h>", "")

@@ -1,8 +1,9 @@
-// Products in fp32 arithmetic on vectors, a tile of rows against a panel of outputs: each output one sum over the
-// inputs in their order, whatever the tile.
+// fp32 GEMM micro-kernels: a tile of rows times a panel of outputs. Each output is one sum over the inputs in order,
+// independent of the tile.
 //
-// An fp32 panel is [in][OUTPUTS]. A bf16 panel, which AMX reads as well, is [steps][2 tiles][16 pairs][16 outputs][2
-// inputs of the pair], with STEP inputs a step; its numbers are widened in registers.
+// fp32 panel  [in][OUTPUTS]
+// bf16 panel  [steps][2 tiles][16 input pairs][16 outputs][2], STEP inputs per step; also AMX's layout. Widened in
+// registers
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -11,19 +12,19 @@
 
 namespace fp32 {
 
-constexpr int64_t OUTPUTS = 2 * LANES;  // of an fp32 panel
+constexpr int64_t OUTPUTS = 2 * LANES;  // per fp32 panel
 constexpr int64_t BF16_OUTPUTS = 32;    // of a bf16 panel
 constexpr int64_t STEP = 32, TILE = 16 * STEP;
-constexpr int64_t INPUTS = 1024;  // of a bf16 panel at a time: they stay in L2 for all rows
-constexpr int64_t AHEAD = 2048;   // numbers that W is fetched ahead of its use: no prefetcher of the CPU's goes over pages
+constexpr int64_t INPUTS = 1024;  // inputs of a bf16 panel per pass: they stay in L2 for all rows
+constexpr int64_t AHEAD = 2048;  // prefetch distance in elements; hardware prefetchers stop at page ends
 
-// Rows of a tile of bf16. A sixth would leave no register of 16 for the mask, and GCC then keeps sums in memory.
+// Rows of a bf16 tile. A sixth would leave none of 16 registers for the mask, and GCC would spill sums.
 constexpr int BF16_ROWS = TILE_ROWS == 12 ? 12 : TILE_ROWS == 6 ? 5 : 4;
 
-// Outputs of a bf16 panel that a tile of so many rows takes at once: one or two rows alone would wait for their own sums.
+// Vectors of outputs per tile. With one or two rows, more vectors hide the latency of the sums.
 constexpr int bf16_vectors(int rows) { return LANES < 16 && rows <= 2 ? 4 : 2; }
 
-// sums [ROWS][OUTPUTS] = x [ROWS, in] * panel.
+// sums [ROWS, OUTPUTS] = x [ROWS, in] @ panel.
 template <int ROWS>
 void tile(const float* x, const float* w, float* sums, int64_t in) {
   vf acc[ROWS][2] = {};
@@ -40,12 +41,12 @@ void tile(const float* x, const float* w, float* sums, int64_t in) {
   for (int r = 0; r < ROWS; ++r) store(sums + r * OUTPUTS, acc[r][0]), store(sums + r * OUTPUTS + LANES, acc[r][1]);
 }
 
-// Sums of ROWS rows by VECTORS * LANES outputs of a bf16 panel.
+// Sums of ROWS rows x VECTORS * LANES outputs of a bf16 panel.
 template <int ROWS, int VECTORS>
 struct Sums {
   vf of[ROWS][VECTORS];
 
-  // Adds inputs `odd`, 0 or 1, of a pair: x [ROWS] `stride` apart, `pair` the first of those outputs' weights.
+  // Adds input `odd` (0 or 1) of a pair. x: [ROWS], `stride` apart; pair: the first output's weights.
   template <int odd>
   void add(const float* x, int64_t stride, const uint16_t* pair) {
     constexpr int IN_TILE = 16 / LANES;
@@ -65,7 +66,7 @@ struct Sums {
   }
 };
 
-// sums [ROWS][BF16_OUTPUTS] (+)= x [ROWS, in] * VECTORS * LANES outputs of a bf16 panel; x's rows `stride` apart.
+// sums [ROWS, BF16_OUTPUTS] (+)= x [ROWS, in] @ VECTORS * LANES outputs of a bf16 panel; x's rows are `stride` apart.
 template <int ROWS, int VECTORS>
 void bf16_tile(const float* x, int64_t stride, const uint16_t* w, float* sums, int64_t in, bool begins) {
   Sums<ROWS, VECTORS> acc;
@@ -82,7 +83,7 @@ void bf16_tile(const float* x, int64_t stride, const uint16_t* w, float* sums, i
 #pragma GCC unroll 4
       for (int o = 0; o < VECTORS * LANES; o += 16) __builtin_prefetch(pair + o / 16 * TILE + AHEAD);
       acc.template add<0>(x + k, stride, pair);
-      asm volatile("" ::: "memory");  // the pair is read anew: GCC would keep it in registers that the sums want
+      asm volatile("" ::: "memory");  // reload the pair: GCC would keep it in registers that the sums need
       acc.template add<1>(x + k + 1, stride, pair);
     }
     if (k < inputs) acc.template add<0>(x + k, stride, pair);
@@ -109,12 +110,12 @@ constexpr Bf16Tile bf16_tile_of(int rows, std::integer_sequence<int, R...>) {
   return tiles[rows - 1];
 }
 
-// sums [rows][OUTPUTS] = x [rows, in] * panel, of 1 to TILE_ROWS rows.
+// sums [rows, OUTPUTS] = x [rows, in] @ panel, 1 to TILE_ROWS rows.
 inline void panel(int rows, const float* x, const float* w, float* sums, int64_t in) {
   tile_of(rows, std::make_integer_sequence<int, TILE_ROWS>{})(x, w, sums, in);
 }
 
-// sums [rows][BF16_OUTPUTS] = x [rows, in] * bf16 panel, of any rows: tiles of nearly as many each.
+// sums [rows, BF16_OUTPUTS] = x [rows, in] @ bf16 panel, any number of rows, in tiles of nearly equal size.
 inline void bf16_panel(int64_t rows, const float* x, const uint16_t* w, float* sums, int64_t in) {
   const int64_t tiles = (rows + BF16_ROWS - 1) / BF16_ROWS;
   for (int64_t begin = 0; begin < in; begin += INPUTS, w += INPUTS * BF16_OUTPUTS) {

@@ -1,7 +1,7 @@
-// Products of int8 weights with 16-bit codes of x: sums of 128 inputs are whole numbers, so that order does not matter.
+// int8 weights times rows of 16-bit integers. Sums of 128 inputs are exact integers, so their order does not matter.
 //
-// A panel of 2 * LANES outputs, group after group of 128 inputs: their scales (fp32), then [64 pairs][output][2 inputs].
-// A row of x, group after group: its scale (fp32, in two elements), then 128 codes. 127 * 32767 * 128 fits 32 bits.
+// panel  [groups of 128 inputs]: scales [OUTPUTS] fp32, then int8 [64 pairs][OUTPUTS][2]
+// row    [groups]: scale fp32 (two elements), then 128 int16. 127 * 32767 * 128 fits 32 bits
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,12 +18,12 @@ namespace int8 {
 constexpr int64_t INPUTS = 128, OUTPUTS = 2 * LANES;
 constexpr int64_t SCALE_BYTES = OUTPUTS * 4, GROUP_BYTES = SCALE_BYTES + OUTPUTS * INPUTS;
 constexpr int64_t ROW_ELEMENTS = 2 + INPUTS;
-constexpr int64_t AHEAD = 4096;  // bytes that W is fetched ahead of its use, as in fp32.h
+constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes, as in fp32.h
 constexpr float LARGEST = 32767.f;
 
 inline int64_t groups(int64_t in) { return (in + INPUTS - 1) / INPUTS; }
 
-// One row of x [in] as codes. What is not a number makes its group's scale one.
+// Quantises one row of x [in]. A group with NaN or infinity gets a NaN scale.
 inline void pack_row(const float* x, int64_t in, uint16_t* to) {
   for (int64_t at = 0; at < in; at += INPUTS, to += ROW_ELEMENTS) {
     const int64_t width = std::min(INPUTS, in - at);
@@ -52,7 +52,7 @@ inline void pack_row(const float* x, int64_t in, uint16_t* to) {
   }
 }
 
-// One output's weights into its place in a panel.
+// Copies one output's weights into a panel.
 inline void pack_output(const int8_t* codes, const float* scales, int64_t in, int64_t o, int8_t* panel) {
   for (int64_t g = 0; g < groups(in); ++g, panel += GROUP_BYTES) {
     std::memcpy(panel + o * 4, scales + g, 4);
@@ -111,7 +111,7 @@ inline Sums multiply_add(Sums sum, Pairs w, Pairs x) { return sum + w.even * x.e
 inline vf as_floats(Sums s) { return __builtin_convertvector(s, vf); }
 #endif
 
-// out [ROWS][OUTPUTS] = x * panel. CHAINS sums are made side by side, where a row alone would wait for its own.
+// out [ROWS, OUTPUTS] = x @ panel. CHAINS independent sums per output hide latency with few rows.
 template <int ROWS>
 void tile_of(const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
   constexpr int CHAINS = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
@@ -164,7 +164,7 @@ void tile_among(int rows, const uint16_t* x, const int8_t* w, float* out, int64_
   tiles[rows - 1](x, w, out, groups);
 }
 
-// 1 to TILE_ROWS rows of x against one panel.
+// 1 to TILE_ROWS rows of x times one panel.
 inline void tile(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
   tile_among(rows, x, w, out, groups, std::make_integer_sequence<int, TILE_ROWS>{});
 }

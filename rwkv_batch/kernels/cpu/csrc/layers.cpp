@@ -1,4 +1,4 @@
-// What the binding calls: a stage's layers over one ragged step, and linear maps by themselves.
+// Entry points of the binding: a stage's layers over one ragged step, and single linear layers.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include "mix.h"
 #include "simd.h"
 
-// Eight bytes a field, as the binding writes them.
+// Mirrored in cpu/library.py, 8 bytes per field.
 struct Layer {
   Norm ln1, ln2, ln_x;
   const float *att_mix, *ffn_mix;               // [6, C] in the order r, w, k, v, a, g; [C]
@@ -19,20 +19,20 @@ struct Layer {
   Map w1, a1, g1, v1, w2, a2, g2, v2;
 };
 
-// An adapter's pair beside a map: y += b (a x). Rank 0: it has none there.
+// An adapter's pair at a linear layer: y += b (a x). Rank 0: none.
 struct Pair {
   const float *a, *b;  // [rank, in], [rank, out]
   int64_t rank;
 };
 
-// The maps that an adapter may have pairs beside, in the order of the binding.
+// Linear layers that adapters may change, in the binding's order.
 enum Target : int64_t { RECEPTANCE, KEY, VALUE, OUTPUT, FFN_KEY, FFN_VALUE, TARGETS };
 
-// What an adapter has in one layer; with experts, these stand in the places of FFN_KEY and FFN_VALUE.
+// An adapter's part of one layer. With experts, these replace the pairs FFN_KEY and FFN_VALUE.
 struct AdapterLayer {
   Pair pairs[TARGETS];
   const float* router;  // [experts - 1, C]
-  const Pair* experts;  // [experts, 2]: beside the key map, beside the value map; null: none
+  const Pair* experts;  // [experts, 2]: pairs at ffn_key and ffn_value; null: none
   int64_t num_experts, active;
 };
 
@@ -40,13 +40,13 @@ struct Step {
   const Layer* layers;
   int64_t num_layers;
   const float* x;  // [T, C]
-  float* out;      // [T, C]: x and what every layer adds
+  float* out;  // [T, C]: output of the last layer
   float* v_first;  // [T, C]: written by the model's first layer, read by the others
   float* wkv;      // [slots, layers, H, 64, 64]
   float* shift;    // [slots, layers, 2, C]
   Rows rows;
   int64_t width, threads;
-  const AdapterLayer* const* adapters;  // [T]: of each token its row's adapter, [layers], or null; null: no row has one
+  const AdapterLayer* const* adapters;  // [T]: each token's adapter, [layers], or null; null: no adapters
 };
 
 enum Failure : int64_t { DONE = 0, ROWS_DO_NOT_FIT = 1, NO_MEMORY = 2 };
@@ -55,7 +55,7 @@ namespace {
 
 constexpr int64_t HEAD = 64;
 
-// The maps of one phase; empty ones are left out.
+// Linear layers of one phase; empty ones are skipped.
 struct Jobs {
   Job list[7];
   int64_t count = 0;
@@ -65,10 +65,10 @@ struct Jobs {
   }
 };
 
-// What layers pass on, in memory that all layers share. Without memory, only sizes are told.
+// Activations, in memory shared by all layers. With null memory only the size is computed.
 struct Buffers {
   float *delta, *h, *y, *mixed, *hidden;  // [T, C], [T, C], [T, C], [6, T, C], [T, F]
-  float *r, *w, *k, *v, *a, *g, *v_gate;  // [T, C]; the channel mix's hidden lies over them
+  float *r, *w, *k, *v, *a, *g, *v_gate;  // [T, C]; `hidden` of the channel mix overlaps them
   float *w_low, *a_low, *g_low, *v_low;   // [T, D]
   int64_t floats = 0;
 
@@ -78,48 +78,48 @@ struct Buffers {
       floats += (size + 15) / 16 * 16;
       return at;
     };
-    const int64_t tokens = s.rows.tokens, plain = tokens * s.width;
+    const int64_t tokens = s.rows.tokens, size = tokens * s.width;
     auto widest = [&](Map Layer::*map) {
       int64_t out = 0;
       for (int64_t i = 0; i < s.num_layers; ++i) out = std::max(out, (s.layers[i].*map).out);
       return tokens * out;
     };
-    delta = take(plain), h = take(plain), y = take(plain), mixed = take(6 * plain);
+    delta = take(size), h = take(size), y = take(size), mixed = take(6 * size);
     w_low = take(widest(&Layer::w1)), a_low = take(widest(&Layer::a1));
     g_low = take(widest(&Layer::g1)), v_low = take(widest(&Layer::v1));
     hidden = memory ? memory + floats : nullptr;
     const int64_t begin = floats;
-    for (float** buffer : {&r, &w, &k, &v, &a, &g, &v_gate}) *buffer = take(plain);
+    for (float** buffer : {&r, &w, &k, &v, &a, &g, &v_gate}) *buffer = take(size);
     floats = std::max(floats, begin + (widest(&Layer::ffn_key) + 15) / 16 * 16);
   }
 };
 
-// The phases of linear maps in one layer; v is where its values go.
+// The phases of linear layers in one layer. v: where its values are stored.
 struct Phases {
-  Jobs entrance, low_ranks, output, key, value;
+  Jobs input_projections, low_ranks, output, key, value;
 
-  // `apart`: the adapters' part comes between the key map and its activation.
-  Phases(const Layer& l, const Buffers& b, float* v, int64_t plain, bool apart) {
-    const float *xr = b.mixed, *xw = xr + plain, *xk = xw + plain, *xv = xk + plain, *xa = xv + plain, *xg = xa + plain;
-    entrance.add(l.w1, xw, b.w_low, TANH);
-    entrance.add(l.a1, xa, b.a_low);
-    entrance.add(l.g1, xg, b.g_low, SIGMOID);
-    entrance.add(l.v1, xv, b.v_low);
-    entrance.add(l.receptance, xr, b.r);
-    entrance.add(l.key, xk, b.k);
-    entrance.add(l.value, xv, v);
+  // separate_activation: adapters add to the output of ffn_key before its activation.
+  Phases(const Layer& l, const Buffers& b, float* v, int64_t size, bool separate_activation) {
+    const float *xr = b.mixed, *xw = xr + size, *xk = xw + size, *xv = xk + size, *xa = xv + size, *xg = xa + size;
+    input_projections.add(l.w1, xw, b.w_low, TANH);
+    input_projections.add(l.a1, xa, b.a_low);
+    input_projections.add(l.g1, xg, b.g_low, SIGMOID);
+    input_projections.add(l.v1, xv, b.v_low);
+    input_projections.add(l.receptance, xr, b.r);
+    input_projections.add(l.key, xk, b.k);
+    input_projections.add(l.value, xv, v);
     low_ranks.add(l.w2, b.w_low, b.w);
     low_ranks.add(l.a2, b.a_low, b.a);
     low_ranks.add(l.g2, b.g_low, b.g);
     low_ranks.add(l.v2, b.v_low, b.v_gate);
     output.add(l.output, b.y, b.delta);
-    key.add(l.ffn_key, b.mixed, b.hidden, apart ? NONE : RELU_SQUARED);
+    key.add(l.ffn_key, b.mixed, b.hidden, separate_activation ? NONE : RELU_SQUARED);
     value.add(l.ffn_value, b.hidden, b.delta);
   }
 
   int64_t packed(int64_t rows) const {
     int64_t most = 0;
-    for (const Jobs* jobs : {&entrance, &low_ranks, &output, &key, &value}) {
+    for (const Jobs* jobs : {&input_projections, &low_ranks, &output, &key, &value}) {
       most = std::max(most, packed_elements(jobs->list, jobs->count, rows));
     }
     return most;
@@ -135,7 +135,7 @@ float dot(const float* a, const float* b, int64_t size) {
   return total;
 }
 
-// What a token's adapter adds to y beside a map. The order of the sums is the token's own, whoever else is in the step.
+// Adds a token's adapter to y. The order of the sums is independent of other rows.
 void add_pair(const Pair& pair, const float* x, float* y, int64_t in, int64_t out) {
   for (int64_t j = 0; j < pair.rank; ++j) {
     const float *a = pair.a + j * in, *b = pair.b + j * out;
@@ -154,9 +154,9 @@ struct Addition {
   float* y;
 };
 
-// What the tokens' adapters add beside the maps of a phase.
+// Adds all tokens' adapters at the linear layers of a phase.
 void add_adapters(Member& me, const Step& s, int64_t layer, std::initializer_list<Addition> list) {
-  me.deal(s.rows.tokens, [&](int64_t t) {
+  me.run_items(s.rows.tokens, [&](int64_t t) {
     for (const Addition& one : list) {
       float* y = one.y + t * one.map.out;
       if (const AdapterLayer* own = s.adapters[t]) {
@@ -166,8 +166,8 @@ void add_adapters(Member& me, const Step& s, int64_t layer, std::initializer_lis
   });
 }
 
-// A token's gates: the softmax of its `active` highest scores (the first of equal ones), 0 for the other experts.
-void find_gates(const AdapterLayer& own, const float* x, int64_t width, float* gates) {
+// Gates of a token: softmax of its `active` highest scores (ties: lower index), 0 for other experts.
+void compute_gates(const AdapterLayer& own, const float* x, int64_t width, float* gates) {
   std::vector<float> scores(own.num_experts, 0.f);
   for (int64_t e = 1; e < own.num_experts; ++e) scores[e] = dot(own.router + (e - 1) * width, x, width);
   std::vector<int64_t> order(own.num_experts);
@@ -178,13 +178,13 @@ void find_gates(const AdapterLayer& own, const float* x, int64_t width, float* g
   for (int64_t i = 0; i < own.active; ++i) gates[order[i]] /= total;
 }
 
-// A token's experts mixed: hidden holds what the key map gave and gets the sum of their hidden values, y what their pairs
-// add beside the value map.
+// Mixes a token's experts. hidden: in, output of ffn_key; out, the gated sum of the experts' hidden values. y: the sum
+// of their pairs at ffn_value.
 void mix_experts(const AdapterLayer& own, const Layer& l, const float* x, float* hidden, float* y) {
   const int64_t width = l.ffn_key.in, inner = l.ffn_key.out;
   std::vector<float> gates(own.num_experts, 0.f), of_expert(inner), added(width);
   const std::vector<float> key(hidden, hidden + inner);
-  find_gates(own, x, width, gates.data());
+  compute_gates(own, x, width, gates.data());
   std::fill_n(hidden, inner, 0.f);
   std::fill_n(y, width, 0.f);
   for (int64_t e = 0; e < own.num_experts; ++e) {
@@ -199,11 +199,11 @@ void mix_experts(const AdapterLayer& own, const Layer& l, const float* x, float*
   }
 }
 
-// Behind the key map: what the tokens' adapters add, experts, and the activation.
+// After ffn_key: adapters, experts and the activation.
 void finish_key(Member& me, const Step& s, int64_t layer, const Buffers& b) {
   const Layer& l = s.layers[layer];
   const int64_t width = s.width, inner = l.ffn_key.out;
-  me.deal(s.rows.tokens, [&](int64_t t) {
+  me.run_items(s.rows.tokens, [&](int64_t t) {
     const AdapterLayer* own = s.adapters[t] ? s.adapters[t] + layer : nullptr;
     const float* x = b.mixed + t * width;
     float* hidden = b.hidden + t * inner;
@@ -212,15 +212,15 @@ void finish_key(Member& me, const Step& s, int64_t layer, const Buffers& b) {
       return;
     }
     if (own) add_pair(own->pairs[FFN_KEY], x, hidden, width, inner);
-    for (int64_t i = 0; i < inner; ++i) hidden[i] = hidden[i] < 0 ? 0.f : hidden[i] * hidden[i];  // as linear.cpp has it
+    for (int64_t i = 0; i < inner; ++i) hidden[i] = hidden[i] < 0 ? 0.f : hidden[i] * hidden[i];  // as in linear.cpp
   });
 }
 
-// Behind the value map: what the tokens' adapters add, or their experts have added up.
+// After ffn_value: adapters, and the experts' sum.
 void finish_value(Member& me, const Step& s, int64_t layer, const Buffers& b) {
   const Layer& l = s.layers[layer];
   const int64_t width = s.width, inner = l.ffn_key.out;
-  me.deal(s.rows.tokens, [&](int64_t t) {
+  me.run_items(s.rows.tokens, [&](int64_t t) {
     const AdapterLayer* own = s.adapters[t] ? s.adapters[t] + layer : nullptr;
     if (!own) return;
     float *delta = b.delta + t * width, *y = b.y + t * width;
@@ -231,21 +231,21 @@ void finish_value(Member& me, const Step& s, int64_t layer, const Buffers& b) {
 
 void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t* packed) {
   const Layer& l = s.layers[i];
-  const int64_t plain = s.rows.tokens * s.width, tokens = s.rows.tokens;
+  const int64_t size = s.rows.tokens * s.width, tokens = s.rows.tokens;
   const int64_t shift_stride = s.num_layers * 2 * s.width, wkv_size = s.width * HEAD;
   const float* x = i ? s.out : s.x;
   float* v = l.v0 ? b.v : s.v_first;
   float *shift = s.shift + i * 2 * s.width, *wkv = s.wkv + i * wkv_size;
-  const Phases phases(l, b, v, plain, s.adapters);
+  const Phases phases(l, b, v, size, s.adapters);
   auto run = [&](const Jobs& jobs) { linear(me, jobs.list, jobs.count, tokens, packed); };
 
   shift_mix(me, {x, i ? b.delta : nullptr, s.out, l.ln1, l.att_mix, shift, shift_stride, s.width, 6, b.h, b.mixed},
             s.rows);
-  run(phases.entrance);
+  run(phases.input_projections);
   if (s.adapters) {
     add_adapters(me, s, i, {{RECEPTANCE, l.receptance, b.mixed, b.r},
-                            {KEY, l.key, b.mixed + 2 * plain, b.k},
-                            {VALUE, l.value, b.mixed + 3 * plain, v}});
+                            {KEY, l.key, b.mixed + 2 * size, b.k},
+                            {VALUE, l.value, b.mixed + 3 * size, v}});
   }
   run(phases.low_ranks);
   time_mix(me, {b.r, b.w, b.k, v, b.a, b.g, l.v0 ? b.v_gate : nullptr, s.v_first, l.w0, l.a0, l.v0, l.k_k, l.k_a, l.r_k,
@@ -260,12 +260,12 @@ void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t*
   if (s.adapters) finish_value(me, s, i, b);
 }
 
-// Memory that grows and belongs to the calling thread.
+// A growing buffer of the calling thread.
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }
 
-  // `bytes` bytes at a 64-byte border; null if memory is short.
+  // Returns 64-byte aligned memory, or null if out of memory.
   void* take(size_t bytes) {
     if (bytes > size_) {
       std::free(data_);
@@ -285,7 +285,7 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-// Runs the layers; their states are advanced in their slots. With a failure nothing is done.
+// Runs the layers and updates their states in place. Does nothing if it fails.
 EXPORT int64_t rwkv_layers(const Step* step) {
   const Step& s = *step;
   if (!rows_fit(s.rows)) return ROWS_DO_NOT_FIT;
@@ -300,7 +300,7 @@ EXPORT int64_t rwkv_layers(const Step* step) {
   uint16_t* packed = reinterpret_cast<uint16_t*>(memory + buffers.floats);
   with_team(s.threads, [&](Member& me) {
     for (int64_t i = 0; i < s.num_layers; ++i) run_layer(me, s, i, buffers, packed);
-    me.deal(s.rows.tokens, [&](int64_t t) {
+    me.run_items(s.rows.tokens, [&](int64_t t) {
       for (int64_t i = t * s.width; i < (t + 1) * s.width; i += LANES) {
         store(s.out + i, load(s.out + i) + load(buffers.delta + i));
       }
@@ -309,7 +309,7 @@ EXPORT int64_t rwkv_layers(const Step* step) {
   return DONE;
 }
 
-// Runs `count` (at most 16) maps over the same number of rows.
+// Runs up to 16 jobs over the same rows.
 EXPORT int64_t rwkv_linear(const Job* jobs, int64_t count, int64_t rows, int64_t threads) {
   const int64_t elements = packed_elements(jobs, count, rows);
   uint16_t* packed = static_cast<uint16_t*>(scratch.take(elements * 2));

@@ -1,9 +1,10 @@
-// Every output is one sum over the inputs in their order, whatever the number of rows and threads, so
-// that a row's result does not depend on its neighbours. Four kernels:
-//   fp32 panels       x and W fp32, fused multiply-add
-//   bf16 panels       W bf16 (exact), x fp32, W widened in registers
-//   bf16 panels, AMX  W bf16, x split into 1 (bf16 precision) or 3 (fp32 precision: 3 x 8 bits) bf16 parts
-//   int8 panels       W int8 with a scale per output and 128 inputs (int8.h), x as 16-bit codes, whole-number sums
+// Linear layers on a CPU. Each output is one sum over the inputs in order, so a row's result is independent of the
+// other rows and of the thread count.
+//
+// fp32 panels       x and W fp32, fused multiply-add
+// bf16 panels       W bf16 (exact), x fp32; W is widened in registers
+// bf16 panels, AMX  W bf16; x as 1 (bf16 precision) or 3 (fp32 precision, 3 x 8 bits) bf16 parts
+// int8 panels       W int8 with a scale per output and 128 inputs (int8.h); x as 16-bit integers
 #include "linear.h"
 
 #include <algorithm>
@@ -24,10 +25,10 @@
 
 namespace {
 
-constexpr int64_t PANEL = fp32::OUTPUTS;            // outputs of an fp32 panel and of an int8 panel
-constexpr int64_t BF16_PANEL = fp32::BF16_OUTPUTS;  // outputs of a bf16 panel: two AMX tiles of 16
-constexpr int64_t STEP = fp32::STEP;                // inputs of one AMX tile
-constexpr int64_t TILE = fp32::TILE;                // elements of one AMX tile, 1 KiB
+constexpr int64_t PANEL = fp32::OUTPUTS;  // outputs per fp32 or int8 panel
+constexpr int64_t BF16_PANEL = fp32::BF16_OUTPUTS;  // outputs per bf16 panel: two AMX tiles of 16
+constexpr int64_t STEP = fp32::STEP;  // inputs per AMX tile
+constexpr int64_t TILE = fp32::TILE;  // elements per AMX tile, 1 KiB
 constexpr int64_t CHUNK = 480;                      // rows at a time; a multiple of 32 and of 10
 constexpr int MAX_JOBS = 16;
 
@@ -44,11 +45,11 @@ float activate(float x, int64_t kind) {
   }
 }
 
-// Writes `width` outputs of one row from a tile in memory.
+// Activates and writes `width` outputs of one row.
 void finish(float* y, const float* from, int64_t width, int64_t activation) {
   if (activation == NONE) {
     std::memcpy(y, from, width * sizeof(float));
-  } else if (activation == RELU_SQUARED) {  // most of all activations: a loop of its own is vector code
+  } else if (activation == RELU_SQUARED) {  // the most frequent activation: its own loop vectorises
     for (int64_t i = 0; i < width; ++i) y[i] = activate(from[i], RELU_SQUARED);
   } else {
     for (int64_t i = 0; i < width; ++i) y[i] = activate(from[i], activation);
@@ -57,7 +58,7 @@ void finish(float* y, const float* from, int64_t width, int64_t activation) {
 
 // ---- vectors ---------------------------------------------------------------------------------
 
-// fp32 and int8: tiles of nearly as many rows each, so that none is left with few, which would wait for their own sums.
+// fp32 and int8. Tiles have nearly equal sizes: a tile with few rows would be bound by latency.
 void vector_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   float out[TILE_ROWS * PANEL];
   const int64_t first = panel * PANEL, width = std::min(PANEL, job.map.out - first), tiles = divide_up(rows, TILE_ROWS);
@@ -96,7 +97,7 @@ bool amx_allowed() {
   return allowed;
 }
 
-// 16 inputs of one row into `parts` rows of tiles: x = part 0 + part 1 + part 2.
+// Splits 16 inputs of a row into `parts` bf16 rows: x = part 0 + part 1 + part 2.
 void split16(const float* x, uint16_t* to, int64_t parts) {
   __m512 rest = _mm512_loadu_ps(x);
   for (int64_t p = 0; p < parts; ++p) {
@@ -111,7 +112,7 @@ void split16(const float* x, uint16_t* to, int64_t parts) {
   }
 }
 
-// Rows first .. first+n-1 of x (at most 16 / parts) as one row tile: [steps][16][STEP] bf16, rest zero.
+// Packs rows first .. first+n-1 of x (at most 16 / parts) as one row tile: [steps][16][STEP] bf16, zero-padded.
 void pack_rows(const Job& job, int64_t first, int64_t n, uint16_t* to) {
   const int64_t steps = divide_up(job.map.in, STEP);
   for (int64_t s = 0; s < steps; ++s, to += TILE) {
@@ -137,14 +138,14 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0..3 sums, 4..5 x, 6..7 weights.
+// Tiles 0..3: sums, 4..5: x, 6..7: weights.
 void configure(int rows) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) config.columns[t] = 64, config.rows[t] = uint8_t(t < 6 ? rows : 16);
   _tile_loadconfig(&config);
 }
 
-// One panel of 32 outputs against two row tiles.
+// One panel of 32 outputs times two row tiles.
 void amx_two(const uint16_t* a0, const uint16_t* a1, const uint16_t* w, int64_t steps, float* out) {
   _tile_zero(0);
   _tile_zero(1);
@@ -180,7 +181,7 @@ void amx_one(const uint16_t* a, const uint16_t* w, int64_t steps, float* out) {
   _tile_stored(1, out + 16, 128);
 }
 
-// Sums the parts of each row of a [16][32] tile into y.
+// Adds the parts of each row of a [16][32] tile into y.
 void finish_tile(const Job& job, float* tile, int64_t row, int64_t n, int64_t first) {
   const int64_t width = std::min(BF16_PANEL, job.map.out - first);
   for (int64_t r = 0; r < n; ++r) {
@@ -219,13 +220,13 @@ bool uses_amx(const Job& job) { return job.map.kind == BF16 && amx_allowed(); }
 
 bool is_packed(const Job& job) { return job.map.kind == INT8 || uses_amx(job); }
 
-// Pieces of work that packing `rows` rows is, and elements that a piece takes.
+// Work items of packing `rows` rows, and elements per item.
 int64_t pieces(const Job& job, int64_t rows) { return job.map.kind == INT8 ? rows : row_tiles(job, rows); }
 int64_t piece_size(const Job& job) {
   return job.map.kind == INT8 ? int8::groups(job.map.in) * int8::ROW_ELEMENTS : divide_up(job.map.in, STEP) * TILE;
 }
 
-// Where the tiles and the panels of each job begin among those of all.
+// Offsets of each job's tiles and panels among those of all jobs.
 struct Plan {
   int64_t pack_end[MAX_JOBS], panel_end[MAX_JOBS], offset[MAX_JOBS], packs = 0, panels = 0, size = 0;
 
@@ -234,7 +235,7 @@ struct Plan {
       offset[j] = size;
       if (is_packed(jobs[j])) {
         packs += pieces(jobs[j], rows);
-        size += divide_up(pieces(jobs[j], rows) * piece_size(jobs[j]), 32) * 32;  // the next at 64 bytes again
+        size += divide_up(pieces(jobs[j], rows) * piece_size(jobs[j]), 32) * 32;  // keep 64-byte alignment
       }
       pack_end[j] = packs;
       panels += divide_up(jobs[j].map.out, jobs[j].map.kind == BF16 ? BF16_PANEL : PANEL);
@@ -243,11 +244,11 @@ struct Plan {
   }
 };
 
-// All jobs for rows first .. first+rows-1, at most CHUNK.
+// Runs all jobs for rows first .. first+rows-1, at most CHUNK.
 void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_t rows, uint16_t* packed) {
   const Plan plan(jobs, count, rows);
   if (plan.packs) {
-    me.deal(plan.packs, [&](int64_t t) {
+    me.run_items(plan.packs, [&](int64_t t) {
       const int64_t j = std::upper_bound(plan.pack_end, plan.pack_end + count, t) - plan.pack_end;
       const int64_t piece = t - (j ? plan.pack_end[j - 1] : 0);
       uint16_t* to = packed + plan.offset[j] + piece * piece_size(jobs[j]);
@@ -261,7 +262,7 @@ void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_
 #endif
     });
   }
-  me.deal(plan.panels, [&](int64_t p) {
+  me.run_items(plan.panels, [&](int64_t p) {
     const int64_t j = std::upper_bound(plan.panel_end, plan.panel_end + count, p) - plan.panel_end;
     const int64_t panel = p - (j ? plan.panel_end[j - 1] : 0);
 #if WITH_AMX
@@ -293,17 +294,17 @@ void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* 
   }
 }
 
-// 1 if bf16 matrices run on AMX here.
+// Returns 1 if bf16 matrices use AMX on this CPU.
 EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
 
-// Bytes of a packed matrix.
+// Returns the size of a packed matrix in bytes.
 EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t kind) {
   if (kind == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
   if (kind == INT8) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
   return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
 }
 
-// weight(o, i) at weight + o * stride_out + i * stride_in elements; packed is zeroed memory.
+// weight(o, i) = weight[o * stride_out + i * stride_in]; `packed` is zeroed.
 EXPORT void rwkv_pack_fp32(const float* weight, int64_t stride_out, int64_t stride_in, int64_t in, int64_t out,
                            float* packed, int64_t threads) {
 #pragma omp parallel for num_threads(int(threads)) schedule(static)
@@ -334,7 +335,7 @@ EXPORT void rwkv_pack_bf16(const uint16_t* weight, int64_t stride_out, int64_t s
   }
 }
 
-// codes [out, in] and scales [out, groups] as they lie; packed is zeroed memory.
+// codes [out, in] and scales [out, groups] contiguous; `packed` is zeroed.
 EXPORT void rwkv_pack_int8(const int8_t* codes, const float* scales, int64_t in, int64_t out, int8_t* packed,
                            int64_t threads) {
   const int64_t groups = int8::groups(in);

@@ -1,15 +1,15 @@
-// y = activation(x @ W^T) for packed matrices, several maps of one phase together.
+// y = activation(x @ W^T) for packed matrices, several matrices per phase.
 #pragma once
 #include <cstdint>
 
 #include "activation.h"
 #include "team.h"
 
-// A packed matrix. The binding writes these as five int64.
+// A packed matrix. Mirrored in cpu/library.py as five int64.
 struct Map {
   const void* weight;  // packed
   int64_t in, out;
-  int64_t kind;   // how it is packed
+  int64_t kind;  // packing
   int64_t parts;  // bf16 parts of x: 1 or 3
 };
 
@@ -23,5 +23,5 @@ struct Job {
 // Elements that linear() needs to pack the rows of these jobs.
 int64_t packed_elements(const Job* jobs, int64_t count, int64_t rows);
 
-// Runs `count` (at most 16) maps over the same number of rows; `packed` is 64-byte aligned.
+// Runs up to 16 jobs over the same rows; `packed` is 64-byte aligned.
 void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* packed);

@@ -1,5 +1,5 @@
-// kernels/naive.py defines what is computed. Everything is fp32. Every token and head is computed by
-// one thread in one order, so results depend on neither the other rows nor the number of threads.
+// fp32 implementation of mix.h; definition: kernels/naive.py. One thread computes a token's head in a fixed order, so
+// results do not depend on other rows or the thread count.
 #include "mix.h"
 
 #include <algorithm>
@@ -49,7 +49,7 @@ void token_mixes(const ShiftMix& c, const Rows& rows, int64_t t) {
   }
 }
 
-// What one head needs for one token.
+// One head's inputs for one token.
 struct Token {
   float r[HEAD], decay[HEAD], k[HEAD], v[HEAD], minus_kk[HEAD], b[HEAD];
 };
@@ -107,7 +107,7 @@ void advance(const float* from, float* to, const Token& o, float* y) {
   }
 }
 
-// Group norm of one head, the bonus, the gate.
+// Group norm, bonus and gate of one head.
 void epilogue(const TimeMix& c, int64_t at, int64_t channel, const Token& o, const float* y) {
   vf total = {}, squares = {}, bonus = {};
   for (int i = 0; i < HEAD; i += LANES) {
@@ -151,16 +151,16 @@ bool rows_fit(const Rows& r) {
   return true;
 }
 
-// The norm of every token, then the mixes (which read the slots), then the slots' new values.
+// LayerNorm of every token, then the mixes (which read the slots), then the slots' new values.
 void shift_mix(Member& me, const ShiftMix& c, const Rows& rows) {
-  me.deal(rows.tokens, [&](int64_t t) { layer_norm(c, t); });
-  me.deal(rows.tokens, [&](int64_t t) { token_mixes(c, rows, t); });
-  me.deal(rows.rows, [&](int64_t b) {
+  me.run_items(rows.tokens, [&](int64_t t) { layer_norm(c, t); });
+  me.run_items(rows.tokens, [&](int64_t t) { token_mixes(c, rows, t); });
+  me.run_items(rows.rows, [&](int64_t b) {
     const float* last = c.h + (rows.ends[b + 1] - 1) * c.width;
     std::memcpy(c.shift + rows.write[b] * c.shift_stride, last, c.width * sizeof(float));
   });
 }
 
 void time_mix(Member& me, const TimeMix& c, const Rows& rows) {
-  me.deal(rows.rows * c.heads, [&](int64_t task) { head_of_row(c, rows, task / c.heads, task % c.heads); });
+  me.run_items(rows.rows * c.heads, [&](int64_t task) { head_of_row(c, rows, task / c.heads, task % c.heads); });
 }

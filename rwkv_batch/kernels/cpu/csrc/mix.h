@@ -1,4 +1,4 @@
-// The parts of a layer between its linear maps, over ragged rows whose states stay in their slots.
+// A layer's operations between its linear layers, over ragged rows whose states stay in their slots.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@ struct Norm {
   const float *weight, *bias;  // [C]
 };
 
-// Which tokens are whose, and where each row's state is read and written.
+// Token range of each row, and the slots of its state.
 struct Rows {
   const int64_t *ends, *read, *write;  // cu_seqlens [B+1], slots [B]
   int64_t rows, tokens, slots;
@@ -22,7 +22,7 @@ struct ShiftMix {
   const float* mix;    // [M, C]
   float* shift;        // [slots, C], rows `shift_stride` apart
   int64_t shift_stride, width, mixes;
-  float* h;            // [T, C]: the norm's output, read until the end of the next phase
+  float* h;  // [T, C]: LayerNorm output, read until the end of the next phase
   float* mixed;        // [M, T, C]
 };
 
@@ -36,7 +36,7 @@ struct TimeMix {
   int64_t slot_stride, heads;
 };
 
-// Whether every row has tokens and its slots exist: what would otherwise be a write anywhere.
+// Whether every row has tokens and valid slots. Prevents out-of-bounds writes.
 bool rows_fit(const Rows& rows);
 
 void shift_mix(Member& me, const ShiftMix& call, const Rows& rows);

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as this machine has, through GCC's vector extensions.
+// fp32 vectors of this machine's width, by GCC's vector extensions.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -7,7 +7,7 @@
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int TILE_ROWS = 12;  // rows of x a micro-kernel keeps in registers: 12 x 2 accumulators of 32 registers
+constexpr int TILE_ROWS = 12;  // rows of x in registers: 12 x 2 accumulators of 32 registers
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int TILE_ROWS = 6;
@@ -27,7 +27,7 @@ static inline vf load(const float* p) {
 
 static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
-// (x - 0 is x even for -0, so the compiler drops the subtraction; 0 + x is not.)
+// x - 0 is x even for -0, so the compiler drops the subtraction. It keeps 0 + x.
 static inline vf splat(float x) { return x - vf{}; }
 
 // e^x to about 2 ulp for x in [-87, 88], clamped outside.
@@ -73,7 +73,7 @@ static inline vf fold(vf a, vf b, int s) {
 #endif
 }
 
-// Lane i of the result is the sum of the lanes of p[i]; p is used up.
+// Lane i of the result is the sum of p[i]'s lanes. Overwrites p.
 static inline vf sum_rows(vf p[LANES]) {
 #pragma GCC unroll 4
   for (int s = LANES / 2; s > 0; s /= 2) {

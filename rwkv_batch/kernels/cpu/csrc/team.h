@@ -1,7 +1,8 @@
-// The threads of one call: a phase's items dealt to whoever is free, and all of them meeting behind it.
+// The threads of one call: free threads claim the items of a phase; a barrier ends it.
 //
-// A step has a dozen short phases a layer. Where OpenMP's threads sleep between regions (OMP_WAIT_POLICY=PASSIVE, as
-// in the service), a region for each phase took 10 of one row's 25 ms, so there is one per call and this inside.
+// A step has a dozen short phases per layer. If OpenMP's threads sleep between parallel regions
+// (OMP_WAIT_POLICY=PASSIVE, as in the service), one region per phase costs 10 of one row's 25 ms. So a call is one
+// parallel region.
 #pragma once
 #include <omp.h>
 
@@ -16,17 +17,17 @@
 #include <thread>
 #endif
 
-// What the threads share.
+// State shared by the threads.
 class Team {
  public:
-  // The next item of the phase.
+  // Returns the next item of the phase.
   int64_t claim() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Returns when all `size` threads are here; what they wrote before is seen behind it.
-  void meet(int size) {
+  // Barrier of `size` threads; earlier writes are visible after it.
+  void barrier(int size) {
     const uint32_t round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size) {
-      wait_behind(round);
+      wait_for_round(round);
       return;
     }
     next_.store(0, std::memory_order_relaxed);
@@ -36,10 +37,10 @@ class Team {
   }
 
  private:
-  // About 50 us: longer than the phases differ, shorter than a time slice that another process has taken.
+  // About 50 us: longer than threads differ in a phase, shorter than a time slice taken by another process.
   static constexpr int SPINS = 1000;
 
-  void wait_behind(uint32_t round) {
+  void wait_for_round(uint32_t round) {
     for (int i = 0; i < SPINS; ++i) {
       if (round_.load(std::memory_order_acquire) != round) return;
 #if defined(__x86_64__)
@@ -71,16 +72,16 @@ class Team {
   alignas(64) std::atomic<uint32_t> round_{0};
 };
 
-// One thread of a team. All threads go through the same phases in the same order.
+// One thread of a team. All threads run the same phases in the same order.
 class Member {
  public:
   Member(Team& team) : team_(team), size_(omp_get_num_threads()) {}
 
-  // work(0) .. work(items - 1), each on one thread; returns when all are done.
+  // Runs work(0) .. work(items - 1), each on one thread; returns when all are done.
   template <typename Work>
-  void deal(int64_t items, Work work) {
+  void run_items(int64_t items, Work work) {
     for (int64_t i = team_.claim(); i < items; i = team_.claim()) work(i);
-    team_.meet(size_);
+    team_.barrier(size_);
   }
 
  private:

@@ -1,70 +1,74 @@
-// Rows of several adapters beside a map, y += B (A x), each row its own pair: a shrink and an expand, in the manner of
-// punica's SGMV.
+// LoRA with a different adapter per row (SGMV, as in punica): y += B (A x), up to 3 projections per launch.
 //
-// The host sorts the step's tokens by adapter into tiles of 16 (`tokens`: which, -1 for none; `numbers`: whose, 0 for rows
-// without, -1 for a tile that is not there), so that a tile's products are the tensor cores' (m16n8k16). Pairs are found in
-// a table by adapter, layer and map: adapters come and go under the graphs that read it. Up to 3 maps in a launch.
+//   shrink   h [splits, tokens, rank] fp32 = A x over a split of the inputs
+//            grid (splits, tiles, projections), 8 warps
+//   expand   y [tokens, n] += B h; with squared_relu, y holds v |v| of the projection and becomes max(v + B h, 0)^2
+//            grid (n / 256, tiles, projections), 4 warps
 //
-//   shrink: h[split][token of a tile][rank] fp32 = A x over a split of the inputs; a block for each tile, map and split
-//   expand: y[token] += B h, or, behind a map whose outputs were left as v |v| (SIGNED_SQUARE): max(v + B h, 0)^2, for rows
-//           without an adapter max(v, 0)^2 as that map would have left it; a block for each tile, map and 256 outputs
+// in     x        [tokens, k] fp16
+//        pairs    [adapters, layers, targets] (A [rank, k], B [n, rank]) fp16, rank <= 128, rank % 16 == 0. The table
+//        is
+//                 read by CUDA graphs, so that adapters can be loaded and unloaded without a new capture
+//        tokens   [tiles, 16] token of each tile row, -1: none. The host sorts tokens by adapter into tiles of 16
+//        numbers  [tiles] adapter of a tile; 0: no adapter; -1: no tile
+// inout  y        [tokens, n] fp16
 //
-// Blocks take tiles in turn (`tiles_at_once`): a graph has room for every row with an adapter of its own, and mostly few
-// tiles are there. Sums over splits are taken in their order: a row's bits do not depend on when blocks run. Both kernels read their pairs
-// while the kernel before still runs. Bytes: 2 rank (k + n) for each pair of a tile, 2 * 16 k for x, 4 * 16 n for y.
+// Tensor cores: mma.m16n8k16. A graph is captured for one adapter per row, but few tiles exist: CTAs loop over tiles.
+// Splits are added in order, so a row's bits do not depend on the schedule. Both kernels prefetch A or B before the
+// previous kernel ends. Memory bound: 2 rank (k + n) bytes per adapter and tile, 32 k for x, 64 n for y.
 #include "activation.h"
 #include "common.cuh"
-#include "fragments.cuh"
+#include "mma.cuh"
 #include "relu.cuh"
 
 constexpr int TILE = 16;
 constexpr int WARPS = 8;
-constexpr int MAX_MAPS = 3;
+constexpr int MAX_GEMMS = 3;
 constexpr int MAX_RANK = 128;
-constexpr int RANKS = 32;       // of A that a warp sums at a time
-constexpr int STEP = 32 * 4;    // inputs of a warp at a time
-constexpr int OUTPUTS = 256;    // of a block of the expand
+constexpr int RANKS = 32;  // ranks of A that a warp sums at a time
+constexpr int STEP = 32 * 4;  // inputs per warp and step
+constexpr int TILE_N = 256;  // outputs per CTA of the expand
 constexpr int EXPAND_WARPS = 4;
 
 struct Pair {
     const __half* a;  // [rank, k]
-    const __half* b;  // [n, rank], its scale in it
-    int64_t rank;     // a multiple of 16; 0: none
+    const __half* b;  // [n, rank], scaled
+    int64_t rank;  // a multiple of 16; 0: none
 };
 
-struct AdapterMap {
+struct AdapterGemmArgs {
     const __half* x;  // [tokens, k]
     __half* y;        // [tokens, n]
     int k, n, target, unused;
 };
 
 struct AdapterArgs {
-    AdapterMap maps[MAX_MAPS];
+    AdapterGemmArgs gemms[MAX_GEMMS];
     const Pair* pairs;     // [numbers, layers, targets]
     const int* tokens;     // [tiles, 16]
     const int* numbers;    // [tiles]
-    float* partial;        // [maps, splits, tiles, 16, MAX_RANK]
-    int count, tiles, layers, layer, targets, splits, squares, tiles_at_once;
+    float* partials;  // [projections, splits, tiles, 16, MAX_RANK]
+    int count, tiles, layers, layer, targets, splits, squared_relu, tiles_in_grid;
 };
 
 __device__ __forceinline__ const Pair* pair_of(const AdapterArgs& p, int number, int target) {
     return p.pairs + (static_cast<int64_t>(number) * p.layers + p.layer) * p.targets + target;
 }
 
-__device__ __forceinline__ float* partial_of(const AdapterArgs& p, int map, int split, int tile) {
-    return p.partial + ((static_cast<int64_t>(map) * p.splits + split) * p.tiles + tile) * TILE * MAX_RANK;
+__device__ __forceinline__ float* partials_of(const AdapterArgs& p, int gemm, int split, int tile) {
+    return p.partials + ((static_cast<int64_t>(gemm) * p.splits + split) * p.tiles + tile) * TILE * MAX_RANK;
 }
 
-// A split of the inputs of one tile times A, RANKS rows of it at a time, summed over the block's warps.
-// The k index inside a piece of 32 is permuted alike for A and x: lane t of a quad holds 8t .. 8t + 7.
+// Shrink of one tile over a split of the inputs, RANKS ranks at a time, summed over the CTA's warps.
+// The k index within 32 inputs is permuted alike for A and x: lane t of a quad holds 8t .. 8t + 7.
 __device__ __forceinline__ void shrink_tile(
-    const AdapterArgs& p, const AdapterMap& m, const Pair& pair, int tile, float (&sums)[WARPS][TILE][RANKS + 1], bool& waited) {
-    const int map = blockIdx.z, split = blockIdx.x, rank = static_cast<int>(pair.rank);
+    const AdapterArgs& p, const AdapterGemmArgs& m, const Pair& pair, int tile, float (&sums)[WARPS][TILE][RANKS + 1], bool& waited) {
+    const int gemm = blockIdx.z, split = blockIdx.x, rank = static_cast<int>(pair.rank);
     const int per = ((m.k + p.splits - 1) / p.splits + 31) / 32 * 32;
     const int first = split * per, last = min(m.k, first + per);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int low = p.tokens[tile * TILE + g], high = p.tokens[tile * TILE + g + 8];
-    const uint4 nothing = {0, 0, 0, 0};
+    const uint4 zeros = {0, 0, 0, 0};
     for (int rank0 = 0; rank0 < rank; rank0 += RANKS) {
         float c[RANKS / 8][4] = {};
         for (int at = first + warp * STEP; at < last; at += WARPS * STEP) {
@@ -74,16 +78,16 @@ __device__ __forceinline__ void shrink_tile(
 #pragma unroll
                 for (int j = 0; j < RANKS / 8; ++j) {
                     const int row = rank0 + j * 8 + g, k = at + piece * 32 + t * 8;
-                    a[piece][j] = row < rank && k < last ? load16(pair.a + static_cast<int64_t>(row) * m.k + k) : nothing;
+                    a[piece][j] = row < rank && k < last ? load16(pair.a + static_cast<int64_t>(row) * m.k + k) : zeros;
                 }
             }
-            if (!waited) wait_for_inputs();
+            if (!waited) wait_for_previous_kernel();
             waited = true;
 #pragma unroll
             for (int piece = 0; piece < 4; ++piece) {
                 const int k = at + piece * 32 + t * 8;
-                const uint4 lo = low >= 0 && k < last ? load16(m.x + static_cast<int64_t>(low) * m.k + k) : nothing;
-                const uint4 hi = high >= 0 && k < last ? load16(m.x + static_cast<int64_t>(high) * m.k + k) : nothing;
+                const uint4 lo = low >= 0 && k < last ? load16(m.x + static_cast<int64_t>(low) * m.k + k) : zeros;
+                const uint4 hi = high >= 0 && k < last ? load16(m.x + static_cast<int64_t>(high) * m.k + k) : zeros;
 #pragma unroll
                 for (int j = 0; j < RANKS / 8; ++j) {
                     if (rank0 + j * 8 >= rank) break;
@@ -92,7 +96,7 @@ __device__ __forceinline__ void shrink_tile(
                 }
             }
         }
-        if (!waited) wait_for_inputs();  // a warp without inputs: what is written below may still be read before
+        if (!waited) wait_for_previous_kernel();  // a warp without inputs: the previous kernel may still read what it overwrites
         waited = true;
 #pragma unroll
         for (int j = 0; j < RANKS / 8; ++j) {
@@ -100,7 +104,7 @@ __device__ __forceinline__ void shrink_tile(
             for (int i = 0; i < 4; ++i) sums[warp][g + (i >> 1) * 8][j * 8 + t * 2 + (i & 1)] = c[j][i];
         }
         __syncthreads();
-        float* to = partial_of(p, map, split, tile);
+        float* to = partials_of(p, gemm, split, tile);
         for (int i = threadIdx.x; i < TILE * RANKS; i += WARPS * 32) {
             const int row = i / RANKS, column = i % RANKS;
             float sum = 0.0f;
@@ -114,35 +118,35 @@ __device__ __forceinline__ void shrink_tile(
 
 __global__ void __launch_bounds__(WARPS * 32) shrink_kernel(const AdapterArgs p) {
     __shared__ float sums[WARPS][TILE][RANKS + 1];
-    let_next_start();
-    const AdapterMap m = p.maps[blockIdx.z];
+    allow_next_kernel();
+    const AdapterGemmArgs m = p.gemms[blockIdx.z];
     bool waited = false;
     for (int tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
         const int number = p.numbers[tile];
-        if (number <= 0) break;  // rows without an adapter come last
+        if (number <= 0) break;  // tiles without an adapter come last
         const Pair pair = *pair_of(p, number, m.target);
         if (pair.rank > 0) shrink_tile(p, m, pair, tile, sums, waited);
     }
-    if (!waited) wait_for_inputs();  // or this kernel might end, and the next one start, before the one before has ended
+    if (!waited) wait_for_previous_kernel();  // otherwise this kernel could end, and the next one start, before the previous one has ended
 }
 
-// v from what SIGNED_SQUARE left of it.
-__device__ __forceinline__ float unsquared(float z) { return copysignf(sqrtf(fabsf(z)), z); }
+// v from v |v|.
+__device__ __forceinline__ float inverse_signed_square(float z) { return copysignf(sqrtf(fabsf(z)), z); }
 
-// Eight outputs of a token: what B h adds to them, and what the map left.
-template <bool SQUARES>
+// Adds B h to eight outputs of a token.
+template <bool SQUARED_RELU>
 __device__ __forceinline__ void finish(__half* y, const float (&added)[8]) {
     float v[8];
     unpack8(load16(y), v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = SQUARES ? relu_square(unsquared(v[i]) + added[i]) : v[i] + added[i];
+    for (int i = 0; i < 8; ++i) v[i] = SQUARED_RELU ? relu_square(inverse_signed_square(v[i]) + added[i]) : v[i] + added[i];
     store16(y, pack8(v));
 }
 
-// Rows without an adapter: what the map would have left.
-__device__ __forceinline__ void leave_squares(const AdapterMap& m, const int* tokens, int first) {
-    for (int i = threadIdx.x; i < TILE * OUTPUTS / 8; i += EXPAND_WARPS * 32) {
-        const int token = tokens[i / (OUTPUTS / 8)], column = first + i % (OUTPUTS / 8) * 8;
+// Rows without an adapter: max(v, 0)^2 from v |v|.
+__device__ __forceinline__ void finish_squares(const AdapterGemmArgs& m, const int* tokens, int first) {
+    for (int i = threadIdx.x; i < TILE * TILE_N / 8; i += EXPAND_WARPS * 32) {
+        const int token = tokens[i / (TILE_N / 8)], column = first + i % (TILE_N / 8) * 8;
         if (token < 0 || column >= m.n) continue;
         __half* y = m.y + static_cast<int64_t>(token) * m.n + column;
         float v[8];
@@ -153,17 +157,17 @@ __device__ __forceinline__ void leave_squares(const AdapterMap& m, const int* to
     }
 }
 
-// Outputs of a group of 32 are dealt to the columns of four products so that each lane has 8 neighbours of a row: lane t
-// of a quad has 8t .. 8t + 7. The rank inside a step of 16 is permuted alike for h and B: lane t has 4t .. 4t + 3.
-template <bool SQUARES>
+// Expand of one tile. The outputs of a group of 32 are spread over four mma so that a lane has 8 adjacent ones: lane t
+// of a quad has 8t .. 8t + 7. The rank within a step of 16 is permuted alike for h and B: lane t has 4t .. 4t + 3.
+template <bool SQUARED_RELU>
 __device__ __forceinline__ void expand_tile(
-    const AdapterArgs& p, const AdapterMap& m, const Pair& pair, int tile, __half (&h)[TILE][MAX_RANK + 8], bool& waited) {
-    const int map = blockIdx.z, rank = static_cast<int>(pair.rank);
+    const AdapterArgs& p, const AdapterGemmArgs& m, const Pair& pair, int tile, __half (&h)[TILE][MAX_RANK + 8], bool& waited) {
+    const int gemm = blockIdx.z, rank = static_cast<int>(pair.rank);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    constexpr int GROUPS = OUTPUTS / EXPAND_WARPS / 32;
-    const int first = blockIdx.x * OUTPUTS + warp * GROUPS * 32;
-    const int row = (g >> 1) * 8 + (g & 1);  // of B, plus twice the product's number
-    const uint2 nothing = {0, 0};
+    constexpr int GROUPS = TILE_N / EXPAND_WARPS / 32;
+    const int first = blockIdx.x * TILE_N + warp * GROUPS * 32;
+    const int row = (g >> 1) * 8 + (g & 1);  // row of B, plus twice the mma's index
+    const uint2 zeros = {0, 0};
     uint2 b[GROUPS][4];
     auto load_b = [&](int rank0) {
 #pragma unroll
@@ -171,19 +175,19 @@ __device__ __forceinline__ void expand_tile(
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int n = first + group * 32 + row + j * 2;
-                b[group][j] = n < m.n ? *reinterpret_cast<const uint2*>(pair.b + static_cast<int64_t>(n) * rank + rank0 + t * 4) : nothing;
+                b[group][j] = n < m.n ? *reinterpret_cast<const uint2*>(pair.b + static_cast<int64_t>(n) * rank + rank0 + t * 4) : zeros;
             }
         }
     };
     load_b(0);
     const int tokens[2] = {p.tokens[tile * TILE + g], p.tokens[tile * TILE + g + 8]};
-    if (waited) __syncthreads();  // all have read the tile's before
-    else wait_for_inputs();
+    if (waited) __syncthreads();  // all warps have read the previous tile's h
+    else wait_for_previous_kernel();
     waited = true;
     for (int i = threadIdx.x; i < TILE * rank; i += EXPAND_WARPS * 32) {
         const int r = i / rank, column = i % rank;
         float sum = 0.0f;
-        for (int split = 0; split < p.splits; ++split) sum += __ldcg(partial_of(p, map, split, tile) + r * MAX_RANK + column);
+        for (int split = 0; split < p.splits; ++split) sum += __ldcg(partials_of(p, gemm, split, tile) + r * MAX_RANK + column);
         h[r][column] = __float2half_rn(fminf(fmaxf(sum, -65504.0f), 65504.0f));
     }
     __syncthreads();
@@ -211,41 +215,41 @@ __device__ __forceinline__ void expand_tile(
                 added[2 * j] = c[group][j][2 * half];
                 added[2 * j + 1] = c[group][j][2 * half + 1];
             }
-            finish<SQUARES>(m.y + static_cast<int64_t>(tokens[half]) * m.n + column, added);
+            finish<SQUARED_RELU>(m.y + static_cast<int64_t>(tokens[half]) * m.n + column, added);
         }
     }
 }
 
-template <bool SQUARES>
+template <bool SQUARED_RELU>
 __global__ void __launch_bounds__(EXPAND_WARPS * 32) expand_kernel(const AdapterArgs p) {
     __shared__ __half h[TILE][MAX_RANK + 8];
-    let_next_start();
-    const AdapterMap m = p.maps[blockIdx.z];
+    allow_next_kernel();
+    const AdapterGemmArgs m = p.gemms[blockIdx.z];
     bool waited = false;
-    if (static_cast<int>(blockIdx.x) * OUTPUTS < m.n) {
+    if (static_cast<int>(blockIdx.x) * TILE_N < m.n) {
         for (int tile = blockIdx.y; tile < p.tiles; tile += gridDim.y) {
             const int number = p.numbers[tile];
-            if (number < 0 || (number == 0 && !SQUARES)) break;
+            if (number < 0 || (number == 0 && !SQUARED_RELU)) break;
             const Pair pair = number > 0 ? *pair_of(p, number, m.target) : Pair{nullptr, nullptr, 0};
             if (pair.rank > 0) {
-                expand_tile<SQUARES>(p, m, pair, tile, h, waited);
-            } else if (SQUARES) {
-                if (!waited) wait_for_inputs();
+                expand_tile<SQUARED_RELU>(p, m, pair, tile, h, waited);
+            } else if (SQUARED_RELU) {
+                if (!waited) wait_for_previous_kernel();
                 waited = true;
-                leave_squares(m, p.tokens + tile * TILE, blockIdx.x * OUTPUTS);
+                finish_squares(m, p.tokens + tile * TILE, blockIdx.x * TILE_N);
             }
         }
     }
-    if (!waited) wait_for_inputs();  // as above
+    if (!waited) wait_for_previous_kernel();  // as in shrink_kernel
 }
 
 RWKV_API int rwkv_adapters(const AdapterArgs* args, void* stream) {
     const AdapterArgs& p = *args;
     int widest = 0;
-    for (int i = 0; i < p.count; ++i) widest = max(widest, p.maps[i].n);
-    launch(shrink_kernel, dim3(p.splits, p.tiles_at_once, p.count), WARPS * 32, stream, p);
-    const dim3 grid((widest + OUTPUTS - 1) / OUTPUTS, p.tiles_at_once, p.count);
-    if (p.squares) launch(expand_kernel<true>, grid, EXPAND_WARPS * 32, stream, p);
+    for (int i = 0; i < p.count; ++i) widest = max(widest, p.gemms[i].n);
+    launch(shrink_kernel, dim3(p.splits, p.tiles_in_grid, p.count), WARPS * 32, stream, p);
+    const dim3 grid((widest + TILE_N - 1) / TILE_N, p.tiles_in_grid, p.count);
+    if (p.squared_relu) launch(expand_kernel<true>, grid, EXPAND_WARPS * 32, stream, p);
     else launch(expand_kernel<false>, grid, EXPAND_WARPS * 32, stream, p);
     return launch_result();
 }

@@ -1,75 +1,75 @@
-// Shared by all kernels of the forward: 16-byte accesses of fp16, reductions, error reporting.
+// Helpers of all kernels: 16-byte fp16 accesses, warp and CTA sums, launches, device limits.
 #pragma once
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "early_launch.cuh"
+#include "programmatic_launch.cuh"
 
 #define RWKV_API extern "C" __attribute__((visibility("default")))
 
-constexpr int HEAD = 64;                       // head size N: keys and values of one head
+constexpr int HEAD_SIZE = 64;  // keys, and values, of one head
 constexpr float DECAY_SCALE = -0.6065306597f;  // -exp(-0.5): log of the smallest decay
 constexpr float NORM_EPS = 1e-5f;
 constexpr float GROUP_NORM_EPS = 64e-5f;
-constexpr unsigned FULL = 0xffffffffu;
+constexpr unsigned FULL_MASK = 0xffffffffu;
 
-// Every launcher ends with this: the launch's own error, as an int for the C ABI.
+// Returns the launch's CUDA error. Every launcher ends with it.
 inline int launch_result() { return static_cast<int>(cudaGetLastError()); }
 
-struct Machine {
-    int processors;
-    int shared_bytes;   // most that a block may have
-    int shared_in_all;  // of a processor
-    int shared_kept;    // by the system, of every block
-    bool early_launch;  // a kernel may start before the one before it has ended (sm_90 and later)
+struct DeviceInfo {
+    int num_sms;
+    int smem_bytes;  // maximum per CTA
+    int smem_per_sm;
+    int reserved_smem;  // by CUDA, per CTA
+    bool has_pdl;  // programmatic dependent launch (sm_90 and later)
 };
 
 constexpr int MAX_DEVICES = 64;
 
-// The current device's number, for what is kept per device.
-inline int this_device() {
+// Returns the current device's index into per-device statics.
+inline int current_device() {
     int device = 0;
     cudaGetDevice(&device);
     return device % MAX_DEVICES;
 }
 
-inline const Machine& this_machine() {
-    static Machine known[MAX_DEVICES] = {};
-    Machine& machine = known[this_device()];
-    if (machine.processors == 0) {
+inline const DeviceInfo& device_info() {
+    static DeviceInfo known[MAX_DEVICES] = {};
+    DeviceInfo& info = known[current_device()];
+    if (info.num_sms == 0) {
         int device = 0, major = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-        machine.early_launch = major >= 9;
-        cudaDeviceGetAttribute(&machine.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        cudaDeviceGetAttribute(&machine.shared_in_all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-        cudaDeviceGetAttribute(&machine.shared_kept, cudaDevAttrReservedSharedMemoryPerBlock, device);
-        cudaDeviceGetAttribute(&machine.processors, cudaDevAttrMultiProcessorCount, device);
+        info.has_pdl = major >= 9;
+        cudaDeviceGetAttribute(&info.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        cudaDeviceGetAttribute(&info.smem_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+        cudaDeviceGetAttribute(&info.reserved_smem, cudaDevAttrReservedSharedMemoryPerBlock, device);
+        cudaDeviceGetAttribute(&info.num_sms, cudaDevAttrMultiProcessorCount, device);
     }
-    return machine;
+    return info;
 }
 
-enum class Start { EARLY, SPREAD };
+enum class LaunchOrder { OVERLAPPED, SERIAL };
 
-// Launch on a stream. EARLY: where the GPU can, the kernel's blocks come up while the kernel before still runs. Such a
-// kernel calls wait_for_inputs() before it reads what earlier kernels of the step wrote, or writes anything. SPREAD: they
-// come up when it has ended, over all processors; blocks that come early pile up on the first processors that are free.
-// shared_percent: how much of a processor's shared memory and L1, which are one store, is to be shared memory; -1 leaves
-// that to the driver.
-template <Start START = Start::EARLY, typename... Params, typename... Args>
-inline void launch_with_split(
-    void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, int shared_percent, void* stream,
+// Launches a kernel on a stream.
+// OVERLAPPED: programmatic dependent launch where the GPU has it. CTAs start while the previous kernel runs, so the
+// kernel must call wait_for_previous_kernel() before it reads its inputs and before it writes anything.
+// SERIAL: CTAs start after the previous kernel and spread over all SMs. Overlapped CTAs pile up on the first free SMs.
+// shared_percent: shared memory carveout of the SM's combined L1 and shared memory; -1 leaves it to the driver.
+template <LaunchOrder ORDER = LaunchOrder::OVERLAPPED, typename... Params, typename... Args>
+inline void launch_with_carveout(
+    void (*kernel)(Params...), dim3 grid, int threads, size_t smem_bytes, int shared_percent, void* stream,
     const Args&... args) {
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
+    config.dynamicSmemBytes = smem_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = attributes;
-    if (START == Start::EARLY && this_machine().early_launch) {
+    if (ORDER == LaunchOrder::OVERLAPPED && device_info().has_pdl) {
         cudaLaunchAttribute& early = attributes[config.numAttrs++];
         early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         early.val.programmaticStreamSerializationAllowed = 1;
@@ -84,37 +84,36 @@ inline void launch_with_split(
     cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-template <Start START = Start::EARLY, typename... Params, typename... Args>
-inline void launch_with_shared(
-    void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, void* stream, const Args&... args) {
-    launch_with_split<START>(kernel, grid, threads, shared_bytes, -1, stream, args...);
+template <LaunchOrder ORDER = LaunchOrder::OVERLAPPED, typename... Params, typename... Args>
+inline void launch_with_smem(
+    void (*kernel)(Params...), dim3 grid, int threads, size_t smem_bytes, void* stream, const Args&... args) {
+    launch_with_carveout<ORDER>(kernel, grid, threads, smem_bytes, -1, stream, args...);
 }
 
-template <Start START = Start::EARLY, typename... Params, typename... Args>
+template <LaunchOrder ORDER = LaunchOrder::OVERLAPPED, typename... Params, typename... Args>
 inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
-    launch_with_shared<START>(kernel, grid, threads, 0, stream, args...);
+    launch_with_smem<ORDER>(kernel, grid, threads, 0, stream, args...);
 }
 
-// Launch a kernel of at most two blocks per processor that streams through L1. What it loads is on its way through L1, and
-// the driver leaves the split as the kernel before has had it: after one with all the shared memory there are 28 KB. So
-// most of the store becomes L1 (what is left holds the blocks). And every block takes so much shared memory that as few
-// fit on a processor as it takes to hold them all: early ones do not pile up.
+// Launches a kernel of at most two CTAs per SM that streams through L1.
+// The driver keeps the previous kernel's carveout, which can leave an L1 of 28 KB. This launch sets the smallest
+// carveout that holds the CTAs. It pads their shared memory, so that early CTAs do not pile up on one SM.
 template <typename... Params, typename... Args>
 inline void launch_streaming(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
     constexpr int SPLITS[] = {32 << 10, 64 << 10, 100 << 10};
-    const Machine& machine = this_machine();
+    const DeviceInfo& info = device_info();
     cudaFuncAttributes attributes = {};
     cudaFuncGetAttributes(&attributes, kernel);
-    const int own = static_cast<int>(attributes.sharedSizeBytes) + machine.shared_kept;
-    const int places = static_cast<int>(grid.x * grid.y) <= machine.processors ? 1 : 2;
+    const int own = static_cast<int>(attributes.sharedSizeBytes) + info.reserved_smem;
+    const int places = static_cast<int>(grid.x * grid.y) <= info.num_sms ? 1 : 2;
     int split = SPLITS[0];
-    for (const int larger : SPLITS)
-        if (split < places * own) split = larger;
+    for (const int max_nan : SPLITS)
+        if (split < places * own) split = max_nan;
     const int padding = max(0, split / (places + 1) + 128 - own);
-    launch_with_split(kernel, grid, threads, padding, split * 100LL / machine.shared_in_all, stream, args...);
+    launch_with_carveout(kernel, grid, threads, padding, split * 100LL / info.smem_per_sm, stream, args...);
 }
 
-// Fast reciprocals (2 ulp of fp32) where an exact division would cost a dozen instructions; +inf gives 0.
+// 1 / x within 2 ulp. Returns 0 for +inf.
 __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -123,10 +122,10 @@ __device__ __forceinline__ float reciprocal(float x) {
 
 __device__ __forceinline__ float sigmoidf(float x) { return reciprocal(1.0f + __expf(-x)); }
 
-// tanh through exp: saturates without NaN.
+// tanh by exp. It saturates without NaN.
 __device__ __forceinline__ float tanh_exp(float x) { return 1.0f - 2.0f * reciprocal(1.0f + __expf(2.0f * x)); }
 
-// Eight fp16 in one 16-byte register quad <-> eight fp32.
+// Eight fp16 in 16 bytes <-> eight fp32.
 __device__ __forceinline__ void unpack8(const uint4& packed, float (&out)[8]) {
     const __half2* pairs = reinterpret_cast<const __half2*>(&packed);
 #pragma unroll
@@ -148,7 +147,7 @@ __device__ __forceinline__ uint4 pack8(const float (&in)[8]) {
 __device__ __forceinline__ uint4 load16(const void* p) { return *reinterpret_cast<const uint4*>(p); }
 __device__ __forceinline__ void store16(void* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 
-__device__ __forceinline__ void load_floats8(const float* p, float (&out)[8]) {
+__device__ __forceinline__ void load_fp32x8(const float* p, float (&out)[8]) {
     const float4 lo = reinterpret_cast<const float4*>(p)[0], hi = reinterpret_cast<const float4*>(p)[1];
     out[0] = lo.x, out[1] = lo.y, out[2] = lo.z, out[3] = lo.w;
     out[4] = hi.x, out[5] = hi.y, out[6] = hi.z, out[7] = hi.w;
@@ -156,11 +155,11 @@ __device__ __forceinline__ void load_floats8(const float* p, float (&out)[8]) {
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL, x, offset);
+    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL_MASK, x, offset);
     return x;
 }
 
-// Sum over the block; `scratch` holds one float per warp and must not be reused before the next barrier.
+// Sum over the CTA. `scratch` holds one float per warp; reuse it only after the next barrier.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
     x = warp_sum(x);
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;

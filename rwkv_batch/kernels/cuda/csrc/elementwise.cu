@@ -1,7 +1,9 @@
-// Activations between two linear maps, in place, 16 bytes per thread and access.
+// In-place activations, 16 bytes per thread.
 //
-//   relu_square: x [n] fp16 -> max(x, 0)^2            bytes 4n
-//   low_rank_act: w [nw] fp16 -> tanh(w), g [ng] fp16 -> sigmoid(g), one launch for both
+//   relu_square    x [n] fp16 -> max(x, 0)^2
+//   low_rank_act   w [nw] fp16 -> tanh(w), g [ng] fp16 -> sigmoid(g), in one launch
+//
+// Grid: one thread per 8 elements, 256 threads per CTA. Memory bound: 4 bytes per element.
 #include "common.cuh"
 #include "relu.cuh"
 
@@ -15,8 +17,8 @@ __device__ __forceinline__ void apply8(__half* p, F f) {
 }
 
 __global__ void relu_square_kernel(__half* x, int64_t groups) {
-    let_next_start();
-    wait_for_inputs();
+    allow_next_kernel();
+    wait_for_previous_kernel();
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < groups; i += step) {
         apply8(x + i * 8, [](float v) { return relu_square(v); });
@@ -24,8 +26,8 @@ __global__ void relu_square_kernel(__half* x, int64_t groups) {
 }
 
 __global__ void low_rank_act_kernel(__half* w, int64_t w_groups, __half* g, int64_t g_groups) {
-    let_next_start();
-    wait_for_inputs();
+    allow_next_kernel();
+    wait_for_previous_kernel();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < w_groups) {
         apply8(w + i * 8, [](float v) { return tanh_exp(v); });

@@ -1,4 +1,4 @@
-// Hopper's asynchronous machinery as plain functions: mbarriers, bulk tensor copies, wgmma. sm_90a only.
+// mbarrier, TMA and wgmma instructions as functions. sm_90a only.
 #pragma once
 
 #include <cuda.h>
@@ -6,12 +6,12 @@
 
 namespace hopper {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// One lane of a converged warp. The compiler knows that it is one, and keeps its operands in uniform registers.
-__device__ __forceinline__ bool elect_lane() {
+// True in one lane of a converged warp. The compiler then keeps that lane's operands in uniform registers.
+__device__ __forceinline__ bool elect_one() {
     uint32_t elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
     return elected != 0;
@@ -19,21 +19,21 @@ __device__ __forceinline__ bool elect_lane() {
 
 // mbarriers --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Initialised barriers become visible to the copy engine.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes initialised mbarriers visible to the TMA unit.
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// What this thread has written, or knows to be written, is what later bulk copies read.
-__device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Makes this thread's writes, and those it has acquired, visible to later bulk copies.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -50,12 +50,12 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Bulk tensor copies -----------------------------------------------------------------------------------------------
+// TMA --------------------------------------------------------------------------------------------------------------
 
 constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
 
-// A box of a stack of matrices, its first element at (inner, outer, plane), into this block's shared memory.
-__device__ __forceinline__ void copy_box(
+// Copies a box that starts at (inner, outer, plane) into shared memory.
+__device__ __forceinline__ void tma_load(
     uint32_t to, const CUtensorMap* map, int inner, int outer, int plane, uint32_t barrier, uint64_t hint) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -63,8 +63,8 @@ __device__ __forceinline__ void copy_box(
         : "memory");
 }
 
-// Neighbouring bytes, 16 or a multiple.
-__device__ __forceinline__ void copy_line(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+// Copies contiguous bytes; `bytes` is a multiple of 16.
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
                  : "memory");
@@ -72,24 +72,25 @@ __device__ __forceinline__ void copy_line(uint32_t to, const void* from, uint32_
 
 // wgmma ------------------------------------------------------------------------------------------------------------
 
-// A tile of fp16 in shared memory with the 128-byte swizzle, rows of 128 bytes, 8 rows (1024 bytes) repeated.
-__device__ __forceinline__ uint64_t describe_tile(uint32_t address) {
+// Descriptor of a K-major tile: rows of 128 bytes, 128-byte swizzle, 1,024 bytes per 8 rows.
+__device__ __forceinline__ uint64_t smem_descriptor(uint32_t address) {
     return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (1ull << 16) | (static_cast<uint64_t>(1024 >> 4) << 32) |
            (1ull << 62);
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 template <int PENDING>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// sums [64 x N] += a [64 x 16] * b [N x 16]^T, or = without `add`. A as [64][16] (k inner), or, TURNED, as [16][64].
-// Thread t of the warpgroup holds sums[4j + i] at row t / 32 * 16 + t % 32 / 4 + i / 2 * 8, column 8j + t % 4 * 2 + i % 2.
-template <int N, bool TURNED>
-__device__ __forceinline__ void multiply(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+// sums [64, N] = (add ? sums : 0) + a [64, 16] @ b [N, 16]^T, fp16 in, fp32 sums. a is K-major, or MN-major if
+// TRANSPOSED. Thread t of the warpgroup holds in sums[4j + i] row t / 32 * 16 + t % 32 / 4 + i / 2 * 8, column 8j + t %
+// 4 * 2 + i % 2.
+template <int N, bool TRANSPOSED>
+__device__ __forceinline__ void wgmma_fp16(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
 
 #define HOPPER_P0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define HOPPER_P1 HOPPER_P0 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -109,111 +110,111 @@ __device__ __forceinline__ void multiply(float (&sums)[N / 2], uint64_t a, uint6
 #define HOPPER_D16(i) HOPPER_D8(i), HOPPER_D8(i + 8)
 #define HOPPER_D32(i) HOPPER_D16(i), HOPPER_D16(i + 16)
 #define HOPPER_D64(i) HOPPER_D32(i), HOPPER_D32(i + 32)
-#define HOPPER_PRODUCT(N, PLACES, A, B, ADD, TURN, ...)                                                          \
+#define HOPPER_WGMMA_FP16(N, REGISTERS, A, B, ADD, TRANS_A, ...)                                                          \
     template <>                                                                                                  \
-    __device__ __forceinline__ void multiply<N, false>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {     \
-        HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, 0, __VA_ARGS__)                                                 \
+    __device__ __forceinline__ void wgmma_fp16<N, false>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {     \
+        HOPPER_WGMMA(N, REGISTERS, A, B, ADD, TRANS_A, 0, __VA_ARGS__)                                                 \
     }                                                                                                            \
     template <>                                                                                                  \
-    __device__ __forceinline__ void multiply<N, true>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {      \
-        HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, 1, __VA_ARGS__)                                                 \
+    __device__ __forceinline__ void wgmma_fp16<N, true>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {      \
+        HOPPER_WGMMA(N, REGISTERS, A, B, ADD, TRANS_A, 1, __VA_ARGS__)                                                 \
     }
-#define HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, transposed, ...)                                                    \
+#define HOPPER_WGMMA(N, REGISTERS, A, B, ADD, TRANS_A, transposed, ...)                                                    \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" PLACES "}, %" #A ", %" #B            \
-                 ", add, 1, 1, %" #TURN ", 0;\n}"                                                                \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, %" #A ", %" #B            \
+                 ", add, 1, 1, %" #TRANS_A ", 0;\n}"                                                                \
                  : __VA_ARGS__                                                                                   \
                  : "l"(a), "l"(b), "r"(add), "n"(transposed));
 
-HOPPER_PRODUCT(16, HOPPER_P0, 8, 9, 10, 11, HOPPER_D8(0))
-HOPPER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, HOPPER_D16(0))
-HOPPER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, HOPPER_D32(0))
-HOPPER_PRODUCT(80, HOPPER_P2_8, 40, 41, 42, 43, HOPPER_D32(0), HOPPER_D8(32))
-HOPPER_PRODUCT(96, HOPPER_P3, 48, 49, 50, 51, HOPPER_D32(0), HOPPER_D16(32))
-HOPPER_PRODUCT(112, HOPPER_P3_8, 56, 57, 58, 59, HOPPER_D32(0), HOPPER_D16(32), HOPPER_D8(48))
-HOPPER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, HOPPER_D64(0))
-HOPPER_PRODUCT(160, HOPPER_P5, 80, 81, 82, 83, HOPPER_D64(0), HOPPER_D16(64))
-HOPPER_PRODUCT(192, HOPPER_P6, 96, 97, 98, 99, HOPPER_D64(0), HOPPER_D32(64))
-HOPPER_PRODUCT(224, HOPPER_P7, 112, 113, 114, 115, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
-HOPPER_PRODUCT(240, HOPPER_P7_8, 120, 121, 122, 123, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
-HOPPER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, HOPPER_D64(0), HOPPER_D64(64))
+HOPPER_WGMMA_FP16(16, HOPPER_P0, 8, 9, 10, 11, HOPPER_D8(0))
+HOPPER_WGMMA_FP16(32, HOPPER_P1, 16, 17, 18, 19, HOPPER_D16(0))
+HOPPER_WGMMA_FP16(64, HOPPER_P2, 32, 33, 34, 35, HOPPER_D32(0))
+HOPPER_WGMMA_FP16(80, HOPPER_P2_8, 40, 41, 42, 43, HOPPER_D32(0), HOPPER_D8(32))
+HOPPER_WGMMA_FP16(96, HOPPER_P3, 48, 49, 50, 51, HOPPER_D32(0), HOPPER_D16(32))
+HOPPER_WGMMA_FP16(112, HOPPER_P3_8, 56, 57, 58, 59, HOPPER_D32(0), HOPPER_D16(32), HOPPER_D8(48))
+HOPPER_WGMMA_FP16(128, HOPPER_P4, 64, 65, 66, 67, HOPPER_D64(0))
+HOPPER_WGMMA_FP16(160, HOPPER_P5, 80, 81, 82, 83, HOPPER_D64(0), HOPPER_D16(64))
+HOPPER_WGMMA_FP16(192, HOPPER_P6, 96, 97, 98, 99, HOPPER_D64(0), HOPPER_D32(64))
+HOPPER_WGMMA_FP16(224, HOPPER_P7, 112, 113, 114, 115, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
+HOPPER_WGMMA_FP16(240, HOPPER_P7_8, 120, 121, 122, 123, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
+HOPPER_WGMMA_FP16(256, HOPPER_P8, 128, 129, 130, 131, HOPPER_D64(0), HOPPER_D64(64))
 
-// The same of e4m3 codes: sums [64 x N] += a [64 x 32] * b [N x 32]^T, both with k inner. And with b of e5m2.
+// a [64, 32] e4m3, b [N, 32] e4m3 (wgmma_fp8) or e5m2 (wgmma_two_part), both K-major.
 template <int N>
-__device__ __forceinline__ void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+__device__ __forceinline__ void wgmma_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
 template <int N>
-__device__ __forceinline__ void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+__device__ __forceinline__ void wgmma_two_part(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
 
-#define HOPPER_FP8_PRODUCT(N, ...) HOPPER_BYTE_PRODUCT(multiply_fp8, "e4m3", N, __VA_ARGS__)
-#define HOPPER_BYTE_PRODUCT(NAME, TYPE, N, PLACES, A, B, ADD, ...)                                               \
+#define HOPPER_WGMMA_FP8(N, ...) HOPPER_WGMMA_8BIT(wgmma_fp8, "e4m3", N, __VA_ARGS__)
+#define HOPPER_WGMMA_8BIT(NAME, TYPE, N, REGISTERS, A, B, ADD, ...)                                               \
     template <>                                                                                                  \
     __device__ __forceinline__ void NAME<N>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {                \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {" PLACES "}, %" #A ", %" #B       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {" REGISTERS "}, %" #A ", %" #B       \
                      ", add, 1, 1;\n}"                                                                           \
                      : __VA_ARGS__                                                                               \
                      : "l"(a), "l"(b), "r"(add));                                                                \
     }
 
-HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
-HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
-HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
-HOPPER_FP8_PRODUCT(16, HOPPER_P0, 8, 9, 10, HOPPER_D8(0))
-HOPPER_FP8_PRODUCT(32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
-HOPPER_FP8_PRODUCT(64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
-HOPPER_FP8_PRODUCT(80, HOPPER_P2_8, 40, 41, 42, HOPPER_D32(0), HOPPER_D8(32))
-HOPPER_FP8_PRODUCT(96, HOPPER_P3, 48, 49, 50, HOPPER_D32(0), HOPPER_D16(32))
-HOPPER_FP8_PRODUCT(112, HOPPER_P3_8, 56, 57, 58, HOPPER_D32(0), HOPPER_D16(32), HOPPER_D8(48))
-HOPPER_FP8_PRODUCT(128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
-HOPPER_FP8_PRODUCT(160, HOPPER_P5, 80, 81, 82, HOPPER_D64(0), HOPPER_D16(64))
-HOPPER_FP8_PRODUCT(192, HOPPER_P6, 96, 97, 98, HOPPER_D64(0), HOPPER_D32(64))
-HOPPER_FP8_PRODUCT(224, HOPPER_P7, 112, 113, 114, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
-HOPPER_FP8_PRODUCT(240, HOPPER_P7_8, 120, 121, 122, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
-HOPPER_FP8_PRODUCT(256, HOPPER_P8, 128, 129, 130, HOPPER_D64(0), HOPPER_D64(64))
+HOPPER_WGMMA_8BIT(wgmma_two_part, "e5m2", 32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
+HOPPER_WGMMA_8BIT(wgmma_two_part, "e5m2", 64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
+HOPPER_WGMMA_8BIT(wgmma_two_part, "e5m2", 128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
+HOPPER_WGMMA_FP8(16, HOPPER_P0, 8, 9, 10, HOPPER_D8(0))
+HOPPER_WGMMA_FP8(32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
+HOPPER_WGMMA_FP8(64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
+HOPPER_WGMMA_FP8(80, HOPPER_P2_8, 40, 41, 42, HOPPER_D32(0), HOPPER_D8(32))
+HOPPER_WGMMA_FP8(96, HOPPER_P3, 48, 49, 50, HOPPER_D32(0), HOPPER_D16(32))
+HOPPER_WGMMA_FP8(112, HOPPER_P3_8, 56, 57, 58, HOPPER_D32(0), HOPPER_D16(32), HOPPER_D8(48))
+HOPPER_WGMMA_FP8(128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
+HOPPER_WGMMA_FP8(160, HOPPER_P5, 80, 81, 82, HOPPER_D64(0), HOPPER_D16(64))
+HOPPER_WGMMA_FP8(192, HOPPER_P6, 96, 97, 98, HOPPER_D64(0), HOPPER_D32(64))
+HOPPER_WGMMA_FP8(224, HOPPER_P7, 112, 113, 114, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
+HOPPER_WGMMA_FP8(240, HOPPER_P7_8, 120, 121, 122, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
+HOPPER_WGMMA_FP8(256, HOPPER_P8, 128, 129, 130, HOPPER_D64(0), HOPPER_D64(64))
 
-// The same of e4m3 codes with a in registers: as a warp's operand of mma.m16n8k32, 16 rows each; b of e4m3, or of PARTS, of e5m2.
+// a [64, 32] e4m3 from registers, in the layout of mma.m16n8k32 per warp; b [N, 32] e4m3, or e5m2 if PARTS.
 template <int N, bool PARTS>
-__device__ __forceinline__ void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
+__device__ __forceinline__ void wgmma_rs(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
 
-#define HOPPER_CODE_REGISTER_PRODUCT(PARTS, TYPE, N, PLACES, A0, A1, A2, A3, B, ADD, ...)                            \
+#define HOPPER_WGMMA_8BIT_RS(PARTS, TYPE, N, REGISTERS, A0, A1, A2, A3, B, ADD, ...)                            \
     template <>                                                                                                  \
-    __device__ __forceinline__ void multiply_registers<N, PARTS>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) { \
+    __device__ __forceinline__ void wgmma_rs<N, PARTS>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) { \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {" PLACES "}, {%" #A0 ",%" #A1 \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {" REGISTERS "}, {%" #A0 ",%" #A1 \
                      ",%" #A2 ",%" #A3 "}, %" #B ", add, 1, 1;\n}"                                                \
                      : __VA_ARGS__                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                             \
     }
-#define HOPPER_FP8_REGISTER_PRODUCT(N, ...) HOPPER_CODE_REGISTER_PRODUCT(false, "e4m3", N, __VA_ARGS__)
+#define HOPPER_WGMMA_FP8_RS(N, ...) HOPPER_WGMMA_8BIT_RS(false, "e4m3", N, __VA_ARGS__)
 
-HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_D16(0))
-HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
-HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
-HOPPER_FP8_REGISTER_PRODUCT(96, HOPPER_P3, 48, 49, 50, 51, 52, 53, HOPPER_D32(0), HOPPER_D16(32))
-HOPPER_FP8_REGISTER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
-HOPPER_FP8_REGISTER_PRODUCT(160, HOPPER_P5, 80, 81, 82, 83, 84, 85, HOPPER_D64(0), HOPPER_D16(64))
-HOPPER_FP8_REGISTER_PRODUCT(192, HOPPER_P6, 96, 97, 98, 99, 100, 101, HOPPER_D64(0), HOPPER_D32(64))
-HOPPER_FP8_REGISTER_PRODUCT(224, HOPPER_P7, 112, 113, 114, 115, 116, 117, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
-HOPPER_FP8_REGISTER_PRODUCT(240, HOPPER_P7_8, 120, 121, 122, 123, 124, 125, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
-HOPPER_FP8_REGISTER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, 132, 133, HOPPER_D64(0), HOPPER_D64(64))
+HOPPER_WGMMA_8BIT_RS(true, "e5m2", 32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_D16(0))
+HOPPER_WGMMA_8BIT_RS(true, "e5m2", 64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
+HOPPER_WGMMA_8BIT_RS(true, "e5m2", 128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
+HOPPER_WGMMA_FP8_RS(96, HOPPER_P3, 48, 49, 50, 51, 52, 53, HOPPER_D32(0), HOPPER_D16(32))
+HOPPER_WGMMA_FP8_RS(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
+HOPPER_WGMMA_FP8_RS(160, HOPPER_P5, 80, 81, 82, 83, 84, 85, HOPPER_D64(0), HOPPER_D16(64))
+HOPPER_WGMMA_FP8_RS(192, HOPPER_P6, 96, 97, 98, 99, 100, 101, HOPPER_D64(0), HOPPER_D32(64))
+HOPPER_WGMMA_FP8_RS(224, HOPPER_P7, 112, 113, 114, 115, 116, 117, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
+HOPPER_WGMMA_FP8_RS(240, HOPPER_P7_8, 120, 121, 122, 123, 124, 125, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
+HOPPER_WGMMA_FP8_RS(256, HOPPER_P8, 128, 129, 130, 131, 132, 133, HOPPER_D64(0), HOPPER_D64(64))
 
-// sums [64 x N] += a [64 x 16] * b [N x 16]^T of halves, a in registers: as a warp's operand of mma.m16n8k16, 16 rows each.
+// a [64, 16] fp16 from registers, in the layout of mma.m16n8k16 per warp; b [N, 16] fp16.
 template <int N>
-__device__ __forceinline__ void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
+__device__ __forceinline__ void wgmma_rs(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
 
-#define HOPPER_REGISTER_PRODUCT(N, PLACES, A0, A1, A2, A3, B, ADD, ...)                                              \
+#define HOPPER_WGMMA_FP16_RS(N, REGISTERS, A0, A1, A2, A3, B, ADD, ...)                                              \
     template <>                                                                                                  \
-    __device__ __forceinline__ void multiply_registers<N>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) { \
+    __device__ __forceinline__ void wgmma_rs<N>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) { \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" PLACES "}, {%" #A0 ",%" #A1 ",%" #A2 \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, {%" #A0 ",%" #A1 ",%" #A2 \
                      ",%" #A3 "}, %" #B ", add, 1, 1, 0;\n}"                                                       \
                      : __VA_ARGS__                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                             \
     }
 
-HOPPER_REGISTER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_D16(0))
-HOPPER_REGISTER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
-HOPPER_REGISTER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
-HOPPER_REGISTER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, 132, 133, HOPPER_D64(0), HOPPER_D64(64))
+HOPPER_WGMMA_FP16_RS(32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_D16(0))
+HOPPER_WGMMA_FP16_RS(64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
+HOPPER_WGMMA_FP16_RS(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
+HOPPER_WGMMA_FP16_RS(256, HOPPER_P8, 128, 129, 130, 131, 132, 133, HOPPER_D64(0), HOPPER_D64(64))
 
 }  // namespace hopper

@@ -1,10 +1,10 @@
-// Weights of 8 and 4 bits as halves in registers, for kernels that stream them.
+// Formats of quantised weights, and their conversion to fp16 in registers.
 //
-//   fp8   e4m3, a scale (fp32) per output. From sm_89 on there is an instruction; before, codes become halves 2^-8 times as
-//         large, whose bits are those of the code moved: right for subnormals too. NaN codes do not occur.
-//   int8  1 .. 255, 128 more than the code, a scale (fp16, in units of 2^-6) per output and group of 128 inputs.
-//   int4  0 .. 15, scale and zero (fp16) likewise: (code - zero) * scale. Two codes of a pair lie four nibbles apart:
-//         nibble i of a word is input 2i, nibble i + 4 is input 2i + 1.
+//   fp8   e4m3 with an fp32 scale per output. Before sm_89 the bits are shifted instead of converted: values come out
+//         2^-8 times as large, subnormals too (code_scale). There are no NaNs.
+//   int8  u8 1 .. 255 = q + 128, fp16 scale in units of 2^-6 per output and group of 128 inputs.
+//   int4  u4 0 .. 15, fp16 (scale, 1024 + zero) per output and group: w = (q - zero) * scale.
+//         Nibble i of a word is input 2i, nibble i + 4 is input 2i + 1.
 #pragma once
 
 #include "common.cuh"
@@ -19,7 +19,7 @@ constexpr int GROUP_INPUTS = 128;
 #define CONVERTS_E4M3 0
 #endif
 
-// What sums of codes, scaled where there are groups, are to be multiplied by.
+// Factor of sums of products with unpacked weights.
 template <Format FORMAT>
 __device__ __forceinline__ constexpr float code_scale() {
     return FORMAT == HALF ? 1.0f : FORMAT == FP8 ? (CONVERTS_E4M3 ? 1.0f : 256.0f) : 1.0f / 64.0f;
@@ -30,44 +30,44 @@ __device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {
     return *reinterpret_cast<const uint32_t*>(&d);
 }
 
-__device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t high_bytes) {
+__device__ __forceinline__ uint32_t e4m3_bits_to_half(uint32_t high_bytes) {
     return (high_bytes & 0x80008000u) | ((high_bytes >> 1) & 0x3f803f80u);
 }
 
-// Two codes in the low bytes -> a pair of halves.
-__device__ __forceinline__ uint32_t halves_of_two_e4m3(uint32_t codes) {
+// Two e4m3 in the low bytes -> two fp16.
+__device__ __forceinline__ uint32_t e4m3x2_to_half2(uint32_t codes) {
 #if CONVERTS_E4M3
     uint32_t pair;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
     return pair;
 #else
-    return halves_of_e4m3(__byte_perm(codes, 0, 0x1404));
+    return e4m3_bits_to_half(__byte_perm(codes, 0, 0x1404));
 #endif
 }
-__device__ __forceinline__ uint32_t halves_of_two_int8(uint32_t codes) {  // 1024 and the byte below it
+__device__ __forceinline__ uint32_t u8x2_to_half2(uint32_t codes) {  // as 1024 + byte - 1152
     return subtract2(__byte_perm(codes, 0x64646464u, 0x4140), 0x64806480u);
 }
 
-// Four codes -> two pairs of halves, in their order.
+// Four 8-bit weights -> two fp16 pairs, in order.
 template <Format FORMAT>
 __device__ __forceinline__ void unpack_bytes(uint32_t codes, uint32_t& first, uint32_t& second) {
     if constexpr (FORMAT == FP8) {
 #if CONVERTS_E4M3
-        first = halves_of_two_e4m3(codes), second = halves_of_two_e4m3(codes >> 16);
+        first = e4m3x2_to_half2(codes), second = e4m3x2_to_half2(codes >> 16);
 #else
-        const uint32_t odd = halves_of_e4m3(codes), even = halves_of_e4m3(codes << 8);
+        const uint32_t odd = e4m3_bits_to_half(codes), even = e4m3_bits_to_half(codes << 8);
         first = __byte_perm(even, odd, 0x5410), second = __byte_perm(even, odd, 0x7632);
 #endif
     } else {
-        first = halves_of_two_int8(codes);
+        first = u8x2_to_half2(codes);
         second = subtract2(__byte_perm(codes, 0x64646464u, 0x4342), 0x64806480u);
     }
 }
 
-// Eight 4-bit codes of a word -> pairs (0, 1), (2, 3), (4, 5), (6, 7) less their zero; `zeros`: twice the half 1024 + zero.
-// A code in the second nibble is 16 times as large beside 1024.
+// Eight 4-bit weights -> pairs (0, 1), (2, 3), (4, 5), (6, 7) minus their zero. `zeros`: 1024 + zero in both halves. In
+// the second nibble of a byte, 1024 + q holds 16 q.
 __device__ __forceinline__ void unpack_word(uint32_t codes, uint32_t zeros, uint32_t (&pairs)[4]) {
-    const uint32_t zeros_16 = subtract2(zeros, 0x63806380u), sixteenth = 0x2c002c00u;  // 64 + zero: 960 less; 1 / 16
+    const uint32_t zeros_16 = subtract2(zeros, 0x63806380u), sixteenth = 0x2c002c00u;  // 64 + zero; 1 / 16
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
         const uint32_t word = codes >> (4 * i);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void unpack_word(uint32_t codes, uint32_t zeros, uint
     }
 }
 
-// Inputs (2i, 2i + 1) of a word of eight 4-bit codes; `zeros`: twice the half 1024 + zero.
+// Inputs (2i, 2i + 1) of a word of eight 4-bit weights. `zeros`: 1024 + zero in both halves.
 __device__ __forceinline__ uint32_t unpack_nibbles(uint32_t codes, int i, uint32_t zeros) {
     return subtract2(((codes >> (4 * i)) & 0x000f000fu) | 0x64006400u, zeros);
 }

@@ -1,29 +1,30 @@
-// Rows of activations as fp8 (e4m3) for products of many rows, and codes of weights back as halves.
+// Quantises activation rows, and dequantises weights to fp16.
 //
-//   quantise_rows  x [rows, k] fp16 -> codes [rows, k] e4m3, scales [rows] fp32: x = codes * scale, the largest of a row
-//                  becomes 448; optionally of max(x, 0)^2. A block owns a row. Bytes 3k per row.
-//   row_parts      x [rows, k] fp16 -> two e5m2 parts [rows, 2, k] (row_parts.cuh). Bytes 4k per row.
-//   row_bytes      likewise -> two bytes [rows, 2, k] with [k / group, pitch] pairs of fp32 (row_bytes.cuh), k a multiple of the
-//                  group, which is 64 or 128.
-//   dequantise     codes [n, k] (quant.cuh; the 4-bit ones' nibbles run along k, or along n if transposed) -> [n, k] fp16,
-//                  for products by cuBLAS. Bytes 3nk (2.5nk).
+//   rwkv_quantise_rows   x [rows, k] fp16 -> q [rows, k] e4m3, scales [rows] fp32; optionally of max(x, 0)^2
+//                        one CTA per row; k <= 32,768, k % 8 == 0; 3 k bytes per row
+//   rwkv_two_part_rows   x [rows, k] fp16 -> [rows, 2, k] e5m2 (rows_two_part.cuh); 4 k bytes per row
+//   rwkv_two_byte_rows   x [rows, k] fp16 -> [rows, 2, k] s8, scales [k / group, pitch] float2 (rows_two_byte.cuh)
+//                        group 64 or 128, k % group == 0; 4 k bytes per row
+//   rwkv_dequantise      qweight [n, k] and scales -> [n, k] fp16, for cuBLAS; transposed: [k, n] -> [k, n]
+//                        4-bit nibbles run along the row. 3 n k bytes (int4: 2.5 n k)
 //
-// Scales of int8 and int4 lie [k / 128][n], of fp8 [n]. Transposed: codes [k, n] -> [k, n] fp16.
+// Scales of weights: fp8 [n] fp32, int8 [k / 128, n] fp16, int4 [k / 128, n] fp16 (scale, 1024 + zero). All memory
+// bound.
 #include "quant.cuh"
 #include "relu.cuh"
-#include "row_bytes.cuh"
-#include "row_codes.cuh"
-#include "row_parts.cuh"
+#include "rows_two_byte.cuh"
+#include "rows_fp8.cuh"
+#include "rows_two_part.cuh"
 
-template <int EACH, bool RELU_SQUARE, int THREADS = 1024, int BLOCKS = 1>
+template <int VECTORS, bool RELU_SQUARE, int THREADS = 1024, int BLOCKS = 1>
 __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_rows_kernel(const __half* x, uint2* codes, float* scales, int k) {
     __shared__ float scratch[32];
-    let_next_start();
-    wait_for_inputs();
+    allow_next_kernel();
+    wait_for_previous_kernel();
     const int64_t row = blockIdx.x;
-    uint4 packed[EACH];
+    uint4 packed[VECTORS];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < VECTORS; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 8;
         packed[i] = at < k ? load16(x + row * k + at) : make_uint4(0, 0, 0, 0);
     }
@@ -36,51 +37,51 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_rows_kernel(const __
         }
     };
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < VECTORS; ++i) {
         unpack(i);
-        largest = fmaxf(largest, largest_of(v));
+        largest = fmaxf(largest, abs_max(v));
     }
     largest = warp_max(largest);
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = largest;
     __syncthreads();
     const int lane = threadIdx.x & 31, warps = (blockDim.x + 31) >> 5;
-    const RowScale of_row = scale_of_row(warp_max(lane < warps ? scratch[lane] : 0.0f));
+    const Fp8RowScale of_row = fp8_row_scale(warp_max(lane < warps ? scratch[lane] : 0.0f));
     if (threadIdx.x == 0) scales[row] = of_row.scale;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < VECTORS; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 8;
         unpack(i);
-        if (at < k) codes[(row * k + at) / 8] = codes_of(v, of_row.inverse);
+        if (at < k) codes[(row * k + at) / 8] = quantise_fp8(v, of_row.inverse);
     }
 }
 
-// x, 8 halves a thread, as [rows, 2, k].
-__global__ void __launch_bounds__(256) row_parts_kernel(const __half* x, uint8_t* parts, int64_t eighths, int k) {
-    let_next_start();
-    wait_for_inputs();
+// 8 values per thread.
+__global__ void __launch_bounds__(256) two_part_rows_kernel(const __half* x, uint8_t* two_part, int64_t num_vectors, int k) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= eighths) return;
+    if (i >= num_vectors) return;
     const int64_t row = i / (k / 8);
-    store_parts(parts + 8 * i + row * k, k, load16(x + 8 * i));
+    store_two_part(two_part + 8 * i + row * k, k, load16(x + 8 * i));
 }
 
-// x, 8 halves a thread, as [rows, 2, k] and [k / GROUP, pitch].
+// 8 values per thread.
 template <int GROUP>
-__global__ void __launch_bounds__(256) row_bytes_kernel(const __half* x, uint8_t* bytes, float2* scales, int64_t eighths, int k, int pitch) {
-    let_next_start();
-    wait_for_inputs();
+__global__ void __launch_bounds__(256) two_byte_rows_kernel(const __half* x, uint8_t* bytes, float2* scales, int64_t num_vectors, int k, int pitch) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const bool active = i < eighths;
+    const bool active = i < num_vectors;
     const int64_t row = i / (k / 8), group = i % (k / 8) * 8 / GROUP;
     const uint4 halves = active ? load16(x + 8 * i) : make_uint4(0, 0, 0, 0);
     uint8_t* const at[1] = {bytes + 8 * i + row * k};
-    float2* const items[1] = {scales + group * pitch + row};
-    store_bytes<GROUP, 1>(at, k, items, &halves, active);
+    float2* const scale_items[1] = {scales + group * pitch + row};
+    store_two_byte_rows<GROUP, 1>(at, k, scale_items, &halves, active);
 }
 
-__device__ __forceinline__ float half_at(const void* p, int64_t i) { return __half2float(__ldg(static_cast<const __half*>(p) + i)); }
+__device__ __forceinline__ float load_half(const void* p, int64_t i) { return __half2float(__ldg(static_cast<const __half*>(p) + i)); }
 
-// Eight neighbouring elements of a row of the matrix as it is stored.
+// 8 adjacent elements of a stored row per thread.
 template <Format FORMAT, bool TRANSPOSED>
 __global__ void dequantise_kernel(const void* codes, const void* scales, __half* out, int64_t rows, int columns) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x, groups = rows * columns / 8;
@@ -111,9 +112,9 @@ __global__ void dequantise_kernel(const void* codes, const void* scales, __half*
             if constexpr (FORMAT == FP8) {
                 w[j] *= __ldg(static_cast<const float*>(scales) + output);
             } else if constexpr (FORMAT == INT8) {
-                w[j] *= half_at(scales, at);
+                w[j] *= load_half(scales, at);
             } else {
-                w[j] = (w[j] - (half_at(scales, 2 * at + 1) - 1024.0f)) * half_at(scales, 2 * at);
+                w[j] = (w[j] - (load_half(scales, 2 * at + 1) - 1024.0f)) * load_half(scales, 2 * at);
             }
             w[j] *= code_scale<FORMAT>();
         }
@@ -128,7 +129,7 @@ RWKV_API int rwkv_quantise_rows(const void* x, void* codes, void* scales, int ro
                static_cast<float*>(scales), k);
     };
     if (k % 8 != 0 || k > 4 * 8192) return static_cast<int>(cudaErrorInvalidValue);
-    if (k > 8192 && k <= 16384 && rows > this_machine().processors) {  // three rows on a processor at a time
+    if (k > 8192 && k <= 16384 && rows > device_info().num_sms) {  // three CTAs per SM
         relu_square ? run(quantise_rows_kernel<4, true, 512, 3>, 4) : run(quantise_rows_kernel<4, false, 512, 3>, 4);
     } else if (k <= 8192) {
         relu_square ? run(quantise_rows_kernel<1, true>, 1) : run(quantise_rows_kernel<1, false>, 1);
@@ -140,28 +141,28 @@ RWKV_API int rwkv_quantise_rows(const void* x, void* codes, void* scales, int ro
     return launch_result();
 }
 
-RWKV_API int rwkv_row_parts(const void* x, void* parts, int rows, int k, void* stream) {
+RWKV_API int rwkv_two_part_rows(const void* x, void* two_part, int rows, int k, void* stream) {
     if (k % 8 != 0) return static_cast<int>(cudaErrorInvalidValue);
-    const int64_t eighths = static_cast<int64_t>(rows) * (k / 8);
-    launch(row_parts_kernel, dim3(static_cast<unsigned>((eighths + 255) / 256)), 256, stream, static_cast<const __half*>(x),
-           static_cast<uint8_t*>(parts), eighths, k);
+    const int64_t num_vectors = static_cast<int64_t>(rows) * (k / 8);
+    launch(two_part_rows_kernel, dim3(static_cast<unsigned>((num_vectors + 255) / 256)), 256, stream, static_cast<const __half*>(x),
+           static_cast<uint8_t*>(two_part), num_vectors, k);
     return launch_result();
 }
 
-RWKV_API int rwkv_row_bytes(const void* x, void* bytes, void* scales, int rows, int k, int pitch, int group, void* stream) {
-    if (k % group != 0 || pitch < rows || (group != HEAD && group != BYTES_GROUP)) return static_cast<int>(cudaErrorInvalidValue);
-    const int64_t eighths = static_cast<int64_t>(rows) * (k / 8);
-    launch(group == HEAD ? row_bytes_kernel<HEAD> : row_bytes_kernel<BYTES_GROUP>, dim3(static_cast<unsigned>((eighths + 255) / 256)), 256, stream, static_cast<const __half*>(x),
-           static_cast<uint8_t*>(bytes), static_cast<float2*>(scales), eighths, k, pitch);
+RWKV_API int rwkv_two_byte_rows(const void* x, void* bytes, void* scales, int rows, int k, int pitch, int group, void* stream) {
+    if (k % group != 0 || pitch < rows || (group != HEAD_SIZE && group != TWO_BYTE_GROUP)) return static_cast<int>(cudaErrorInvalidValue);
+    const int64_t num_vectors = static_cast<int64_t>(rows) * (k / 8);
+    launch(group == HEAD_SIZE ? two_byte_rows_kernel<HEAD_SIZE> : two_byte_rows_kernel<TWO_BYTE_GROUP>, dim3(static_cast<unsigned>((num_vectors + 255) / 256)), 256, stream, static_cast<const __half*>(x),
+           static_cast<uint8_t*>(bytes), static_cast<float2*>(scales), num_vectors, k, pitch);
     return launch_result();
 }
 
-// rows, columns: of the matrix as it is stored.
+// rows, columns: the matrix as stored.
 RWKV_API int rwkv_dequantise(
     const void* codes, const void* scales, void* out, int format, int transposed, int64_t rows, int columns, void* stream) {
-    const dim3 grid(static_cast<unsigned>(min(static_cast<int64_t>(16 * this_machine().processors), (rows * columns / 8 + 255) / 256)));
-    const auto run = [&](auto plain, auto turned) {
-        launch<Start::SPREAD>(transposed ? turned : plain, grid, 256, stream, codes, scales, static_cast<__half*>(out), rows, columns);
+    const dim3 grid(static_cast<unsigned>(min(static_cast<int64_t>(16 * device_info().num_sms), (rows * columns / 8 + 255) / 256)));
+    const auto run = [&](auto plain, auto transposed_kernel) {
+        launch<LaunchOrder::SERIAL>(transposed ? transposed_kernel : plain, grid, 256, stream, codes, scales, static_cast<__half*>(out), rows, columns);
         return launch_result();
     };
     switch (format) {

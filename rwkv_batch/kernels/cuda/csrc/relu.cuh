@@ -1,4 +1,4 @@
-// max(v, 0) and its square. A NaN stays one, which fmaxf would make 0: what is wrong with a row has to reach its logits.
+// ReLU and its square. NaN stays NaN, unlike with fmaxf: an invalid row must reach its logits.
 #pragma once
 
 __device__ __forceinline__ float relu(float v) { return v < 0.0f ? 0.0f : v; }

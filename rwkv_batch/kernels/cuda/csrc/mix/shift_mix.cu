@@ -1,0 +1,357 @@
+// Residual add, LayerNorm, token shift and mix of a half layer.
+//
+//   x_out    = x + delta
+//   h        = LayerNorm(x_out)                 eps 1e-5, fp32 statistics
+//   mixed[m] = h + (h_prev - h) * mix[m]        h_prev: h of the row's previous token
+//
+// in     x         [T, C]     fp16
+//        delta     [T, C]     fp16, nullable
+//        partials  [S, T, C]  fp32, nullable; decode only: delta as split-K partials, added in order, rounded to fp16
+//        sums      [8, C / 8] int64, nullable; one decode row only: delta in fixed point (fixed_point_sums.cuh)
+//        mix       [M, C]     fp16; M = 6 (time mix: r, k, v, w, a, g) or 1 (channel mix)
+//        weight, bias [C]     fp32, of the norm
+// out    x_out     [T, C]     fp16; must not alias x: the next CTA reads x
+//        mixed     [M, T, C]  fp16; with `quantised` only v, w, a, g [4, T, C] (M = 6) or nothing
+//        quantised            nullable; the first K = 3 or 1 mixes, rounded to fp16 and quantised:
+//                  fp8        [K, T, C] e4m3, scales [K, pitch] fp32
+//                  two-part   [K, T, 2, C] e5m2, no scales
+//                  two-byte   [K, T, 2, C] s8, scales [K, C / 128, pitch] float2; C % 128 == 0
+//        to_clear  [8, C / 8] int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
+// inout  shift     [slots, C] fp16; reads read_slots[row], writes write_slots[row]. Prefill writes last_h [rows, C],
+// and
+//                  store_rows copies it: another CTA may still read the slot
+//
+// Decode: one CTA per token, one thread per 8 channels; up to one CTA per SM it prefetches weights before the previous
+// kernel ends, else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs shares a
+// token.
+// Prefill: one CTA per tokens_per_cta tokens; h passes to the next token in registers, the next token's loads are in
+// flight.
+// Memory bound: 2 C (3 + M) bytes per token, plus 4 C per row. Requires C <= 4096, C % 8 == 0.
+#include <type_traits>
+
+#include "shift_mix.cuh"
+#include "partials.cuh"
+
+// Returns 1 / channels of this warp.
+__device__ __forceinline__ float warp_weight(int width) {
+    return 1.0f / fmaxf(channels_of(threadIdx.x >> 5, width), 1.0f);
+}
+
+// Moments of a token, 8 channels per thread (zeros past `width`). One barrier; reuse `scratch` after the next one.
+__device__ __forceinline__ Moments moments(
+    const uint4& packed, bool active, int width, float warp_weight, float2* scratch) {
+    const float2 part = warp_moments(packed, active, warp_weight);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = part;
+    __syncthreads();
+    return merge_moments(scratch, blockDim.x >> 5, width);
+}
+
+// Decode: one CTA per token. PRELOADED: norm weights are loaded before the previous kernel ends, mix weights too unless
+// delta is partials, which need the registers. Two-part and two-byte kernels use few registers, to fit next to a GEMM's
+// CTA.
+template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS>
+__global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
+    __shared__ float2 scratch[MAX_WARPS];
+    __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
+    constexpr int GROUP = PRELOADED || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
+    constexpr bool MIX_PRELOADED = PRELOADED && (!PARTIALS || MIXES == 1);
+    const int width = a.width, channel = threadIdx.x * 8, token = blockIdx.x;
+    const bool active = channel < width;
+    float weight[8] = {}, bias[8] = {};
+    uint4 mix[GROUP] = {};
+    const auto load_mixes = [&] {
+#pragma unroll
+        for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
+    };
+    if (PRELOADED && active) {
+        load_fp32x8(a.weight + channel, weight);
+        load_fp32x8(a.bias + channel, bias);
+        if (MIX_PRELOADED) load_mixes();
+#pragma unroll
+        for (int m = 0; !MIX_PRELOADED && m < GROUP; ++m) prefetch_l2(a.mix + m * width + channel);
+    }
+    uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
+    int64_t write_at = 0;
+    const auto load_slots = [&] {  // earlier steps wrote the slots and the previous h
+        write_at = a.write_slots[token] * a.slot_stride + channel;
+        if (active) previous = load16(a.shift + a.read_slots[token] * a.slot_stride + channel);
+    };
+    if (PRELOADED) load_slots();
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const int64_t at = static_cast<int64_t>(token) * width + channel;
+    if (!PRELOADED) load_slots();
+    if (active) {
+        packed = load16(a.x + at);
+        if constexpr (PARTIALS) {
+            packed = add_packed(packed, sum_partials(a.partials, a.num_splits, static_cast<int64_t>(a.tokens) * width, at));
+        } else if (a.delta != nullptr) {
+            packed = add_packed(packed, load16(a.delta + at));
+        } else if (a.sums != nullptr) {
+            packed = add_packed(packed, load_fixed_point(a.sums, width, channel));
+        }
+        if (PRELOADED && !MIX_PRELOADED) load_mixes();
+    }
+    const Moments stats = moments(packed, active, width, warp_weight(width), scratch);
+    if (!NEEDS_ALL_THREADS<OUT> && !active) return;
+    if (!PRELOADED && active) {
+        load_fp32x8(a.weight + channel, weight);
+        load_fp32x8(a.bias + channel, bias);
+    }
+    float h[8], change[8];
+    normalise(packed, stats, weight, bias, h);
+    unpack8(previous, change);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) change[i] -= h[i];
+    if (active) {
+        store_evict_first(a.x_out + at, packed);
+        store_evict_first(a.shift + write_at, pack8(h));
+    }
+    if (!PRELOADED && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
+    write_mixed<MIXES, GROUP, OUT>(
+        a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_evict_first(p, v); });
+    if (a.to_clear != nullptr && active) clear_fixed_point(a.to_clear, width, channel);
+}
+
+// Decode with partials, which are four times the token's other bytes. TOKEN_CTAS small CTAs share a token's channels;
+// they fit next to a GEMM's CTA with all weights preloaded.
+template <int MIXES, OutputFormat OUT>
+__global__ void __launch_bounds__(512 / TOKEN_CTAS, 4) shift_mix_shares_kernel(const ShiftMixArgs a) {
+    __shared__ float2 token_moments[MAX_WARPS];  // of all the token's warps, from all CTAs
+    const int width = a.width, token = blockIdx.x / TOKEN_CTAS, block = blockIdx.x % TOKEN_CTAS;
+    const int channel = block * (width / TOKEN_CTAS) + threadIdx.x * 8, lane = threadIdx.x & 31;
+    const int64_t at = static_cast<int64_t>(token) * width + channel;
+    float weight[8], bias[8], h[8], change[8];
+    uint4 mix[MIXES];
+    load_fp32x8(a.weight + channel, weight);
+    load_fp32x8(a.bias + channel, bias);
+#pragma unroll
+    for (int m = 0; m < MIXES; ++m) mix[m] = load16(a.mix + m * width + channel);
+    const int64_t write_at = a.write_slots[token] * a.slot_stride + channel;
+    const uint4 previous = load16(a.shift + a.read_slots[token] * a.slot_stride + channel);
+    cluster_arrive();
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    uint4 packed = load16(a.x + at);
+    packed = add_packed(packed, sum_partials(a.partials, a.num_splits, static_cast<int64_t>(a.tokens) * width, at));
+    cluster_wait();  // all CTAs of the cluster run
+    const int warp = channel / 256;
+    const float2 part = warp_moments(packed, true, 1.0f / 256);
+    if (lane < TOKEN_CTAS) store_remote(token_moments + warp, lane, part);
+    cluster_arrive();
+    cluster_wait();
+    normalise(packed, merge_moments(token_moments, width / 256, width), weight, bias, h);
+    unpack8(previous, change);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) change[i] -= h[i];
+    store_evict_first(a.x_out + at, packed);
+    store_evict_first(a.shift + write_at, pack8(h));
+    write_mixed<MIXES, MIXES, OUT>(
+        a, h, change, mix, token, channel, true, nullptr, [](__half* p, const uint4& v) { store_evict_first(p, v); });
+}
+
+// Prefill.
+template <int MIXES, OutputFormat OUT>
+__global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
+    __shared__ float2 scratch[2][MAX_WARPS];  // two buffers: one barrier per token, with fp8 two
+    __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
+    constexpr int GROUP = MIXES == 1 ? 1 : 3;
+    const int width = a.width;
+    int channel = threadIdx.x * 8;
+    const bool active = channel < width;
+    const int first = blockIdx.x * a.tokens_per_cta, last = min(first + a.tokens_per_cta, a.tokens);
+    const float weight_of_warp = warp_weight(width);
+    uint4 x_next = make_uint4(0, 0, 0, 0), delta_next = x_next;
+    const auto fetch = [&](int token) {
+        if (!active) return;
+        const int64_t at = static_cast<int64_t>(token) * width + channel;
+        x_next = load16(a.x + at);
+        if (a.delta != nullptr) delta_next = load16(a.delta + at);
+    };
+    const auto normalise_token = [&](const uint4& packed, const Moments& stats, float (&h)[8]) {
+        float weight[8], bias[8];
+        load_fp32x8(a.weight + channel, weight);
+        load_fp32x8(a.bias + channel, bias);
+        normalise(packed, stats, weight, bias, h);
+    };
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    int buffer = 0;
+    uint4 previous = make_uint4(0, 0, 0, 0);
+    int64_t row = a.token_rows[first];
+    int end = static_cast<int>(a.cu_seqlens[row + 1]);
+    bool starts = a.cu_seqlens[row] == first;
+    if (!starts) {
+        fetch(first - 1);
+        const uint4 packed = add_packed(x_next, delta_next);
+        fetch(first);
+        const Moments stats = moments(packed, active, width, weight_of_warp, scratch[buffer]);
+        buffer ^= 1;
+        if (active) {
+            float h[8];
+            normalise_token(packed, stats, h);
+            previous = pack8(h);
+        }
+    } else {
+        fetch(first);
+    }
+    for (int token = first; token < last; ++token) {
+        asm volatile("" : "+r"(channel));  // otherwise nvcc holds the addresses of all weights in registers
+        if (starts && active) previous = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
+        const uint4 packed = add_packed(x_next, delta_next);
+        if (token + 1 < last) fetch(token + 1);
+        const int64_t at = static_cast<int64_t>(token) * width + channel;
+        if (active) store_vector(a.x_out + at, packed);
+        const Moments stats = moments(packed, active, width, weight_of_warp, scratch[buffer]);
+        buffer ^= 1;
+        __half* const last_h = a.last_h + row * width + channel;
+        const bool ends = token + 1 == end;
+        starts = ends;  // for the next token
+        if (ends && token + 1 < last) {
+            row = a.token_rows[token + 1];
+            end = static_cast<int>(a.cu_seqlens[row + 1]);
+        }
+        if (!NEEDS_ALL_THREADS<OUT> && !active) continue;
+        float h[8] = {}, change[8] = {};
+        uint4 mix[GROUP] = {};
+        if (active) {
+            normalise_token(packed, stats, h);
+            unpack8(previous, change);
+            // Rounded as a later step would read it from the slot, so that chunked and whole prefill agree.
+            previous = pack8(h);
+            if (ends) store_vector(last_h, previous);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) change[i] -= h[i];
+            if (MIXES == 1) mix[0] = load16(a.mix + channel);
+        }
+        write_mixed<MIXES, GROUP, OUT>(
+            a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_vector(p, v); });
+    }
+}
+
+// last_h [rows, C] -> shift[write_slots[row]].
+__global__ void store_rows_kernel(
+    const __half* last_h, __half* shift, const int64_t* write_slots, int64_t slot_stride, int width) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const int channel = threadIdx.x * 8;
+    if (channel < width) {
+        const int64_t row = blockIdx.x;
+        store16(shift + write_slots[row] * slot_stride + channel, load16(last_h + row * width + channel));
+    }
+}
+
+// out [R, C] fp16 = LayerNorm(x[rows[i]]); rows null: identity.
+__global__ void __launch_bounds__(512) norm_rows_kernel(
+    const __half* x, const int64_t* rows, const float* norm_weight, const float* norm_bias, __half* out, int width) {
+    __shared__ float2 scratch[MAX_WARPS];
+    const int channel = threadIdx.x * 8;
+    const bool active = channel < width;
+    float weight[8] = {}, bias[8] = {}, h[8];
+    if (active) {
+        load_fp32x8(norm_weight + channel, weight);
+        load_fp32x8(norm_bias + channel, bias);
+    }
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const int64_t row = rows == nullptr ? blockIdx.x : rows[blockIdx.x];
+    uint4 packed = make_uint4(0, 0, 0, 0);
+    if (active) packed = load16(x + row * width + channel);
+    normalise(packed, moments(packed, active, width, warp_weight(width), scratch), weight, bias, h);
+    if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
+}
+
+// Launches clusters of TOKEN_CTAS CTAs.
+inline void launch_clusters(void (*kernel)(const ShiftMixArgs), const ShiftMixArgs& a, void* stream) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(a.tokens * TOKEN_CTAS);
+    config.blockDim = dim3(a.width / TOKEN_CTAS / 8);
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes, config.numAttrs = 2;
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = TOKEN_CTAS, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchKernelEx(&config, kernel, ShiftMixArgs(a));
+}
+
+template <int MIXES, OutputFormat OUT>
+void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
+    if (a.cu_seqlens != nullptr) {
+        const dim3 blocks((a.tokens + a.tokens_per_cta - 1) / a.tokens_per_cta);
+        launch(shift_mix_kernel<MIXES, OUT>, blocks, threads, stream, a);
+        return;
+    }
+    if constexpr (OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE) {
+        if (a.token_ctas == TOKEN_CTAS) return launch_clusters(shift_mix_shares_kernel<MIXES, OUT>, a, stream);
+    }
+    const auto launch_rows = [&](auto partials) {
+        if (a.tokens == 1) {
+            // Same carveout as hopper_row.cu, so that both fit on one SM.
+            launch_with_carveout(shift_mix_rows_kernel<MIXES, true, OUT, partials.value>, dim3(1), threads, 0, 100, stream, a);
+        } else if (a.tokens <= device_info().num_sms) {
+            launch(shift_mix_rows_kernel<MIXES, true, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
+        } else {
+            launch(shift_mix_rows_kernel<MIXES, false, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
+        }
+    };
+    if (a.partials == nullptr) {
+        launch_rows(std::false_type());
+    } else {
+        launch_rows(std::true_type());
+    }
+}
+
+RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
+    const bool clusters = a->token_ctas == TOKEN_CTAS && device_info().has_pdl && a->width % (256 * TOKEN_CTAS) == 0;
+    if (a->partials != nullptr && a->cu_seqlens != nullptr) return static_cast<int>(cudaErrorInvalidValue);
+    if (a->token_ctas != 1 && (!clusters || a->partials == nullptr || a->quantised == nullptr || (a->scales != nullptr && !a->is_two_byte)))
+        return static_cast<int>(cudaErrorInvalidValue);
+    if ((a->sums != nullptr || a->to_clear != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
+    const int threads = (a->width / 8 + 31) / 32 * 32;
+    const auto launch_as = [&](auto mixes) {
+        if (a->quantised == nullptr) return launch_shift_mix<mixes.value, OutputFormat::FP16>(*a, threads, stream);
+        if (a->scales == nullptr) return launch_shift_mix<mixes.value, OutputFormat::TWO_PART>(*a, threads, stream);
+        if (a->is_two_byte) return launch_shift_mix<mixes.value, OutputFormat::TWO_BYTE>(*a, threads, stream);
+        launch_shift_mix<mixes.value, OutputFormat::FP8>(*a, threads, stream);
+    };
+    if (a->mixes == 6) {
+        launch_as(std::integral_constant<int, 6>());
+    } else {
+        launch_as(std::integral_constant<int, 1>());
+    }
+    if (a->cu_seqlens != nullptr) {
+        launch(store_rows_kernel, dim3(rows), threads, stream, a->last_h, a->shift, a->write_slots, a->slot_stride, a->width);
+    }
+    return launch_result();
+}
+
+// out = x (or 0) + sum of partials.
+__global__ void __launch_bounds__(512) sum_partials_kernel(const __half* x, const float* partials, __half* out, int num_splits, int64_t count) {
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (at >= count) return;
+    const uint4 sum = sum_partials(partials, num_splits, count, at);
+    store16(out + at, x == nullptr ? sum : add_packed(load16(x + at), sum));
+}
+
+// x [T, C] fp16 or null, partials [S, T, C] fp32 -> out [T, C] fp16. count: T * C, a multiple of 8.
+RWKV_API int rwkv_add_partials(const void* x, const void* partials, void* out, int num_splits, int64_t count, void* stream) {
+    constexpr int THREADS = 512;
+    if (num_splits > MAX_SPLITS) return static_cast<int>(cudaErrorInvalidValue);
+    const dim3 blocks(static_cast<unsigned>((count / 8 + THREADS - 1) / THREADS));
+    launch(sum_partials_kernel, blocks, THREADS, stream, static_cast<const __half*>(x), static_cast<const float*>(partials),
+           static_cast<__half*>(out), num_splits, count);
+    return launch_result();
+}
+
+RWKV_API int rwkv_norm_rows(
+    const void* x, const void* rows, const void* weight, const void* bias, void* out, int count, int width, void* stream) {
+    if (count == 0) return 0;
+    launch(norm_rows_kernel, dim3(count), (width / 8 + 31) / 32 * 32, stream, static_cast<const __half*>(x),
+           static_cast<const int64_t*>(rows), static_cast<const float*>(weight), static_cast<const float*>(bias),
+           static_cast<__half*>(out), width);
+    return launch_result();
+}

@@ -1,0 +1,131 @@
+// Arguments of shift_mix.cu, and how it stores a token's mixed inputs.
+#pragma once
+
+#include "norm_mix.cuh"
+#include "../rows_two_byte.cuh"
+#include "../rows_fp8.cuh"
+#include "../rows_two_part.cuh"
+
+struct ShiftMixArgs {
+    const __half* x;
+    const __half* delta;
+    const float* partials;
+    const unsigned long long* sums;
+    unsigned long long* to_clear;
+    __half* x_out;
+    __half* mixed;
+    uint2* quantised;
+    float* scales;
+    __half* shift;
+    __half* last_h;
+    const float* weight;
+    const float* bias;
+    const __half* mix;
+    const int64_t* cu_seqlens;  // null: decode, one token per row
+    const int64_t* token_rows;  // [T], null for decode
+    const int64_t* read_slots;
+    const int64_t* write_slots;
+    int64_t slot_stride;
+    int tokens;
+    int width;
+    int mixes;
+    int tokens_per_cta;  // prefill
+    int scale_pitch;  // scales per mix; two-byte: per group
+    int num_splits;
+    int token_ctas;  // CTAs per token: 1 or TOKEN_CTAS
+    int is_two_byte;
+};
+
+// Format of the first mixed inputs.
+enum class OutputFormat { FP16, FP8, TWO_PART, TWO_BYTE };
+// Formats whose scale needs all threads, also those without channels.
+template <OutputFormat OUT>
+constexpr bool NEEDS_ALL_THREADS = OUT == OutputFormat::FP8 || OUT == OutputFormat::TWO_BYTE;
+
+// How many mixes are quantised, and the first mix stored as fp16, too: v's low rank reads it.
+template <int MIXES>
+constexpr int QUANTISED_MIXES = MIXES == 6 ? 3 : 1;
+template <int MIXES, OutputFormat OUT>
+constexpr int FIRST_FP16_MIX = OUT == OutputFormat::FP16 ? 0 : MIXES == 6 ? 2 : 1;
+
+// In assembly: nvcc would split the store into four to save a register copy.
+__device__ __forceinline__ void store_vector(void* p, const uint4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Prefetches a line into L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Same, evict first: not read soon, and more than the cache keeps.
+__device__ __forceinline__ void store_evict_first(void* p, const uint4& v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Stores a token's first COUNT mixed inputs as fp8. All threads call it; inactive ones pass zeros.
+template <int COUNT>
+__device__ __forceinline__ void write_fp8(
+    const ShiftMixArgs& a, const uint4* mixed, int token, int channel, bool active, float (*scratch)[MAX_WARPS]) {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    float v[8];
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        unpack8(mixed[m], v);
+        const float largest = warp_max(abs_max(v));
+        if (lane == 0) scratch[m][threadIdx.x >> 5] = largest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        const Fp8RowScale row_scale = fp8_row_scale(warp_max(lane < warps ? scratch[m][lane] : 0.0f));
+        if (threadIdx.x == 0) a.scales[m * a.scale_pitch + token] = row_scale.scale;
+        unpack8(mixed[m], v);
+        const int64_t at = (static_cast<int64_t>(m) * a.tokens + token) * a.width + channel;
+        if (active) a.quantised[at / 8] = quantise_fp8(v, row_scale.inverse);
+    }
+}
+
+// Stores a token's mixed inputs, GROUP mixes at a time, the quantised ones last. mix: weights of all, or a buffer for
+// one group.
+template <int MIXES, int GROUP, OutputFormat OUT, typename Store>
+__device__ __forceinline__ void write_mixed(
+    const ShiftMixArgs& a, const float (&h)[8], const float (&change)[8], uint4 (&mix)[GROUP], int token, int channel,
+    bool active, float (*scratch)[MAX_WARPS], Store store) {
+    static_assert(OUT == OutputFormat::FP16 || GROUP >= QUANTISED_MIXES<MIXES>);
+    constexpr int FIRST = FIRST_FP16_MIX<MIXES, OUT>;
+    const int64_t at = static_cast<int64_t>(token) * a.width + channel;
+#pragma unroll
+    for (int i = 0; i < MIXES; i += GROUP) {
+        const int first = OUT != OutputFormat::FP16 ? MIXES - GROUP - i : i;
+        if (GROUP < MIXES && active) {
+#pragma unroll
+            for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (first + m) * a.width + channel);
+        }
+#pragma unroll
+        for (int m = 0; m < GROUP; ++m) {
+            mix[m] = mixed_with(h, change, mix[m]);
+            if (active && first + m >= FIRST) store(a.mixed + static_cast<int64_t>(first + m - FIRST) * a.tokens * a.width + at, mix[m]);
+        }
+        if constexpr (OUT == OutputFormat::FP8) {
+            if (first == 0) write_fp8<QUANTISED_MIXES<MIXES>>(a, mix, token, channel, active, scratch);
+        }
+        if constexpr (OUT == OutputFormat::TWO_BYTE) {
+            constexpr int COUNT = QUANTISED_MIXES<MIXES>;
+            uint8_t* bytes[COUNT];
+            float2* scale_items[COUNT];
+#pragma unroll
+            for (int m = 0; m < COUNT; ++m) {
+                const int64_t group = static_cast<int64_t>(m) * (a.width / TWO_BYTE_GROUP) + channel / TWO_BYTE_GROUP;
+                bytes[m] = reinterpret_cast<uint8_t*>(a.quantised) + (static_cast<int64_t>(m) * a.tokens + token) * 2 * a.width + channel;
+                scale_items[m] = reinterpret_cast<float2*>(a.scales) + group * a.scale_pitch + token;
+            }
+            if (first == 0) store_two_byte_rows<TWO_BYTE_GROUP, COUNT>(bytes, a.width, scale_items, mix, active);
+        }
+        if constexpr (OUT == OutputFormat::TWO_PART) {
+#pragma unroll
+            for (int m = 0; m < QUANTISED_MIXES<MIXES>; ++m) {
+                const int64_t row = static_cast<int64_t>(m) * a.tokens + token;
+                if (first == 0 && active) store_two_part(reinterpret_cast<uint8_t*>(a.quantised) + row * 2 * a.width + channel, a.width, mix[m]);
+            }
+        }
+    }
+}

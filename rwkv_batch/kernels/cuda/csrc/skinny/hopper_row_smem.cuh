@@ -1,0 +1,28 @@
+// Shared memory of hopper_row.cu, and its sizes.
+#pragma once
+
+#include "../mix/norm_mix.cuh"
+#include "../quant.cuh"
+#include "quant_args.cuh"
+#include "../gemm/gemm_launch.cuh"
+
+constexpr int OUTPUTS_PER_UNIT = 32, PIECES = 4, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS;
+constexpr int STAGES = 2 * WARPGROUPS;  // stages; a multiple of WARPGROUPS, so that a stage always belongs to the same warpgroup
+constexpr int TILE_DATA_BYTES = OUTPUTS_PER_UNIT * PIECES * TILE_K_BYTES, INPUT_BYTES = MAX_CACHED_K * 4 + 256;  // 256: read past the end, unused
+
+template <Format FORMAT>
+struct RowTile {
+    static constexpr bool grouped = FORMAT != FP8;
+    static constexpr int GROUPS = FORMAT == INT4 ? 2 * PIECES : PIECES;  // groups of 128 inputs per tile
+    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
+    static constexpr int BYTES = TILE_DATA_BYTES + (grouped ? 1024 : 0);  // weights, then scales
+};
+
+struct RowSmem {
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t requested[2];  // mbarriers: the warps have issued the loads of constants; of the row
+    float scales[MAX_CACHED_K / GROUP_INPUTS];  // scales of x
+    float input_sums[MAX_CACHED_K / GROUP_INPUTS][2];  // sums of the upper two parts, and of the third, for weights with an offset
+    float sums[2][2 * WARPGROUPS][OUTPUTS_PER_UNIT];  // partial sums of a unit, two per warpgroup; two buffers
+    MixSmem mix;
+};

@@ -1,0 +1,39 @@
+// Decode: a warp computes a head's recurrence vectors from a token's activations.
+#pragma once
+
+#include "wkv.cuh"
+
+enum Vec { VR, VDECAY, VKK, VKKA, VK, VV, VECS };
+
+// One row's activations of a head, 2 channels per lane.
+struct Inputs {
+    __half2 r, w, k, v, a, gate, first;
+
+    __device__ __forceinline__ void load(const WkvArgs& p, int64_t at) {
+        const auto get = [&](const __half* x) { return *reinterpret_cast<const __half2*>(x + at); };
+        r = get(p.r), w = get(p.w), k = get(p.k), v = get(p.v), a = get(p.a);
+        gate = first = __floats2half2_rn(0.0f, 0.0f);
+        if (p.v_first != nullptr) gate = get(p.v_gate), first = get(p.v_first);
+    }
+};
+
+struct Scalars {
+    float inv_square, bonus;
+};
+
+// Stores the vectors in shared memory.
+__device__ __forceinline__ Scalars prologue(
+    const HeadParams& h, const Inputs& in, bool residual, float (&vectors)[VECS][HEAD_SIZE], int pair) {
+    const float2 r = __half22float2(in.r), w = __half22float2(in.w), k = __half22float2(in.k), v = __half22float2(in.v);
+    const float2 a = __half22float2(in.a), gate = __half22float2(in.gate), first = __half22float2(in.first);
+    const StepVectors x = step_vectors(r.x, w.x, k.x, v.x, a.x, gate.x, first.x, residual, h.w0.x, h.a0.x, h.v0.x,
+                                       h.k_k.x, h.k_a.x, h.r_k.x);
+    const StepVectors z = step_vectors(r.y, w.y, k.y, v.y, a.y, gate.y, first.y, residual, h.w0.y, h.a0.y, h.v0.y,
+                                       h.k_k.y, h.k_a.y, h.r_k.y);
+    const auto store = [&](int vec, float lo, float hi) {
+        *reinterpret_cast<float2*>(&vectors[vec][pair]) = make_float2(lo, hi);
+    };
+    store(VR, x.r, z.r), store(VDECAY, x.decay, z.decay), store(VKK, x.kk, z.kk);
+    store(VKKA, x.kka, z.kka), store(VK, x.k, z.k), store(VV, x.v, z.v);
+    return {inverse_square(warp_sum(x.kk * x.kk + z.kk * z.kk)), warp_sum(x.bonus + z.bonus)};
+}
