@@ -1,4 +1,4 @@
-"""Adapters through the engine: merged at start, known to sessions, refused in one line."""
+"""Merged adapters through the engine: known to sessions, refused in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def text_of(model: Path, **fields: object) -> bytes:
         return run(engine, make_request(PROMPT, ignore_eos=True)).texts[0]
 
 
-def test_the_text_is_the_adapters(model: Path, adapter: Path) -> None:
+def test_the_adapter_changes_the_text(model: Path, adapter: Path) -> None:
     texts = [text_of(model), text_of(model, adapters=(f"{adapter}:2.0",)), text_of(model, adapters=(f"{adapter}:0.0",))]
     assert texts[0] == texts[2] != texts[1]
 
@@ -56,6 +56,6 @@ def test_a_session_is_not_continued_under_another_adapter(model: Path, adapter: 
     ("entry", "why"),
     [("{}", "has no scale"), ("none.pth:2", "none.pth does not exist"), ("{}x", "not exist")],
 )
-def test_what_cannot_be_merged_ends_the_start(model: Path, adapter: Path, entry: str, why: str) -> None:
+def test_an_unsupported_adapter_ends_the_start(model: Path, adapter: Path, entry: str, why: str) -> None:
     with pytest.raises(StartupError, match=why), started_engine(model, adapters=(entry.format(adapter),)):
         pass

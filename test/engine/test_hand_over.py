@@ -1,7 +1,7 @@
-"""What stages of graphs are given and give on, over stand-ins of streams whose work runs as late as it may.
+"""Transfers between graph stages, on simulated streams whose work runs as late as possible.
 
-Each stream has a queue; which of them goes on next is drawn by lot, and what an event holds up waits. A copy reads its
-source when it runs, not when it was asked for, so that memory which is used again too soon shows.
+Each stream is a queue. A random ready stream runs next; events hold up the others. A copy reads its source when it
+runs, not when it is queued, so memory that is reused too early is found.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ ROWS, WIDTH, STAGES, DEPTH = 6, 2, 3, 4
 CPU = torch.device("cpu")
 
 
-class Machine:
-    """Streams of some devices, and whose turn it is."""
+class Simulation:
+    """The streams of some devices."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self.streams: list[Stream] = []
 
     def step(self) -> bool:
-        """Some stream that can goes on by one piece of work."""
-        able = [stream for stream in self.streams if stream.can_go_on()]
+        """Run one piece of work of a random ready stream."""
+        able = [stream for stream in self.streams if stream.can_run()]
         if able:
-            self.dice.choice(able).go_on()
+            self.dice.choice(able).run_one()
         return bool(able)
 
 
 class Stream:
     cuda_stream = 0
 
-    def __init__(self, model_runner: Machine) -> None:
-        self.model_runner = model_runner
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
         self.work: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
-        """(whether it may run, what it does)"""
-        model_runner.streams.append(self)
+        """(whether it may run, the work)"""
+        simulation.streams.append(self)
 
     def put(self, act: Callable[[], None], may_run: Callable[[], bool] = lambda: True) -> None:
         self.work.append((may_run, act))
 
-    def can_go_on(self) -> bool:
+    def can_run(self) -> bool:
         return bool(self.work) and self.work[0][0]()
 
-    def go_on(self) -> None:
+    def run_one(self) -> None:
         self.work.popleft()[1]()
 
     def synchronize(self) -> None:
         while self.work:
-            assert self.model_runner.step(), "streams wait for each other"
+            assert self.simulation.step(), "streams wait for each other"
 
 
 class Event:
-    """Of torch: one that was never recorded is waited for by nobody, one recorded again is of the later time."""
+    """torch's event: one that was never recorded holds up nothing, a new recording replaces the old one."""
 
     def __init__(self) -> None:
         self.asked = self.done = 0
@@ -84,7 +84,7 @@ class Event:
     def synchronize(self) -> None:
         wanted = self.asked
         while self.done < wanted:
-            assert self.stream is not None and self.stream.model_runner.step(), "nothing brings it about"
+            assert self.stream is not None and self.stream.simulation.step(), "nothing brings it about"
 
 
 class Copier:
@@ -99,12 +99,12 @@ class Copier:
 
 
 class Stages:
-    """Of which each adds its number to what it is given, and the last one tells; the first reads from the host."""
+    """Each stage adds its number to its input; the first reads from the host, the last returns the sum."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model_runner = Machine(seed)
-        streams = iter([Stream(self.model_runner) for _ in range(STAGES)])
-        self.streams = list(self.model_runner.streams)
+        self.simulation = Simulation(seed)
+        streams = iter([Stream(self.simulation) for _ in range(STAGES)])
+        self.streams = list(self.simulation.streams)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(torch.cuda, "device", lambda device: None)
@@ -125,7 +125,7 @@ class Stages:
         self.copies._stream, self.copies._copier = self.streams[-1], Copier(self.streams[-1])  # type: ignore[assignment]
 
     def launch(self, values: list[int], fails: bool = False) -> Any:
-        """A step over so many rows: what it draws, on its way to the host. `fails`: behind the first stage's graph."""
+        """Launch a step of this many rows; return its result. fails: after the first stage's graph."""
         rows = len(values)
         with self.staged.filling() as host:
             host["values"][:rows] = values
@@ -161,9 +161,9 @@ def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield Stages(request.param, monkeypatch)
 
 
-def test_every_step_draws_what_it_was_given_however_late_the_streams_are(stages: Stages) -> None:
-    """As many steps on their way as there may be, in two parts each, and now and then one whose launch fails."""
-    dice = stages.model_runner.dice
+def test_every_step_reads_its_own_inputs(stages: Stages) -> None:
+    """The most steps in flight, in two parts each, with an occasional failed launch."""
+    dice = stages.simulation.dice
     flight: deque[tuple[list[int], Any]] = deque()
     for number in range(80):
         for _ in range(dice.randint(1, 2)):
@@ -172,7 +172,7 @@ def test_every_step_draws_what_it_was_given_however_late_the_streams_are(stages:
         if dice.random() < 0.1:
             stages.launch([number], fails=True)
         for _ in range(dice.randint(0, 12)):
-            stages.model_runner.step()
+            stages.simulation.step()
         while len(flight) > 2 * DEPTH:
             wanted, drawn = flight.popleft()
             if dice.random() < 0.1:
@@ -181,7 +181,7 @@ def test_every_step_draws_what_it_was_given_however_late_the_streams_are(stages:
     assert len(stages.copies._free) <= 2 * DEPTH + 3
 
 
-def test_steps_that_fail_one_after_the_other_read_what_they_were_filled_with(stages: Stages) -> None:
+def test_consecutive_failed_steps_read_their_own_inputs(stages: Stages) -> None:
     for number in range(3 * DEPTH):
         stages.launch([number], fails=True)
     assert stages.launch([3]).tokens() == [6]
@@ -190,14 +190,12 @@ def test_steps_that_fail_one_after_the_other_read_what_they_were_filled_with(sta
 def test_tokens_are_read_once(stages: Stages) -> None:
     drawn = stages.launch([3])
     assert drawn.tokens() == [6]
-    with pytest.raises(AssertionError, match="another step's"):
+    with pytest.raises(AssertionError, match="another step"):
         drawn.tokens()
 
 
-def test_graphs_are_given_up_when_no_device_reads_what_they_staged(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A capture has failed on one device while a step is under way on the others."""
+def test_graphs_are_dropped_when_no_device_reads_them(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture fails on one device while a step runs on the others."""
     graphs, waited_for = StepGraphs(), []
     decode: Any = SimpleNamespace(graph_stages=stages.graph_stages)
     graphs.decode = decode

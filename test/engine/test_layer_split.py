@@ -1,4 +1,4 @@
-"""Which layers go to which device."""
+"""The split of layers between devices."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from test.harness import tiny_model
 CPU = torch.device("cpu")
 
 
-def test_the_head_counts() -> None:
+def test_the_head_has_a_cost() -> None:
     assert balance_layers(32, 1.24, [1.0] * 4, [32] * 4) == [8, 8, 9, 7]
     assert balance_layers(32, 2.6, [1.0] * 4, [32] * 4) == [8, 9, 9, 6]
     assert balance_layers(32, 1.24, [1.0] * 2, [32] * 2) == [17, 15]
     assert balance_layers(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
 
 
-def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
+def test_the_head_costs_less_with_two_stages() -> None:
     size = 65536 * 4096 / 215e6  # of 7.2B
     assert balance_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
     assert balance_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [8, 8, 9, 7]
 
 
-def test_layers_are_cut_where_that_spares_the_slowest_stage_much() -> None:
+def test_a_layer_is_cut_if_that_helps_the_slowest_stage() -> None:
     size = 65536 * 4096 / 215e6
     for stages, wanted in [
         (2, [16, 16]),  # 16.5 instead of 16.7
@@ -48,13 +48,13 @@ def test_layers_are_cut_where_that_spares_the_slowest_stage_much() -> None:
         assert balance_half_layers(balance_layers(32, head, speeds, most), head, speeds, most) == wanted
 
 
-def test_no_layer_is_cut_that_both_stages_have_no_memory_for() -> None:
+def test_a_layer_is_not_cut_without_memory_on_both_stages() -> None:
     head = head_cost(65536 * 4096 / 215e6, 4)
     for most, wanted in [([8, 8, 9, 8], [8, 8, 8.5, 7.5]), ([8, 8, 8, 8], [8, 8, 8, 8])]:
         assert balance_half_layers(balance_layers(32, head, [1.0] * 4, most), head, [1.0] * 4, most) == wanted
 
 
-def test_a_cut_layer_is_held_by_both_stages() -> None:
+def test_both_stages_keep_a_cut_layer() -> None:
     assert to_layer_ranges([8.5, 8, 8.5, 7]) == [
         (0, 9, (False, True)),
         (8, 17, (True, True)),
@@ -67,23 +67,23 @@ def test_a_faster_device_gets_more() -> None:
     assert balance_layers(30, 0.0, [2.0, 1.0], [30, 30]) == [20, 10]
 
 
-def test_memory_bounds_a_stage_and_the_others_take_the_rest() -> None:
+def test_memory_limits_a_stage_and_the_others_take_the_rest() -> None:
     assert balance_layers(32, 1.5, [1.0, 1.0], [10, 32]) == [10, 22]
     with pytest.raises(ValueError, match="memory for 10, 20 layers, in total 30; the model has 32"):
         balance_layers(32, 1.5, [1.0, 1.0], [10, 20])
 
 
-def test_every_stage_has_a_layer_even_beside_a_large_head() -> None:
+def test_every_stage_has_a_layer_despite_a_large_head() -> None:
     assert balance_layers(3, 9.0, [1.0] * 3, [3] * 3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("given", [(2, 2), (1, 1, 1, 1), (4, 0, -1), (1, 1), (0.5, 1, 1.5), (1.25, 1.25, 1.5)])
-def test_counts_that_do_not_make_up_the_model_are_refused(given: tuple[float, ...]) -> None:
+def test_counts_that_do_not_match_the_model_are_refused(given: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="--pp-layers"):
         check_layers(given, 3, 3)
 
 
-def test_given_counts_are_taken(tmp_path: Path) -> None:
+def test_given_counts_are_used(tmp_path: Path) -> None:
     weights = open_weights(tiny_model(tmp_path))
     whole = (False, False)
     assert split_layers(weights, [CPU] * 2, [4, 4], 0.8, (2, 1)) == [(0, 2, whole), (2, 3, whole)]

@@ -1,4 +1,4 @@
-"""Layers that take turns on a device: the same results as with all of them there. (On a GPU: test/gpu.)"""
+"""Streamed layers: the same results as with all layers on the device. On a GPU: test/gpu."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pipeline_of(model: Path, dtype: str, **fields: object) -> Pipeline:
 
 
 def two_steps(pipeline: Pipeline) -> list[torch.Tensor]:
-    """Logits of a prompt and of a token after it."""
+    """Return the logits of a prompt and of a token after it."""
     slots = torch.tensor([2])
     prompt = StepInputs(torch.arange(5), torch.tensor([0, 5]), torch.tensor([0]), slots, torch.tensor([4]), 5)
     token = StepInputs(torch.tensor([7]), torch.tensor([0, 1]), slots, slots, torch.tensor([0]), 1)
@@ -33,13 +33,13 @@ def two_steps(pipeline: Pipeline) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module", params=["fp32", "int8", "int4"])
 def plain(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, str, list[Any]]:
-    """A model of six layers, how it is stored, and what it says with all layers there."""
+    """A model of six layers, its storage, and its results with all layers on the device."""
     model = tiny_model(tmp_path_factory.mktemp("model"), layers=6)
     return model, request.param, two_steps(pipeline_of(model, request.param))
 
 
 @pytest.mark.parametrize("resident", [0, 2, 3, 9])
-def test_layers_in_turn_compute_the_same(plain: tuple[Path, str, list[Any]], resident: int) -> None:
+def test_streamed_layers_compute_the_same(plain: tuple[Path, str, list[Any]], resident: int) -> None:
     model, dtype, wanted = plain
     streamed = pipeline_of(model, dtype)
     stage = streamed.stages[0]
@@ -51,7 +51,7 @@ def test_layers_in_turn_compute_the_same(plain: tuple[Path, str, list[Any]], res
         assert torch.equal(logits, got)
 
 
-def test_a_place_holds_nothing_of_the_layers_it_was_made_from(tmp_path: Path) -> None:
+def test_a_buffer_shares_no_memory_with_its_layers(tmp_path: Path) -> None:
     pipeline = pipeline_of(tiny_model(tmp_path, layers=5), "fp32")
     layers = list(pipeline.stages[0].layers)
     streamed = StreamedLayers(iter(layers), 1, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""RWKV-6, 5 and 4 through the engine: company, sessions over a restart, tuned states."""
+"""RWKV-6, 5 and 4 through the engine: batches, sessions over a restart, tuned states."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from test.state_files import random_state, write_state
 PROMPTS = [f"{word}, once upon a time there was a" for word in ("Now", "So", "And then", "But", "Then")]
 SAMPLED = SamplingParams(temperature=1.0, top_k=40, seed=5)
 EXACT = cpu_library.build_unavailable_reason() is None
-"""Without packed matrices the last bits of a product depend on the company."""
+"""Without packed matrices, the last bits of a product depend on the batch."""
 
 
 @pytest.mark.parametrize("version", ["4", "6"])
-def test_an_older_model_is_served_as_any_other(tmp_path: Path, version: str) -> None:
+def test_an_older_model_runs_as_any_other(tmp_path: Path, version: str) -> None:
     model, pool = tmp_path / "model.safetensors", PoolConfig(state_db=str(tmp_path / "s.db"), l1_sessions=1)
     save_file(random_older_weights(version, 3, 128, vocab=65536), model)
     states = () if version == "4" else (f"warm={write_state(tmp_path / 'warm.pth', random_state(1))}",)
@@ -47,8 +47,8 @@ def test_an_older_model_is_served_as_any_other(tmp_path: Path, version: str) -> 
         assert run(engine, turn("whole", " and", ignore_eos=True)).texts[0] == again[0]
 
 
-def test_an_older_model_beside_one_with_small_states_has_states_as_it_can(tmp_path: Path) -> None:
-    """Its request named neither; what is asked for by name is refused with the field to give."""
+def test_an_older_model_next_to_int8_states_uses_its_own_format(tmp_path: Path) -> None:
+    """The request gave neither option. An explicit one is refused with the name of the field."""
     model = tmp_path / "model.safetensors"
     save_file(random_older_weights("6", 2, 128, vocab=65536), model)
     both = ("wkv_state", "kernels")
@@ -63,9 +63,7 @@ def test_an_older_model_beside_one_with_small_states_has_states_as_it_can(tmp_pa
 
 @pytest.mark.parametrize("version", ["RWKV-7", "RWKV-6"])
 @pytest.mark.parametrize("kernels", ["cuda", "cpu", "naive", "auto"])
-def test_what_is_only_preferred_is_kept_where_it_can_be_had(
-    version: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preferred_values_are_used_where_supported(version: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     config = EngineConfig(model_path="", wkv_state="int8", kernels=kernels)
     other = {"cuda": "cpu", "cpu": "cuda:1"}.get(kernels, "cpu")

@@ -1,4 +1,4 @@
-"""Adapters that rows name, through the engine: several in one batch, beside rows of all other kinds."""
+"""Per-row adapters through the engine: several in one batch, with rows of all other kinds."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytes
         yield engine
 
 
-def of_all_kinds() -> list[GenerateRequest]:
-    """48 rows: with an adapter, a state, both, a mixture, a mixture under an adapter, and with nothing."""
+def mixed_rows() -> list[GenerateRequest]:
+    """48 rows: with an adapter, a state, both, a mixture, a mixture with an adapter, and with none."""
     rows = []
     for i in range(48):
         fields: dict[str, Any] = {"max_tokens": 3 + i % 6, "ignore_eos": True}
@@ -89,7 +89,7 @@ def of_all_kinds() -> list[GenerateRequest]:
 
 
 def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
-    rows = of_all_kinds()
+    rows = mixed_rows()
     turns = [
         turn(f"many-{i}", f"turn {i}", adapter=ADAPTERS[i % 8] if i % 2 else "", max_tokens=4, ignore_eos=True)
         for i in range(16)
@@ -103,7 +103,7 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     assert texts == alone and len(set(texts)) > 56
 
 
-def test_a_rows_text_is_that_of_the_merged_model(model: Path, engine: Engine) -> None:
+def test_a_rows_text_equals_the_merged_models(model: Path, engine: Engine) -> None:
     names = ADAPTERS[:2]
     texts = run(engine, *(make_request("Once upon a time", adapter=name, ignore_eos=True) for name in names)).all_texts
     for name, text in zip(names, texts, strict=True):
@@ -124,14 +124,14 @@ def test_no_prefix_is_shared_across_adapters(engine: Engine) -> None:
         assert [read(i, **fields) > 0 for i in range(3)] == [False, False, True], fields
 
 
-def test_continuations_have_their_prompts_adapter(engine: Engine) -> None:
+def test_continuations_use_their_prompts_adapter(engine: Engine) -> None:
     several = run(engine, make_request("Tell me", adapter="lora2", n=3, max_tokens=6, ignore_eos=True))
     alone = run(engine, make_request("Tell me", adapter="lora2", max_tokens=6, ignore_eos=True)).texts[0]
     assert set(several.all_texts) == {alone}
 
 
 def test_a_session_keeps_its_adapter(model: Path, tmp_path: Path) -> None:
-    """It goes on under it, refuses another by name, and says which one it misses; over restarts and files."""
+    """It continues with the adapter, refuses another, and names a missing one, over restarts and files."""
     db = str(tmp_path / "s.db")
 
     def say(engine: Engine, prompt: str, **fields: Any) -> bytes:
@@ -164,7 +164,7 @@ def test_a_session_keeps_its_adapter(model: Path, tmp_path: Path) -> None:
         assert [say(merged, "one"), say(merged, "two")] == [first, second]
 
 
-def test_rows_keep_an_adapter_that_is_unloaded_under_them(engine: Engine, model: Path) -> None:
+def test_running_rows_keep_an_unloaded_adapter(engine: Engine, model: Path) -> None:
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
     wanted = run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0]
     job = submit(engine, make_request("Go on", adapter="lora7", chunk_size=1, **fields))
@@ -180,7 +180,7 @@ def test_rows_keep_an_adapter_that_is_unloaded_under_them(engine: Engine, model:
     assert run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0] == wanted
 
 
-def test_what_requests_load_is_there_after_a_restart(model: Path, tmp_path: Path) -> None:
+def test_adapters_of_requests_survive_a_restart(model: Path, tmp_path: Path) -> None:
     db = str(tmp_path / "s.db")
     file = write_adapter(model.parent / "mine.pth", random_lora(20, 3, 128))
     with engine_with_adapters(model, db, names=()) as engine:
@@ -195,14 +195,14 @@ def test_what_requests_load_is_there_after_a_restart(model: Path, tmp_path: Path
         assert run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts == wanted
     write_adapter(file, random_lora(21, 3, 128))
     with engine_with_adapters(model, db, names=()) as engine:
-        assert "has changed" in call(engine, "adapter_list")[0].error
+        assert "changed after it was loaded" in call(engine, "adapter_list")[0].error
         with pytest.raises(ServiceError, match=r"no adapter 'mine'"):
             run(engine, make_request("a", adapter="mine"))
         call(engine, "adapter_remove", name="mine")
         assert call(engine, "adapter_list") == []
 
 
-def test_engines_that_share_a_list_write_it_at_once(tmp_path: Path) -> None:
+def test_engines_that_share_a_list_write_it_concurrently(tmp_path: Path) -> None:
     config = EngineConfig(model_path="", pool=PoolConfig(state_db=str(tmp_path / "s.db")))
 
     def many_times(_: int) -> None:
@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "half a pair": ({"blocks.0.att.key.lora_A": torch.ones(4, 128)}, "not a supported kind"),
     "layers that are not": (key_pair((4, 128), (128, 4), "blocks.9.att.key"), "has no weight"),
     "DoRA": (key_pair((4, 128), (128, 4)) | {"blocks.0.att.key.lora_M": torch.ones(1, 128)}, "DoRA; merge it .*--ad"),
-    "Bone": ({"blocks.0.att.key.bone": torch.ones(16, 8, 8)}, "Bone of blocks; merge it"),
+    "Bone": ({"blocks.0.att.key.bone": torch.ones(16, 8, 8)}, "block-wise Bone; merge it"),
     "whole tensors": ({"blocks.0.att.x_r": torch.ones(128)}, "it changes 'blocks.0.att.x_r'.*merge it"),
     "the head's": (key_pair((4, 128), (65536, 4), "head"), "'head'.*merge it"),
     "too high a rank": (key_pair((129, 128), (128, 129)), "rank 129; adapters per row have at most 128"),
@@ -232,12 +232,12 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         {"blocks.0.att.key.lora_A": torch.full((4, 128), torch.nan), "blocks.0.att.key.lora_B": torch.ones(128, 4)},
         "NaN",
     ),
-    "a router alone": ({"blocks.0.ffn.router.linear.weight": torch.ones(3, 128)}, "no pairs"),
+    "a router alone": ({"blocks.0.ffn.router.linear.weight": torch.ones(3, 128)}, "no low-rank pairs"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_served_is_refused_before_anything_changes(engine: Engine, model: Path, kind: str) -> None:
+def test_unsupported_adapters_are_refused_without_changes(engine: Engine, model: Path, kind: str) -> None:
     tensors, why = WRONG[kind]
     write_adapter(model.parent / "wrong.pth", tensors)
     before = call(engine, "adapter_list")
@@ -246,9 +246,7 @@ def test_what_cannot_be_served_is_refused_before_anything_changes(engine: Engine
     assert refused.value.info.field == "file" and call(engine, "adapter_list") == before
 
 
-def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes_on(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_load_is_reported_and_the_engine_continues(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(number: int, adapter: object) -> None:
         raise TypeError("as nobody has thought of")
 
@@ -278,11 +276,11 @@ def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes
         (
             {"name": "new", "file": "lora0.pth"},
             ErrorKind.INVALID_FIELD,
-            "say its scale .* as scale in a request",
+            "has no scale .* `scale` in a request",
         ),
     ],
 )
-def test_wishes_that_cannot_be(engine: Engine, arguments: dict[str, Any], kind: ErrorKind, why: str) -> None:
+def test_invalid_requests(engine: Engine, arguments: dict[str, Any], kind: ErrorKind, why: str) -> None:
     with pytest.raises(ServiceError, match=why) as refused:
         call(engine, "adapter_add", **arguments)
     info = refused.value.info
@@ -300,7 +298,7 @@ def test_their_number_is_limited(model: Path) -> None:
         pass
 
 
-def test_a_folder_whose_file_is_elsewhere_is_not_read(engine: Engine, tmp_path: Path) -> None:
+def test_a_folder_with_a_link_to_elsewhere_is_not_read(engine: Engine, tmp_path: Path) -> None:
     outside = write_adapter(tmp_path / "a.bin", random_lora(1, 3, 128))
     folder = Path(engine.config.models_dir) / "peft"
     folder.mkdir(exist_ok=True)
@@ -316,7 +314,7 @@ def test_a_folder_whose_file_is_elsewhere_is_not_read(engine: Engine, tmp_path: 
     link.unlink()
 
 
-def test_a_file_whose_configuration_is_elsewhere_is_not_read(engine: Engine, tmp_path: Path) -> None:
+def test_a_file_with_a_configuration_elsewhere_is_not_read(engine: Engine, tmp_path: Path) -> None:
     folder = Path(engine.config.models_dir) / tmp_path.name
     folder.mkdir()
     write_adapter(folder / "adapter_model.bin", random_lora(1, 3, 128))

@@ -1,4 +1,4 @@
-"""States of int8 through the engine: sessions on every tier, files, tuned states, stages; and from another form."""
+"""int8 states through the engine: sessions on every tier, files, tuned states, stages, other formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talk(engine: Engine, names: list[str], turns: range) -> dict[str, list[bytes]]:
-    """A turn of each session after the other; short ones, read in one step each, alone or not."""
+    """Run one turn of each session after the other: short ones, each in one step, alone or not."""
     said: dict[str, list[bytes]] = {name: [] for name in names}
     for number in turns:
         for name in names:
@@ -43,8 +43,8 @@ def talk(engine: Engine, names: list[str], turns: range) -> dict[str, list[bytes
 
 
 @pytest.fixture(scope="module")
-def unparked(model: Path) -> dict[str, list[bytes]]:
-    """What sessions say that never leave their slots."""
+def answers_in_slots(model: Path) -> dict[str, list[bytes]]:
+    """Return the answers of sessions that never leave their slots."""
     with started_engine(model, PoolConfig(state_db="", l1_sessions=16), **INT8) as engine:
         status = call(engine, "status")
         assert status["wkv_state"] == "int8"
@@ -53,21 +53,21 @@ def unparked(model: Path) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=["one stage", "two stages"])
-def test_sessions_that_were_parked_say_the_same(
-    model: Path, tmp_path: Path, unparked: dict[str, list[bytes]], devices: tuple[str, ...]
+def test_parked_sessions_answer_the_same(
+    model: Path, tmp_path: Path, answers_in_slots: dict[str, list[bytes]], devices: tuple[str, ...]
 ) -> None:
-    """Four sessions over one slot, a place in host memory and the file; then after a restart."""
+    """Four sessions over one slot, one place in host memory, and the file; then after a restart."""
     pool = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", l1_sessions=1, l2_sessions=1)
     with started_engine(model, pool, devices=devices, **INT8) as engine:
         said = talk(engine, NAMES, range(2))
     with started_engine(model, pool, devices=devices, **INT8) as engine:
         last = talk(engine, NAMES, range(2, 3))
-    assert {name: said[name] + last[name] for name in NAMES} == unparked
+    assert {name: said[name] + last[name] for name in NAMES} == answers_in_slots
 
 
 @pytest.mark.parametrize("before", ["fp32", "fp16"])
-def test_a_session_kept_in_another_form_goes_on_from_its_tokens(model: Path, tmp_path: Path, before: str) -> None:
-    """Where all of them were kept; else it is refused, and stays for the form that it has."""
+def test_a_session_in_another_format_continues_from_its_tokens(model: Path, tmp_path: Path, before: str) -> None:
+    """If all its tokens are kept. Otherwise it is refused, and stays for its own format."""
     for retain, goes_on in ((-1, True), (0, False)):
         pool = PoolConfig(state_db=str(tmp_path / f"{retain}.db"), durability="turn", retain_tokens=retain)
         with started_engine(model, pool, wkv_state=before) as engine:
@@ -91,8 +91,8 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("before", "form"), [("a layer cut in half", "int8"), ("the other way round", "fp16")])
-def test_sessions_go_on_over_any_split_of_layers(model: Path, tmp_path: Path, before: str, form: str) -> None:
-    """From a file, a database and objects beside it, no token of which is kept: with their states, to the bit."""
+def test_sessions_continue_over_any_split_of_layers(model: Path, tmp_path: Path, before: str, form: str) -> None:
+    """From a file, a database and objects, without tokens: with their states, bit for bit."""
     objects = tmp_path / "objects"
     objects.mkdir()
     aside = {"checkpoint_store": objects.as_uri(), "checkpoint_store_min_mb": 0}
@@ -113,14 +113,14 @@ def test_sessions_go_on_over_any_split_of_layers(model: Path, tmp_path: Path, be
                 file = decode(call(engine, "session_export", session_id=name))
                 assert file.layout == engine.model_runner.arena.layout != stored.layout
                 if name == after:
-                    assert meaning(file) == meaning(stored)
+                    assert relevant_parts(file) == relevant_parts(stored)
             given = turn(after, f" turn 2 of {NAMES[0]}", max_tokens=8, ignore_eos=True, use_prefix_cache=False)
             assert run(engine, given).texts[0] == told[0]
             assert len(talk(engine, [NAMES[i + 1]], range(2, 3))[NAMES[i + 1]][0]) > 0
 
 
-def meaning(file: SessionFile) -> list[bytes]:
-    """What counts of a state: not the token shift of a half layer that a stage does not have."""
+def relevant_parts(file: SessionFile) -> list[bytes]:
+    """The relevant part of a state: not the token shift of a half layer that a stage does not have."""
     forms = [file.layout[name] for name in ("stage0.wkv", "stage0.shift")]
     whole = {
         name: (kind, (3, *shape[1:])) for name, (kind, shape) in zip(("stage0.wkv", "stage0.shift"), forms, strict=True)
@@ -128,13 +128,13 @@ def meaning(file: SessionFile) -> list[bytes]:
     return [bytes(part) for part in reshard_state(file.parts, file.layout, whole).values()]
 
 
-def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, list[bytes]]) -> None:
+def test_a_session_is_exported_and_imported(model: Path, answers_in_slots: dict[str, list[bytes]]) -> None:
     with started_engine(model, **INT8) as engine:
         talk(engine, NAMES[:1], range(2))
         content = call(engine, "session_export", session_id=NAMES[0])
         call(engine, "session_delete", session_id=NAMES[0], delete_prefix=False)
         call(engine, "session_import", session_id=NAMES[0], content=content)
-        assert talk(engine, NAMES[:1], range(2, 3))[NAMES[0]] == unparked[NAMES[0]][2:]
+        assert talk(engine, NAMES[:1], range(2, 3))[NAMES[0]] == answers_in_slots[NAMES[0]][2:]
         file = decode(content)
         wkv = bytearray(file.parts["stage0.wkv"])
         wkv[HEAD_BYTES - 2 : HEAD_BYTES] = struct.pack("<H", 0x7FC0)  # the last scale of the first head: NaN
@@ -149,8 +149,8 @@ def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, lis
 
 
 @pytest.mark.parametrize(("form", "what"), [("fp32", "numbers"), ("fp16", "numbers"), ("int8", "scales")])
-def test_a_stored_state_that_is_noise_is_told_in_every_form(model: Path, tmp_path: Path, form: str, what: str) -> None:
-    """Where the whole history is kept it is read anew, else the session is refused until it is deleted."""
+def test_an_invalid_stored_state_is_found_in_every_format(model: Path, tmp_path: Path, form: str, what: str) -> None:
+    """If the whole history is kept, it is read again. Otherwise the session is refused until it is deleted."""
     pool = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", retain_tokens=-1, l1_sessions=1)
     with started_engine(model, pool, wkv_state=form) as engine:
         first = talk(engine, NAMES[:2], range(1))
@@ -187,6 +187,6 @@ def test_a_tuned_state_is_packed_into_its_slot(model: Path, tmp_path: Path) -> N
     assert own != other
 
 
-def test_the_layout_names_the_form(model: Path) -> None:
+def test_the_layout_names_the_format(model: Path) -> None:
     with started_engine(model, **INT8) as engine:
         assert json.dumps(engine.model_runner.arena.layout["stage0.wkv"]) == json.dumps(["uint8", [3, 2, HEAD_BYTES]])

@@ -1,4 +1,4 @@
-"""Tuned states through the engine: rows and sessions that begin from them, beside all others."""
+"""Tuned states through the engine: rows and sessions that start from them, among others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytes
         yield engine
 
 
-def test_rows_go_on_from_the_state_as_the_reference_does(model: Path, engine: Engine) -> None:
+def test_rows_start_from_the_state_as_the_reference_does(model: Path, engine: Engine) -> None:
     path = write_random_model(model.with_suffix(".pth"), layers=3, width=128)
     reference = oracle(path)
     ids = TOKENIZER.encode("Once upon a time")
@@ -76,7 +76,7 @@ def test_rows_go_on_from_the_state_as_the_reference_does(model: Path, engine: En
 
 
 def mixed_rows(prefix: str, count: int) -> list[GenerateRequest]:
-    """Rows of all kinds, prompts of all lengths, shared beginnings among them."""
+    """Rows of all kinds, with prompts of all lengths and shared prefixes."""
     rows = []
     for i in range(count):
         name = (*NAMES, "")[i % 4]
@@ -106,7 +106,7 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     assert len(set(texts)) > 40
 
 
-def test_continuations_share_one_reading_of_the_state(engine: Engine) -> None:
+def test_continuations_share_one_prefill(engine: Engine) -> None:
     several = run(engine, make_request("Tell me", state="poet", n=3, max_tokens=6, ignore_eos=True))
     one_token = run(engine, make_request("a", state="poet", n=3, max_tokens=6, ignore_eos=True))
     for found, prompt in ((several, "Tell me"), (one_token, "a")):
@@ -115,7 +115,7 @@ def test_continuations_share_one_reading_of_the_state(engine: Engine) -> None:
         }
 
 
-def test_a_prefix_is_shared_among_rows_of_one_state_only(engine: Engine) -> None:
+def test_a_prefix_is_shared_only_within_one_state(engine: Engine) -> None:
     for name in ("pirate", "poet", ""):
         first = [run(engine, make_request(f"{SYSTEM}{i}", state=name, ignore_eos=True)) for i in range(3)]
         assert first[0].finishes[0].cached_tokens == 0
@@ -125,8 +125,8 @@ def test_a_prefix_is_shared_among_rows_of_one_state_only(engine: Engine) -> None
             assert job.texts == fresh.texts
 
 
-def told(prompts: list[str], answers: list[bytes]) -> list[int]:
-    """The token ids of a conversation up to the last prompt."""
+def history_of(prompts: list[str], answers: list[bytes]) -> list[int]:
+    """Return the token ids of a conversation up to the last prompt."""
     ids: list[int] = []
     for i, prompt in enumerate(prompts):
         ids += TOKENIZER.encode(prompt)
@@ -134,18 +134,18 @@ def told(prompts: list[str], answers: list[bytes]) -> list[int]:
     return ids
 
 
-def test_a_session_goes_on_from_the_state_it_began_with(engine: Engine) -> None:
+def test_a_session_continues_from_its_initial_state(engine: Engine) -> None:
     first = run(engine, turn("s", "hello", state="clerk", max_tokens=1, ignore_eos=True))
     second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
-    ids = told(["hello", " again"], [first.texts[0]])
+    ids = history_of(["hello", " again"], [first.texts[0]])
     whole = run(engine, make_request(ids, state="clerk", max_tokens=6, ignore_eos=True))
     assert second.texts == whole.texts
     assert second.texts != run(engine, make_request(ids, max_tokens=6, ignore_eos=True)).texts
     assert run(engine, turn("s", " once more", state="clerk")).refusal is None
 
 
-def test_a_stop_is_taken_back_to_the_state(engine: Engine) -> None:
-    """A turn whose first token is a stop is read anew, from the tuned state and not from zero."""
+def test_a_first_token_stop_returns_to_the_state(engine: Engine) -> None:
+    """A turn whose first token is a stop is read again from the tuned state, not from zero."""
     free = run(engine, make_request("stop", state="poet", max_tokens=8, ignore_eos=True)).texts[0]
     stop = free[:2]
     first = run(engine, turn("stops", "stop", state="poet", max_tokens=8, ignore_eos=True, stop_strings=[stop]))
@@ -155,7 +155,7 @@ def test_a_stop_is_taken_back_to_the_state(engine: Engine) -> None:
     assert after == run(engine, make_request(whole, state="poet", max_tokens=6, ignore_eos=True)).texts[0]
 
 
-def test_dialogues_begin_from_the_state(engine: Engine) -> None:
+def test_dialogues_start_from_the_state(engine: Engine) -> None:
     root = run(engine, turn("tree", "one", branch_from=0, state="poet", max_tokens=6, ignore_eos=True))
     assert root.texts == run(engine, make_request("one", state="poet", max_tokens=6, ignore_eos=True)).texts
     child = turn("tree", " two", branch_from=root.finishes[0].dialogue_idx, state="pirate")
@@ -164,7 +164,7 @@ def test_dialogues_begin_from_the_state(engine: Engine) -> None:
     assert (refused.value.info.field, refused.value.info.given) == ("state", "pirate")
 
 
-def test_another_state_than_the_session_began_with_is_refused(engine: Engine) -> None:
+def test_a_state_other_than_the_sessions_is_refused(engine: Engine) -> None:
     run(engine, turn("plain", "hello"))
     run(engine, turn("tuned", "hello", state="poet"))
     call(engine, "session_import", session_id="brought", content=call(engine, "session_export", session_id="tuned"))
@@ -178,7 +178,7 @@ def test_another_state_than_the_session_began_with_is_refused(engine: Engine) ->
         assert refused.value.info.kind is ErrorKind.INVALID_FIELD and refused.value.info.field == "state"
 
 
-def test_a_second_turn_that_waits_is_judged_by_what_the_first_began(engine: Engine) -> None:
+def test_a_waiting_turn_is_checked_after_the_first_turn(engine: Engine) -> None:
     first = submit(engine, turn("race", "one", state="poet", max_tokens=12, ignore_eos=True))
     second = submit(engine, turn("race", " two", state="pirate", max_tokens=12))
     first.wait(), second.wait()
@@ -187,7 +187,7 @@ def test_a_second_turn_that_waits_is_judged_by_what_the_first_began(engine: Engi
     assert run(engine, turn("race", " three")).finishes[0].error is None
 
 
-def test_an_unknown_state_is_named_with_those_there_are(engine: Engine) -> None:
+def test_an_unknown_state_lists_the_known_ones(engine: Engine) -> None:
     for row in (make_request("hello", state="nobody"), turn("unknown", "hello", state="nobody")):
         with pytest.raises(ServiceError, match=r"'nobody'.*'pirate', 'poet', 'clerk'") as refused:
             run(engine, make_request("good"), row) if row.session is None else run(engine, row)
@@ -210,18 +210,18 @@ def test_a_session_survives_a_restart(model: Path, tmp_path: Path, rebuilt: bool
         run(engine, turn("d", " x", branch_from=1, max_tokens=1))
     if rebuilt:
         rebuilt_from_the_log(db)
-    ids = told(["hello", " again"], [first.texts[0]])
+    ids = history_of(["hello", " again"], [first.texts[0]])
     with engine_with_states(model, str(db), **options) as engine:
         second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
         assert second.texts == run(engine, make_request(ids, state="poet", max_tokens=6, ignore_eos=True)).texts
         again = run(engine, turn("d", " again", branch_from=1, max_tokens=6, ignore_eos=True))
-        ids = told(["hello", " again"], [branch.texts[0]])
+        ids = history_of(["hello", " again"], [branch.texts[0]])
         assert again.texts == run(engine, make_request(ids, state="pirate", max_tokens=6, ignore_eos=True)).texts
         with pytest.raises(ServiceError, match="began with the tuned state 'poet'"):
             run(engine, turn("s", " more", state="pirate"))
 
 
-def test_a_state_that_is_missing_when_a_session_is_rebuilt_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_missing_state_of_a_rebuilt_session_is_named(model: Path, tmp_path: Path) -> None:
     db = tmp_path / "s.db"
     with engine_with_states(model, str(db), pool={"retain_tokens": -1}) as engine:
         first = run(engine, turn("s", "hello", state="poet", max_tokens=1, ignore_eos=True))
@@ -233,7 +233,7 @@ def test_a_state_that_is_missing_when_a_session_is_rebuilt_is_named(model: Path,
         # The same numbers under another name will do, and the session is not given up meanwhile.
         call(engine, "state_add", name="other-name", file="poet.pth")
         second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
-        ids = told(["hello", " again"], [first.texts[0]])
+        ids = history_of(["hello", " again"], [first.texts[0]])
         assert second.texts == run(engine, make_request(ids, state="other-name", max_tokens=6, ignore_eos=True)).texts
 
 
@@ -243,7 +243,7 @@ def _raise_row_error(engine: Engine, row: GenerateRequest) -> None:
         raise ServiceError.from_info(error)
 
 
-def test_an_exported_session_that_lies_in_the_log_has_its_state(model: Path, tmp_path: Path) -> None:
+def test_an_exported_session_has_its_state(model: Path, tmp_path: Path) -> None:
     db = tmp_path / "s.db"
     with engine_with_states(model, str(db), pool={"retain_tokens": -1}) as engine:
         run(engine, turn("s", "hello", state="poet", max_tokens=1, ignore_eos=True))
@@ -255,7 +255,7 @@ def test_an_exported_session_that_lies_in_the_log_has_its_state(model: Path, tmp
 
 
 def test_states_share_few_slots(model: Path, tmp_path: Path) -> None:
-    """Fewer slots than states, and rows enough to want every slot: all are served, and right."""
+    """With fewer slots than states and rows for every slot, all answers are right."""
     pool = {"state_slots": 1, "prefix_cache_slots": 1, "l1_sessions": 1}
     with engine_with_states(model, str(tmp_path / "s.db"), pool=pool, max_running=4) as engine:
         rows = mixed_rows("few", 24)
@@ -269,7 +269,7 @@ def test_states_share_few_slots(model: Path, tmp_path: Path) -> None:
         assert texts == [job.texts[0] for job in alone]
 
 
-def test_states_come_and_go_while_rows_run(model: Path, tmp_path: Path) -> None:
+def test_states_are_added_and_removed_while_rows_run(model: Path, tmp_path: Path) -> None:
     with engine_with_states(model, str(tmp_path / "s.db"), max_running=2) as engine:
         expected = run(engine, make_request("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0]
         jobs = [submit(engine, make_request("go", state="poet", max_tokens=10, ignore_eos=True)) for _ in range(8)]
@@ -284,7 +284,7 @@ def test_states_come_and_go_while_rows_run(model: Path, tmp_path: Path) -> None:
         assert run(engine, make_request("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0] == expected
 
 
-def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp_path: Path) -> None:
+def test_states_of_requests_survive_a_restart(model: Path, tmp_path: Path) -> None:
     db = str(tmp_path / "s.db")
     with engine_with_states(model, db, states=()) as engine:
         info = call(engine, "state_add", name="sent", content=(model.parent / "poet.pth").read_bytes())
@@ -306,7 +306,7 @@ def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp
         assert call(engine, "state_list") == [] and list((tmp_path / "s.db.states").iterdir()) == []
 
 
-def test_a_state_that_cannot_be_kept_is_an_error_and_the_engine_goes_on(model: Path, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_kept_is_an_error(model: Path, tmp_path: Path) -> None:
     with engine_with_states(model, str(tmp_path / "s.db"), states=()) as engine:
         (tmp_path / "s.db.states" / "sent.safetensors" / "in the way").mkdir(parents=True)
         (tmp_path / "s.db.states" / "duo.mixture.json").mkdir()
@@ -353,12 +353,12 @@ def test_decode_parameters_are_kept_with_a_state_and_with_a_mixture(model: Path,
         ({"name": "x", "file": "none.pth"}, ErrorKind.INVALID_FIELD, "does not exist"),
         ({"name": "x", "file": "tiny.safetensors"}, ErrorKind.INVALID_FIELD, "no 'blocks.N.att.time_state'"),
         ({"name": "x", "file": "poet.pth", "orientation": "up"}, ErrorKind.INVALID_FIELD, "orientation: must be"),
-        ({"name": "x"}, ErrorKind.INVALID_FIELD, "file: must be given"),
-        ({"name": "x", "content": b"nonsense"}, ErrorKind.INVALID_FIELD, "state file that was sent"),
+        ({"name": "x"}, ErrorKind.INVALID_FIELD, "file: must be a path"),
+        ({"name": "x", "content": b"nonsense"}, ErrorKind.INVALID_FIELD, "state file in the request"),
     ],
     ids=str,
 )
-def test_what_cannot_be_loaded(engine: Engine, fields: dict[str, str], kind: ErrorKind, why: str) -> None:
+def test_unsupported_states(engine: Engine, fields: dict[str, str], kind: ErrorKind, why: str) -> None:
     before = [info.name for info in call(engine, "state_list")]
     with pytest.raises(ServiceError) as refused:
         call(engine, "state_add", **fields)
@@ -373,7 +373,7 @@ def test_too_many_states(model: Path, tmp_path: Path) -> None:
         call(engine, "state_add", name="fourth", file="poet.pth")
 
 
-def test_a_state_of_the_command_line_that_cannot_be_had(model: Path, tmp_path: Path) -> None:
+def test_a_bad_state_of_the_command_line(model: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(StartupError, match=r"--state bad=.*does not exist"),
         engine_with_states(model, states=("bad=no.pth",)),
