@@ -57,11 +57,11 @@ class FakeGraphs:
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
-        self._machine = model_runner
+        self._model_runner = model_runner
         model_runner._tokens = LastTokens(
             model_runner.limits.num_req_slots, model_runner.device, model_runner.device, model_runner.steps_in_flight
         )
-        self.admission: list[Any] = []
+        self.graph_stages: list[Any] = []
         self.pieces: PromptPieces | None = None
         """pieces per step; decode steps have one between every two of them"""
         self.max_rows = model_runner.limits.rows_in_step
@@ -85,10 +85,10 @@ class FakeGraphs:
             raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
         assert 0 < len(req_slots) <= self.max_rows and adapters is None
         self.steps.append(len(req_slots))
-        tokens = self._machine._tokens.input_tokens[list(req_slots)].tolist()
+        tokens = self._model_runner._tokens.input_tokens[list(req_slots)].tolist()
         rows = list(range(len(req_slots)))
         inputs = step_inputs([[token] for token in tokens], list(read_slots), list(write_slots), rows)
-        return self._machine.pipeline.forward(inputs, self.logits)
+        return self._model_runner.pipeline.forward(inputs, self.logits)
 
     def run(
         self,
@@ -102,9 +102,9 @@ class FakeGraphs:
         logits = self.run_logits(req_slots, read_slots, write_slots, adapters, between)
         rows = [row for row in range(len(req_slots)) if row not in deferred]
         tokens = torch.zeros(len(req_slots), dtype=torch.int64)
-        tokens[rows] = self._machine.sampler("").sample(logits[rows], [req_slots[row] for row in rows]).token_ids
+        tokens[rows] = self._model_runner.sampler("").sample(logits[rows], [req_slots[row] for row in rows]).token_ids
         sampled_tokens = [req_slots[row] for row in rows]
-        self._machine._tokens.sampled_tokens[sampled_tokens] = tokens[rows]
+        self._model_runner._tokens.sampled_tokens[sampled_tokens] = tokens[rows]
         return tokens
 
 
@@ -112,7 +112,7 @@ class PromptPieces:
     """Replaces `runner.PromptPieces` without a GPU: calls its callback before it computes the step."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
-        self._machine = model_runner
+        self._model_runner = model_runner
         self.steps: list[tuple[int, int]] = []
         """rows and tokens of each step"""
 
@@ -122,7 +122,7 @@ class PromptPieces:
     def run(self, inputs: StepInputs, size: int, between: Callable[[], None]) -> Tensor:
         self.steps.append((len(inputs.read_slots), size))
         between()
-        return self._machine.pipeline.forward(inputs)
+        return self._model_runner.pipeline.forward(inputs)
 
 
 @pytest.fixture(scope="module")
