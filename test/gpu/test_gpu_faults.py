@@ -140,7 +140,7 @@ def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, mo
         return forward(self, inputs, out)
 
     monkeypatch.setattr(Pipeline, "forward", limited)
-    with pytest.raises(StartupError, match="lower --max-running"), started_engine(model, **ON_GPU):
+    with pytest.raises(StartupError, match="Lower --max-running"), started_engine(model, **ON_GPU):
         pass
 
 
@@ -174,7 +174,8 @@ from test.harness import make_request, started_engine, submit
 from demo.files import ensure_model
 
 def breaking(engine):
-    engine.model_runner._tokens.sampled_tokens.fill_(10**9)  # no such token: reading its embedding breaks the device, inside a graph
+    # An invalid token: reading its embedding breaks the device inside a graph.
+    engine.model_runner._tokens.sampled_tokens.fill_(10**9)
 
 with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_tokens_per_step=256) as engine:
     job = submit(engine, make_request("x", max_tokens=10**6, ignore_eos=True, chunk_size=1))
