@@ -129,7 +129,8 @@ class RapidSampler:
         self._launch = binding.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
         self._apply_masks = binding.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
-        self._append_tokens = binding.bind(library, "rapid_append_tokens", ctypes.POINTER(Launch), pointer, pointer, pointer)
+        pointers = (ctypes.POINTER(Launch), pointer, pointer, pointer)
+        self._append_tokens = binding.bind(library, "rapid_append_tokens", *pointers)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
         """Start a new row in this request slot.

@@ -1,4 +1,4 @@
-"""ffn.value of 2 to 8 rows by the rows of the matrix whose input is not zero (csrc/sparse/sparse_few_quant.cu), against fp32."""
+"""Sparse ffn.value of 2 to 8 rows (csrc/sparse/sparse_few_quant.cu), against fp32."""
 
 from __future__ import annotations
 

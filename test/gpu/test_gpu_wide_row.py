@@ -1,5 +1,7 @@
-"""One row of small weights: by Hopper's tensor cores (csrc/skinny/hopper_row.cu), its norm and mix made inside; by the rows of
-ffn.value whose input is not zero (csrc/sparse/sparse_row_quant.cu), in the launch of ffn.key as well. Against fp32."""
+"""One row times quantised weights on Hopper, against fp32.
+
+csrc/skinny/hopper_row.cu, also with norm and mix or with ffn.value in the launch; csrc/sparse/sparse_row_quant.cu.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def compiled(source: Path) -> dict[str, Compiled]:
 
 
 def archs_of(source: Path) -> tuple[str, ...]:
-    """What a source is built for: Hopper's own library where every GPU is of sm_90 (`hopper_gemm_unavailable_reason`), others anywhere."""
+    """Returns a source's architectures: sm_90a for the Hopper library, otherwise all."""
     return ("sm_90a",) if source.stem in HOPPER_STEMS else cuda_check.CHECKED_ARCHS
 
 

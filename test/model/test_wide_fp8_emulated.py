@@ -245,7 +245,7 @@ def test_shares(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatc
     made = Fp8Gemm(weight, weight_scales, x, None, shares, Activation.NONE)
     half = torch.empty(16, 64).half(), torch.empty(rows, 64).half(), torch.empty(rows, 16).half(), Activation.NONE
     for maps, halves, late in (([made, made], [], []), ([made], [half], []), ([made], [], [half])):
-        with pytest.raises(ValueError, match="shares takes one map, not 2"):
+        with pytest.raises(ValueError, match="partials takes one GEMM, not 2"):
             launch_hopper_fp8(maps, halves, late)
 
 

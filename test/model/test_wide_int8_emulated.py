@@ -164,7 +164,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     shares = made._replace(y=torch.empty(1, 9, 96))
     half = torch.empty(16, 128).half(), torch.empty(9, 128).half(), torch.empty(9, 16).half(), Activation.NONE
     for maps, halves, late in (([shares, made], [], []), ([shares], [half], []), ([shares], [], [half])):
-        with pytest.raises(ValueError, match="shares takes one map, not 2"):
+        with pytest.raises(ValueError, match="partials takes one GEMM, not 2"):
             launch_hopper_int8(maps, halves, late)
 
 

@@ -64,7 +64,7 @@ def check_counts(count: int, rows: int, most_rows: int, to_partials: bool) -> No
     if count > MAX_HOPPER_GEMMS or rows > most_rows:
         raise ValueError(f"a launch takes {MAX_HOPPER_GEMMS} GEMMs of {most_rows} rows, not {count} of {rows}")
     if to_partials and count > 1:
-        raise ValueError(f"a launch whose results are shares takes one GEMM, not {count}")
+        raise ValueError(f"a launch with split-K partials takes one GEMM, not {count}")
 
 
 def launch_quantised(

@@ -174,7 +174,7 @@ def call(library: ctypes.CDLL, name: str, *args: object) -> None:
 
 
 def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -> str:
-    """A source without launches of other plans than these, see gemm/gemm_launch.cuh; without `tiles` they are of any."""
+    """Removes launches of other plans from a source (gemm/gemm_launch.cuh); keeps all if `tiles` is empty."""
 
     def kept(found: re.Match[str]) -> str:
         known = (size for size in found[1].split(", ") if int(size) in tiles)
