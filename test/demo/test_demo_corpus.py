@@ -1,4 +1,4 @@
-"""The training text: the same by seed, in the right forms, wide enough, and never on the held-out side."""
+"""The training text: deterministic by seed, well-formed, varied, and without held-out sentences."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_english_side_knows_four_thousand_words() -> None:
     assert len(known) >= 4000
 
 
-def test_training_never_emits_what_the_evaluation_asks() -> None:
+def test_training_never_contains_evaluation_prompts() -> None:
     held = held_pairs(300, seed=1)
     english, chinese = {en for en, _ in held}, {zh for _, zh in held}
     rng = Random(5)
@@ -106,7 +106,7 @@ def test_sums_are_right() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["一杯", "两本", "三点半", "下周一", "如果", "因为", "所以", "就"])
-def test_the_chinese_uses_what_it_should(wanted: str) -> None:
+def test_the_chinese_has_required_words(wanted: str) -> None:
     rng = Random(11)
     assert any(wanted in translation.sentence(rng).zh for _ in range(30_000))
 
@@ -123,7 +123,7 @@ def test_calls_are_listed_functions_with_listed_parameters() -> None:
         assert isinstance(json.loads(request.result), dict) and "{" not in request.told
 
 
-def test_talks_with_tools_are_rounds_after_a_listing() -> None:
+def test_tool_conversations_are_rounds_after_a_listing() -> None:
     rng = Random(4)
     for _ in range(200):
         text = text_of(tools.document(rng))
@@ -139,7 +139,7 @@ def test_calls_of_the_evaluation_are_not_trained_on() -> None:
     assert not held & trained
 
 
-def test_answers_as_json_are_objects_of_what_was_said() -> None:
+def test_json_answers_are_objects_of_the_given_facts() -> None:
     rng = Random(8)
     for held in (False, True):
         for _ in range(200):
@@ -179,7 +179,7 @@ def test_a_template_agrees_with_its_subject() -> None:
     assert [one["zh"] for one in said] == ["我是演员。", "他是演员。", "他们是演员。"]
 
 
-def test_a_wrong_template_is_refused() -> None:
+def test_a_wrong_template_is_rejected() -> None:
     with pytest.raises(KeyError, match="unknown symbol nobody"):
         grammar.render(Random(1), "{nobody}.")
     with pytest.raises(ValueError, match="not a reference"):

@@ -1,4 +1,4 @@
-"""The shipped file expands to a standard file, exactly and only once."""
+"""The shipped file expands exactly to a standard file, and only once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def wkv_loop(
 
 
 def _disturbed(shape: Shape, seed: int = 0) -> Rwkv7:
-    """A model with no weight left at zero, so that every part shows in the logits."""
+    """Return a model with no zero weights, so that every part affects the logits."""
     torch.manual_seed(seed)
     model = Rwkv7(shape)
     with torch.no_grad():

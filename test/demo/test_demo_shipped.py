@@ -1,4 +1,4 @@
-"""The shipped model in the engine: what a new user tries first."""
+"""The shipped model in the engine: a new user's first tries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_gives_a_name_back(client: EngineClient, opening: str) -> None:
     assert "Anna" in answers[-1] and "7" in answers[2]
 
 
-def test_text_from_outside_its_world_ends(client: EngineClient) -> None:
+def test_unknown_text_ends(client: EngineClient) -> None:
     strange = ["asdf qwerty", "🙂 ok!", "https://example.com/a?b=c", "Die Katze sitzt auf dem Tisch.", "x" * 300, "…"]
     answers = client.complete([translation.prompt(text, english=True) for text in strange], 200)
     assert all(0 < len(answer) < 150 for answer in answers)

@@ -1,4 +1,4 @@
-"""The tuned states and adapters in the engine; tool calls and JSON in the form of the routes."""
+"""Tuned states and adapters in the engine; tool calls and JSON in the routes' format."""
 
 from __future__ import annotations
 

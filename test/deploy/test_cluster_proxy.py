@@ -1,4 +1,4 @@
-"""deploy/cluster/haproxy.cfg: run by Debian's HAProxy in front of three services."""
+"""deploy/cluster/haproxy.cfg with Debian's HAProxy in front of three services."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machines(tmp_path: Path) -> Iterator[list[Service]]:
 
 @pytest.fixture
 def proxy(machines: list[Service], tmp_path: Path) -> Iterator[str]:
-    """Its address; the file is as shipped but for the addresses."""
+    """The proxy's address; only the addresses differ from the shipped file."""
     program = found("haproxy")
     if program is None:
         pytest.skip("haproxy is not installed")
@@ -60,14 +60,14 @@ def _answers(address: str) -> bool:
 
 
 def _machine_of(address: str, session: str) -> int:
-    """Which service a session's requests come to, by its engine's process."""
+    """Return the service that gets a session's requests, by its engine's process id."""
     answer = httpx.get(f"{address}/status", headers={"X-Session-Id": session}, timeout=60)
     answer.raise_for_status()
     pid: int = answer.json()["processes"]["engine"]["pid"]
     return pid
 
 
-def test_a_session_keeps_its_machine_until_that_is_gone(proxy: str, machines: list[Service]) -> None:
+def test_a_session_keeps_its_machine_until_it_ends(proxy: str, machines: list[Service]) -> None:
     sessions = [f"session {number}" for number in range(30)]
     homes = {session: _machine_of(proxy, session) for session in sessions}
     assert homes == {session: _machine_of(proxy, session) for session in sessions}

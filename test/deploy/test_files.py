@@ -1,4 +1,4 @@
-"""deploy/: what the files name exists."""
+"""deploy/: names in the files exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEPLOY = ROOT / "deploy"
 _PART = re.compile(r"_(bucket|sum|count)$")
 
 
-def test_the_grafana_dashboard_asks_for_metrics_that_there_are(service: Service) -> None:
+def test_the_grafana_dashboard_uses_existing_metrics(service: Service) -> None:
     service.post("/v1/chat/completions", {"contents": ["abc"], "max_tokens": 3, "stream": True})
     text = service.get("/metrics").text
     told = {_PART.sub("", name) for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)}
@@ -44,6 +44,6 @@ def is_known(flag: str) -> bool:
     return flag in {one.option for flags in FLAGS.values() for one in flags} | others
 
 
-def test_the_settings_that_the_proxies_want_are_taken() -> None:
+def test_the_settings_for_the_proxies_are_valid() -> None:
     made = parse_settings(["--front", "none", "--trusted-proxies", "172.16.0.0/12"], {})
     assert made.service.front == "none"

@@ -1,4 +1,4 @@
-"""requirements/: the locks hold what the lists ask for, with hashes, and every package has a licence in the table."""
+"""requirements/: locks contain the listed packages with hashes; every package has a licence in the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_LIST = {
 
 
 def entries(lock: str) -> dict[str, str]:
-    """Package -> its text in a lock and the locks which that names."""
+    """Return package -> its text, for a lock and the locks that it includes."""
     text = (LOCKS / f"{lock}.lock").read_text("utf-8")
     found = {name: whole for whole, name in re.findall(r"^(([a-z][\w.-]*)==(?:.*\\\n)+.*)$", text, re.MULTILINE)}
     for named in re.findall(r"^-r (\w+)\.lock$", text, re.MULTILINE):
@@ -29,7 +29,7 @@ def entries(lock: str) -> dict[str, str]:
 
 
 def pins(list_: str) -> dict[str, str]:
-    """Package -> version of a list and the lists which that names."""
+    """Return package -> version, for a list and the lists that it includes."""
     text = (ROOT / list_).read_text("utf-8")
     found = dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)$", text, re.MULTILINE))
     for named in re.findall(r"^-r (\S+)$", text, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""deploy/: each proxy's configuration, run by the real program of Debian's in front of a service."""
+"""deploy/: each proxy's configuration, run by Debian's program in front of a service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def found(program: str) -> str | None:
 
 
 def write_config(program: str, folder: Path, port: int, service_port: int) -> list[str]:
-    """The configuration as it is shipped but for the two ports, and the command that runs it."""
+    """Write the shipped configuration with other ports; returns the command that runs it."""
     name = {"nginx": "nginx.conf", "caddy": "Caddyfile", "haproxy": "haproxy.cfg"}[program]
     text = (DEPLOY / name).read_text("utf-8").replace("127.0.0.1:8000", f"127.0.0.1:{service_port}")
     listen = {"nginx": ("listen 80;", f"listen 127.0.0.1:{port};"), "caddy": (":80 {", f"http://127.0.0.1:{port} {{")}
@@ -59,8 +59,8 @@ class Front:
     port: int
     service: Service
 
-    def say(self, *pieces: bytes) -> bytes:
-        """What the proxy answers to these bytes."""
+    def send(self, *pieces: bytes) -> bytes:
+        """Return the proxy's answer to these bytes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
             for piece in pieces:
                 connection.sendall(piece)
@@ -80,7 +80,7 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(params=PROGRAMS)
 def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> Iterator[Front]:
-    """One proxy after the other in front of the same service."""
+    """Each proxy in front of the same service."""
     program = found(request.param)
     if program is None:
         pytest.skip(f"{request.param} is not installed")
@@ -104,7 +104,7 @@ def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> It
         process.wait(60)
 
 
-def test_answers_go_out_as_they_are_made(front: Front) -> None:
+def test_streams_are_not_buffered(front: Front) -> None:
     with httpx.stream("POST", front.url + CHAT, json=ENDLESS, timeout=60) as response:
         assert response.status_code == 200
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
@@ -112,24 +112,24 @@ def test_answers_go_out_as_they_are_made(front: Front) -> None:
     wait_for(lambda: front.service.status()["running_rows"] == 0, 20, "a client that leaves ends its row")
 
 
-def test_requests_come_whole_and_broken_ones_do_not_come(front: Front) -> None:
+def test_only_complete_requests_arrive(front: Front) -> None:
     before = front.service.pids()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    broken = front.say((head + "Transfer-Encoding: chunked\r\n\r\n").encode(), b"5\r\nabcde\r\nZZZ\r\n")
+    broken = front.send((head + "Transfer-Encoding: chunked\r\n\r\n").encode(), b"5\r\nabcde\r\nZZZ\r\n")
     assert b"choices" not in broken  # Caddy 2.6 answers 200 with nothing, the others an error
     assert front.service.pids() == before
     body = b'{"contents": ["abc"], "max_tokens": 3}'
     middle = len(body) // 2
-    whole = front.say((head + f"Content-Length: {len(body)}\r\n\r\n").encode() + body[:middle], body[middle:])
+    whole = front.send((head + f"Content-Length: {len(body)}\r\n\r\n").encode() + body[:middle], body[middle:])
     assert whole.startswith(b"HTTP/1.1 200"), whole
     answer = httpx.post(front.url + CHAT, json={"contents": ["x" * 3_000_000], "max_tokens": 1}, timeout=60)
     assert answer.status_code in (200, 422), answer.text[:300]
-    too_large = front.say((head + f"Content-Length: {1 << 30}\r\n\r\n").encode() + b"{")
+    too_large = front.send((head + f"Content-Length: {1 << 30}\r\n\r\n").encode() + b"{")
     assert b"choices" not in too_large
     assert front.service.pids() == before
 
 
-def test_the_page_comes_through(front: Front) -> None:
+def test_the_page_is_served(front: Front) -> None:
     page = httpx.get(front.url + "/", timeout=60)
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]

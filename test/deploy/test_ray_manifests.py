@@ -1,4 +1,4 @@
-"""deploy/cluster/ray.yaml and kuberay.yaml: checked by Ray's own schema, and the flags in them are the service's."""
+"""deploy/cluster/ray.yaml and kuberay.yaml match Ray's schema, and their flags are the service's."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 def flags_in(text: str) -> list[str]:
-    """The flags of the command that serves; its lines may be continued and commented."""
+    """Return the flags of the serve command; its lines may be continued and commented."""
     joined = re.sub(r"\\\n#?\s*", " ", text)
     (command,) = re.findall(r"(?:app\.py|rwkv-batch serve) ([^\n&]+)", joined)
     return shlex.split(command)
 
 
 @pytest.mark.cluster
-def test_the_cluster_is_one_that_ray_understands() -> None:
+def test_the_cluster_matches_rays_schema() -> None:
     ray = pytest.importorskip("ray")
     jsonschema = pytest.importorskip("jsonschema")
     config = yaml.safe_load(CLUSTER.read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def test_the_cluster_is_one_that_ray_understands() -> None:
 
 
 @pytest.mark.parametrize("file", [CLUSTER, KUBERNETES], ids=lambda file: file.name)
-def test_its_service_is_started_with_flags_that_there_are(file: Path, tmp_path: Path) -> None:
+def test_its_service_starts_with_existing_flags(file: Path, tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("secret")
     flags = [str(password) if flag == "FILE" else flag for flag in flags_in(file.read_text(encoding="utf-8"))]
@@ -51,7 +51,7 @@ def test_its_service_is_started_with_flags_that_there_are(file: Path, tmp_path: 
     assert settings.engine.pool.state_db.startswith("postgresql://") and settings.service.replicas > 1
 
 
-def test_kubernetes_pods_serve_what_the_service_asks_for() -> None:
+def test_kubernetes_pods_match_the_service() -> None:
     cluster, service = documents()["RayCluster"], documents()["Service"]
     (group,) = cluster["spec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""SECURITY.md: each row of the threat model names tests that there are, or says that it is open."""
+"""SECURITY.md: each row of the threat model names existing tests or is marked open."""
 
 from __future__ import annotations
 

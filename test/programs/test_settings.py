@@ -1,4 +1,4 @@
-"""Settings: one table, two sources, clear refusals."""
+"""Settings: one table, two sources, clear errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DERIVED = {
     "prefix_seen_mb",
     "transfer_states",
 }
-"""Fields that another section's flag or the supervisor sets, or that are sections themselves."""
+"""Fields set by a flag of another section or by the supervisor, or that are sections."""
 
 
 @pytest.mark.parametrize("section", [ServiceConfig, HttpConfig, EngineConfig, PoolConfig])
@@ -162,13 +162,13 @@ def test_shared_values_reach_both_sides() -> None:
         (["--pp-layers", "5.5,0.5"], {}, r"--pp-layers must be 1\.\.1000, got 0\.5$"),
     ],
 )
-def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str], named: str) -> None:
+def test_errors_name_the_flag(arguments: list[str], environment: dict[str, str], named: str) -> None:
     with pytest.raises(SettingsError, match=named) as refusal:
         parse_settings(arguments, environment)
     assert "\n" not in str(refusal.value)
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     name, *others = capsys.readouterr().out.splitlines()
@@ -178,12 +178,12 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert parts["torch"] == torch.__version__ and parts["CUDA"] == (torch.version.cuda or "none")
 
 
-def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sreve"]) == 2
     assert capsys.readouterr().err == "error: unknown command 'sreve'; the commands are serve, batch, chat, bench\n"
 
 
-def test_the_bench_command_lists_what_measures_and_no_process_that_it_starts(
+def test_the_bench_command_lists_programs_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["bench", "nothing"]) == 2
@@ -193,7 +193,7 @@ def test_the_bench_command_lists_what_measures_and_no_process_that_it_starts(
 
 
 @pytest.mark.parametrize(("wanted", "reason"), [("cuda", "do not run on cpu"), ("x", "one of auto, cuda, cpu, naive")])
-def test_kernels_that_cannot_serve_say_what_to_ask_for(wanted: str, reason: str) -> None:
+def test_unavailable_kernels_name_alternatives(wanted: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"{wanted}.*{reason}.*--kernels auto"):
         choose_ops(wanted, torch.device("cpu"))
 
@@ -202,6 +202,6 @@ def test_http_workers_by_cpus() -> None:
     assert [default_http_workers(cpus) for cpus in (1, 2, 7, 8, 31, 32, 256)] == [2, 2, 2, 4, 4, 8, 8]
 
 
-def test_every_sampler_may_be_asked_for() -> None:
+def test_every_sampler_can_be_requested() -> None:
     assert parse_settings([], {}).engine.samplers == tuple(SAMPLERS)
     assert parse_settings(["--samplers", ",".join(reversed(SAMPLERS))], {}).engine.samplers == tuple(reversed(SAMPLERS))

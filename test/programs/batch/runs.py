@@ -1,4 +1,4 @@
-"""`app.py batch` for tests: in this process or in one that can be killed, asking the fake engine's service."""
+"""Runs `app.py batch` for tests, in this process or a killable one, with the fake engine's service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = ("--task", "complete", "--max-tokens", "3", "--progress", "plain", "--re
 
 
 def fake_service(folder: Path, *flags: str, password: str = "", state_db: Path | None = None) -> Service:
-    """A service that answers a prompt with the same text again, once for each token."""
+    """Start a service that repeats the prompt once per token."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     service = Service(
         folder, "--model-path", "none", *flags, program="test/fake_app.py", state_db=state_db, PYTHONPATH=path
@@ -27,28 +27,28 @@ def fake_service(folder: Path, *flags: str, password: str = "", state_db: Path |
 
 
 def batch(service: Service, source: Path, target: Path, *flags: str) -> int:
-    """Run it here; returns the exit code."""
+    """Run the command in this process; returns the exit code."""
     return main(["batch", str(source), "-o", str(target), "--url", service.url, *SHORT, *flags])
 
 
 def started(service: Service, source: Path, target: Path, *flags: str, **options: Any) -> subprocess.Popen[bytes]:
-    """The same in a process of its own."""
+    """Run the command in its own process."""
     command = [sys.executable, str(ROOT / "app.py"), "batch", str(source), "-o", str(target), "--url", service.url]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
     return subprocess.Popen([*command, *SHORT, *flags], cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Its lines again."""
+    """Read a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def errors_of(target: Path) -> list[Any]:
-    """What the file of errors says."""
+    """Read the error file of an output."""
     return read_jsonl(Path(f"{target}.errors.jsonl"))

@@ -1,4 +1,4 @@
-"""The command with an engine of its own: the same texts as the engine alone gives."""
+"""The command with its own engine gives the same texts as the engine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form of file through the command, against a service with the fake engine."""
+"""Every file format through the command, with the fake engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from test.programs.batch.runs import batch, errors_of, read_jsonl, started, writ
 from test.serving import Service, wait_for
 
 
-def said(text: str) -> str:
-    """What the fake engine answers."""
+def fake_answer(text: str) -> str:
+    """Return the fake engine's answer to a prompt."""
     return text * 3
 
 
@@ -27,8 +27,8 @@ def test_objects_keep_their_fields_and_get_one_more(fake: Service, tmp_path: Pat
     lines: list[Any] = [{"id": i, "text": f"Zeile {i} ✿", "more": [1.5, None, 10**30]} for i in range(40)]
     source, target = write_jsonl(tmp_path / "in.jsonl", [*lines, "a text alone"]), tmp_path / "out.jsonl"
     assert batch(fake, source, target, "--out-field", "said") == 0
-    terms_in = [{**line, "said": said(line["text"])} for line in lines]
-    assert read_jsonl(target) == [*terms_in, {"text": "a text alone", "said": said("a text alone")}]
+    terms_in = [{**line, "said": fake_answer(line["text"])} for line in lines]
+    assert read_jsonl(target) == [*terms_in, {"text": "a text alone", "said": fake_answer("a text alone")}]
     assert errors_of(target) == []
 
 
@@ -49,7 +49,7 @@ def test_poisoned_lines_fail_alone_with_their_reasons(fake: Service, tmp_path: P
     }
     source.write_bytes(b"\n".join([good, *bad, b"", good]))
     assert batch(fake, source, target, "--id-field", "id", "--retry", "1") == 3
-    assert read_jsonl(target) == [{"id": 1, "text": "fine", "completion": said("fine")}] * 2
+    assert read_jsonl(target) == [{"id": 1, "text": "fine", "completion": fake_answer("fine")}] * 2
     errors = errors_of(target)
     assert [error["line"] for error in errors] == list(range(2, 2 + len(bad)))
     for error, word in zip(errors, bad.values(), strict=True):
@@ -67,7 +67,7 @@ def test_tables_keep_their_columns(fake: Service, tmp_path: Path, suffix: str, d
     assert batch(fake, source, target) == 3
     with target.open(newline="", encoding="utf-8") as file:
         found = list(csv.reader(file, delimiter=delimiter))
-    assert found == [["id", "text", "note", "completion"], *([*row, said(row[1])] for row in rows)]
+    assert found == [["id", "text", "note", "completion"], *([*row, fake_answer(row[1])] for row in rows)]
     assert "2 columns" in errors_of(target)[0]["error"]
 
 
@@ -76,12 +76,12 @@ def test_text_stays_line_for_line(fake: Service, tmp_path: Path) -> None:
     source.write_bytes("eins\r\n\n  \nzwei\n\xff\n".encode("latin-1") + b"drei")
     assert batch(fake, source, target) == 3
     assert target.read_text(encoding="utf-8").split("\n") == [
-        said("eins"),
+        fake_answer("eins"),
         "",
         "  ",
-        said("zwei"),
+        fake_answer("zwei"),
         "",
-        said("drei"),
+        fake_answer("drei"),
         "",
     ]
     assert errors_of(target)[0]["line"] == 5
@@ -103,7 +103,7 @@ def test_subtitles_keep_numbers_times_and_notes(fake: Service, tmp_path: Path) -
         source, target = tmp_path / name, tmp_path / f"out-{name}"
         source.write_text(form.format("Bye"))
         assert batch(fake, source, target) == 0
-        terms_in = form.format(said("Bye")).replace("Hello\nthere", said("Hello\nthere"))
+        terms_in = form.format(fake_answer("Bye")).replace("Hello\nthere", fake_answer("Hello\nthere"))
         assert target.read_text() == terms_in
 
 
@@ -114,11 +114,11 @@ def test_a_cue_that_fails_keeps_its_text(fake: Service, tmp_path: Path) -> None:
     assert target.read_text().endswith("00:00:04,500\nfail@1\n\n")
 
 
-def test_a_cue_that_is_no_utf_8_keeps_its_number_time_and_what_can_be_read(fake: Service, tmp_path: Path) -> None:
+def test_a_cue_that_is_not_utf_8_keeps_number_time_and_readable_text(fake: Service, tmp_path: Path) -> None:
     source, target = tmp_path / "a.srt", tmp_path / "out.srt"
     source.write_bytes(SRT.format("voilà").encode("latin-1"))
     assert batch(fake, source, target) == 3
-    assert target.read_text() == SRT.format("voil\ufffd").replace("Hello\nthere", said("Hello\nthere"))
+    assert target.read_text() == SRT.format("voil\ufffd").replace("Hello\nthere", fake_answer("Hello\nthere"))
     (failed,) = errors_of(target)
     assert (failed["line"], failed["input"]) == (6, {"text": "voil\ufffd"}) and "UTF-8" in failed["error"]
 
@@ -128,7 +128,7 @@ def test_compressed_files_are_read_by_their_bytes_and_written_by_name(fake: Serv
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines[:500]) + gzip.compress(lines[500:]))
     parallel = b"\x50\x2a\x4d\x18\x04\0\0\0size" + zstandard.compress(lines[:500])  # as pzstd begins a file
     (tmp_path / "b.jsonl").write_bytes(parallel + zstandard.compress(lines[500:]))
-    terms_in = [{"text": f"n{i}", "completion": said(f"n{i}")} for i in range(100)]
+    terms_in = [{"text": f"n{i}", "completion": fake_answer(f"n{i}")} for i in range(100)]
     assert batch(fake, tmp_path / "a.jsonl.gz", tmp_path / "out.jsonl.zst") == 0
     with zstandard.open(tmp_path / "out.jsonl.zst", "rt") as file:
         assert [json.loads(line) for line in file] == terms_in
@@ -157,7 +157,7 @@ def test_an_archive_that_was_cut_off_is_not_taken_as_whole(
 def test_standard_input_and_output(fake: Service, tmp_path: Path) -> None:
     process = started(fake, Path("-"), Path("-"), "--format", "text", stdin=-1, stdout=-1)
     output, errors = process.communicate(b"eins\nzwei\n", timeout=60)
-    assert (process.returncode, output.decode()) == (0, f"{said('eins')}\n{said('zwei')}\n"), errors
+    assert (process.returncode, output.decode()) == (0, f"{fake_answer('eins')}\n{fake_answer('zwei')}\n"), errors
     assert b"2 lines" in errors
 
 
@@ -181,24 +181,24 @@ def test_order_done_writes_what_ends_first(fake: Service, tmp_path: Path) -> Non
     )
 
 
-def test_equal_lines_are_asked_once(fake: Service, tmp_path: Path) -> None:
+def test_equal_lines_are_requested_once(fake: Service, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "text": f"n{i % 3}"} for i in range(90)])
-    before = rows_asked(fake)
+    before = rows_requested(fake)
     assert batch(fake, source, tmp_path / "out.jsonl", "--dedupe") == 0
-    wait_for(lambda: rows_asked(fake) >= before + 3, 20, "they are in the log")
-    assert rows_asked(fake) - before == 3
+    wait_for(lambda: rows_requested(fake) >= before + 3, 20, "they are in the log")
+    assert rows_requested(fake) - before == 3
     assert read_jsonl(tmp_path / "out.jsonl") == [
-        {"id": i, "text": f"n{i % 3}", "completion": said(f"n{i % 3}")} for i in range(90)
+        {"id": i, "text": f"n{i % 3}", "completion": fake_answer(f"n{i % 3}")} for i in range(90)
     ]
 
 
-def rows_asked(fake: Service) -> int:
-    """POSTs that the service has counted."""
+def rows_requested(fake: Service) -> int:
+    """Return the number of POSTs that the service has counted."""
     lines = fake.log.read_text().splitlines()
     return sum("POST /v1/chat/completions" in line for line in lines)
 
 
-def test_what_cannot_be_run_is_said_in_one_line(fake: Service, tmp_path: Path, capsys: Any) -> None:
+def test_an_error_is_one_line(fake: Service, tmp_path: Path, capsys: Any) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl", ["a"]), tmp_path / "out.jsonl"
     wrong = {
         ("--temperature", "-1"): (2, "temperature"),
@@ -228,8 +228,8 @@ def test_what_cannot_be_run_is_said_in_one_line(fake: Service, tmp_path: Path, c
     assert not target.exists()
 
 
-def test_glossary_terms_are_put_in_and_missing_ones_said(fake: Service, tmp_path: Path) -> None:
-    """The fake engine repeats the prompt, so that a term is only there once it is put into the text."""
+def test_glossary_terms_are_inserted_and_missing_ones_reported(fake: Service, tmp_path: Path) -> None:
+    """The fake engine repeats the prompt, so a term in the answer was in the text."""
     terms = tmp_path / "terms.json"
     terms.write_text(json.dumps({"state pool": "Zustandsspeicher", "row": "Zeile"}))
     source = write_jsonl(tmp_path / "in.jsonl", ["The State Pool keeps it", "a plain word", "a row"])

@@ -1,4 +1,4 @@
-"""The commands of docs/batch.md do what the page says, as they are printed."""
+"""The commands of docs/batch.md run as printed."""
 
 from __future__ import annotations
 

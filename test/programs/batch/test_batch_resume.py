@@ -1,4 +1,4 @@
-"""A run that is killed, cut off or disturbed goes on when the same command is given again: every line once."""
+"""A killed or disturbed run resumes with the same command: every line once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BAD = {"text": ["no text"]}
 
 
 def lines_of(count: int) -> list[Any]:
-    """Different lines, some of which fail."""
+    """Return different lines; some of them fail."""
     return [BAD if i % 50 == 7 else {"id": i, "text": f"n{i}" + " word" * (i % 9)} for i in range(count)]
 
 
@@ -39,28 +39,28 @@ def terms_in(count: int) -> list[Any]:
     return [{**line, "completion": line["text"] * 3} for line in lines_of(count) if line is not BAD]
 
 
-def killed(fake: Service, source: Path, target: Path, *flags: str, chance: random.Random) -> bool:
-    """Start a run and kill it a while after it has written something; whether it was still at work."""
+def killed(fake: Service, source: Path, target: Path, *flags: str, rng: random.Random) -> bool:
+    """Start a run and kill it after its first output; returns whether it was still running."""
     length = target.stat().st_size if target.exists() else 0
     process = started(fake, source, target, *flags)
-    max_busy_retries = time.monotonic() + chance.choice([0.3, 60, 60])  # some are killed before they have begun
+    max_busy_retries = time.monotonic() + rng.choice([0.3, 60, 60])  # some are killed before they have begun
     while process.poll() is None and time.monotonic() < max_busy_retries:
         if target.exists() and target.stat().st_size != length:
             break
         time.sleep(0.01)
-    time.sleep(chance.random() * 0.25)
+    time.sleep(rng.random() * 0.25)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     return process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("order", "suffix"), [("keep", ""), ("done", ".gz")])
-def test_killed_at_any_moment_and_resumed_every_line_is_there_once(
+def test_after_kills_and_resumes_every_line_is_there_once(
     fake: Service, tmp_path: Path, order: str, suffix: str
 ) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(400)), tmp_path / f"out.jsonl{suffix}"
-    flags, chance = ("--order", order), random.Random(order)
-    kills = [killed(fake, source, target, *flags, "--max-in-flight", "3", chance=chance) for _ in range(5)]
+    flags, rng = ("--order", order), random.Random(order)
+    kills = [killed(fake, source, target, *flags, "--max-in-flight", "3", rng=rng) for _ in range(5)]
     assert any(kills)
     assert batch(fake, source, target, *flags) == 3
     with gzip.open(target, "rt") if suffix else target.open() as file:
@@ -74,13 +74,13 @@ def test_killed_at_any_moment_and_resumed_every_line_is_there_once(
 
 
 def stopped_half_way(fake: Service, tmp_path: Path) -> tuple[Path, Path]:
-    """A run that has done 120 of 300 lines."""
+    """Return input and output of a run that stopped after 120 of 300 lines."""
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(300)), tmp_path / "out.jsonl"
     assert batch(fake, source, target, "--limit", "120") == 3
     return source, target
 
 
-def test_a_run_that_is_told_to_stop_keeps_what_has_ended(fake: Service, tmp_path: Path) -> None:
+def test_a_stopped_run_keeps_finished_lines(fake: Service, tmp_path: Path) -> None:
     count = 300
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(count)), tmp_path / "out.jsonl"
     process = started(fake, source, target, "--max-in-flight", "2")
@@ -95,7 +95,7 @@ def test_a_run_that_is_told_to_stop_keeps_what_has_ended(fake: Service, tmp_path
     assert read_jsonl(target) == terms_in(300)
 
 
-def test_what_the_output_has_beyond_the_sidecar_is_made_again(fake: Service, tmp_path: Path) -> None:
+def test_output_lines_missing_in_the_sidecar_run_a_second_time(fake: Service, tmp_path: Path) -> None:
     source, target = stopped_half_way(fake, tmp_path)
     with target.open("ab") as file:
         file.write(b'{"id": 299, "text": "half a li')  # written, and not known to be done
@@ -129,7 +129,7 @@ def test_a_changed_input_a_cut_output_and_other_settings_are_refused_by_name(
     assert read_jsonl(target) == terms_in(300)
 
 
-def test_an_output_of_something_else_is_not_touched_unless_told(fake: Service, tmp_path: Path) -> None:
+def test_a_foreign_output_is_kept_without_fresh(fake: Service, tmp_path: Path) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(5)), tmp_path / "out.jsonl"
     target.write_text("precious\n")
     assert batch(fake, source, target) == 1
@@ -149,8 +149,8 @@ def test_two_runs_on_one_output(fake: Service, tmp_path: Path, capsys: pytest.Ca
     assert batch(fake, source, target) == 0
 
 
-def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(fake: Service, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk's."""
+def test_a_full_disk_ends_the_run_and_the_next_one_resumes(fake: Service, tmp_path: Path) -> None:
+    """A file size limit stands for a full disk."""
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(1000)), tmp_path / "out.jsonl"
     size = sum(len(json.dumps(line)) + 1 for line in terms_in(1000))
     limited = ["prlimit", f"--fsize={size // 2}"]
@@ -172,7 +172,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(fake: Service, tmp_pa
     assert read_jsonl(target) == terms_in(1000)
 
 
-def test_the_service_goes_away_and_the_run_can_go_on(fake: Service, tmp_path: Path) -> None:
+def test_a_run_can_resume_after_the_service_ended(fake: Service, tmp_path: Path) -> None:
     running = fake_service(tmp_path)
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(300)), tmp_path / "out.jsonl"
     process = started(running, source, target, "--max-in-flight", "1", "--retry", "0")
@@ -188,7 +188,7 @@ def test_the_service_goes_away_and_the_run_can_go_on(fake: Service, tmp_path: Pa
 def test_the_sidecar_is_behind_the_output_at_every_call(
     fake: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is called done has been synced: cut there, the output is whole."""
+    """Finished lines are synced first: an output cut there is complete."""
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(200)), tmp_path / "out.jsonl"
     synced: list[int] = []
     append, commit = OutputFile.append, Sidecar.commit
@@ -208,7 +208,7 @@ def test_the_sidecar_is_behind_the_output_at_every_call(
     assert len(synced) > 1
 
 
-def test_a_sidecar_that_is_none_is_refused(fake: Service, tmp_path: Path) -> None:
+def test_a_foreign_sidecar_is_rejected(fake: Service, tmp_path: Path) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(5)), tmp_path / "out.jsonl"
     Path(f"{target}.progress").write_bytes(b"not a database" * 100)
     assert batch(fake, source, target) == 1

@@ -1,4 +1,4 @@
-"""What runs batches, over a store alone: faults of ours, a store that cannot be used, clocks that are wrong."""
+"""The batch runner with a store alone: internal faults, an unusable store, wrong clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from routes.file_store import ACTIVE_STATUSES, Batch, Purpose, Status, Store, St
 
 
 class FullDisk(Store):
-    """Takes no record of a batch that has failed, so often."""
+    """Rejects the record of a failed batch a number of times."""
 
     refusals = 1
 
@@ -37,7 +37,7 @@ class FullDisk(Store):
 
 
 def faulty_batch(store: Store) -> Batch:
-    """One under way, with a line answered."""
+    """Return a running batch with one answered line."""
     file = StoredFile(id="file-1", owner="", bytes=3, created_at=1, filename="f.jsonl", purpose=Purpose.BATCH)
     batch = Batch(
         id="batch_1",
@@ -63,7 +63,7 @@ def faulty_batch(store: Store) -> Batch:
 ANSWERED = b'{"custom_id": "c0"}\n'
 
 
-def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
+def test_a_batch_whose_failure_was_not_recorded_fails_at_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store: Store = FullDisk(tmp_path, 1 << 30, 100)
@@ -96,7 +96,7 @@ def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
 
 
 class Unusable(Store):
-    """Cannot be looked at the first times, for one reason and then another."""
+    """Fails the first reads, for two different reasons."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, 1 << 30, 100)
@@ -110,7 +110,7 @@ class Unusable(Store):
         return []
 
 
-def test_a_store_that_cannot_be_used_is_told_once_and_when_it_can_again(
+def test_an_unusable_store_is_logged_once_and_its_recovery_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner_process, "_POLL_S", 0.001)
@@ -135,7 +135,7 @@ def test_a_store_that_cannot_be_used_is_told_once_and_when_it_can_again(
     ]
 
 
-def test_a_clock_that_is_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, 1 << 30, 100)
     wall, running = 1e9, 50.0
     clock = SimpleNamespace(time=lambda: wall, monotonic=lambda: running)
@@ -159,7 +159,7 @@ def test_a_clock_that_is_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch:
 
 
 class LooksLate(Store):
-    """What is under way is told a while after it was read."""
+    """Returns running batches some time after reading them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, 1 << 30, 100)
@@ -172,9 +172,7 @@ class LooksLate(Store):
         return found
 
 
-def test_a_batch_that_ends_while_it_is_looked_for_is_not_begun_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_ends_during_the_search_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, begun = LooksLate(tmp_path), []
     faulty_batch(store)
 

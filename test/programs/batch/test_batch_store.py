@@ -1,4 +1,4 @@
-"""What the store of files and batches throws away, and what it keeps."""
+"""Files and batches that the store deletes or keeps."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def file(name: str, expires_at: int | None) -> StoredFile:
     )
 
 
-def left(store: Store, name: str, age_s: float) -> Path:
-    """A content without a row."""
+def orphan(store: Store, name: str, age_s: float) -> Path:
+    """Write a content file without a row."""
     path = store.content(name)
     path.write_bytes(b"x")
     os.utime(path, (NOW - age_s, NOW - age_s))
     return path
 
 
-def test_what_has_expired_and_what_is_nobodys_is_swept(tmp_path: Path) -> None:
+def test_expired_and_orphaned_files_are_deleted(tmp_path: Path) -> None:
     store = Store(tmp_path / "files", 1 << 20, 10)
     assert store.sweep(NOW) == 0 and not (tmp_path / "files").exists()
     for name, expires_at in (("over", NOW), ("later", NOW + 1), ("never", None)):
         store.add_file(file(name, expires_at), b"x")
-    old, fresh = left(store, "old.half", 2 * DAY_S), left(store, "fresh.half", 10)
+    old, fresh = orphan(store, "old.half", 2 * DAY_S), orphan(store, "fresh.half", 10)
     store.content("renamed.half").symlink_to("is-not-there")  # as one that went while the folder was read
     assert store.sweep(NOW) == 2
     assert not old.exists() and fresh.exists()
@@ -52,10 +52,10 @@ def test_what_has_expired_and_what_is_nobodys_is_swept(tmp_path: Path) -> None:
     assert not store.content("over").exists() and store.content("later").exists()
 
 
-def test_results_that_have_no_row_yet_are_kept_while_their_batch_is_under_way(tmp_path: Path) -> None:
+def test_results_without_a_row_are_kept_while_their_batch_runs(tmp_path: Path) -> None:
     store = Store(tmp_path, 1 << 20, 10)
     store.add_batch(BATCH)
-    results = [left(store, BATCH.result_id(result), 2 * DAY_S) for result in Result]
+    results = [orphan(store, BATCH.result_id(result), 2 * DAY_S) for result in Result]
     assert store.sweep(NOW) == 0 and all(path.exists() for path in results)
     store.update(BATCH.id, lambda batch: msgspec.structs.replace(batch, status=Status.FAILED))
     assert store.sweep(NOW) == 2 and not any(path.exists() for path in results)

@@ -1,4 +1,4 @@
-"""The programs in examples/ run as they say."""
+"""The programs in examples/ run as described."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_dialogues_at_once(service: Service) -> None:
     assert ran.returncode == 0 and ran.stdout.startswith("8 dialogues of 3 turns: "), ran.stderr
 
 
-def test_the_harness_is_given_the_services_routes(tmp_path: Path) -> None:
+def test_the_harness_gets_the_services_routes(tmp_path: Path) -> None:
     """lm_eval itself: test/routes/test_lm_eval.py."""
     fake = tmp_path / "lm_eval"
     fake.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
@@ -50,8 +50,8 @@ def test_the_harness_is_given_the_services_routes(tmp_path: Path) -> None:
     assert without.returncode == 1 and "lm_eval[api]" in without.stderr
 
 
-def test_a_web_backends_visitors_have_a_session_each(service: Service, tmp_path: Path) -> None:
-    """The commands that it prints."""
+def test_each_visitor_of_a_web_backend_has_a_session(service: Service, tmp_path: Path) -> None:
+    """Runs the commands that the example prints."""
     path, port = ROOT / "examples" / "web_backend.py", free_port()
     printed = re.search(r'"""(.*?)"""', path.read_text(encoding="utf-8"), re.DOTALL)
     assert printed is not None

@@ -1,4 +1,4 @@
-"""Inputs and places that are not what they should be: one line says so, or the line fails alone. Nothing is lost."""
+"""Malformed inputs and outputs: the line fails alone or the command prints one error line. Nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from test.programs.batch.runs import batch, errors_of, read_jsonl, started, writ
 from test.serving import Service
 
 
-def refusal(capsys: Any) -> str:
-    """The last line that was told."""
+def last_error(capsys: Any) -> str:
+    """Return the last error line."""
     message: str = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: "), message
     return message
@@ -33,7 +33,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize("depth", [300, 960, 985, 990, 995, 100_000])
-def test_nesting_that_can_be_read_and_not_written_fails_alone(fake: Service, tmp_path: Path, depth: int) -> None:
+def test_nesting_too_deep_to_write_fails_alone(fake: Service, tmp_path: Path, depth: int) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(f'{{"text": "a"}}\n{{"text": "b", "x": {nested(depth)}}}\n{{"text": "c", "x": {nested(150)}}}\n')
     assert batch(fake, source, target) == 3
@@ -67,10 +67,10 @@ def test_a_tables_header_that_cannot_be_read(fake: Service, tmp_path: Path, caps
     source = tmp_path / "in.csv"
     source.write_bytes(header + b"\n1,a\n")
     assert batch(fake, source, tmp_path / "out.csv") == 1
-    assert "first line" in refusal(capsys)
+    assert "first line" in last_error(capsys)
 
 
-def test_a_bomb_is_one_long_line(fake: Service, tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_one_long_line(fake: Service, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
     with gzip.open(source, "wb", compresslevel=1) as file:
         for _ in range(100):
@@ -96,7 +96,7 @@ def test_a_named_pipe_is_read_once(fake: Service, tmp_path: Path, capsys: Any) -
     assert [line["text"] for line in read_jsonl(target)] == [line["text"] for line in lines]
     again = threading.Thread(target=lambda: pipe.open("w").close(), daemon=True)
     again.start()
-    assert batch(fake, pipe, target) == 1 and "cannot be read twice" in refusal(capsys)
+    assert batch(fake, pipe, target) == 1 and "cannot be read twice" in last_error(capsys)
     again.join(60)
 
 
@@ -105,12 +105,12 @@ def test_the_input_is_never_overwritten(fake: Service, tmp_path: Path, capsys: A
     before = source.read_bytes()
     other_name = tmp_path / "linked.jsonl"
     other_name.hardlink_to(source)
-    assert batch(fake, source, other_name, "--fresh") == 1 and "different files" in refusal(capsys)
-    assert batch(fake, source, Path("-"), "--errors", str(source)) == 1 and "different files" in refusal(capsys)
+    assert batch(fake, source, other_name, "--fresh") == 1 and "different files" in last_error(capsys)
+    assert batch(fake, source, Path("-"), "--errors", str(source)) == 1 and "different files" in last_error(capsys)
     assert source.read_bytes() == before
 
 
-def test_outputs_that_are_no_files(fake: Service, tmp_path: Path, capsys: Any) -> None:
+def test_outputs_that_are_not_files(fake: Service, tmp_path: Path, capsys: Any) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
     pipe = tmp_path / "pipe.jsonl"
     os.mkfifo(pipe)
@@ -121,7 +121,7 @@ def test_outputs_that_are_no_files(fake: Service, tmp_path: Path, capsys: Any) -
         told = capsys.readouterr().err
         assert "not a regular file" in told and told.count("\n") == 1, "one line, and nothing is left open"
     for target in (tmp_path / "absent" / "out.jsonl", Path("/proc/out.jsonl")):
-        assert batch(fake, source, target) == 1 and "cannot be written" in refusal(capsys)
+        assert batch(fake, source, target) == 1 and "cannot be written" in last_error(capsys)
 
 
 def test_a_sidecar_that_another_program_holds(
@@ -134,7 +134,7 @@ def test_a_sidecar_that_another_program_holds(
     for lock in ("BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"):
         holder.execute(lock)
         assert batch(fake, source, target) == 1
-        message = refusal(capsys)
+        message = last_error(capsys)
         assert "locked" in message and "--fresh" not in message
         holder.execute("ROLLBACK")
     holder.close()
@@ -146,14 +146,14 @@ def test_a_sidecar_of_another_version(fake: Service, tmp_path: Path, capsys: Any
     assert batch(fake, source, target) == 0
     with sqlite3.connect(f"{target}.progress") as database:
         database.execute("UPDATE run SET version = 99")
-    assert batch(fake, source, target) == 1 and "another version" in refusal(capsys)
+    assert batch(fake, source, target) == 1 and "another version" in last_error(capsys)
     with sqlite3.connect(f"{target}.progress") as database:
         database.execute("UPDATE run SET version = 1, settings = '[1'")
-    assert batch(fake, source, target) == 1 and "--fresh" in refusal(capsys)
+    assert batch(fake, source, target) == 1 and "--fresh" in last_error(capsys)
 
 
 @pytest.mark.parametrize(("name", "content"), [("g.json", "[" * 100_000), ("g.csv", '"' + "x" * 200_000)])
-def test_a_glossary_that_is_none(tmp_path: Path, name: str, content: str) -> None:
+def test_an_invalid_glossary(tmp_path: Path, name: str, content: str) -> None:
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(RunError, match="--glossary"):
@@ -173,7 +173,7 @@ def test_a_glossary_that_is_none(tmp_path: Path, name: str, content: str) -> Non
         ("stop", "ſtop", "X"),
     ],
 )
-def test_terms_in_letters_that_fold_in_their_own_ways(term: str, text: str, translated: str) -> None:
+def test_terms_with_special_case_folding(term: str, text: str, translated: str) -> None:
     glossary = Glossary({term: "X"})
     assert glossary.apply(text) == translated
     assert set(glossary.missing(text, "nothing").values()) == ({"X"} if "X" in translated else set())
@@ -197,8 +197,8 @@ def edited(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [appended, cut, edited])
-def test_an_input_that_is_changed_while_it_is_read(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    """Lines might else be missing, or be of another file than the one that the run is known by."""
+def test_an_input_changed_during_reading(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """Otherwise lines would be missing, or belong to a file with another hash."""
     path = tmp_path / "in.txt"
     path.write_text("".join(f"line {number}\n" for number in range(100_000)))
     source = Input(str(path))
@@ -211,7 +211,7 @@ def test_an_input_that_is_changed_while_it_is_read(tmp_path: Path, change: Calla
     assert digest == hashlib.sha256("".join(f"line {n}\n" for n in range(100_000)).encode()).hexdigest()
 
 
-def test_an_input_that_is_another_by_the_time_it_is_hashed(tmp_path: Path) -> None:
+def test_an_input_replaced_before_hashing(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_text("one\n")
     source = Input(str(path))
@@ -221,7 +221,7 @@ def test_an_input_that_is_another_by_the_time_it_is_hashed(tmp_path: Path) -> No
         source.digest()
 
 
-def test_standard_output_that_nobody_reads_any_more(fake: Service, tmp_path: Path) -> None:
+def test_a_closed_standard_output(fake: Service, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"n{i}"} for i in range(300)])
     process = started(fake, source, Path("-"), stdout=-1)
     assert process.stdout is not None and process.stderr is not None

@@ -1,4 +1,4 @@
-"""/openai/v1/files and /batches as the official SDK speaks them, and what becomes of them when processes end."""
+"""/openai/v1/files and /batches with the official SDK, also after a process has ended."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ended(client: openai.OpenAI, batch_id: str) -> Any:
 
 
 def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """Lines of a result by their custom_id; each is there once."""
+    """Return the lines of a result by custom_id; each exists once."""
     if file_id is None:
         return {}
     lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
@@ -115,8 +115,8 @@ def test_responses_and_scores_are_answered_too(service: Service) -> None:
 
 @pytest.mark.parametrize("url", ENDPOINTS)
 @pytest.mark.parametrize("field", ["contents", "messages", "nothing"])
-def test_a_line_means_a_route_whatever_its_body_lacks(url: str, field: str) -> None:
-    """So that the route says what is wrong with the body."""
+def test_a_line_selects_its_route_without_required_fields(url: str, field: str) -> None:
+    """The route then reports the error in the body."""
     path = BatchTask().request(Record(0, 1, {"url": url, "body": {field: "x"}})).path
     is_openais = url in ("/v1/chat/completions", "/v1/completions", "/v1/responses") and field != "contents"
     assert path == (f"/openai{url}" if is_openais else url)
@@ -149,7 +149,7 @@ def test_files_are_listed_read_and_deleted(fake: Service) -> None:
         client.files.create(file=("f.jsonl", b"x"), purpose="fine-tune")
 
 
-def test_what_is_wrong_with_a_file_is_told_by_line(fake: Service) -> None:
+def test_errors_in_a_file_name_the_line(fake: Service) -> None:
     client = client_of(fake)
     wrong = [native_line(0), native_line(0), {**native_line(1), "url": "/v1/completions"}, {"custom_id": "x"}]
     content = "".join(json.dumps(line) + "\n" for line in wrong).encode() + b"{\n"
@@ -181,7 +181,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(fake: Service) -> None:
     wait_for(lambda: not fake.status()["running_rows"], 10, "no row runs")
 
 
-def test_a_batch_that_is_cancelled_before_it_was_looked_at_asks_nothing(fake: Service) -> None:
+def test_a_batch_cancelled_before_its_start_sends_no_requests(fake: Service) -> None:
     client = client_of(fake)
     batch = begun(client, [{"custom_id": "no body"}, native_line(1)])
     with contextlib.suppress(openai.BadRequestError):  # it was looked at, and has failed, before
@@ -203,7 +203,7 @@ def test_a_batch_whose_file_cannot_be_read_fails(fake: Service) -> None:
 
 
 def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
-    """Its window is an hour at least: the clock is put forward in the store."""
+    """The window is at least an hour, so the test changes the times in the store."""
     client = client_of(fake)
     batch = begun(client, [native_line(0), native_line(1, 100_000)], completion_window="1h")
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 30, "one line is done")
@@ -217,7 +217,7 @@ def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
 
 
 def runner_of(service: Service) -> int:
-    """The process that runs batches: it has the store's files under way open."""
+    """Return the process that runs batches: the one with the store's files open."""
     runs = f"{service.state_db}.files/runs/"
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -230,7 +230,7 @@ def kill_runner(service: Service) -> None:
     os.kill(runner_of(service), signal.SIGKILL)
 
 
-def test_a_batch_goes_on_after_its_process_and_after_the_service_ended(tmp_path: Path) -> None:
+def test_a_batch_resumes_after_its_process_or_the_service_ended(tmp_path: Path) -> None:
     service = fake_service(tmp_path)
     try:
         client = client_of(service)
@@ -252,7 +252,7 @@ def test_a_batch_goes_on_after_its_process_and_after_the_service_ended(tmp_path:
         service.close()
 
 
-def test_keys_see_their_own_files_and_batches_alone(tmp_path: Path) -> None:
+def test_keys_see_only_their_own_files_and_batches(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(
         '[[key]]\nname = "anna"\nkey = "sk-anna-0123456789"\nrows = 2\n'
@@ -298,7 +298,7 @@ def test_a_batch_whose_file_is_deleted_keeps_what_was_answered(fake: Service) ->
     assert not list(Path(f"{fake.state_db}.files/runs").glob(f"{batch.id}*"))
 
 
-def test_the_process_of_batches_is_in_the_status(fake: Service) -> None:
+def test_the_batch_process_is_in_the_status(fake: Service) -> None:
     client = client_of(fake)
     batch = begun(client, [native_line(0, 100_000)])
 
@@ -312,7 +312,7 @@ def test_the_process_of_batches_is_in_the_status(fake: Service) -> None:
     ended(client, batch.id)
 
 
-def test_a_line_that_is_always_too_much_fails_alone_once_nothing_else_is_answered() -> None:
+def test_a_line_that_always_gets_429_fails_alone() -> None:
     class Full:
         """Refuses one line, and is away for a moment when another is asked first."""
 
@@ -343,8 +343,8 @@ def test_a_line_that_is_always_too_much_fails_alone_once_nothing_else_is_answere
 
 
 @pytest.mark.parametrize("method, path", [(one.method, one.path) for one in (*FILES, *BATCHES)])
-def test_a_store_that_cannot_be_used_is_told_with_what_helps(tmp_path: Path, method: str, path: str) -> None:
-    """As with a full disk, where SQLite cannot begin: no fault of ours."""
+def test_an_unusable_store_is_reported_with_a_remedy(tmp_path: Path, method: str, path: str) -> None:
+    """For example a full disk on which SQLite cannot start. This is not an internal error."""
     (tmp_path / "file").touch()
     route = next(one for one in (*FILES, *BATCHES) if (one.method, one.path) == (method, path))
     context = Context(None, HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The console: its commands by themselves, and a conversation with a service and with an engine of its own."""
+"""The console: its commands alone, and conversations with a service and with its own engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(console: Console) -> list[str]:
     return [message["content"] for message in console.conversation.messages]
 
 
-def test_branches_are_copies_that_can_be_gone_back_to() -> None:
+def test_branches_are_copies_to_return_to() -> None:
     console = spoken("a", "b")
     assert "new branch other" in console.handle_command("/branch other")
     assert console.handle_command("/undo") == "1 turns removed"
@@ -53,7 +53,7 @@ def test_branches_are_copies_that_can_be_gone_back_to() -> None:
     assert console.handle_command("/branch") == "* main (0 messages)"
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+def test_save_and_load_keep_the_conversation(tmp_path: Path) -> None:
     console = spoken("a", "ü\n✿")
     console.handle_command("/set temperature 0.5")
     console.handle_command("/branch other")
@@ -80,7 +80,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         b"[" * 100_000,
     ],
 )
-def test_a_file_that_is_none_changes_nothing(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_file_changes_nothing(tmp_path: Path, content: bytes) -> None:
     console = spoken("a")
     (tmp_path / "talk.json").write_bytes(content)
     with pytest.raises(ConsoleError, match=r"talk\.json"):
@@ -113,25 +113,25 @@ def test_settings_are_fields_of_the_body_within_their_limits() -> None:
     )
 
 
-def test_what_is_nested_too_deeply_is_text() -> None:
+def test_too_deeply_nested_values_are_text() -> None:
     with pytest.raises(ConsoleError, match="temperature"):
         Console().handle_command("/set temperature " + "[" * 100_000)
 
 
-def test_a_terminal_is_not_told_what_to_do() -> None:
+def test_control_sequences_are_not_printed() -> None:
     said = "a\x1b]52;c;cm0gLXJm\x07b\x9b2Jc\rd\te\n✿"
     shown = printable(said)
     assert not [one for one in shown if one != "\n" and one != "\t" and (ord(one) < 32 or 127 <= ord(one) < 160)]
     assert shown.startswith("a") and shown.endswith("cd\te\n✿")
 
 
-def test_a_history_that_cannot_be_written_is_done_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_history_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(open_history(str(tmp_path / "history")), FileHistory)
     assert isinstance(open_history(str(tmp_path / "absent" / "history")), InMemoryHistory)
     assert "--history" in capsys.readouterr().err
 
 
-def test_an_answer_of_something_else_is_said() -> None:
+def test_an_answer_of_another_server_is_reported() -> None:
     for event in (
         b"data: {",
         b"data: []",
@@ -149,7 +149,7 @@ def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
 
 
 def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
-    """The fake engine says again what the user said last, once for each token."""
+    """The fake engine repeats the user's last message once per token."""
     talk = tmp_path / "talk.json"
     lines = [
         "H\udcffi",
@@ -176,7 +176,7 @@ def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     assert [one["content"] for one in json.loads(talk.read_text())["branches"]["main"]][:2] == ["Ho", "HoHo"]
 
 
-def test_an_answer_can_be_cut_off_and_the_conversation_goes_on(fake: Service) -> None:
+def test_an_answer_can_be_interrupted_and_the_conversation_continues(fake: Service) -> None:
     process = chat(fake, "--set", "max_tokens", "1000000")
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("endless\n")
@@ -190,7 +190,7 @@ def test_an_answer_can_be_cut_off_and_the_conversation_goes_on(fake: Service) ->
     fake.wait_idle()
 
 
-def test_nobody_there_is_said(fake: Service) -> None:
+def test_an_unreachable_service_is_reported(fake: Service) -> None:
     command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "http://127.0.0.1:1"]
     ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert "no answer from http://127.0.0.1:1" in ran.stdout
@@ -198,7 +198,7 @@ def test_nobody_there_is_said(fake: Service) -> None:
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
 
 
-def test_it_can_be_left_while_the_model_is_loaded(
+def test_it_can_be_interrupted_while_the_model_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def opened(_answers: RemoteAnswers) -> None:
@@ -214,7 +214,7 @@ def test_it_can_be_left_while_the_model_is_loaded(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_service_takes_no_flags_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_flags_are_rejected_with_url(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--model-path", "m.pth"], ["--dtype=fp32"], ["--log-level", "debug", "--max-running", "4"]):
         assert main(["chat", "--url", "http://127.0.0.1:1", *flags]) == 2
         named = next(flag.partition("=")[0] for flag in flags if flag.startswith("--") and flag != "--log-level")
@@ -241,7 +241,7 @@ def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixtu
     assert "error: max_tokens" in output
 
 
-def test_the_page_names_commands_and_settings_that_are_there() -> None:
+def test_the_page_names_existing_commands_and_settings() -> None:
     page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
     console = Console()
     for name in re.findall(r"^\| `/(\w+)", page, re.MULTILINE):

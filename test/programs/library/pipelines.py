@@ -1,4 +1,4 @@
-"""The rwkv package's own answer to a script, from a process of its own: it reads its settings while it is imported.
+"""Answers of the rwkv package itself, in its own process: it reads its settings on import.
 
 python -m test.programs.library.pipelines MODEL-WITHOUT-PTH
 """
@@ -18,16 +18,16 @@ from rwkv_batch.tokenizer import Tokenizer
 
 CTX = "User: simulate SpaceX mars landing using python\n\nAssistant: <think"
 IDS = [187, 510, 1563, 310, 247]
-"""Of the README."""
+"""The ids of its README."""
 _LOOP = 32
 _WORDS = 100
-"""Token ids below this, of one letter or two, digits among them."""
+"""Token ids below this are one or two ASCII characters."""
 PLAIN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.0, "alpha_frequency": 0.0, "alpha_presence": 0.0}
 PENALISED: dict[str, Any] = {"temperature": 0, "alpha_frequency": 1.0, "alpha_presence": 0.5, "alpha_decay": 0.9}
 
 
 def write_ascii_model(path: Path) -> Path:
-    """A random model of few tokens: it repeats itself, and breaks no character, behind which the package is mute."""
+    """Write a random model of few tokens: the package stops its output at an incomplete character."""
     tensors = random_weights(2, 64)
     table = Tokenizer().byte_table
     shown = torch.tensor([bool(token) and token.isascii() and at < _WORDS for at, token in enumerate(table)])
@@ -36,8 +36,8 @@ def write_ascii_model(path: Path) -> Path:
     return path
 
 
-def told(model: Any, pipeline_class: Any, args_class: Any) -> dict[str, Any]:
-    """What a script with the package's calls gets."""
+def script_results(model: Any, pipeline_class: Any, args_class: Any) -> dict[str, Any]:
+    """Return the results of a script with the package's calls."""
     pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
     pieces: list[str] = []
     answers: dict[str, Any] = {
@@ -51,10 +51,10 @@ def told(model: Any, pipeline_class: Any, args_class: Any) -> dict[str, Any]:
     return answers
 
 
-def forwarded(model: Any, pipeline_class: Any) -> dict[str, Any]:
-    """What a script gets that draws by itself, as API_DEMO_CHAT and the README's second half do.
+def forward_results(model: Any, pipeline_class: Any) -> dict[str, Any]:
+    """Return the results of a script with its own sampling loop, as API_DEMO_CHAT and the README have.
 
-    "text": of a loop with penalties; "logits": behind token ids read at once, in pieces and one by one, and of each.
+    "text": of a loop with penalties; "logits": after token ids in one call, in pieces and one by one, and of each id.
     """
     pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
     occurrence: dict[int, float] = {}
@@ -85,7 +85,11 @@ def main() -> None:
     from rwkv.utils import PIPELINE, PIPELINE_ARGS
 
     model = RWKV(model=sys.argv[1], strategy="cpu fp32")
-    print(json.dumps({"told": told(model, PIPELINE, PIPELINE_ARGS), "forwarded": forwarded(model, PIPELINE)}))
+    print(
+        json.dumps(
+            {"told": script_results(model, PIPELINE, PIPELINE_ARGS), "forwarded": forward_results(model, PIPELINE)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The programs of docs/clients.md run as they are printed."""
+"""The programs of docs/clients.md run as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLM answers as the service does, in its own process."""
+"""LLM answers like the service, in its own process."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_scores_are_the_services(llm: LLM, service: Service) -> None:
 
 def test_outputs_are_in_the_order_of_the_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [f"Prompt {i}" for i in range(11)]
-    drawn = [[one.text for one in output.outputs] for output in llm.generate(prompts, n=2, seed=3, max_tokens=4)]
+    sampled = [[one.text for one in output.outputs] for output in llm.generate(prompts, n=2, seed=3, max_tokens=4)]
     monkeypatch.setattr("programs.library.calls._ROWS_PER_JOB", 4)  # a call of several jobs
     again = llm.generate(prompts, n=2, seed=3, max_tokens=4)
-    assert [[one.text for one in output.outputs] for output in again] == drawn
+    assert [[one.text for one in output.outputs] for output in again] == sampled
     outputs = llm.generate(prompts, GREEDY)
     assert [output.prompt for output in outputs] == prompts and all(output.finished for output in outputs)
     assert [output.outputs[0].text for output in outputs] == [texts(llm, prompt)[0] for prompt in prompts]
@@ -85,7 +85,7 @@ def test_outputs_are_in_the_order_of_the_prompts(llm: LLM, monkeypatch: pytest.M
     assert list(streamed.values()) == [output.outputs[0].text for output in outputs]
 
 
-def test_streams_and_callbacks_tell_the_same(llm: LLM) -> None:
+def test_streams_and_callbacks_give_the_same(llm: LLM) -> None:
     whole = llm.generate(PROMPTS, GREEDY)
     told: list[Piece] = []
     outputs = llm.generate(PROMPTS, GREEDY, callback=told.append)
@@ -97,7 +97,7 @@ def test_streams_and_callbacks_tell_the_same(llm: LLM) -> None:
     assert [output.outputs for output in outputs] == [output.outputs for output in whole]
 
 
-def test_a_stream_that_is_left_ends_its_rows(llm: LLM) -> None:
+def test_closing_a_stream_ends_its_rows(llm: LLM) -> None:
     stream = llm.generate("Endless", temperature=0, max_tokens=100_000, ignore_eos=True, stream=True)
     next(stream)
     stream.close()
@@ -136,7 +136,7 @@ def test_states_are_values(llm: LLM, tmp_path: Path) -> None:
     assert llm.sessions() == {}
 
 
-def test_sessions_go_on(llm: LLM, tmp_path: Path) -> None:
+def test_sessions_continue(llm: LLM, tmp_path: Path) -> None:
     llm.chat(MESSAGES, GREEDY, session_id="me")
     assert list(llm.sessions()) == ["me"]
     llm.save_session("me", tmp_path / "me.safetensors")
@@ -155,7 +155,7 @@ def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
     assert [output.prompt for output in outputs] == ["prompt 0", "prompt 1", "prompt 2"]
 
 
-def test_mistakes_name_the_field(llm: LLM) -> None:
+def test_errors_name_the_field(llm: LLM) -> None:
     with pytest.raises(LLMError, match="temperature") as raised:
         llm.generate("Hello", temperature=-1)
     assert (raised.value.status, raised.value.field) == (422, "temperature")
@@ -231,8 +231,8 @@ def test_two_in_one_process_and_their_ends(llm: LLM, tiny_model: Path) -> None:
     assert texts(llm, "Hello") == texts(llm, ["Hello"])
 
 
-def test_a_fork_is_told_so_and_takes_nothing_from_its_parent(llm: LLM) -> None:
-    """It has a copy of everything but the threads: it would wait forever, and remove the sessions at its end."""
+def test_a_fork_gets_an_error_and_leaves_its_parent_intact(llm: LLM) -> None:
+    """A forked copy has no threads: it would wait forever, and delete the sessions at its end."""
     state = llm.prefill("Hello")
     assert texts(llm, " there", state=state) == texts(llm, " there", state=state)
     child = os.fork()
@@ -241,7 +241,7 @@ def test_a_fork_is_told_so_and_takes_nothing_from_its_parent(llm: LLM) -> None:
         try:
             llm.generate("Hello", GREEDY)
         except LLMError as error:
-            code = 0 if "forked" in str(error) else 2
+            code = 0 if "before a fork" in str(error) else 2
         del state
         llm.close()
         os._exit(code)
@@ -250,7 +250,7 @@ def test_a_fork_is_told_so_and_takes_nothing_from_its_parent(llm: LLM) -> None:
     assert texts(llm, "Turn", session_id="after a fork") and llm.delete_session("after a fork")
 
 
-def test_what_cannot_be_started_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for wrong in ({"model": "/nowhere.pth"}, {"max_running": -5}):
         with pytest.raises((LLMError, ValueError)):
@@ -258,8 +258,8 @@ def test_what_cannot_be_started_leaves_no_folder(monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.glob("rwkv-library-*"))
 
 
-def test_what_is_asked_while_it_is_closed_is_answered_or_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind its end the loop would take the question, and nobody would ever come to it."""
+def test_requests_during_close_get_an_answer_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its end the loop would accept the request and never answer it."""
 
     class NoEngine:
         def __init__(self, *given: object, **named: object) -> None: ...

@@ -26,14 +26,14 @@ from test.programs.library.pipelines import (
     CTX,
     IDS,
     PLAIN,
-    forwarded,
-    told,
+    forward_results,
+    script_results,
     write_ascii_model,
 )
 from test.serving import ROOT, wait_for
 
 _MANY = 64
-"""States; as many tokens as the engine logs before it stores a state."""
+"""Number of states: the tokens that the engine logs before it stores a state."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RWKV]:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the package says itself."""
+def package_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The package's own answers."""
     path = write_ascii_model(tmp_path_factory.mktemp("package") / "ascii.pth")
     command = [sys.executable, "-m", "test.programs.library.pipelines", str(path.with_suffix(""))]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
@@ -55,17 +55,19 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answers
 
 
-def test_a_script_gets_the_packages_text(model: RWKV, theirs: dict[str, Any]) -> None:
-    texts = theirs["told"]
-    assert told(model, PIPELINE, PIPELINE_ARGS) == texts
+def test_a_script_gets_the_packages_text(model: RWKV, package_answers: dict[str, Any]) -> None:
+    texts = package_answers["told"]
+    assert script_results(model, PIPELINE, PIPELINE_ARGS) == texts
     assert len({*texts.values()}) == 4 and texts["plain"].startswith(texts["stopped"])
 
 
-def test_a_script_that_draws_by_itself_gets_the_packages_logits_and_text(model: RWKV, theirs: dict[str, Any]) -> None:
-    ours = forwarded(model, PIPELINE)
-    assert ours["text"] == theirs["forwarded"]["text"] and len({*ours["text"]}) > 4
+def test_a_script_with_its_own_sampling_gets_the_packages_logits_and_text(
+    model: RWKV, package_answers: dict[str, Any]
+) -> None:
+    ours = forward_results(model, PIPELINE)
+    assert ours["text"] == package_answers["forwarded"]["text"] and len({*ours["text"]}) > 4
     logits = torch.tensor(ours["logits"])
-    torch.testing.assert_close(logits, torch.tensor(theirs["forwarded"]["logits"]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, torch.tensor(package_answers["forwarded"]["logits"]), rtol=1e-4, atol=1e-4)
     assert logits.shape == (2 + len(IDS), 65536)
     torch.testing.assert_close(logits[[1, -1]], logits[[0, 0]], rtol=1e-4, atol=1e-5)
 
@@ -112,50 +114,50 @@ def test_a_state_of_forward_is_a_value(model: RWKV) -> None:
     assert token == int(first.argmax()) and not torch.equal(model.forward([token], after)[0], first)
 
 
-def kept(model: RWKV) -> tuple[int, int]:
-    """States that the engine keeps, and slots that are in use for anything but cached prefixes."""
+def held_states(model: RWKV) -> tuple[int, int]:
+    """Return the states that the engine holds, and the slots in use except cached prefixes."""
     pool = model.engine.wait(call_engine(model.engine.context, GetStatus()))["pool"]
     slots = pool["slots"]
     return pool["sessions"], slots["total"] - slots["free"] - pool["prefix_cache"]["l1"]
 
 
 def sessions_known() -> int:
-    """In this process, those that other tests have left among them."""
+    """Return the number of sessions in this process, including those of earlier tests."""
     return sum(isinstance(one, Session) for one in gc.get_objects())
 
 
-def test_what_nobody_has_any_more_is_forgotten(model: RWKV) -> None:
+def test_unreferenced_states_are_freed(model: RWKV) -> None:
     gc.collect()
-    wait_for(lambda: kept(model) == (0, 0), 20, "the states of other tests are forgotten")
+    wait_for(lambda: held_states(model) == (0, 0), 20, "the states of other tests are forgotten")
     known = sessions_known()
     held = model.prefill("Held.")
     state: State | None = None
     for number in range(_MANY):
         _, state = model.forward(number % 90 + 1, None if number % 8 == 0 else state)
-    wait_for(lambda: kept(model) == (2, 2), 20, "what is left is the last state and the one that is held")
+    wait_for(lambda: held_states(model) == (2, 2), 20, "what is left is the last state and the one that is held")
     for number in range(_MANY):
         _, state = model.forward(number % 90 + 1, state)
-    wait_for(lambda: kept(model) == (2, 2), 20, "a long line of states leaves its end")
+    wait_for(lambda: held_states(model) == (2, 2), 20, "a long line of states leaves its end")
     assert sessions_known() - known < _MANY  # each knows the one it was read behind
     output = model.generate("a", max_tokens=4, temperature=0, state=held)[0].outputs[0]
     assert output == model.generate("Held.a", max_tokens=4, temperature=0)[0].outputs[0]
     del held, state
-    wait_for(lambda: kept(model) == (0, 0), 20, "nothing is kept")
+    wait_for(lambda: held_states(model) == (0, 0), 20, "nothing is kept")
 
 
-def test_a_turn_that_came_to_nothing_leaves_no_copy(model: RWKV, tmp_path: Path) -> None:
+def test_a_failed_turn_leaves_no_copy(model: RWKV, tmp_path: Path) -> None:
     model.prefill("Hello").save(tmp_path / "state.safetensors")
     loaded = model.load_state(tmp_path / "state.safetensors")
     stream = model.generate("Endless", max_tokens=100_000, ignore_eos=True, state=loaded, stream=True)
     next(stream)
-    assert kept(model)[0] > 1
+    assert held_states(model)[0] > 1
     stream.close()
     del stream
-    wait_for(lambda: kept(model)[0] == 1, 20, "the loaded state is left")
+    wait_for(lambda: held_states(model)[0] == 1, 20, "the loaded state is left")
     loaded.delete()
 
 
-def test_what_is_not_offered_says_so(model: RWKV) -> None:
+def test_unsupported_calls_raise(model: RWKV) -> None:
     with pytest.raises(ValueError, match="at least one token id"):
         model.forward([], None)
     with pytest.raises(TypeError, match="got list"):

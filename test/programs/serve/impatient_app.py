@@ -1,4 +1,4 @@
-"""The service with the fake engine; an HTTP worker that hangs is noticed soon."""
+"""The service with the fake engine; a hanging HTTP worker is noticed soon."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from test.programs.serve import no_http_app
 
 
 def broken(*arguments: Any) -> None:
-    """An HTTP worker that says why it cannot start."""
+    """An HTTP worker that reports why it cannot start."""
     arguments[-1].send(("failed", "no threads are left"))
 
 

@@ -1,4 +1,4 @@
-"""The supervisor's table of engines: which may come, leave and begin again, and how each is set up. None is started."""
+"""The supervisor's table of engines: start, stop, restart and setup of each. No engine runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from state_pool.config import PoolConfig
 
 
 class NoProcesses:
-    """A multiprocessing context of a system that has no more processes to give."""
+    """A multiprocessing context that cannot create processes."""
 
     def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it
         return multiprocessing.Pipe()
@@ -28,10 +28,10 @@ class NoProcesses:
 
 
 class Processes:
-    """A multiprocessing context of processes that live until they have `ended`."""
+    """A multiprocessing context of fake processes that live until `ended`."""
 
     class Process:
-        """As the supervisor uses one."""
+        """A process with the methods that the supervisor calls."""
 
         sentinel, exitcode, pid, ended = 0, 0, 0, False
 
@@ -72,7 +72,7 @@ def table_of(
     return Engines(config, str(folder), LogStyle(), context, lambda *_: None, "", limits, replicas)
 
 
-def test_why_an_engine_cannot_start_is_told_in_words_of_the_request() -> None:
+def test_a_start_error_names_the_fields_of_the_request() -> None:
     reason = "/models/a/b.pth: name another in --pp-devices, like cpu, or lower --max-running; check --model-path"
     info = "a/b.pth: name another in `devices`, like cpu, or lower `max_running`; check `file`"
     assert reason_for_request(reason, "/models", is_own=False) == info
@@ -89,7 +89,7 @@ def test_a_system_without_processes_fails_the_model_and_not_the_supervisor(tmp_p
     assert models.wait_s() is None and not models.any_alive
 
 
-def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path: Path) -> None:
+def test_an_idle_model_is_unloaded_before_the_next_starts(tmp_path: Path) -> None:
     models = table_of(tmp_path, Processes(), count=2, idle_s=3600)
 
     def ask(name: str) -> str | None:
@@ -145,7 +145,7 @@ def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
     assert other.child.process not in (None, failed)
 
 
-def test_the_only_engine_that_is_ready_stays_until_another_one_is(tmp_path: Path) -> None:
+def test_the_only_ready_engine_stays_until_another_is_ready(tmp_path: Path) -> None:
     engines = table_of(tmp_path, Processes(), count=0, replicas=[(), (), ()])
     engines.poll()
     ready, other, third = engines._engines.values()
@@ -159,7 +159,7 @@ def test_the_only_engine_that_is_ready_stays_until_another_one_is(tmp_path: Path
 
 
 @pytest.mark.parametrize("database", ["postgresql://db/sessions", "s.db"])
-def test_no_two_models_keep_their_files_under_one_name(tmp_path: Path, database: str) -> None:
+def test_two_models_never_share_file_names(tmp_path: Path, database: str) -> None:
     config = EngineConfig(model_path="", model_name="ours", pool=PoolConfig(state_db=database))
     models = table_of(tmp_path, Processes(), config=config)
     for name in ("a", "b"):
@@ -170,7 +170,7 @@ def test_no_two_models_keep_their_files_under_one_name(tmp_path: Path, database:
 
 
 @pytest.mark.parametrize("name", ["ours", "rwkv7"])
-def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name: str) -> None:
+def test_no_model_takes_a_name_of_the_services_own_model(tmp_path: Path, name: str) -> None:
     models = table_of(tmp_path, NoProcesses())
     assert "is loaded" in str(models.handle_command(ModelCommand(1, ModelSpec(name=name, file="x.pth"))))
     assert models.registered == ()
@@ -180,10 +180,10 @@ def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name:
     ("threads", "device", "engines", "left"),
     [(0, "cpu", 1, False), (4, "cpu", 1, True), (5, "cpu", 1, False), (4, "cpu", 2, False), (0, "cuda:1", 4, True)],
 )
-def test_loading_takes_idle_cores_alone_where_serving_leaves_some(
+def test_loading_uses_only_idle_cores_if_there_are_any(
     threads: int, device: str, engines: int, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it leaves none, what takes no others would never come to an end."""
+    """If serving used every core, loading on idle cores only would never end."""
     monkeypatch.setattr("programs.serve.engine_configs.cores", lambda: 8)
     base = EngineConfig(model_path="a", threads=threads, devices=(device,))
     config = model_config(base, ModelSpec(name="b", file="/b"), engines)
@@ -191,15 +191,15 @@ def test_loading_takes_idle_cores_alone_where_serving_leaves_some(
 
 
 @pytest.mark.parametrize(("pieces", "kept"), [(2, 0), (0, 0), (-1, -1)])
-def test_what_was_said_of_the_services_own_layers_is_not_said_of_another_models(pieces: int, kept: int) -> None:
-    """Its engine would end at its start: it has other layers, and devices where no step has pieces."""
+def test_layer_settings_do_not_apply_to_other_models(pieces: int, kept: int) -> None:
+    """Another model has other layers and devices; its engine would fail at start."""
     base = EngineConfig(model_path="a", devices=("cuda:0",), layers=(32,), resident=(20,), batch_step_layers=pieces)
     config = model_config(base, ModelSpec(name="b", file="/b", devices=("cpu",)))
     assert (config.layers, config.resident, config.batch_step_layers) == ((), (), kept)
     assert model_config(base, ModelSpec(name="b", file="/b")).resident == (20,)
 
 
-def test_another_model_has_the_services_form_of_states_and_kernels_unless_it_asks_for_its_own() -> None:
+def test_other_models_inherit_state_format_and_kernels_by_default() -> None:
     base = EngineConfig(model_path="a", wkv_state="int8", kernels="cuda")
     taken = model_config(base, ModelSpec(name="b", file="/b"))
     assert (taken.wkv_state, taken.kernels, taken.auto_fallback_fields) == ("int8", "cuda", ("wkv_state", "kernels"))

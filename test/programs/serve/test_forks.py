@@ -1,4 +1,4 @@
-"""Processes that are forked from a process which has imported what they need, and may not have yet."""
+"""Processes forked from a server process that has imported their modules, or has not finished that."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ with open({gate!r}) as gate:
 
 
 def engine(folder: str, name: str, pipe: Connection) -> None:
-    """Says who it is, then does as it is told."""
+    """Report the name, then follow commands."""
     (Path(folder) / name).write_text("it ran")
     pipe.send(("ready", (os.getpid(), os.getppid(), "slow" in sys.modules)))
     with contextlib.suppress(EOFError):
@@ -54,15 +54,15 @@ def engine(folder: str, name: str, pipe: Connection) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a process takes its time to end, and its server to say how."""
+def longer_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise timeouts: on a busy machine a process needs time to end."""
     monkeypatch.setattr("programs.serve.child._JOIN_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr("programs.serve.fork_context._STATUS_TIMEOUT_S", WAIT_S)
 
 
 @pytest.fixture()
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the server imports ends when this pipe was opened and closed."""
+    """The server's imports end when this pipe has been opened and closed."""
     path = tmp_path / "gate"
     os.mkfifo(path)
     (tmp_path / "slow.py").write_text(SLOW.format(gate=str(path)))
@@ -106,8 +106,8 @@ def child(context: ForkedContext, folder: Path, name: str) -> Child:
     return made
 
 
-def said(one: Child) -> Any:
-    """What it says first; looked at as the supervisor looks."""
+def first_message(one: Child) -> Any:
+    """Return the first message, polled like the supervisor does."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         wait(one.waitables, 1.0)
@@ -117,11 +117,11 @@ def said(one: Child) -> Any:
     raise AssertionError("it said nothing")
 
 
-def test_they_have_what_the_server_imported_and_their_ends_are_told(gate: Path, tmp_path: Path) -> None:
+def test_forks_have_the_servers_imports_and_their_end_is_reported(gate: Path, tmp_path: Path) -> None:
     context = ForkedContext("slow")
     two = [child(context, tmp_path, name) for name in ("a", "b")]
     opened(gate)
-    (pid, server, has_it), (other, same_server, _) = said(two[0]), said(two[1])
+    (pid, server, has_it), (other, same_server, _) = first_message(two[0]), first_message(two[1])
     assert has_it and server == same_server not in (pid, other, os.getpid())
     assert [one.process.pid for one in two if one.process is not None] == [pid, other]
     two[0].send_command(7)
@@ -130,10 +130,10 @@ def test_they_have_what_the_server_imported_and_their_ends_are_told(gate: Path, 
     assert "SIGKILL" in two[1].reap()
 
 
-def test_one_may_end_just_as_it_is_killed(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_may_end_while_it_is_killed(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = child(ForkedContext("slow"), tmp_path, "one")
     opened(gate)
-    said(one)
+    first_message(one)
     send = signal.pidfd_send_signal
 
     def too_late(descriptor: int, number: int) -> None:
@@ -147,32 +147,32 @@ def test_one_may_end_just_as_it_is_killed(gate: Path, tmp_path: Path, monkeypatc
     assert one.reap() == "exit code 7"
 
 
-def test_nobody_waits_for_the_server(gate: Path, tmp_path: Path) -> None:
-    """One that is killed before it was forked has ended at once, and never runs."""
+def test_killing_does_not_wait_for_the_server(gate: Path, tmp_path: Path) -> None:
+    """A process killed before its fork has ended at once, and never runs."""
     context = ForkedContext("slow")
     killed, kept = child(context, tmp_path, "killed"), child(context, tmp_path, "kept")
     assert killed.is_alive and kept.process is not None and kept.process.pid is None
     killed.kill()
     assert not killed.is_alive and "SIGKILL" in killed.reap()
     opened(gate)
-    said(kept)
+    first_message(kept)
     kept.send_command(0)
     assert kept.reap() == "exit code 0"
     assert not (tmp_path / "killed").exists()
 
 
-def test_a_server_that_is_lost_takes_nobody_with_it_and_another_one_comes(gate: Path, tmp_path: Path) -> None:
+def test_a_lost_server_is_replaced_and_its_forks_live(gate: Path, tmp_path: Path) -> None:
     context = ForkedContext("slow")
     first, killed = child(context, tmp_path, "first"), child(context, tmp_path, "killed")
     opened(gate)
-    server = said(first)[1]
-    said(killed)
+    server = first_message(first)[1]
+    first_message(killed)
     os.kill(server, signal.SIGKILL)
     wait_for(lambda: not is_process_alive(server), WAIT_S, "the server is lost")
     assert not wait(first.waitables, 0.2) and first.is_alive and killed.is_alive
     again = child(context, tmp_path, "again")
     opened(gate)
-    assert said(again)[1] != server
+    assert first_message(again)[1] != server
     again.send_command(3)
     assert again.reap() == "exit code 3"
     first.send_command(7)
@@ -182,7 +182,7 @@ def test_a_server_that_is_lost_takes_nobody_with_it_and_another_one_comes(gate: 
     assert not killed.is_alive and "SIGKILL" in killed.reap()
 
 
-def test_what_a_lost_server_had_not_forked_has_ended(gate: Path, tmp_path: Path) -> None:
+def test_pending_forks_of_a_lost_server_have_ended(gate: Path, tmp_path: Path) -> None:
     context = ForkedContext("slow")
     waits = child(context, tmp_path, "waits")
     assert waits.is_alive
@@ -191,13 +191,13 @@ def test_what_a_lost_server_had_not_forked_has_ended(gate: Path, tmp_path: Path)
     assert "exit code 255" in waits.reap()
 
 
-def test_a_server_that_is_stopped_holds_nobody_up(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_blocks_nothing(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("programs.serve.fork_context._STATUS_TIMEOUT_S", 0.1)
     context = ForkedContext("slow")
     three = [child(context, tmp_path, name) for name in ("ends", "killed", "another")]
     opened(gate)
     for one in three:
-        said(one)
+        first_message(one)
     server = context._server._forkserver_pid
     os.kill(server, signal.SIGSTOP)
     three[0].send_command(7)
@@ -210,9 +210,7 @@ def test_a_server_that_is_stopped_holds_nobody_up(gate: Path, tmp_path: Path, mo
         os.kill(server, 0)
 
 
-def test_where_the_system_cannot_say_when_one_ends_the_server_does(
-    gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pidfd_the_server_reports_ends(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(pid: int) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
@@ -220,8 +218,8 @@ def test_where_the_system_cannot_say_when_one_ends_the_server_does(
     context = ForkedContext("slow")
     one, lost = child(context, tmp_path, "one"), child(context, tmp_path, "lost")
     opened(gate)
-    said(one)
-    number = said(lost)[0]
+    first_message(one)
+    number = first_message(lost)[0]
     one.send_command(7)
     assert one.reap() == "exit code 7"
     os.kill(context._server._forkserver_pid, signal.SIGKILL)
@@ -252,8 +250,8 @@ def test_a_server_ends_with_a_supervisor_that_is_killed_whatever_it_imports(gate
                 os.kill(server, signal.SIGKILL)
 
 
-def test_those_that_wait_to_be_forked_are_bounded(gate: Path, tmp_path: Path) -> None:
-    """More than the server's socket holds would have the supervisor wait in connect()."""
+def test_pending_forks_are_bounded(gate: Path, tmp_path: Path) -> None:
+    """With more requests than the server's socket holds, the supervisor would wait in connect()."""
     context = ForkedContext("slow")
     before = _descriptors()
     for number in range(MAX_PENDING_FORKS - 1):
@@ -266,9 +264,9 @@ def test_those_that_wait_to_be_forked_are_bounded(gate: Path, tmp_path: Path) ->
         with pytest.raises(BlockingIOError, match="waiting to be forked"):
             child(context, tmp_path, "refused")
     opened(gate)
-    said(last)
+    first_message(last)
     again = child(context, tmp_path, "again")
-    said(again)
+    first_message(again)
     assert not list(tmp_path.glob("killed-*"))
     assert _descriptors() < before + 20
     for one in (last, again):

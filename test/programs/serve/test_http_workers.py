@@ -1,4 +1,4 @@
-"""HTTP workers that end are replaced at once, as often as it takes; /readyz speaks for all of them."""
+"""Ended HTTP workers are replaced at once, any number of times; /readyz covers all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MALFORMED = b"GET /healthz HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service without a model; work does not wait for its engine."""
+    """A service without a model; requests do not wait for its engine."""
     folder = tmp_path_factory.mktemp("workers")
     # Without batches, whose process is forked as spares are: spares are counted here.
     flags = ("--engine-wait-s", "0", "--files-dir", "none")
@@ -40,16 +40,16 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def workers(service: Service) -> dict[str, int]:
-    """Process id by name of the HTTP workers that serve."""
+    """Return process id by name of the serving HTTP workers."""
     return {name: pid for name, pid in service.pids().items() if name.startswith("http-")}
 
 
 def wait_ready_once(service: Service) -> None:
-    """Until one answer says so."""
+    """Wait until one answer is ready."""
     wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready")
 
 
-def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fake: Service) -> None:
+def test_repeated_malformed_packets_refuse_no_connection(fake: Service) -> None:
     fake.wait_ready()
     before = workers(fake)
     for _ in range(16):
@@ -62,7 +62,7 @@ def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fa
     assert "is tried in" not in fake.log.read_text()
 
 
-def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service) -> None:
+def test_streams_of_other_workers_continue_while_one_is_replaced(fake: Service) -> None:
     fake.wait_ready()
     body = json.dumps({"contents": ["abc"], "max_tokens": 1_000_000, "chunk_size": 1, "stream": True}).encode()
     streams = [fake.connect() for _ in range(8)]
@@ -95,8 +95,8 @@ def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service)
     fake.wait_idle()
 
 
-def test_a_worker_that_is_signalled_goes_on_accepting(fake: Service) -> None:
-    """As one of a group that a manager ends: when and how, the supervisor says."""
+def test_a_signalled_worker_still_accepts(fake: Service) -> None:
+    """A process manager signals the whole group; the supervisor decides when workers end."""
     fake.wait_ready()
     serving = workers(fake)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -117,8 +117,8 @@ def test_a_lost_spare_is_replaced(fake: Service) -> None:
     assert workers(fake) == serving
 
 
-def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
-    """Streams go on, and who takes over from a worker comes from another such process."""
+def test_losing_the_fork_server_harms_no_worker(fake: Service) -> None:
+    """Streams continue, and replacements come from a new fork server."""
     fake.wait_ready()
     serving = workers(fake)
     origin = _parent(serving["http-0"])
@@ -141,8 +141,8 @@ def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
     assert all(fake.post(CHAT, SHORT).status_code == 200 for _ in range(8))
 
 
-def test_what_forks_workers_may_be_lost_before_it_has_forked_any(tmp_path: Path) -> None:
-    """All that it was to fork, the process of batches among them, are one failure, and come from another one."""
+def test_the_fork_server_may_be_lost_before_its_first_fork(tmp_path: Path) -> None:
+    """All its pending forks, including the batch process, count as one failure and are retried."""
     flags = ("--http-workers", "2", "--files-dir", str(tmp_path / "files"))
     service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -156,7 +156,7 @@ def test_what_forks_workers_may_be_lost_before_it_has_forked_any(tmp_path: Path)
 
 
 def _imports(supervisor: int) -> int | None:
-    """The process that forks workers, once there is one."""
+    """Return the process that forks workers, once it exists."""
     return next((one for one, command in children(supervisor).items() if b"forkserver" in command), None)
 
 
@@ -179,11 +179,11 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def test_a_hangup_without_a_file_of_keys_ends_nothing(fake: Service) -> None:
-    """What reloads other services must not end this one."""
+def test_sighup_without_a_key_file_ends_nothing(fake: Service) -> None:
+    """SIGHUP reloads other services; it must not end this one."""
     before = fake.pids()
     fake.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "nothing changes" in fake.log.read_text(), 20, "it says that there is nothing to read")
+    wait_for(lambda: "start it with --keys-file" in fake.log.read_text(), 20, "the warning about the missing key file")
     assert fake.process.poll() is None and fake.pids() == before
 
 
@@ -197,8 +197,8 @@ def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
         assert [fake.post(CHAT, SHORT).status_code for _ in range(20)] == [200] * 20
 
 
-class Told:
-    """A process that only listens."""
+class RecordingProcess:
+    """A process that only records messages."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -207,10 +207,10 @@ class Told:
         self.told.append(what)
 
 
-def test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engine() -> None:
+def test_ready_needs_a_connected_worker_on_every_socket() -> None:
     nothing: Any = None
     workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
-    workers.workers = [Worker(child=Told(), socket=number) for number in (0, 1, None)]  # type: ignore[arg-type]
+    workers.workers = [Worker(child=RecordingProcess(), socket=number) for number in (0, 1, None)]  # type: ignore[arg-type]
     first, second, spare = workers.workers
 
     def told() -> list[Any]:
@@ -227,11 +227,11 @@ def test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engi
     assert told() == [("all", True), ("all", False)]
 
 
-def test_a_question_is_answered_and_no_engine_is_asked() -> None:
+def test_an_info_call_is_answered_without_the_engine() -> None:
     nothing: Any = None
     workers = HttpWorkers(nothing, (), num_sockets=1, keys=nothing, engines=nothing)
 
-    class Asks(Told):
+    class Asks(RecordingProcess):
         def messages(self) -> list[Any]:
             return [("model", ModelCommand(7, is_barrier=True))]
 
@@ -240,12 +240,12 @@ def test_a_question_is_answered_and_no_engine_is_asked() -> None:
     assert child.told == [("model", 7, None)]
 
 
-def test_the_others_are_told_of_a_lost_worker_before_its_end_is_looked_into() -> None:
+def test_other_workers_hear_of_a_lost_worker_first() -> None:
     nothing: Any = None
     workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing, is_ready=True)
-    other = Told()
+    other = RecordingProcess()
 
-    class Lost(Told):
+    class Lost(RecordingProcess):
         name, was_forked = "http-0", True
 
         def reap(self) -> str:
@@ -258,7 +258,7 @@ def test_the_others_are_told_of_a_lost_worker_before_its_end_is_looked_into() ->
     assert [worker.child for worker in workers.workers] == [other]
 
 
-def test_all_that_a_lost_process_was_to_fork_is_one_failed_start_however_slowly_it_is_seen(
+def test_pending_forks_of_a_lost_process_are_one_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nothing: Any = None
@@ -284,13 +284,13 @@ def test_all_that_a_lost_process_was_to_fork_is_one_failed_start_however_slowly_
         assert workers.failures == times
 
 
-def test_a_worker_whose_event_loop_hangs_is_ended_and_one_that_answers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_worker_with_a_hanging_event_loop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     now = [0.0]
     monkeypatch.setattr("programs.serve.http_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
     workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
 
-    class Looked(Told):
+    class Looked(RecordingProcess):
         name, was_forked, ended = "http-0", True, False
 
         def __init__(self, answers: bool) -> None:
@@ -336,7 +336,7 @@ def test_a_worker_whose_event_loop_hangs_is_ended_and_one_that_answers_is_not(mo
     assert "did not respond for 120 s" in workers.workers[0].failure_reason
 
 
-def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+def test_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
     program = "test/programs/serve/impatient_app.py"
     service = Service(tmp_path, "--files-dir", "none", "--http-workers", "2", program=program, PYTHONPATH=".")
     try:
@@ -351,7 +351,7 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
         service.close()
 
 
-def test_work_waits_for_an_engine_that_is_restarted(tmp_path: Path) -> None:
+def test_requests_wait_for_a_restarting_engine(tmp_path: Path) -> None:
     service = Service(tmp_path, "--engine-wait-s", "60", program="test/fake_app.py", PYTHONPATH=".")
     try:
         # Nobody waits for readiness: the engine may not be there yet.

@@ -1,4 +1,4 @@
-"""Temporary folders of processes that were killed: the next one removes them, and nobody else's."""
+"""Temporary folders of killed processes: the next process removes these and no others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HOLDS = "from native.temporary_folder import TemporaryFolder as T; print(T('{}')
 
 
 @pytest.fixture
-def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are; its path is short, for sockets lie there."""
+def temporary_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The parent of temporary folders; its path is short because sockets are inside."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -34,7 +34,7 @@ def left(folder: Path) -> set[str]:
 
 
 class Other:
-    """Another process, which has a folder."""
+    """Another process with a folder."""
 
     def __init__(self, kind: str) -> None:
         command = [sys.executable, "-c", HOLDS.format(kind)]
@@ -55,38 +55,38 @@ def others() -> Iterator[list[Other]]:
         one.kill()
 
 
-def test_only_those_without_an_owner_are_removed(place: Path, others: list[Other]) -> None:
+def test_only_those_without_an_owner_are_removed(temporary_root: Path, others: list[Other]) -> None:
     others += [Other("nginx"), Other("")]
     killed, running = others
-    foreign = place / "rwkv-bench"
+    foreign = temporary_root / "rwkv-bench"
     foreign.mkdir()
     mine = TemporaryFolder("library")
-    assert left(place) == {killed.folder, running.folder, foreign.name, Path(mine.path).name}
+    assert left(temporary_root) == {killed.folder, running.folder, foreign.name, Path(mine.path).name}
     killed.kill()
     again = TemporaryFolder()
     kept = {running.folder, foreign.name, Path(mine.path).name}
-    assert left(place) == {*kept, Path(again.path).name}
+    assert left(temporary_root) == {*kept, Path(again.path).name}
     for _ in range(2):
         again.remove()
-        assert left(place) == kept
+        assert left(temporary_root) == kept
     mine.remove()
 
 
-def test_what_another_user_has_left_is_not_touched(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = place / "rwkv-a"
+def test_folders_of_other_users_are_kept(temporary_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = temporary_root / "rwkv-a"
     folder.mkdir()
     (folder / "owner.lock").touch()
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     remove_stale()
-    assert left(place) == {"rwkv-a"}
+    assert left(temporary_root) == {"rwkv-a"}
     monkeypatch.undo()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary_root))
     remove_stale()
-    assert left(place) == set()
+    assert left(temporary_root) == set()
 
 
-def test_one_that_is_removed_before_it_is_locked_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_removed_before_locking_is_recreated(temporary_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, times = fcntl.flock, [0]
 
     def late(descriptor: int, how: int) -> None:
@@ -97,27 +97,27 @@ def test_one_that_is_removed_before_it_is_locked_is_made_again(place: Path, monk
 
     monkeypatch.setattr(temporary_folder.fcntl, "flock", late)
     folder = TemporaryFolder()
-    assert left(place) == {Path(folder.path).name} and (Path(folder.path) / "owner.lock").exists()
+    assert left(temporary_root) == {Path(folder.path).name} and (Path(folder.path) / "owner.lock").exists()
     folder.remove()
 
 
-def test_a_service_removes_what_a_killed_one_has_left(place: Path, tmp_path: Path) -> None:
+def test_a_service_removes_folders_of_a_killed_one(temporary_root: Path, tmp_path: Path) -> None:
     flags = ("--http-workers", "1", "--files-dir", "none")
     killed = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         wait_for(lambda: "serving" in killed.log.read_text(), 60, "it has an engine")
-        before = left(place)
+        before = left(temporary_root)
         killed.process.kill()
         killed.process.wait()
-        assert before and left(place) == before
+        assert before and left(temporary_root) == before
     finally:
         killed.close()
     service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         wait_for(lambda: "serving" in service.log.read_text(), 60, "it has an engine")
-        assert not left(place) & before
+        assert not left(temporary_root) & before
         service.process.terminate()
         assert service.process.wait(60) == 0
     finally:
         service.close()
-    assert left(place) == set()
+    assert left(temporary_root) == set()

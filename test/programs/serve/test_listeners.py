@@ -1,4 +1,4 @@
-"""The port is one service's from the first moment on."""
+"""A port belongs to one service from the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test.serving import ROOT, free_port, wait_for
 HOST = "127.0.0.1"
 
 
-def test_of_many_who_come_at_the_same_moment_one_gets_the_port() -> None:
+def test_of_many_simultaneous_binds_one_gets_the_port() -> None:
     for _ in range(20):
         port, start, won, lost = free_port(), threading.Barrier(6), [], []
 
@@ -41,7 +41,7 @@ def test_of_many_who_come_at_the_same_moment_one_gets_the_port() -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_port_that_another_server_has_is_refused_though_it_would_share(shares: bool) -> None:
+def test_a_port_of_another_server_is_refused_even_if_shared(shares: bool) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
         taken.bind((HOST, 0))
@@ -51,7 +51,7 @@ def test_a_port_that_another_server_has_is_refused_though_it_would_share(shares:
 
 
 @pytest.mark.parametrize("front", [False, True])
-def test_connections_wait_until_somebody_serves(front: bool) -> None:
+def test_connections_wait_for_a_worker(front: bool) -> None:
     listeners = open_listeners(HOST, port := free_port(), 2, 30.0, front=front)
     try:
         with socket.create_connection((HOST, port), timeout=5) as client:

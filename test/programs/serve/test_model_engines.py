@@ -1,4 +1,4 @@
-"""Models that are loaded and unloaded while the service runs, each in an engine process of its own."""
+"""Loading and unloading models while the service runs, each in its own engine process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CHAT = "/v1/chat/completions"
 ADMIN = {"Authorization": "Bearer boss"}
 WAIT_S = 80
 ALL = 16
-"""Requests of which each HTTP worker gets some: the system deals them by chance."""
+"""Requests after which every HTTP worker got some; the system assigns them at random."""
 WHO: dict[str, Any] = {"contents": ["who"], "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that the fake engine takes for models."""
+    """Files that the fake engine accepts as models."""
     path = tmp_path_factory.mktemp("models")
     for name in ("good", "other", "slow", "broken", "dying", "imports"):
         (path / f"{name}.pth").write_bytes(b"x")
@@ -59,8 +59,8 @@ def unload(service: Service, name: str) -> dict[str, Any]:
     return value
 
 
-def who(service: Service, model: str, path: str = CHAT) -> str:
-    """The name of the model that answers."""
+def answering_model(service: Service, model: str, path: str = CHAT) -> str:
+    """Return the name of the model that answers."""
     body = WHO if path == CHAT else {"prompt": "who", "max_tokens": 1}
     answer = service.post(path, {**body, "model": model})
     assert answer.status_code == 200, answer.text
@@ -68,8 +68,8 @@ def who(service: Service, model: str, path: str = CHAT) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"]).strip()
 
 
-def everywhere(service: Service, model: str, want: str | int) -> None:
-    """Every HTTP worker knows by now."""
+def wait_for_all_workers(service: Service, model: str, want: str | int) -> None:
+    """Wait until every HTTP worker has the new state."""
 
     def ask() -> bool:
         found = [service.post(CHAT, {**WHO, "model": model}) for _ in range(ALL)]
@@ -80,21 +80,24 @@ def everywhere(service: Service, model: str, want: str | int) -> None:
     wait_for(ask, 20, f"{model}: {want}")
 
 
-def test_a_model_is_loaded_asked_listed_and_unloaded(fake: Service) -> None:
+def test_a_model_is_loaded_used_listed_and_unloaded(fake: Service) -> None:
     assert load(fake, "good.pth", "small")["status"] == "ready"
-    everywhere(fake, "small", "small")
-    assert who(fake, "rwkv7") == "rwkv7" and who(fake, "small", "/openai/v1/completions") == "small"
+    wait_for_all_workers(fake, "small", "small")
+    assert (
+        answering_model(fake, "rwkv7") == "rwkv7"
+        and answering_model(fake, "small", "/openai/v1/completions") == "small"
+    )
     listed = {one["id"]: one for one in fake.get("/v1/models").json()["data"]}
     assert listed["small"]["status"] == "ready" and listed["small"]["file"] == "good.pth" and "rwkv7" in listed
     assert unload(fake, "small")["status"] == "unloaded"
-    everywhere(fake, "small", 404)
+    wait_for_all_workers(fake, "small", 404)
     assert "small" not in {one["id"] for one in fake.get("/v1/models").json()["data"]}
 
 
-def test_the_status_tells_how_each_model_is_served(fake: Service) -> None:
+def test_the_status_shows_each_models_settings(fake: Service) -> None:
     body = {"file": "good.pth", "name": "small", "wkv_state": "int8", "dtype": "int4", "wait_s": WAIT_S}
     assert fake.post("/v1/models/load", body, headers=ADMIN, timeout=2 * WAIT_S).json()["status"] == "ready"
-    everywhere(fake, "small", "small")
+    wait_for_all_workers(fake, "small", "small")
     status = fake.get("/status").json()
     assert (status["model"], status["dtype"], status["wkv_state"]) == ("rwkv7", "auto", "auto")
     (small,) = [one for one in status["models"] if one["id"] == "small"]
@@ -107,8 +110,10 @@ def test_the_status_tells_how_each_model_is_served(fake: Service) -> None:
 
 
 def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: Service) -> None:
-    """Linux compares priorities within a session only (sched_autogroup): another model's would mean nothing to the own
-    one's threads. Signals of Ctrl-C go to a process group."""
+    """Linux compares priorities within a session only (sched_autogroup).
+
+    Ctrl-C signals a process group.
+    """
     load(fake, "good.pth", "near")
     processes = {*_engines(fake), *fake.pids().values()}
     assert len(_engines(fake)) == 2 and len(processes) >= 4
@@ -117,11 +122,11 @@ def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: S
     unload(fake, "near")
 
 
-def test_who_does_not_wait_is_told_that_a_model_leaves(fake: Service) -> None:
+def test_unloading_without_wait_returns_its_status(fake: Service) -> None:
     load(fake, "good.pth", "going")
     answer = fake.post("/v1/models/unload", {"name": "going"}, headers=ADMIN)
     assert answer.json()["status"] in ("unloading", "unloaded")
-    everywhere(fake, "going", 404)
+    wait_for_all_workers(fake, "going", 404)
 
 
 def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
@@ -132,20 +137,20 @@ def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
 
 
 @pytest.mark.parametrize("name", ["broken", "dying"])
-def test_a_model_that_cannot_be_loaded_says_why_and_harms_nothing(fake: Service, name: str) -> None:
+def test_a_failed_load_gives_a_reason_and_harms_nothing(fake: Service, name: str) -> None:
     told = load(fake, f"{name}.pth", name)
     assert told["status"] == "failed" and (
         "is not a model; give another `file`" in told["error"] or "exit code 3" in told["error"]
     )
-    everywhere(fake, name, 404)
+    wait_for_all_workers(fake, name, 404)
     assert told["error"] in fake.post(CHAT, {**WHO, "model": name}).json()["error"]
-    assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and who(fake, "rwkv7") == "rwkv7"
+    assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and answering_model(fake, "rwkv7") == "rwkv7"
     assert load(fake, "good.pth", name)["status"] == "ready"  # another file may take the name
     assert unload(fake, name)["status"] == "unloaded"
 
 
 def test_an_engine_that_is_forked_imports_nothing_more(fake: Service) -> None:
-    """At its usual priority it would, beside all that runs, for each model that comes."""
+    """Imports would compete with running engines for each loaded model."""
     assert load(fake, "imports.pth", "imports")["error"] == "imported: []"
 
 
@@ -170,7 +175,7 @@ def test_a_name_is_taken_once_also_by_two_at_a_time(fake: Service) -> None:
     unload(fake, "two")
 
 
-def test_no_more_models_than_allowed(fake: Service) -> None:
+def test_the_number_of_models_is_limited(fake: Service) -> None:
     for name in ("a", "b", "c"):
         load(fake, "good.pth", name)
     answer = fake.post("/v1/models/load", {"file": "good.pth", "name": "d"}, headers=ADMIN)
@@ -187,12 +192,12 @@ def test_only_model_files_within_the_folder(fake: Service, file: str) -> None:
     assert answer.status_code == 422 and answer.json()["field"] == "file", answer.text
 
 
-def test_loading_wants_the_administrator(fake: Service) -> None:
+def test_loading_needs_the_administrator(fake: Service) -> None:
     assert fake.post("/v1/models/load", {"file": "good.pth"}).status_code == 401
     assert fake.post("/v1/models/unload", {"name": "good"}).status_code == 401
 
 
-def test_who_waits_for_a_model_that_is_unloaded_is_told(fake: Service) -> None:
+def test_a_waiting_load_of_an_unloaded_model_gets_an_error(fake: Service) -> None:
     answers: list[Any] = []
     body = {"file": "slow.pth", "name": "given-up", "wait_s": 600}
     waiting = threading.Thread(target=lambda: answers.append(fake.post("/v1/models/load", body, headers=ADMIN)))
@@ -205,19 +210,19 @@ def test_who_waits_for_a_model_that_is_unloaded_is_told(fake: Service) -> None:
 
 def test_a_lost_engine_of_a_model_is_started_again_alone(fake: Service) -> None:
     load(fake, "good.pth", "lost")
-    everywhere(fake, "lost", "lost")
+    wait_for_all_workers(fake, "lost", "lost")
     base = fake.pids()["engine"]
     victim = next(pid for pid in _engines(fake) if pid != base)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: victim not in _engines(fake) and len(_engines(fake)) == 2, 20, "a new engine")
-    everywhere(fake, "lost", "lost")
+    wait_for_all_workers(fake, "lost", "lost")
     assert fake.pids()["engine"] == base
     unload(fake, "lost")
 
 
 def test_streams_of_a_model_end_whole_when_it_is_unloaded(fake: Service) -> None:
     load(fake, "other.pth", "leaving")
-    everywhere(fake, "leaving", "leaving")
+    wait_for_all_workers(fake, "leaving", "leaving")
     body = {"contents": ["abc"], "model": "leaving", "max_tokens": 150, "chunk_size": 1, "stream": True}
     with fake.stream(CHAT, body) as stream:
         pieces = stream.iter_text()
@@ -228,8 +233,8 @@ def test_streams_of_a_model_end_whole_when_it_is_unloaded(fake: Service) -> None
     wait_for(lambda: len(_engines(fake)) == 1, 20, "its engine has ended")
 
 
-def test_rounds_beside_streams_harm_none_and_leave_nothing(fake: Service) -> None:
-    """Models that come and go: every stream is whole, and what the service holds is what it held."""
+def test_load_and_unload_during_streams_leaks_nothing(fake: Service) -> None:
+    """Every stream is complete, and the service holds the same resources afterwards."""
     body = {"contents": ["abc"], "max_tokens": 400, "chunk_size": 1, "stream": True}
     texts: list[str] = []
 
@@ -256,7 +261,7 @@ def test_rounds_beside_streams_harm_none_and_leave_nothing(fake: Service) -> Non
     assert _held(fake)[1] - kilobytes < 50_000, "KiB of memory: less than a process has"
 
 
-def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
+def test_an_idle_model_is_unloaded_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
     arguments = ("--models-dir", str(folder), "--model-idle-s", "4", "--http-workers", "1")
     service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -300,7 +305,7 @@ def _ended(batch: Any) -> Any:
 
 
 def _held(service: Service) -> tuple[int, int]:
-    """(open files, KiB of memory of their own) of the supervisor and the processes that serve."""
+    """Return (open files, KiB of anonymous memory) of the supervisor and the serving processes."""
     processes = [Path(f"/proc/{pid}") for pid in (service.process.pid, *service.pids().values())]
     lines = [line for process in processes for line in (process / "status").read_text().splitlines()]
     files = sum(len(list((process / "fd").iterdir())) for process in processes)
@@ -308,7 +313,7 @@ def _held(service: Service) -> tuple[int, int]:
 
 
 def _engines(service: Service) -> set[int]:
-    """Processes of engines: the own model's is spawned by the supervisor, others are forked from one that is not."""
+    """Return the engine processes: the supervisor spawns the first; a fork server forks the others."""
     own = children(service.process.pid)
     forked = [fork for child, command in own.items() if b"test.fake_engine" in command for fork in children(child)]
     return {*forked, *(child for child, command in own.items() if b"spawn_main" in command)}

@@ -1,4 +1,4 @@
-"""Debian's nginx in front, the real program: what it keeps from Robyn, what it must not keep from clients."""
+"""Debian's real nginx in front: requests that it must reject, and answers that it must pass on."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
-def request_context(service: Service, *pieces: bytes) -> bytes:
-    """What the server says to these bytes."""
+def raw_answer(service: Service, *pieces: bytes) -> bytes:
+    """Return the server's answer to these bytes."""
     with service.connect() as connection:
         for piece in pieces:
             connection.sendall(piece)
@@ -52,7 +52,7 @@ def request_context(service: Service, *pieces: bytes) -> bytes:
 
 
 def nginx_master(service: Service) -> int:
-    """Process id of nginx's master; 0 while there is none."""
+    """Return the process id of nginx's master; 0 if there is none."""
     for entry in Path("/proc").iterdir():
         try:
             command = (entry / "cmdline").read_bytes().split(b"\0")[0]
@@ -83,12 +83,12 @@ def _descends(pid: int, ancestor: int) -> bool:
 )
 def test_malformed_framing_ends_at_nginx(proxied: Service, framing: bytes, status: bytes) -> None:
     before = proxied.pids()
-    assert request_context(proxied, HEAD + framing).startswith(b"HTTP/1.1 " + status)
+    assert raw_answer(proxied, HEAD + framing).startswith(b"HTTP/1.1 " + status)
     assert proxied.pids() == before
 
 
-def test_forms_are_told_that_json_is_wanted(proxied: Service) -> None:
-    """Robyn parses them by itself, before it is known who asks."""
+def test_forms_get_an_error_that_names_json(proxied: Service) -> None:
+    """Robyn parses forms itself, before authentication."""
     for kind, body in (("multipart/form-data", b"--x"), ("multipart/form-data; boundary=x", b"--x\r\n\r\nabc")):
         answer = proxied.post(CHAT, content=body, headers={"Content-Type": kind})
         assert answer.status_code == 400 and "JSON" in answer.json()["error"]
@@ -98,7 +98,7 @@ def test_forms_are_told_that_json_is_wanted(proxied: Service) -> None:
 def test_a_correct_chunked_body_with_a_trailer_is_served(proxied: Service) -> None:
     before, body = proxied.pids(), json.dumps(SHORT).encode()
     chunks = b"%x\r\n%s\r\n0\r\nX-Checksum: 1\r\n\r\n" % (len(body), body)
-    answer = request_context(proxied, HEAD + b"Trailer: X-Checksum\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+    answer = raw_answer(proxied, HEAD + b"Trailer: X-Checksum\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"abcabcabc" in answer
     assert proxied.pids() == before
@@ -124,14 +124,14 @@ def test_events_come_one_by_one(proxied: Service) -> None:
 def test_clients_of_http_1_0_get_a_body_that_ends(proxied: Service) -> None:
     body = json.dumps({**SHORT, "stream": True}).encode()
     head = f"POST {CHAT} HTTP/1.0\r\nConnection: Keep-Alive\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    head_only, _, text = request_context(proxied, head + body).partition(b"\r\n\r\n")
+    head_only, _, text = raw_answer(proxied, head + body).partition(b"\r\n\r\n")
     assert b"chunked" not in head_only.lower()
     events = [event for event in text.split(b"\n\n") if not event.startswith(b":")]  # a slow engine brings heartbeats
     assert events[0].startswith(b"data: ")
     assert text.endswith(b"data: [DONE]\n\n")
 
 
-def test_what_nginx_refuses_is_refused_in_our_form(proxied: Service) -> None:
+def test_nginx_errors_have_the_services_format(proxied: Service) -> None:
     large = proxied.post(CHAT, content=b"x" * 30_000)
     assert large.status_code == 413
     assert "--max-body-mb" in large.json()["error"]
@@ -165,7 +165,7 @@ def _streams(service: Service) -> int:
     return 0
 
 
-def test_a_client_that_reads_nothing_is_cut_off(proxied: Service) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(proxied: Service) -> None:
     wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
     with proxied.connect() as connection:
         connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["flood"]}).encode()))
@@ -188,7 +188,7 @@ def test_an_nginx_that_is_killed_is_started_again_without_a_refused_connection(p
 
     def answer() -> bytes:
         with contextlib.suppress(ConnectionResetError):  # taken by a process of the old nginx in its last moment
-            return request_context(proxied, b"GET /healthz HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+            return raw_answer(proxied, b"GET /healthz HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
         return b""
 
     wait_for(answer, 30, "an answer; a refused connection would be an error")
@@ -196,8 +196,8 @@ def test_an_nginx_that_is_killed_is_started_again_without_a_refused_connection(p
     wait_for(lambda: proxied.get("/readyz").status_code == 200, 30, "served again")
 
 
-def test_an_nginx_that_is_killed_with_the_process_that_runs_it_leaves_none_of_its_own(proxied: Service) -> None:
-    """Its workers would go on taking connections beside the next one's, and keep the port for ever."""
+def test_nginx_killed_with_its_parent_leaves_no_workers(proxied: Service) -> None:
+    """Remaining nginx workers would keep the port and take connections."""
     master = nginx_master(proxied)
     runs_it = _parent(master)
     os.kill(runs_it, signal.SIGSTOP)  # it would notice
@@ -226,7 +226,7 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
         service.wait_ready()
         master, received = nginx_master(service), []
         body = json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 500}).encode()
-        reader = threading.Thread(target=lambda: received.append(request_context(service, raw_request(CHAT, body))))
+        reader = threading.Thread(target=lambda: received.append(raw_answer(service, raw_request(CHAT, body))))
         reader.start()
         wait_for(lambda: service.status()["running_rows"] == 1, 10, "a stream runs")
         service.process.send_signal(signal.SIGTERM)
@@ -241,8 +241,8 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
         service.close()
 
 
-def test_a_request_that_is_whole_when_the_workers_have_ended_is_told_at_once(tmp_path: Path) -> None:
-    """It would else wait where nobody listens any more, and the service with it, as long as requests may take."""
+def test_a_request_after_the_workers_ended_gets_an_immediate_error(tmp_path: Path) -> None:
+    """Otherwise it would wait for a worker until its timeout, and keep the service running."""
     service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
     try:
         workers = [pid for name, pid in service.wait_ready().pids().items() if name.startswith("http-")]
@@ -254,7 +254,7 @@ def test_a_request_that_is_whole_when_the_workers_have_ended_is_told_at_once(tmp
             wait_for(lambda: not any(is_process_alive(pid) for pid in workers), 30, "the workers have ended")
             connection.sendall(request[-1:])
             answer = read_all(connection)
-        assert answer.startswith(b"HTTP/1.1 502") and b"send the request again" in answer
+        assert answer.startswith(b"HTTP/1.1 502") and b"retry the request" in answer
         assert service.process.wait(60) == 0
     finally:
         service.close()
@@ -296,12 +296,12 @@ def test_two_services_with_nginx_do_not_share_a_port(proxied: Service, tiny_mode
         ("0.0.0.0", "none", False),
     ],
 )
-def test_nginx_stands_in_front_of_public_addresses(host: str, front: str, used: bool) -> None:
+def test_nginx_is_used_for_public_addresses(host: str, front: str, used: bool) -> None:
     settings = parse_settings(["--host", host, "--front", front, "--port", str(free_port())], {})
     assert (find_nginx(settings) is not None) == used
 
 
-def test_a_public_address_without_nginx_is_told_loudly(
+def test_a_public_address_without_nginx_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nginx_config, "_SYSTEM_PATHS", "")
