@@ -35,7 +35,7 @@ def test_a_forked_engine_says_on_a_gpu_what_others_say(tmp_path: Path) -> None:
     said = []
     for fork in forks:
         fork.start()
-        while fork.is_alive and not (heard := list(fork.heard())):
+        while fork.is_alive and not (heard := list(fork.messages())):
             assert wait(fork.waitables, START_S), "the engine did not start"
         said += [value for _, value in heard]
         assert fork.reap() == "exit code 0"
