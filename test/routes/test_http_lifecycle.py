@@ -82,7 +82,7 @@ def test_a_directory_is_refused_as_database_without_a_lock_file(tmp_path: Path) 
     ended = start("--state-db", str(folder))
     assert ended.returncode == 2
     assert "--state-db" in one_line(ended)
-    assert f"{folder} is a directory" in one_line(ended)
+    assert f"got the directory {folder}" in one_line(ended)
     assert list(tmp_path.iterdir()) == [folder]
     assert not list(folder.iterdir())
 

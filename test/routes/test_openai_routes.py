@@ -165,7 +165,7 @@ def test_log_probabilities_without_a_stream_are_limited(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as refusal:
         chat(client, **large_fields)
     assert refusal.value.param == "logprobs" and "the limit is 2000000" in refusal.value.message
-    assert "stream it" in refusal.value.message
+    assert "set stream" in refusal.value.message
     with chat(client, **large_fields, stream=True) as stream:
         assert next(iter(stream)).choices
     parallel_calls = chat(client, n=2, seed=1, max_tokens=600, logprobs=True, top_logprobs=1, extra_body=FREE)
@@ -342,7 +342,7 @@ def test_not_json_and_unknown_paths(client: OpenAI) -> None:
 
 
 def test_embeddings_are_refused_by_name(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="embeddings are not served") as refusal:
+    with pytest.raises(openai.NotFoundError, match="embeddings are not supported") as refusal:
         client.embeddings.create(model=MODEL, input="a")
     assert refusal.value.code == "not_found"
 
