@@ -31,7 +31,7 @@ from test.model.card_launches import (
 
 MAX_SPILL_BYTES = 160
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
-SOURCES = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.relative_to(ROOT).parts]
+SOURCES = [path for path in cuda_check.cuda_sources(ROOT) if not {"test", "bench"} & set(path.relative_to(ROOT).parts)]
 
 
 @pytest.fixture(scope="module", autouse=True)
