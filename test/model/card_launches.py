@@ -126,10 +126,14 @@ def archs_of(source: Path) -> tuple[str, ...]:
     return ("sm_90a",) if source.stem in HOPPER_STEMS else cuda_check.CHECKED_ARCHS
 
 
+def product_sources() -> list[Path]:
+    """The CUDA sources of the product: those of test/ and bench/ are left out."""
+    return [path for path in cuda_check.cuda_sources(ROOT) if path.relative_to(ROOT).parts[0] not in ("test", "bench")]
+
+
 def sources() -> list[Path]:
     """The sources whose launchers are called: all but those for Hopper alone, which size themselves when compiled."""
-    found = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.parts]
-    return [path for path in found if path.stem not in HOPPER_STEMS]
+    return [path for path in product_sources() if path.stem not in HOPPER_STEMS]
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from rwkv_batch.kernels.cuda import library as cuda_library
 from sampling import rapid
 from test.model.card_launches import (
     CARDS,
-    ROOT,
     Card,
     Launcher,
     Record,
@@ -27,11 +26,12 @@ from test.model.card_launches import (
     compiling,
     needs,
     problems,
+    product_sources,
 )
 
 MAX_SPILL_BYTES = 160
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
-SOURCES = [path for path in cuda_check.cuda_sources(ROOT) if not {"test", "bench"} & set(path.relative_to(ROOT).parts)]
+SOURCES = product_sources()
 
 
 @pytest.fixture(scope="module", autouse=True)

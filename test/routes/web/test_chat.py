@@ -94,7 +94,7 @@ def test_a_session_is_resumed_after_the_server_was_killed(own_demo: Service, ope
     answers(page, 1)
     expect(page.locator("#model")).not_to_be_empty()  # it knows the engine
     os.kill(service.pids()["engine"], signal.SIGKILL)
-    expect(page.locator("#notice")).to_contain_text("restarted and is back")
+    expect(page.locator("#notice")).to_contain_text("The engine has restarted")
     page.reload()
     page.locator(".sessions .name").first.click()
     expect(page.locator(".turn")).to_have_count(1)
@@ -136,7 +136,7 @@ def test_a_session_of_another_browser_is_continued(demo: Service, open_page: Ope
     page = open_page(demo)
     greedy(page)
     page.locator(".sessions .name", has_text="elsewhere").click()
-    expect(page.locator(".turn")).to_contain_text("its text is not in this browser")
+    expect(page.locator(".turn")).to_contain_text("Its text is not in this browser")
     say(page, "What is my name?")
     assert "Anna" in answers(page, 2)[-1]
 

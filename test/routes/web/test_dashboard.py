@@ -61,7 +61,7 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
     before = int(refused.inner_text().replace(",", "")) if refused.count() else 0
     demo.post("/v1/chat/completions", {"contents": []})
     expect(refused).to_have_text(str(before + 1))
-    expect(page.get_by_text("Samplers that do not run here")).to_be_visible()
+    expect(page.get_by_text("Unavailable samplers")).to_be_visible()
     for rows in (1, 3, 6, 2, 5):
         demo.post("/v1/chat/completions", {"contents": prompts * rows, "max_tokens": 40 * rows, "ignore_eos": True})
     page.screenshot(path=shots / "dashboard.png")

@@ -111,8 +111,8 @@ def test_a_lost_engine_shows_a_notice_and_the_page_recovers(tmp_path: Path, open
         page.keyboard.press("Enter")
         # The service's message, with the remedy.
         expect(page.locator(".turn [role=alert]")).to_contain_text("engine")
-        expect(page.locator("#notice")).to_contain_text(re.compile("is away|restarted"))
-        expect(page.locator("#notice")).to_contain_text("restarted and is back")
+        expect(page.locator("#notice")).to_contain_text(re.compile("not available|restarted"))
+        expect(page.locator("#notice")).to_contain_text("The engine has restarted")
         page.screenshot(path=shots / "restarted.png")
         page.click("text=New chat")
         page.fill("#question", "hello")
@@ -121,7 +121,7 @@ def test_a_lost_engine_shows_a_notice_and_the_page_recovers(tmp_path: Path, open
         page.click("#stop")
         service.process.send_signal(signal.SIGKILL)
         service.process.wait(60)
-        expect(page.locator("#notice")).to_contain_text("does not answer")
+        expect(page.locator("#notice")).to_contain_text("does not respond")
     finally:
         service.close()
 

@@ -31,7 +31,7 @@ def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> N
     page.get_by_text("Settings for immersive-translate").click()
     assert page.locator("#plugin-url").input_value() == f"{demo.url}/translate/v1/batch-translate"
     page.click("#plugin-check")
-    expect(page.locator("#plugin-result")).to_contain_text("It works")
+    expect(page.locator("#plugin-result")).to_contain_text("Success")
     page.screenshot(path=shots / "translate.png")
 
 
