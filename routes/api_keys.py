@@ -3,7 +3,7 @@
 The file is TOML, one table per key:
 
     [[key]]
-    name = "team-a"                 # for logs, metrics and limits; letters, digits and . _ @ -
+    name = "team-a"                 # for logs, metrics and limits; letters, digits and . _ @ -, no address
     key = "sk-8f0c…"                # or its SHA-256, to keep the secret out of the file:
     # sha256 = "9f86d081…"          # printf %s "$KEY" | sha256sum
     rows = 64                       # running at the same time; limits are optional
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -28,9 +29,10 @@ from rwkv_batch.request import ClientLimits
 logger = logging.getLogger(__name__)
 
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
-_Key = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{8,512}$")]
-_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+# msgspec searches; `$` would allow a line break at the end.
+_Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._@-]{1,64}\Z")]
+_Key = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{8,512}\Z")]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,11 +77,23 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     for number, api_key in enumerate(keys, 1):
         if (api_key.key is None) == (api_key.sha256 is None):
             raise KeysError(f"{path}: key {number} ({api_key.name}) must have either key or sha256")
+        if _is_address(api_key.name):
+            message = f"key {number} is named {api_key.name}, the address of clients without a key; choose a name"
+            raise KeysError(f"{path}: {message} that is no IP address")
     duplicates = [name for name, count in Counter(api_key.name for api_key in keys).items() if count > 1]
     duplicates += [api_key.name for api_key in keys if [other.digest for other in keys].count(api_key.digest) > 1]
     if duplicates:
         raise KeysError(f"{path}: {duplicates[0]} is there twice; every key needs its own name and its own value")
     return tuple(keys)
+
+
+def _is_address(name: str) -> bool:
+    """Return whether clients without a key may have this name. They would share its queue."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class KeysFile:

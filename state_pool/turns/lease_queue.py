@@ -15,8 +15,8 @@ from state_pool.errors import AdapterNotFound, OriginMismatch, PoolError, Sessio
 from state_pool.origins import Adapters, Origin, adapter_mismatch, is_mixture
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 
-_LOOK_AHEAD = 64
-"""Waiting leases tried per step, to bound its cost."""
+_LOOK_AHEAD = 32
+"""Leases tried per step from the front of the queue, and as many of the others in turn, to bound the cost."""
 
 
 class LeaseQueue:
@@ -61,13 +61,18 @@ class LeaseQueue:
         lease.is_reader = False
 
     def poll(self) -> None:
-        """Try the waiting leases in order. Those that still wait keep their order."""
-        kept: list[Lease] = []
-        for _ in range(min(len(self._waiting), _LOOK_AHEAD)):
-            lease = self._waiting.popleft()
-            if not self._try(lease):
-                kept.append(lease)
-        self._waiting.extendleft(reversed(kept))
+        """Try the oldest waiting leases in order, then some of the others.
+
+        The others take turns, because a store that hangs may hold up all of the oldest.
+        """
+        front = self._try_next(_LOOK_AHEAD)
+        self._waiting.extend(self._try_next(_LOOK_AHEAD))
+        self._waiting.extendleft(reversed(front))
+
+    def _try_next(self, count: int) -> list[Lease]:
+        """Remove up to `count` leases and return those that still wait."""
+        tried = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        return [lease for lease in tried if not self._try(lease)]
 
     def fail(self, session: Session, error: Exception) -> None:
         """Fail every lease that waits for the session's state or for its turn."""

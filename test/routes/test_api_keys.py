@@ -93,6 +93,10 @@ def test_the_example_in_the_documents_is_valid(tmp_path: Path) -> None:
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'a'\nkey = 'sk-secret-2'", "twice"),
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'b'\nkey = 'sk-secret-1'", "twice"),
         ("[[key", "not a keys file"),
+        ("[[key]]\nname = \"a\\n\"\nkey = 'sk-secret-1'", "name"),
+        ("[[key]]\nname = 'a'\nkey = \"sk-secret-1\\n\"", "key"),
+        (f"[[key]]\nname = 'a'\nsha256 = \"{'0' * 64}\\n\"", "sha256"),
+        ("[[key]]\nname = '10.0.0.7'\nkey = 'sk-secret-1'", "no IP address"),
     ],
 )
 def test_an_invalid_file_gives_a_one_line_error_without_keys(tmp_path: Path, text: str, named: str) -> None:

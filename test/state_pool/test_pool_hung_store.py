@@ -12,7 +12,9 @@ import pytest
 from state_pool.disk import checkpoint_objects, worker_threads
 from state_pool.disk.folder import FolderStore
 from state_pool.errors import SessionUnusable, TurnNotStored
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
+from state_pool.session_page import Tier
+from state_pool.sessions import LeaseState
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_session
 from test.pool_integrity import integrity_faults
 from test.serving import wait_for
 
@@ -55,13 +57,13 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
     mount.resume()
 
 
-def opened(folder: Path) -> Driver:
+def opened(folder: Path, delay: int = 0, **changes: object) -> Driver:
     (folder / "objects").mkdir(exist_ok=True)
     store = (folder / "objects").as_uri()
     config = config_in(
-        folder, durability="turn", checkpoint_store=store, checkpoint_store_min_mb=0.0, transfer_states=2
+        folder, durability="turn", checkpoint_store=store, checkpoint_store_min_mb=0.0, transfer_states=2, **changes
     )
-    return Driver(FakeArena(), config)
+    return Driver(FakeArena(delay=delay), config)
 
 
 def test_turns_fail_and_late_objects_are_deleted(tmp_path: Path, mount: Mount) -> None:
@@ -97,6 +99,29 @@ def test_loads_fail_with_a_retry_hint(tmp_path: Path, mount: Mount) -> None:
     mount.resume()
     for name in ("s", "t", "u"):
         assert np.array_equal(two.state(name), expected_state([1]))
+    two.pool.close()
+
+
+def test_a_session_in_memory_does_not_wait_behind_a_hanging_store(tmp_path: Path, mount: Mount) -> None:
+    """More turns than a step tries wait for the store. One whose session is in host memory needs only a slot."""
+    one = opened(tmp_path)
+    stored = [f"stored {number}" for number in range(100)]
+    for name in stored:
+        one.turn(name, [1])
+    one.settle()
+    one.pool.close()
+    two = opened(tmp_path, delay=1, l1_sessions=16, l2_sessions=16)
+    others = ["in memory", *(f"other {number}" for number in range(two.arena.num_slots))]
+    for name in others:
+        two.turn(name, [1])
+    assert get_session(two, "in memory").tier is Tier.HOST and two.pool.tiers.slots.num_free == 0
+    mount.hangs = True  # without a timeout
+    waiting = [two.pool.turns.checkout(name) for name in stored]
+    lease = two.ready(two.pool.turns.checkout("in memory"))
+    assert all(turn.state is LeaseState.WAITING for turn in waiting)
+    mount.resume()
+    for turn in (lease, *waiting):
+        two.pool.turns.release(turn)
     two.pool.close()
 
 
