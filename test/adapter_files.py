@@ -11,7 +11,7 @@ MAPS = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.
 
 
 def random_lora(seed: int, layers: int, width: int, rank: int = 4, scale: float = 0.2) -> dict[str, Tensor]:
-    """Pairs beside every map of every layer, as RWKV-PEFT names them."""
+    """Return pairs for every matrix of every layer, as RWKV-PEFT names them."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for i in range(layers):
@@ -25,7 +25,7 @@ def random_lora(seed: int, layers: int, width: int, rank: int = 4, scale: float 
 def random_experts(
     seed: int, layers: int, width: int, experts: int = 4, same: bool = False, scale: float = 0.2
 ) -> dict[str, Tensor]:
-    """Experts of rank 6 in every channel mix as RWKV-Infer's trainer names them, and pairs beside the keys.
+    """Experts of rank 6 in every channel mix as RWKV-Infer's trainer names them, and pairs for ffn.key.
 
     Two of them are mixed for a token. `same`: all have the same numbers.
     """

@@ -55,7 +55,7 @@ LONGEST = (
     "programs/library/test_pipeline.py",
     "fleet/test_resumed_rows.py",
     "engine/test_preemption.py",
-    "model/test_wide_fp8_emulated.py",
+    "model/test_gemm_fp8_emulated.py",
     "model/test_sparse_emulated.py",
     "model/test_shift_mix_emulated.py",
     "model/test_skinny_emulated.py",

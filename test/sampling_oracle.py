@@ -38,7 +38,7 @@ def uniforms(seed: int, step: int, vocab: int, domain: int) -> Floats:
 
 @dataclass
 class OracleSample:
-    """What one row may draw at one step."""
+    """What one row may sample at one step."""
 
     token: int
     kept: npt.NDArray[np.bool_]
@@ -68,7 +68,7 @@ class OracleRow:
         return np.minimum(changed, 1e30)
 
     def sample(self, logits: npt.NDArray[np.float32]) -> OracleSample:
-        """What the definition draws from logits [V]."""
+        """Return the token that the definition samples from logits [V]."""
         changed, p = self.adjusted(logits), self.params
         order = np.lexsort((np.arange(len(changed)), -changed))
         if changed[order[0]] == -np.inf:
@@ -88,7 +88,7 @@ class OracleRow:
         return OracleSample(int(score.argmax()), kept, is_ambiguous or bool(best - second < 1e-5 * max(1.0, abs(best))))
 
     def count(self, token: int) -> None:
-        """Account for a drawn token."""
+        """Count a sampled token."""
         self.step += 1
         for seen in self.counts:
             self.counts[seen] *= self.params.penalty_decay

@@ -25,8 +25,8 @@ export function createStore(value) {
 
 /** Return a store's value. The component renders again when it changes. */
 export function useStore(store) {
-  const [, redraw] = useState(0);
-  useLayoutEffect(() => store.subscribe(() => redraw((count) => count + 1)), [store]);
+  const [, rerender] = useState(0);
+  useLayoutEffect(() => store.subscribe(() => rerender((count) => count + 1)), [store]);
   return store.get();
 }
 

@@ -15,11 +15,11 @@ _PART = re.compile(r"_(bucket|sum|count)$")
 def test_the_grafana_dashboard_uses_existing_metrics(service: Service) -> None:
     service.post("/v1/chat/completions", {"contents": ["abc"], "max_tokens": 3, "stream": True})
     text = service.get("/metrics").text
-    told = {_PART.sub("", name) for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)}
+    reported = {_PART.sub("", name) for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)}
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text("utf-8"))
     asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in names_in(one["expr"])}
     assert len(asked) > 15
-    assert asked - told - {"rwkv_device_power_watts"} == set()
+    assert asked - reported - {"rwkv_device_power_watts"} == set()
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution, installed beside a user's own modules that have the names of our folders."""
+"""The wheel and the source distribution, installed next to a user's modules with the names of our folders."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     subprocess.run([*pip, "--no-deps", "--no-compile", str(wheel)], check=True, timeout=120)
     before = made.files()
     yield made
-    assert made.files() == before, "what is made at run time went beside the code"
+    assert made.files() == before, "files made at run time are not next to the code"
     assert not (folder / "imported").exists(), f"we imported the user's {(folder / 'imported').read_text()}"
 
 
@@ -186,8 +186,8 @@ def test_it_says_its_version_and_commit(installed: Installed) -> None:
     lines = installed.run(installed.command, "--version").stdout.splitlines()
     assert lines[0].startswith("rwkv-batch ") and lines[1].split() == ["commit", "0123456789ab"]
     for command in ((), ("batch",), ("chat",)):
-        told = installed.run(installed.command, *command, "--help")
-        assert told.returncode == 0 and "usage: rwkv-batch" in told.stdout, told.stderr
+        reported = installed.run(installed.command, *command, "--help")
+        assert reported.returncode == 0 and "usage: rwkv-batch" in reported.stdout, reported.stderr
 
 
 def test_lines_are_answered_by_the_demo_model(installed: Installed) -> None:
@@ -256,8 +256,8 @@ def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) 
 
 
 def test_programs_that_measure_are_run_by_name(installed: Installed) -> None:
-    told = installed.run(installed.command, "bench")
-    assert told.returncode == 2 and " batch, chaos," in told.stderr and "http_load" not in told.stderr
+    reported = installed.run(installed.command, "bench")
+    assert reported.returncode == 2 and " batch, chaos," in reported.stderr and "http_load" not in reported.stderr
     assert "lines/s" in installed.run(installed.command, "bench", "batch", "--help").stdout
     without = installed.run(installed.command, "bench", "simulate", "--seeds", "1")
     assert without.returncode == 1 and "clone of the repository" in without.stderr

@@ -60,7 +60,7 @@ def _finite(digits: str) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, float(digits)))
 
 
-def random_text(grammar: Grammar, draw: random.Random) -> bytes | None:
+def random_text(grammar: Grammar, rng: random.Random) -> bytes | None:
     """A text sampled from the masks; None if it did not end. Raises GrammarError at a dead end."""
     matcher, mask, text = Matcher(grammar), np.zeros(VOCAB_SIZE // 32, dtype=np.int32), b""
     for _ in range(MAX_TOKENS):
@@ -69,10 +69,10 @@ def random_text(grammar: Grammar, draw: random.Random) -> bytes | None:
             raise GrammarError(matcher.state.get_error())
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
         closing = [token for token in CLOSING if allowed[token]]
-        if allowed[0] and (draw.random() < 0.5 or allowed.sum() == 1):
+        if allowed[0] and (rng.random() < 0.5 or allowed.sum() == 1):
             return text
-        choice = closing if closing and draw.random() < 0.6 else np.flatnonzero(allowed).tolist()
-        token = draw.choice(choice)
+        choice = closing if closing and rng.random() < 0.6 else np.flatnonzero(allowed).tolist()
+        token = rng.choice(choice)
         text += TOKENIZER.byte_table[token]
         if matcher.advance(token):
             return text

@@ -120,7 +120,7 @@ class Stages:
             between = iter(self.streams[max(0, number - 1) :])
             monkeypatch.setattr(torch.cuda, "current_stream", lambda device, found=between: next(found))
             self.graph_stages.append(GraphStage(stage, self.graph_stages[-1] if number else None, ROWS, DEPTH))
-        self.drawn = torch.zeros(ROWS, dtype=torch.int64)
+        self.sampled = torch.zeros(ROWS, dtype=torch.int64)
         self.copies = TokenCopies(CPU, ROWS)
         self.copies._stream, self.copies._copier = self.streams[-1], Copier(self.streams[-1])  # type: ignore[assignment]
 
@@ -137,7 +137,7 @@ class Stages:
             SimpleNamespace(replay=partial(stream.put, act)) for stream, act in zip(self.streams, acts, strict=True)
         ]
         run_stages(self.graph_stages, graphs, rows, self.staged)
-        return self.copies.start(self.drawn[:rows])
+        return self.copies.start(self.sampled[:rows])
 
     def _graph(self, number: int, values: list[int]) -> None:
         place, last, rows = self.graph_stages[number], number == STAGES - 1, len(values)
@@ -149,7 +149,7 @@ class Stages:
         if place._input is not None:
             place._input.fill_(-1)
         if last:
-            self.drawn[:rows] = made[:rows]
+            self.sampled[:rows] = made[:rows]
         else:
             assert place._output is not None
             place._output[: 2 * rows * WIDTH] = made
@@ -174,10 +174,10 @@ def test_every_step_reads_its_own_inputs(stages: Stages) -> None:
         for _ in range(dice.randint(0, 12)):
             stages.simulation.step()
         while len(flight) > 2 * DEPTH:
-            wanted, drawn = flight.popleft()
+            wanted, sampled = flight.popleft()
             if dice.random() < 0.1:
                 continue  # the step has failed and nobody reads it
-            assert drawn.tokens() == [value + sum(range(STAGES)) for value in wanted]
+            assert sampled.tokens() == [value + sum(range(STAGES)) for value in wanted]
     assert len(stages.copies._free) <= 2 * DEPTH + 3
 
 
@@ -188,10 +188,10 @@ def test_consecutive_failed_steps_read_their_own_inputs(stages: Stages) -> None:
 
 
 def test_tokens_are_read_once(stages: Stages) -> None:
-    drawn = stages.launch([3])
-    assert drawn.tokens() == [6]
+    sampled = stages.launch([3])
+    assert sampled.tokens() == [6]
     with pytest.raises(AssertionError, match="another step"):
-        drawn.tokens()
+        sampled.tokens()
 
 
 def test_graphs_are_dropped_when_no_device_reads_them(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +206,9 @@ def test_graphs_are_dropped_when_no_device_reads_them(stages: Stages, monkeypatc
         waited_for.append(device)
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    drawn = stages.launch([3, 5])
+    sampled = stages.launch([3, 5])
     graphs.disable(CaptureError("a graph could not be captured: OutOfMemoryError"))
     assert graphs.decode is None and waited_for == [place.device for place in stages.graph_stages]
     for staging in stages.staged._staging:
         staging.fill_(77)  # it is somebody else's now
-    assert drawn.tokens() == [6, 8]
+    assert sampled.tokens() == [6, 8]

@@ -201,7 +201,7 @@ def test_a_banned_token_is_not_appended(engine: Engine) -> None:
 
 def test_jump_forward_tokens_are_those_that_masks_allow_alone() -> None:
     compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
-    draw, mask, runs = random.Random(3), np.zeros(2048, dtype=np.int32), 0
+    rng, mask, runs = random.Random(3), np.zeros(2048, dtype=np.int32), 0
 
     def allowed(matcher: Matcher) -> list[int]:
         matcher.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -218,7 +218,7 @@ def test_jump_forward_tokens_are_those_that_masks_allow_alone() -> None:
             for token in jump_forward_tokens:
                 assert allowed(matcher) == [token] and not ended
                 ended = matcher.advance(token)
-            if ended or (token := draw.choice(allowed(matcher))) == 0 or matcher.advance(token):
+            if ended or (token := rng.choice(allowed(matcher))) == 0 or matcher.advance(token):
                 break
     assert runs > 10
 

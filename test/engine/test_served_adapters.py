@@ -253,9 +253,9 @@ def test_a_failed_load_is_reported_and_the_engine_continues(engine: Engine, monk
     before = call(engine, "adapter_list")
     with monkeypatch.context() as patch:
         patch.setattr(engine._user_files.adapters._pipeline, "put_adapter", fails)
-        with pytest.raises(ServiceError, match="nobody has thought of") as told:
+        with pytest.raises(ServiceError, match="nobody has thought of") as reported:
             call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
-    assert told.value.info.kind is ErrorKind.INTERNAL and call(engine, "adapter_list") == before
+    assert reported.value.info.kind is ErrorKind.INTERNAL and call(engine, "adapter_list") == before
     call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
     assert run(engine, make_request("a", adapter="next")).texts
     call(engine, "adapter_remove", name="next")

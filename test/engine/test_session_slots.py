@@ -24,7 +24,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_every_running_slot_may_hold_a_session(engine: Engine) -> None:
-    names = [f"seat{i}" for i in range(32)]
+    names = [f"session{i}" for i in range(32)]
     for job in [submit(engine, turn(name, PROMPTS[0], max_tokens=2)) for name in names]:
         job.wait()
     endless = [submit(engine, turn(name, PROMPTS[1], max_tokens=10**6, ignore_eos=True)) for name in names]

@@ -104,7 +104,7 @@ def test_sessions_continue_over_any_split_of_layers(model: Path, tmp_path: Path,
         with started_engine(model, pool, wkv_state=form, **SPLITS[before]) as engine:
             talk(engine, NAMES, range(2))
             content = call(engine, "session_export", session_id=NAMES[0])
-            told = talk(engine, NAMES[:1], range(2, 3))[NAMES[0]]
+            reported = talk(engine, NAMES[:1], range(2, 3))[NAMES[0]]
     stored = decode(content)
     for i, after in enumerate(split for split in SPLITS if split != before):
         with started_engine(model, pools[i % 2], wkv_state=form, **SPLITS[after]) as engine:
@@ -115,7 +115,7 @@ def test_sessions_continue_over_any_split_of_layers(model: Path, tmp_path: Path,
                 if name == after:
                     assert relevant_parts(file) == relevant_parts(stored)
             given = turn(after, f" turn 2 of {NAMES[0]}", max_tokens=8, ignore_eos=True, use_prefix_cache=False)
-            assert run(engine, given).texts[0] == told[0]
+            assert run(engine, given).texts[0] == reported[0]
             assert len(talk(engine, [NAMES[i + 1]], range(2, 3))[NAMES[i + 1]][0]) > 0
 
 

@@ -169,7 +169,10 @@ def mixed_requests() -> list[GenerateRequest]:
         make_request("x" * (1 + 7 * i % 90), max_tokens=1 + i % 30, sampling=SamplingParams(seed=i, top_k=20))
         for i in range(90)
     ]
-    rows += [make_request("told", sampling=SamplingParams(temperature=0.0, top_logprobs=2)), make_request("many", n=5)]
+    rows += [
+        make_request("logprobs", sampling=SamplingParams(temperature=0.0, top_logprobs=2)),
+        make_request("many", n=5),
+    ]
     return rows
 
 
@@ -463,7 +466,7 @@ def test_a_failed_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.Monke
 
 def test_rows_ended_by_a_failed_mask_are_in_no_later_part(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampling of a job's constrained prompt fails before its decoding rows are launched."""
-    launch, draw = engine.model_runner.launch, engine.model_runner.sample_constrained
+    launch, sample = engine.model_runner.launch, engine.model_runner.sample_constrained
     ended: list[ScheduledRow] = []
 
     def watched(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
@@ -473,7 +476,7 @@ def test_rows_ended_by_a_failed_mask_are_in_no_later_part(engine: Engine, monkey
     def failing(step: InFlightStep) -> Any:
         if any(row.num_tokens > 1 for row in step.rows):
             raise RuntimeError("no mask")
-        return draw(step)
+        return sample(step)
 
     free = free_slots(engine)
     monkeypatch.setattr(engine.model_runner, "launch", watched)

@@ -1,4 +1,4 @@
-"""Errors of small weights' kernels and layers, against fp32.
+"""Errors of the kernels and layers of quantised weights, against fp32.
 
 Every kernel gets fresh random inputs and poisoned outputs. Errors are ||y - true|| / ||true||.
 """
@@ -32,23 +32,23 @@ GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)
 SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
 VALUE_ROWS = (9, 33, 64, 130, 320, 400, 600, 1000, 4100)
-"""Of ffn.value with nothing skipped; the last are cuBLAS's."""
+"""Row counts of ffn.value without skipped inputs; cuBLAS serves the last ones."""
 PIECE_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320, 600, 1000)
 EXACT = 2e-3
 """fp16 inputs and outputs, fp32 sums."""
 IN_PARTS = 8e-3
-"""The same with inputs in two parts of 3 bits each, also twice after each other."""
+"""The same with two-part inputs of 3 bits each; also for two products in a row."""
 ROUNDED = 5e-2
-"""The same with inputs of 8 bits, also twice after each other."""
+"""The same with 8-bit inputs; also for two products in a row."""
 
 
 def kernel_errors(format_: Format) -> dict[str, float]:
-    """Name of a case -> relative error against the codes' meaning in fp32; NaN where an output was not written."""
+    """Return case -> relative error against the dequantised product in fp32; NaN if an output was not written."""
     return dict(_linear_errors(format_)) | dict(_value_errors(format_))
 
 
 def limit_of(name: str) -> float:
-    """The largest error that a case may have: exact as long as inputs are multiplied as they are."""
+    """Return the largest error that a case may have: rounding alone where inputs are not quantised."""
     rows = int(name.rsplit(maxsplit=1)[-1].removeprefix("B"))
     if not name.startswith("fp8"):
         return EXACT

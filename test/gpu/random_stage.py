@@ -1,4 +1,4 @@
-"""Layers of random weights on a GPU."""
+"""Layers with random weights on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, VOCAB, RANKS = 1024, 512, (64, 64, 32, 128)
 
 
 def random_stage(layers: int, slots: int) -> Stage:
-    """All of a model of so many layers in halves, with the GPU's kernels and memory for so many states."""
+    """Return a whole fp16 model with the GPU's kernels and `slots` states."""
     from rwkv_batch.kernels.cuda.ops import CudaOps
 
     tensors = random_weights(layers, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)

@@ -1,4 +1,4 @@
-"""Adapters on a GPU against plain torch in fp32: every map, ragged steps, graphs, rows without one bit for bit."""
+"""Adapters on a GPU against plain torch in fp32: every matrix, ragged steps, graphs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 RANKS = (4, 16, 40, 128, 64)
-"""Of the adapters, numbered from 1."""
+"""Ranks of the adapters, numbered from 1."""
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty returns NaN: whatever is not written shows."""
+    """torch.empty returns NaN: an output that is not written is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -47,7 +47,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def pairs(layers: int, width: int, rank: int, seed: int) -> dict[int, LayerPairs]:
-    """Beside every map; of the third adapter beside some only."""
+    """Return pairs for every matrix; the third adapter has pairs for some."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[int, dict[Target, Pair]] = {}
     for i, target in product(range(layers), Target):
@@ -90,7 +90,7 @@ def logits(stage: Stage, inputs: StepInputs) -> Tensor:
 
 
 def dealt(count: int) -> list[int]:
-    """Adapters of rows: none, several, in no order."""
+    """Return adapter numbers per row: none, several, in no order."""
     return [(i * 7 + i // 5) % 6 for i in range(count)]
 
 
@@ -127,7 +127,7 @@ def test_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 76])
 def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
-    """Twice, with adapters dealt anew, and without: what it draws is what the forward says."""
+    """Replayed with other adapters per row and with none, a graph samples as the eager forward does."""
     fast, _ = stages
     assert fast.state is not None
     graphs = DecodeGraphs(make_graph_stages([fast], 96, 2), 76, None)
@@ -145,8 +145,8 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
         assert error.max() < 1e-2
 
 
-def test_another_adapter_may_take_a_place(stages: tuple[Stage, Stage]) -> None:
-    """A graph finds the one that is there when it runs."""
+def test_an_adapter_slot_may_be_reused(stages: tuple[Stage, Stage]) -> None:
+    """A graph uses the adapter that is in the slot when it runs."""
     fast, true = stages
     graphs = DecodeGraphs(make_graph_stages([fast], 16, 2), 4, None)
     weights = len(fast.layers), fast.width
@@ -163,7 +163,7 @@ def test_another_adapter_may_take_a_place(stages: tuple[Stage, Stage]) -> None:
 
 
 def test_the_engine_serves_them_in_graphs() -> None:
-    """One named at start, one loaded later, rows without between them; texts of many tokens, decoded by graphs."""
+    """One adapter from the start, one loaded later, and rows without; long texts are decoded by graphs."""
     tuned = files.MODEL.parent / "tuned"
     entry = f"french={tuned / 'french.safetensors'}:1"
     settings: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 64, "models_dir": str(tuned)}
@@ -182,7 +182,7 @@ def test_the_engine_serves_them_in_graphs() -> None:
 
 
 def with_experts(layers: int, width: int, seed: int) -> dict[int, LayerPairs]:
-    """Four experts in every channel mix, two for a token, and a pair beside the keys."""
+    """Return four experts per channel mix, two per token, and a pair for ffn.key."""
     generator = torch.Generator().manual_seed(seed)
 
     def pair(out: int, inputs: int) -> Pair:
@@ -201,7 +201,7 @@ def with_experts(layers: int, width: int, seed: int) -> dict[int, LayerPairs]:
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_experts_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
-    """Mixtures of experts beside other adapters. A token whose second and third scores nearly tie may meet others."""
+    """Mixtures of experts and other adapters in one step. On a near-tie a token may use another expert."""
     lengths, numbers = STEPS[kind]
     lengths, numbers = lengths[-76:], [12 if number == 2 else number for number in numbers[-76:]]
     fast, true = stages
@@ -221,8 +221,8 @@ def test_experts_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
             assert (plain[row] - wanted[row]).norm() > 0.02 * wanted[row].norm()
 
 
-def test_the_engine_serves_experts_beside_graphs(tmp_path: Path) -> None:
-    """Greedy texts are those of one row at a time; rows without an adapter are decoded by graphs meanwhile."""
+def test_the_engine_serves_experts_while_graphs_decode(tmp_path: Path) -> None:
+    """Greedy texts equal those of one row at a time, while graphs decode the rows without an adapter."""
     model = files.ensure_model()
     shape = open_weights(model).shape
     write_adapter(tmp_path / "experts.pth", random_experts(1, shape.layers, shape.width, scale=0.03))
@@ -241,9 +241,8 @@ def test_the_engine_serves_experts_beside_graphs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [Format.INT8, Format.FP8, Format.INT4], ids=str)
-def test_beside_small_weights(dtype: Format) -> None:
-    """Rows without an adapter keep their bits, whichever product of codes the number of rows chooses; others change, by
-    as much as plain torch says of the same codes."""
+def test_with_quantised_weights(dtype: Format) -> None:
+    """Rows without an adapter keep their bits at any row count; others change as much as in plain torch."""
     weights = make_weights("wide")
     limit = 0.5 if dtype is Format.FP8 else 0.3  # of more than a few rows fp8 products round their inputs to e4m3, too
     fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP32, dtype), CudaOps())

@@ -1,4 +1,4 @@
-"""Constrained rows on a GPU: masks in every sampler, beside graphs that know nothing of them. (-m gpu)"""
+"""Constrained rows on a GPU: masks in every sampler, while graphs decode unconstrained rows. (-m gpu)"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sampling.grammar.constraint import Constraint, Form
 from sampling.naive import apply_masks
 from sampling.params import SamplingParams
 from test.engine.test_constraints import PERSON, choice, mixed_rows, regex, schema
-from test.gpu.test_sampling_gpu import GPU, VOCAB, made, mixed, random_logits
+from test.gpu.test_gpu_sampling import GPU, VOCAB, made, mixed, random_logits
 from test.harness import call, make_request, run, started_engine, turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -34,9 +34,9 @@ def engine() -> Iterator[Engine]:
 
 
 def random_masks(rows: int, seed: int) -> torch.Tensor:
-    """Masks of all sorts: few tokens, half of them, all but a few, one, all."""
-    draw = torch.Generator().manual_seed(seed)
-    allowed = torch.rand(rows, VOCAB, generator=draw) < torch.tensor([1e-3, 0.5, 0.999, 0.0, 2.0])[
+    """Return masks that allow few tokens, half of them, all but a few, one, or all."""
+    rng = torch.Generator().manual_seed(seed)
+    allowed = torch.rand(rows, VOCAB, generator=rng) < torch.tensor([1e-3, 0.5, 0.999, 0.0, 2.0])[
         torch.arange(rows) % 5
     ].unsqueeze(1)
     allowed[:, 17] = True
@@ -47,7 +47,7 @@ def random_masks(rows: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["rapid", pytest.param("flashinfer", marks=needs_flashinfer)])
 @pytest.mark.parametrize("rows", [1, 60, 300])
-def test_masked_draws_equal_the_definition(name: str, rows: int) -> None:
+def test_masked_samples_equal_the_definition(name: str, rows: int) -> None:
     params = mixed(rows)
     sampler, naive = made(name, params), made("naive", params)
     req_slots, different = list(range(rows)), 0
@@ -63,7 +63,7 @@ def test_masked_draws_equal_the_definition(name: str, rows: int) -> None:
             break
 
 
-def test_what_is_forbidden_is_minus_infinity_and_nothing_else_changes() -> None:
+def test_masked_logits_are_minus_infinity_and_the_others_stay() -> None:
     rapid = made("rapid", mixed(12))
     logits, masks = random_logits(12, 1), random_masks(12, 2)
     expected = logits.clone()
@@ -72,7 +72,7 @@ def test_what_is_forbidden_is_minus_infinity_and_nothing_else_changes() -> None:
     assert torch.equal(logits, expected)
 
 
-def test_rows_give_the_same_alone_and_in_company(engine: Engine) -> None:
+def test_rows_give_the_same_alone_and_in_a_batch(engine: Engine) -> None:
     together = run(engine, *mixed_rows()).all_texts
     alone = [run(engine, row).all_texts[0] for row in mixed_rows()]
     assert together == alone
@@ -81,7 +81,7 @@ def test_rows_give_the_same_alone_and_in_company(engine: Engine) -> None:
 
 
 def crowd(constrained: bool) -> list[GenerateRequest]:
-    """Free rows, and between them constrained ones."""
+    """Return unconstrained rows with constrained ones between them."""
     rows = []
     for i in range(60):
         free = SamplingParams(seed=i, top_k=40)
@@ -92,12 +92,12 @@ def crowd(constrained: bool) -> list[GenerateRequest]:
 
 
 def test_rows_without_a_constraint_do_not_change(engine: Engine) -> None:
-    """Two in a hundred may differ: the number of rows chooses the matrix kernels, and near ties fall either way."""
+    """Two in a hundred may differ: the row count chooses the GEMM kernels, and near-ties fall either way."""
     free = run(engine, *crowd(constrained=False)).all_texts
-    beside = run(engine, *crowd(constrained=True)).all_texts
-    same = sum(a == b for a, b in zip(beside[::2], free, strict=True))
+    mixed_texts = run(engine, *crowd(constrained=True)).all_texts
+    same = sum(a == b for a, b in zip(mixed_texts[::2], free, strict=True))
     assert same >= 0.9 * len(free)
-    for text in beside[1::2]:
+    for text in mixed_texts[1::2]:
         if text.endswith(b"}"):
             jsonschema_rs.validate(PERSON, json.loads(text))
 
@@ -123,7 +123,7 @@ def test_two_stages_and_sessions(tmp_path: Path) -> None:
             assert run(engine, turn("s", "\n\nA number:", constraint=regex("[0-9]{4}"))).all_texts[0].isdigit()
 
 
-def test_log_probabilities_are_of_what_is_allowed(engine: Engine) -> None:
+def test_log_probabilities_are_of_the_allowed_tokens(engine: Engine) -> None:
     asked = SamplingParams(temperature=0.0, top_logprobs=4)
     row = make_request("x", constraint=Constraint(form=Form.CHOICE, source='["yes"]'), sampling=asked)
     running = run(engine, row)
@@ -132,8 +132,8 @@ def test_log_probabilities_are_of_what_is_allowed(engine: Engine) -> None:
     assert all(entry.logprob > -50 for entry in entries)
 
 
-def test_text_that_is_certain_is_read_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As drawn one by one, but for near ties: the number of tokens chooses the matrix kernels."""
+def test_jump_forward_text_is_read_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to sampling one by one except on near-ties: the token count chooses the GEMM kernels."""
     how = SamplingParams(seed=4, top_k=20, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.95)
     rows = [make_request(f"A person {i}:", constraint=schema(PERSON), sampling=how, max_tokens=90) for i in range(24)]
     before = engine.jobs.jump_forward_tokens

@@ -1,4 +1,4 @@
-"""Pipeline stages on several GPUs, and one stage on a GPU that is not the first. Skipped where there is one."""
+"""Pipeline stages on several GPUs, and one stage on a GPU that is not the first. Skipped on one GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_GPU: dict[str, Any] = {"max_running": 128, "prefill_tokens_per_step": 2048}
 LAYOUTS = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:1",), ("cuda:0", "cuda:1", "cuda:0")]
 LAYOUTS += [tuple(f"cuda:{i}" for i in range(FOUND))] if FOUND >= 3 else []
 CUT = {2: (2.5, 3.5), 3: (1.5, 2, 2.5), 4: (1.5, 1.5, 1.5, 1.5)}
-"""Layers of so many stages, some cut in half; the model has six."""
+"""Layers per stage, by number of stages; some layers are cut in half. The model has six."""
 NAMES = ["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]
 
 pytestmark = [
@@ -49,7 +49,7 @@ def test_each_device_holds_its_layers_and_their_states(model: Path, devices: tup
 
 
 def mixture() -> list[GenerateRequest]:
-    """Translations, greedy, among rows that are drawn, with log-probabilities and shared prompts."""
+    """Return greedy translations among sampled rows, with log-probabilities and shared prompts."""
     rows = translations(20)
     rows += [make_request(f"English: {i}\n\nChinese:", sampling=SamplingParams(seed=i, top_k=40)) for i in range(20)]
     rows += [make_request("English: hello\n\nChinese:", sampling=SamplingParams(temperature=0.0, top_logprobs=2))]
@@ -83,7 +83,7 @@ def test_layers_cut_in_half_give_the_text_of_one_device(model: Path, devices: tu
 
 
 def remembered(engine: Engine) -> list[bool]:
-    """Whether each session knows its name, asked beside rows that decode."""
+    """Return whether each session knows its name, while other rows decode."""
     bulk = submit(engine, *[make_request("English: hello\n\nChinese:", max_tokens=300, ignore_eos=True)] * 40)
     known = []
     for i, name in enumerate(NAMES):
@@ -95,7 +95,7 @@ def remembered(engine: Engine) -> list[bool]:
 
 
 def test_sessions_resume_from_every_tier(model: Path, devices: tuple[str, ...], tmp_path: Path) -> None:
-    """Ten sessions over two slots and three places in host memory, then after a restart."""
+    """Ten sessions over two slots and three states in host memory, then after a restart."""
     pool = PoolConfig(state_db=str(tmp_path / "s.db"), l1_sessions=2, l2_sessions=3)
     with started_engine(model, pool, devices=devices, **ON_GPU) as engine:
         for i, name in enumerate(NAMES):
@@ -107,7 +107,7 @@ def test_sessions_resume_from_every_tier(model: Path, devices: tuple[str, ...], 
         assert all(remembered(engine))
 
 
-def test_a_state_comes_back_to_the_bit(model: Path, devices: tuple[str, ...]) -> None:
+def test_a_state_is_restored_to_the_bit(model: Path, devices: tuple[str, ...]) -> None:
     """Saved and loaded while steps run, into another slot."""
     from rwkv_batch.model.step_inputs import step_inputs
     from rwkv_batch.runner.state_copy import PipelineArena
@@ -134,10 +134,10 @@ def test_a_state_comes_back_to_the_bit(model: Path, devices: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("peer", [True, False], ids=["peer", "pinned memory"])
-def test_what_is_handed_over_arrives_whole(
+def test_transferred_activations_arrive_complete(
     devices: tuple[str, ...], peer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many sends in flight, both streams kept busy, places poisoned with NaN, what was sent overwritten at once."""
+    """Many sends in flight, busy streams, buffers poisoned with NaN, sources overwritten at once."""
     from rwkv_batch.runner.links import Link
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: peer)
@@ -163,8 +163,8 @@ def test_what_is_handed_over_arrives_whole(
         assert torch.equal(values, torch.full_like(values, i))
 
 
-def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple[str, ...]) -> None:
-    """A send behind a second of work, and streams of the target that share its few hardware queues."""
+def test_other_work_of_the_target_does_not_wait_for_a_transfer(devices: tuple[str, ...]) -> None:
+    """A send after a second of work; the target's streams share its few hardware queues."""
     from rwkv_batch.runner.links import Link, copy_to_device
 
     source, target = torch.device(devices[0]), torch.device(devices[-1])
@@ -190,12 +190,12 @@ def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple
 
 
 def test_one_row_alone_and_many_give_the_same_state(model: Path, devices: tuple[str, ...]) -> None:
-    """Micro-batches: a greedy row's text alone and beside rows that come and go on all stages."""
+    """Micro-batches: a greedy row gives the same text alone and with rows that come and go on all stages."""
     with started_engine(model, devices=devices, **ON_GPU) as engine:
         alone = [run(engine, row).all_texts for row in translations(8)]
-        beside = [submit(engine, *[make_request(f"English: {i}\n\nChinese:", max_tokens=8 + i)]) for i in range(60)]
+        others = [submit(engine, *[make_request(f"English: {i}\n\nChinese:", max_tokens=8 + i)]) for i in range(60)]
         again = [submit(engine, row) for row in translations(8)]
         texts = [one.wait().all_texts for one in again]
-        for one in beside:
+        for one in others:
             one.wait()
         assert same(texts, alone) >= 0.85  # another batch size takes other kernels

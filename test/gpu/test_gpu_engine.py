@@ -70,8 +70,8 @@ def test_greedy_answers_agree_with_the_cpu_in_fp32(model: Path, wkv_state: str, 
 
 
 @pytest.mark.parametrize("wkv_state", ["fp16", "int8"])
-def test_sessions_that_were_parked_say_what_others_say(model: Path, tmp_path: Path, wkv_state: str) -> None:
-    """Over one slot, a place in host memory, the file and a restart."""
+def test_parked_sessions_answer_like_others(model: Path, tmp_path: Path, wkv_state: str) -> None:
+    """One slot, one state in host memory, the file, and a restart."""
     parked = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", l1_sessions=1, l2_sessions=1)
     with started_engine(model, PoolConfig(state_db="", l1_sessions=16), wkv_state=wkv_state, **ON_GPU) as engine:
         wanted = talk(engine, NAMES, range(3))
@@ -84,7 +84,7 @@ def test_sessions_that_were_parked_say_what_others_say(model: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_few_rows_with_long_prompts(model: Path, rows: int) -> None:
-    """Fewer rows than a step of prompts could have."""
+    """Fewer rows than a prefill step could have."""
     with started_engine(model, devices=("cuda:0",), max_running=rows, prefill_tokens_per_step=16384) as few:
         texts = run(few, *[make_request(f"English: {i}\n\nChinese:", max_tokens=4) for i in range(2 * rows)]).all_texts
         assert len(texts) == 2 * rows and call(few, "status")["decode_graphs"] == "used"
@@ -105,8 +105,8 @@ def test_overlapped_equals_plain(model: Path) -> None:
 
 def test_sessions_remember_and_end_before_their_stops(engine: Engine) -> None:
     for i, name in enumerate(["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]):
-        told = f"User: My name is {name}.\n\nAssistant:"
-        run(engine, turn(f"s{i}", told, max_tokens=40, stop_ids=[261, 24281]))
+        reported = f"User: My name is {name}.\n\nAssistant:"
+        run(engine, turn(f"s{i}", reported, max_tokens=40, stop_ids=[261, 24281]))
     bulk = submit(engine, *[make_request("English: hello\n\nChinese:", max_tokens=400, ignore_eos=True)] * 100)
     for i, name in enumerate(["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]):
         asked = "\n\nUser: What is my name?\n\nAssistant:"
@@ -122,11 +122,11 @@ def test_a_session_equals_one_prompt_of_the_same_tokens(engine: Engine) -> None:
         "\n\nUser: Where do I live?\n\nAssistant:",
     ]
     sampling = SamplingParams(temperature=0.0, top_logprobs=0)
-    told: list[int] = []
+    reported: list[int] = []
     for prompt in prompts:
-        told += TOKENIZER.encode(prompt)
+        reported += TOKENIZER.encode(prompt)
         ended = run(engine, turn("whole", prompt, sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
-        alone = run(engine, make_request(list(told), sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
+        alone = run(engine, make_request(list(reported), sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
         assert ended.texts == alone.texts
         entries = [entry for events in ended.events for delta in events.deltas for entry in delta.logprobs or []]
         text, ids = b"", []
@@ -136,7 +136,7 @@ def test_a_session_equals_one_prompt_of_the_same_tokens(engine: Engine) -> None:
             piece = entry.token[: len(ended.texts[0]) - len(text)]
             ids += [TOKENIZER.byte_table.index(piece)] if piece == entry.token else TOKENIZER.encode_bytes(piece)
             text += piece
-        told += ids
+        reported += ids
 
 
 def test_states_agree_with_the_cpu(model: Path) -> None:
@@ -166,7 +166,7 @@ def test_cancelled_rows_free_every_slot(engine: Engine) -> None:
 
 
 def test_several_stages_give_the_same_text(model: Path) -> None:
-    """Two stages on one device: the path over several devices, without several devices."""
+    """Two stages on one device take the path of several devices."""
     rows = translations(20)
     with started_engine(model, **ON_GPU) as one:
         wanted = run(one, *rows).all_texts

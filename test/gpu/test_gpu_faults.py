@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU: graphs that cannot be captured, memory that runs out, a kernel that breaks the device."""
+"""GPU faults: graphs that cannot be captured, out of memory, a kernel that breaks the device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wanted(model: Path) -> list[bytes]:
 
 
 def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
-    """Memory runs out while a graph is being captured: at the draw, or in the middle of a layer, on a side stream."""
+    """Memory runs out during a capture: while sampling, or inside a layer, on a side stream."""
     from rwkv_batch.kernels.cuda.library import Kernels
     from sampling.rapid import RapidSampler
 
@@ -51,12 +51,12 @@ def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("CUDA out of memory (for a test)")
 
-    if where == "draw":
-        draw = RapidSampler.sample_on_device
+    if where == "sampling":
+        rng = RapidSampler.sample_on_device
 
         def drawing(self: RapidSampler, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
             refuse()
-            draw(self, logits, req_slots, out)
+            rng(self, logits, req_slots, out)
 
         patch.setattr(RapidSampler, "sample_on_device", drawing)
         return
@@ -72,10 +72,10 @@ def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "warmup"),
-    [("draw", True), ("draw", False), ("side stream", True)],
-    ids=["the draw, at start", "the draw, at first use", "a side stream, at start"],
+    [("sampling", True), ("draw", False), ("side stream", True)],
+    ids=["sampling, at start", "sampling, at first use", "a side stream, at start"],
 )
-def test_without_graphs_when_they_cannot_be_captured(
+def test_the_engine_runs_without_graphs_if_capture_fails(
     model: Path, wanted: list[bytes], warmup: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_memory_while_capturing(monkeypatch, where)
@@ -89,7 +89,7 @@ def test_without_graphs_when_they_cannot_be_captured(
 
 @contextmanager
 def no_memory_left() -> Iterator[None]:
-    """The GPU's free memory is taken, past torch's allocator, so that what torch has reserved stays its own.
+    """Take the GPU's free memory without torch's allocator, so that torch keeps its reserved memory.
 
     Less than 64 MiB are left: CUDA loads a kernel when it is first used.
     """
@@ -115,13 +115,13 @@ def prompts(rows: int, tokens: int) -> list[GenerateRequest]:
 
 
 def ended(job: RunningJob) -> ErrorKind | None:
-    """The kind of error a job ends with."""
+    """Return the kind of error that a job ends with."""
     error = job.wait().events[-1].error
     return None if error is None else error.kind
 
 
-def test_what_was_warmed_up_needs_no_more_memory(model: Path) -> None:
-    """The largest step and many others, with next to nothing left to take."""
+def test_warmed_up_steps_need_no_more_memory(model: Path) -> None:
+    """The largest step and many others, with almost no free memory."""
     with started_engine(model, **ON_GPU) as engine, no_memory_left():
         before = torch.cuda.memory_reserved(0)
         shapes = ((128, 64), (40, 3), (7, 300), (1, 900), (100, 1))
@@ -131,7 +131,9 @@ def test_what_was_warmed_up_needs_no_more_memory(model: Path) -> None:
         assert torch.cuda.memory_reserved(0) <= before + (16 << 20)
 
 
-def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_the_largest_step_is_reported_at_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = Pipeline.forward
 
     def limited(self: Pipeline, inputs: StepInputs, out: Tensor | None) -> Tensor:
@@ -145,7 +147,7 @@ def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, mo
 
 
 def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large step wants 1 GiB beside what it needs (the demo model's own needs fit into what CUDA leaves free)."""
+    """A large step takes 1 GiB more than it needs; the demo model's own needs fit into the free memory."""
     forward = Pipeline.forward
 
     def hungry(self: Pipeline, inputs: StepInputs, out: Tensor | None) -> Tensor:
@@ -190,7 +192,7 @@ with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_
 
 
 def test_a_graph_that_breaks_the_device_ends_the_engine_in_order() -> None:
-    """Everyone is told; then the process ends (see `server.run_engine`) and the supervisor starts another."""
+    """All jobs fail, then the process ends (`server.run_engine`) and the supervisor starts another."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=240, check=False)
     assert "ended engine_lost" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "alive False engine_lost" in done.stdout

@@ -1,4 +1,4 @@
-"""An engine that is forked from a process which has imported torch has the GPU to itself."""
+"""An engine that is forked from a process with torch imported uses the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 120.0
 
 
 def answer(model: str, name: str, pipe: Connection) -> None:
-    """Main function of the process: an engine on the GPU, and what it makes of a row."""
+    """Main function of the process: starts an engine on the GPU and sends a row's text."""
     with started_engine(Path(model), devices=("cuda:0",), max_running=4) as engine:
         pipe.send(
             (
@@ -28,7 +28,7 @@ def answer(model: str, name: str, pipe: Connection) -> None:
         )
 
 
-def test_a_forked_engine_says_on_a_gpu_what_others_say(tmp_path: Path) -> None:
+def test_a_forked_engine_gives_the_same_text(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
     context = ForkedContext(PRELOAD_MODULE)
     forks = [Child(name, context, answer, (str(model),)) for name in ("one", "two")]

@@ -1,4 +1,4 @@
-"""The forward on a GPU against plain torch in fp32: every path, on poisoned memory, rows and slots apart."""
+"""The forward on a GPU against plain torch in fp32: every path, on poisoned memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty returns NaN: whatever is not written shows."""
+    """torch.empty returns NaN: an output that is not written is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -125,8 +125,8 @@ def test_chunked_equals_whole_and_decode(stages: tuple[Stage, Stage]) -> None:
     assert_same(decoded, whole, 0.999)
 
 
-def test_read_and_write_slots_apart(stages: tuple[Stage, Stage]) -> None:
-    """A row may leave its old state untouched, and nothing but its write slot changes."""
+def test_read_and_write_slots_may_differ(stages: tuple[Stage, Stage]) -> None:
+    """A row may leave its read slot untouched; only its write slot changes."""
     stage = stages[0]
     assert stage.state is not None
     rows = random_rows([9, 23])
@@ -157,7 +157,7 @@ def test_rows_do_not_see_each_other(stages: tuple[Stage, Stage]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 11, 30])
 def test_graph_equals_eager(stages: tuple[Stage, Stage], batch: int) -> None:
-    """Padded, replayed, fed back on the device: the tokens that eager steps choose; padding writes only slot 1."""
+    """Padded, replayed, fed back on the device: the tokens of eager steps. Padding writes only slot 1."""
     stage = stages[0]
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 40, 2), 40)
@@ -168,8 +168,8 @@ def test_graph_equals_eager(stages: tuple[Stage, Stage], batch: int) -> None:
     req_slots = [(7 * i) % 40 for i in range(batch)]
     tokens = [row[0] for row in random_rows([1] * batch, seed=3)]
     graphs.tokens.store(req_slots, tokens)
-    drawn = [HostCopy(graphs.run(req_slots, slots, slots)) for _ in range(3)]
-    graphed = [copy.read()[0].tolist() for copy in drawn]
+    sampled = [HostCopy(graphs.run(req_slots, slots, slots)) for _ in range(3)]
+    graphed = [copy.read()[0].tolist() for copy in sampled]
     after = stage.state.wkv.clone()
     stage.state.wkv.copy_(wkv)
     stage.state.shift.copy_(shift)
@@ -184,7 +184,7 @@ def test_graph_equals_eager(stages: tuple[Stage, Stage], batch: int) -> None:
 
 
 def test_rows_may_change_between_replays(stages: tuple[Stage, Stage]) -> None:
-    """Another order of the same rows in the next step gives the same tokens: they are fed back by seat."""
+    """Another order of the same rows gives the same tokens: they are fed back by request slot."""
     stage = stages[0]
     results = []
     for order in ([0, 1, 2], [2, 0, 1]):

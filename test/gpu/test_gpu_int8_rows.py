@@ -1,4 +1,4 @@
-"""5 to 64 rows of int8 weights are multiplied in two bytes, which the kernels before make."""
+"""int8 weights with 5 to 64 rows: the previous kernels write two-byte inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda import channel_mix
-from rwkv_batch.kernels.cuda import input_projections as cuda_entrance
+from rwkv_batch.kernels.cuda import input_projections as cuda_input_projections
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.ops import CudaOps
@@ -48,7 +48,7 @@ def stage() -> Stage:
 
 
 def step(lengths: list[int], halves: bool = False) -> StepInputs:
-    """`halves`: rows may have adapters."""
+    """Return the step's inputs. `halves`: rows may have adapters."""
     ends = torch.tensor([0, *lengths], device=GPU).cumsum(0)
     slots = torch.arange(2, 2 + len(lengths), device=GPU)
     inputs = StepInputs(torch.zeros(sum(lengths), dtype=torch.int64, device=GPU), ends, slots, slots, ends[1:] - 1, 1)
@@ -62,7 +62,7 @@ def normal(*size: int) -> Tensor:
 
 
 def poison_memory() -> None:
-    """What comes out of it holds NaN."""
+    """Return a workspace whose tensors hold NaN."""
     held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)
     del held
 
@@ -71,12 +71,12 @@ def error(y: Tensor, true: Tensor) -> float:
     return float((y.float() - true).norm() / true.norm())
 
 
-def mix(stage: Stage, entrance: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
-    """Mixed inputs of random rows, the same ones each time, and the shifts behind them."""
+def mix(stage: Stage, prologue: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
+    """Return mixed inputs and new shifts of random rows; the same ones at each call."""
     generator = torch.Generator(GPU).manual_seed(sum(lengths))
     sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
     x, shift = (torch.randn(*size, device=GPU, generator=generator).half() for size in sizes)
-    _, mixed = stage.ops.shift_mix(x, x.flip(0), entrance, shift, step(lengths, halves))
+    _, mixed = stage.ops.shift_mix(x, x.flip(0), prologue, shift, step(lengths, halves))
     return mixed, shift
 
 
@@ -88,7 +88,7 @@ def same(a: QuantisedRows, b: QuantisedRows, kept: Tensor | slice = slice(None))
 
 
 def spoilt(x: QuantisedRows, kept: Tensor) -> QuantisedRows:
-    """The same but for rows that are not kept."""
+    """Return the inputs with other content in the rows that are not kept."""
     assert x.scales is not None
     codes, scales = x.codes.clone(), x.scales.clone()
     codes[~kept] = 0x31
@@ -97,22 +97,22 @@ def spoilt(x: QuantisedRows, kept: Tensor) -> QuantisedRows:
 
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 21, [1] * 64, [40], [3, 1, 30]], ids=str)
-def test_bytes_stand_for_the_halves(stage: Stage, lengths: list[int]) -> None:
-    """Those that a pass makes of the halves that adapters read, to the bit."""
+def test_two_byte_inputs_equal_the_fp16_inputs(stage: Stage, lengths: list[int]) -> None:
+    """To the bit those that a separate kernel makes of the fp16 inputs that adapters read."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
-    for entrance, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
-        plain, shift = mix(stage, entrance, lengths, halves=True)
-        mixed, shift_too = mix(stage, entrance, lengths, halves=False)
+    for prologue, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
+        plain, shift = mix(stage, prologue, lengths, halves=True)
+        mixed, shift_too = mix(stage, prologue, lengths, halves=False)
         assert (
             isinstance(plain, Tensor)
             and isinstance(mixed, QuantisedMix)
-            and isinstance(entrance.consumer, CudaQuantLinear)
+            and isinstance(prologue.consumer, CudaQuantLinear)
         )
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.fp16, plain[2:])
         for i in range(count):
-            assert same(mixed[i], entrance.consumer.to_two_part_rows(plain[i]))
+            assert same(mixed[i], prologue.consumer.to_two_part_rows(plain[i]))
             codes, scales = mixed[i]
             assert scales is not None
             assert_stands_for(codes, scales, plain[i])
@@ -120,8 +120,8 @@ def test_bytes_stand_for_the_halves(stage: Stage, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("index", [0, 1])
-def test_entrances(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the low ranks in the launch as without, each time the same, whatever the other rows hold."""
+def test_input_projections(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits with the low ranks in the launch or not, at each call, for any other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     kept = torch.arange(rows, device=GPU) % 3 == 0
@@ -133,7 +133,7 @@ def test_entrances(stage: Stage, rows: int, index: int, monkeypatch: pytest.Monk
     got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
     assert all(torch.equal(getattr(got, name), getattr(wanted, name)) for name in names)
     with monkeypatch.context() as context:
-        context.setattr(cuda_entrance, "_fits_one_quantised_launch", lambda layer, tokens: False)
+        context.setattr(cuda_input_projections, "_fits_one_quantised_launch", lambda layer, tokens: False)
         apart = stage.ops.project(layer, mixed)
     for name in names:
         assert error(getattr(got, name), getattr(apart, name).float()) < 1e-3, name
@@ -144,13 +144,13 @@ def test_entrances(stage: Stage, rows: int, index: int, monkeypatch: pytest.Monk
     assert mixed.scales is not None
     mixed.codes[:, ~kept] = 0x31
     mixed.scales[:, :, :rows][:, :, ~kept] = 1e30
-    beside = stage.ops.project(layer, mixed)
-    assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
+    other_rows = stage.ops.project(layer, mixed)
+    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_output_and_channel_mix(stage: Stage, rows: int) -> None:
-    """As those of halves, of which a pass makes bytes; each row's whatever the others hold."""
+    """Equal to fp16 inputs that a separate kernel quantises; for any content of the other rows."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_key, CudaQuantLinear)
     assert isinstance(layer.output, CudaQuantLinear)
@@ -175,7 +175,7 @@ def test_output_and_channel_mix(stage: Stage, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 9, 16, 17, 32, 64])
 @pytest.mark.parametrize("name", ["att.output", "ffn.key"])
 def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
-    """Against fp32, of inputs as the bytes mean them."""
+    """Against fp32, with the dequantised inputs."""
     stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.INT8)
     linear = make_quantised(f"blocks.0.{name}.weight", stored)
     assert isinstance(linear, CudaQuantLinear)
@@ -190,8 +190,8 @@ def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("n, k", [(4096, 16384), (1056, 4096), (768, 3072)])
 @pytest.mark.parametrize("rows", [1, *ROWS])
-def test_value_is_multiplied_as_its_inputs_lie(stage: Stage, rows: int, n: int, k: int) -> None:
-    """As the same codes where they lie by outputs, to the bit, each time; whatever other rows hold."""
+def test_transposed_value(stage: Stage, rows: int, n: int, k: int) -> None:
+    """Equal to the row-major matrix to the bit, at each call, for any content of the other rows."""
     stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.INT8)
     value, output_major = CudaQuantValue(stored), CudaQuantLinear(stored)
     assert value.num_bytes == output_major.num_bytes, "it is held once"
@@ -207,8 +207,8 @@ def test_value_is_multiplied_as_its_inputs_lie(stage: Stage, rows: int, n: int, 
 
 
 @pytest.mark.parametrize("rows", [5, 9, 32, 64])
-def test_logits_of_bytes(stage: Stage, rows: int) -> None:
-    """The head's, in fp32, against fp32; a row's the same bits in every tile."""
+def test_logits_of_two_byte_inputs(stage: Stage, rows: int) -> None:
+    """fp32 logits against fp32; a row has the same bits in every tile."""
     stored = quantise(torch.randn(1 << 15, WIDTH, device=GPU) / WIDTH**0.5, Format.INT8)
     head = make_quantised("head.weight", stored)
     assert isinstance(head, CudaQuantLinear) and head.returns_fp32(rows)
@@ -222,8 +222,8 @@ def test_logits_of_bytes(stage: Stage, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [9, 32, 64])
-def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
-    """What ffn.key's launch writes stands for the halves that it writes otherwise."""
+def test_two_byte_hidden_values(stage: Stage, rows: int) -> None:
+    """The two-byte output of ffn.key equals its fp16 output."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_value, CudaQuantValue)
     assert isinstance(layer.ffn_key, CudaQuantLinear)
@@ -238,7 +238,7 @@ def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("form", [StateFormat.INT8, StateFormat.FP16, StateFormat.FP32])
-def test_wkv_gives_its_output_in_bytes(stage: Stage, rows: int, form: StateFormat) -> None:
+def test_wkv_writes_two_byte_output(stage: Stage, rows: int, form: StateFormat) -> None:
     """Those of the halves that it gives to adapters."""
     layer = stage.layers[1]
     assert isinstance(layer.output, CudaQuantLinear)

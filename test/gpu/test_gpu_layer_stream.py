@@ -18,7 +18,7 @@ ROWS = 3
 
 @torch.inference_mode()
 def logits(stage: Stage, graphed: bool) -> torch.Tensor:
-    """Of the fifth of five steps that follow each other."""
+    """Return the logits of the last of five steps."""
     stage.allocate_slots(ROWS + 2)
     slots, ends = torch.arange(2, ROWS + 2, device=GPU), torch.arange(ROWS + 1, device=GPU)
     tokens = torch.randint(VOCAB, (ROWS,), device=GPU, generator=torch.Generator(GPU).manual_seed(1))

@@ -1,4 +1,4 @@
-"""What a stage takes of a GPU's memory: weights once, without gaps; nothing for side streams; one place for logits."""
+"""GPU memory of a stage: weights once, without gaps; none for side streams; one logits buffer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda", 0)
 LAYERS, WIDTH, VOCAB, RANKS = 8, 2048, 512, (128, 128, 64, 192)
 ROWS = 320
-"""More than the kernels of our own take at once: side streams work too."""
+"""More rows than our kernels take at once, so that side streams work too."""
 MIB = 1 << 20
 
 
 def make_weights() -> Weights:
-    """In host memory, as a file's are."""
+    """Return weights in host memory, like those of a file."""
     made = random_weights(LAYERS, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
     tensors = {name: tensor.cpu() for name, tensor in made.items()}
     return Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
@@ -49,7 +49,7 @@ def make_stage(weights: Weights) -> Stage:
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    """Nothing of what others have left."""
+    """Free all memory of earlier tests."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -66,7 +66,7 @@ def decode() -> StepInputs:
     return step_inputs([[i % VOCAB] for i in range(ROWS)], slots, slots, list(range(ROWS))).to(GPU)
 
 
-def test_loading_takes_what_is_kept(weights: Weights) -> None:
+def test_loading_takes_the_memory_of_the_weights(weights: Weights) -> None:
     make_stage(weights)  # what is there once per device: kernels, their work space
     torch.cuda.empty_cache()
     before, reserved = torch.cuda.memory_allocated(GPU), torch.cuda.memory_reserved(GPU)
@@ -82,7 +82,7 @@ def test_loading_takes_what_is_kept(weights: Weights) -> None:
 
 @torch.inference_mode()
 def idle_after_steps() -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that plain pools of other streams and pools of graphs hold for nothing, after eager and graphed steps."""
+    """Print the unused bytes in the pools of other streams and of graphs, after eager and graphed steps."""
     stage = make_stage(make_weights())
     stage.allocate_slots(ROWS + 2)
     graphs = DecodeGraphs(make_graph_stages([stage], ROWS, 2), ROWS)
@@ -104,7 +104,7 @@ def idle_after_steps() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_side_streams_keep_no_memory() -> None:
-    """Nor do the graphs have pools for theirs. In a process of its own: torch hands the same streams out again."""
+    """Graphs have no pools for them either. Runs in a process: torch reuses streams."""
     with multiprocessing.get_context("spawn").Pool(1) as process:
         plain, graphed = process.apply(idle_after_steps)
     assert all(free <= 2 * MIB for free in plain.values()), plain
@@ -113,7 +113,7 @@ def test_side_streams_keep_no_memory() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 16, ROWS])
-def test_logits_where_they_are_asked_for(stage: Stage, rows: int) -> None:
+def test_logits_are_written_to_the_given_buffer(stage: Stage, rows: int) -> None:
     slots = list(range(2, rows + 2))
     inputs = step_inputs([[i % VOCAB] for i in range(rows)], slots, slots, list(range(rows))).to(GPU)
     x = torch.randn(rows, WIDTH, device=GPU, dtype=torch.float16)

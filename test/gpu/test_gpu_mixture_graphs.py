@@ -1,4 +1,4 @@
-"""Mixtures of tuned states on a GPU, in graphs and beside all other rows; and older versions of the model."""
+"""Mixtures of tuned states on a GPU, in graphs and with other rows; older versions of the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 
 
 def rows(count: int) -> list[GenerateRequest]:
-    """Mixtures, tuned states and plain rows, greedy."""
+    """Return greedy mixtures, rows with tuned states and plain rows."""
     kinds: list[dict[str, Any]] = [*({"mixture": mix} for mix in MIXES), {"state": "json"}, {}]
     return [
         make_request(PROMPT.format(i), max_tokens=24, stop_ids=[261], **kinds[i % len(kinds)]) for i in range(count)
@@ -62,7 +62,7 @@ def same(one: list[bytes], other: list[bytes]) -> float:
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def test_mixtures_say_what_they_say_on_a_cpu_and_alone(
+def test_mixtures_give_the_text_of_a_cpu_and_of_one_row(
     model: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed: list[int] = []
@@ -87,7 +87,7 @@ def test_more_members_than_a_graph_holds(engine: Engine) -> None:
     assert same(together, [run(engine, row).all_texts[0] for row in many]) >= 0.9
 
 
-def test_sessions_beside_mixtures_go_on_after_leaving_the_gpu(engine: Engine) -> None:
+def test_sessions_among_mixtures_continue_after_leaving_the_gpu(engine: Engine) -> None:
     first = [run(engine, turn(f"s{i}", PROMPT.format(i), state="json", max_tokens=8)).texts[0] for i in range(8)]
     run(engine, *rows(24))
     again = [run(engine, turn(f"s{i}", "\n\nEnglish: Hello.\n\nChinese:", max_tokens=8)).texts[0] for i in range(8)]
@@ -99,7 +99,7 @@ def test_sessions_beside_mixtures_go_on_after_leaving_the_gpu(engine: Engine) ->
 
 @pytest.mark.parametrize("version", ["4", "5.0", "5.1", "5.2", "6"])
 @pytest.mark.parametrize("dtype", ["fp32", "auto"])
-def test_older_versions_compute_on_a_gpu_what_they_do_on_a_cpu(version: str, dtype: str) -> None:
+def test_older_versions_compute_the_same_as_on_a_cpu(version: str, dtype: str) -> None:
     weights = weights_from(random_older_weights(version, 3, 256, heads=4))
     prompts = [[5, 9, 300, 2], [7], [8, 11, 12] * 20]
     found = []

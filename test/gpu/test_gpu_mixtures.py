@@ -1,4 +1,4 @@
-"""Mixtures of tuned states and scored prompts on a GPU, beside rows in graphs, against the CPU in fp32. (-m gpu)"""
+"""Mixtures of tuned states and scored prompts on a GPU, with rows in graphs, against a CPU in fp32. (-m gpu)"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIXES: list[list[tuple[str, float]]] = [
 TEXTS = ["The weather in Paris", "English: I like cats.\n\nChinese:", "User: 你好\n\nAssistant:"]
 LONG = TOKENIZER.encode("one two three, a long text over many chunks. " * 40)
 FP16 = 0.03
-"""How far a log-probability in fp16 may be from fp32's."""
+"""Largest difference of a log-probability in fp16 from fp32."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def oracle() -> LogprobOracle:
     return LogprobOracle(Path(ensure_model()))
 
 
-def drawn(running: RunningJob) -> list[TokenLogprob]:
+def sampled(running: RunningJob) -> list[TokenLogprob]:
     return [entry for events in running.events for delta in events.deltas for entry in delta.logprobs or ()]
 
 
@@ -69,16 +69,16 @@ def test_mixed_logits_are_those_of_the_cpu(
         for text in TEXTS
     ]
     with started_engine(ensure_model(), states=states, kernels="naive") as plain:
-        wanted = [dict(drawn(run(plain, row))[0].top) for row in rows]
+        wanted = [dict(sampled(run(plain, row))[0].top) for row in rows]
     for row, expected in zip(rows, wanted, strict=True):
-        found = dict(drawn(run(engine, row))[0].top)
+        found = dict(sampled(run(engine, row))[0].top)
         shared = found.keys() & expected.keys()
         assert len(shared) >= 4
         assert all(abs(found[token] - expected[token]) < FP16 for token in shared)
 
 
 def crowd() -> list[GenerateRequest]:
-    """Mixtures among tuned states and plain rows, which decode in graphs."""
+    """Return mixtures among rows with tuned states and plain rows, which decode in graphs."""
     rows: list[GenerateRequest] = []
     for i in range(60):
         kind: dict[str, Any] = {"mixture": MIXES[i % 3]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 3]}
@@ -91,8 +91,8 @@ def crowd() -> list[GenerateRequest]:
     return rows
 
 
-def test_mixtures_answer_in_company_as_alone(engine: Engine) -> None:
-    """Nearly all: the number of rows chooses the matrix kernels, and near ties fall either way."""
+def test_mixtures_answer_in_a_batch_as_alone(engine: Engine) -> None:
+    """Nearly all: the row count chooses the GEMM kernels, and near-ties fall either way."""
     together = run(engine, *crowd())
     alone = [run(engine, row).texts[0] for row in crowd()]
     assert sum(a == b for a, b in zip(together.all_texts, alone, strict=True)) >= 0.9 * len(alone)
@@ -110,7 +110,7 @@ def test_one_state_mixed_with_itself_is_that_state(engine: Engine) -> None:
 
 def test_scores_are_those_of_the_cpu(engine: Engine, oracle: LogprobOracle) -> None:
     prompts = [*(TOKENIZER.encode(text) for text in TEXTS), LONG]
-    beside = submit(engine, *[make_request(f"beside {i}", max_tokens=120, ignore_eos=True) for i in range(40)])
+    others = submit(engine, *[make_request(f"others {i}", max_tokens=120, ignore_eos=True) for i in range(40)])
     wanted, all_errors = PromptLogprobs(top=3), []
     ran = run(engine, *[make_request(ids, max_tokens=0, prompt_logprobs=wanted) for ids in prompts])
     for row, ids in enumerate(prompts):
@@ -121,7 +121,7 @@ def test_scores_are_those_of_the_cpu(engine: Engine, oracle: LogprobOracle) -> N
         all_errors += errors
         assert all(entry.top[0][1] >= entry.logprob - 1e-5 for entry in entries)
     assert sum(all_errors) / len(all_errors) < FP16
-    assert len(beside.wait().finishes) == 40
+    assert len(others.wait().finishes) == 40
 
 
 def test_candidates_share_their_prompt(engine: Engine, oracle: LogprobOracle) -> None:

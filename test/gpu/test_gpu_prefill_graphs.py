@@ -40,7 +40,7 @@ def graphs(stage: Stage, decode: DecodeGraphs) -> PrefillGraphs:
 
 
 def prompts(lengths: list[int]) -> StepInputs:
-    """New random tokens each time; logits of every second row."""
+    """Return new random tokens; every second row returns logits."""
     rows = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
     slots = torch.randperm(SLOTS - 2)[: len(rows)].add(2).tolist()
     return step_inputs(rows, [slot if slot % 3 else 0 for slot in slots], slots, list(range(0, len(rows), 2)))
@@ -61,7 +61,9 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
-def test_as_launched_one_by_one(stage: Stage, decode: DecodeGraphs, graphs: PrefillGraphs, lengths: list[int]) -> None:
+def test_graphs_equal_eager_launches(
+    stage: Stage, decode: DecodeGraphs, graphs: PrefillGraphs, lengths: list[int]
+) -> None:
     assert stage.state is not None
     state = stage.state
     for _ in range(2):
@@ -89,7 +91,7 @@ def test_as_launched_one_by_one(stage: Stage, decode: DecodeGraphs, graphs: Pref
 
 @torch.inference_mode()
 def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: PrefillGraphs) -> None:
-    """Both kinds work in the same memory; neither leaves the other anything but its states."""
+    """Both kinds use the same work space; only the states pass from one to the other."""
     assert stage.state is not None
     randomise(stage)
     req_slots, slots = [0, 1, 2], [40, 41, 42]
@@ -108,7 +110,7 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
     assert got == wanted
 
 
-def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGraphs) -> None:
+def test_steps_without_a_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGraphs) -> None:
     assert graphs.size_for(prompts([512])) is None
     assert graphs.size_for(prompts([1] * 49)) is None
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
@@ -120,7 +122,7 @@ def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGr
     ("decoding", "lengths"), [(1, [20]), (8, [5, 11]), (13, [1, 30, 7]), (40, [90]), (48, [3] * 16)]
 )
 def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, lengths: list[int]) -> None:
-    """The tokens and states of the two parts run apart; fresh prompts and states, what is not read poisoned."""
+    """Equal to the two parts run separately; fresh prompts and states, unread slots poisoned."""
     graphs = DecodeGraphs(make_graph_stages([stage], 400, 2), 48, logit_rows=80)
     mixed = MixedGraphs(graphs, usable_mixed_sizes(48))
     size = mixed.size_for(decoding, len(lengths), sum(lengths))
@@ -153,7 +155,7 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
 
 
 def apart(stage: Stage, inputs: StepInputs) -> tuple[torch.Tensor, StepInputs]:
-    """A forward of one part, kernel by kernel."""
+    """Run the eager forward of one part."""
     here = inputs.to(GPU)
     x, _ = stage.forward(stage.embed(here.tokens), None, here)
     return x, here

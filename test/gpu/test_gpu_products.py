@@ -1,4 +1,4 @@
-"""Our own matrix products on a GPU against fp32: every plan, shapes that fill no tile, on poisoned memory."""
+"""Our GEMM kernels on a GPU against fp32: every plan, shapes that fill no tile, on poisoned memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def skip_where_missing(rows: int) -> None:
 
 
 def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
-    """hidden [B <= 8, F] @ transposed [F, C] by the kernel that skips what is zero; its work space poisoned."""
+    """Return hidden [B <= 8, F] @ transposed [F, C] by the sparse kernel, with a poisoned work space."""
     rows, (ffn, width) = len(hidden), transposed.shape
     y = torch.full((rows, width), torch.nan, device=GPU, dtype=torch.float16)
     partial = torch.full((-(-ffn // SPARSE_BLOCK_INPUTS) * rows * width,), torch.nan, device=GPU)
@@ -70,8 +70,8 @@ def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "rows"), [*product([multiply], ROWS), *product([skinny], [r for r in ROWS if r <= MAX_SKINNY_ROWS])]
 )
-def test_grouped_maps(run: Callable[[list[Gemm]], None], rows: int) -> None:
-    """Maps of several shapes and activations in one launch; nothing is written past the last row."""
+def test_grouped_gemms(run: Callable[[list[Gemm]], None], rows: int) -> None:
+    """GEMMs of several shapes and activations in one launch; nothing is written after the last row."""
     skip_where_missing(rows)
     shapes: list[tuple[int, int, Activation]] = [(768, 768, Activation.NONE), (96, 768, Activation.TANH)]
     shapes += [(160, 768, Activation.SIGMOID), (512, 64, Activation.RELU_SQUARED), (1056, 320, Activation.NONE)]
@@ -84,7 +84,7 @@ def test_grouped_maps(run: Callable[[list[Gemm]], None], rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 13])
 def test_few_rows_and_few_outputs(rows: int) -> None:
-    """So few that the few-rows kernel makes its blocks smaller; several maps."""
+    """So few that the skinny kernel uses smaller tiles; several GEMMs."""
     maps = [Gemm(weight(n, k), normal(rows, k), poisoned(rows, n)) for n, k in [(992, 2048), (96, 1024), (544, 4096)]]
     skinny([Gemm(m.weight, m.x, m.y[:rows]) for m in maps])
     for m in maps:
@@ -94,7 +94,7 @@ def test_few_rows_and_few_outputs(rows: int) -> None:
 
 @pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(256, 1024), (1024, 4096), (4096, 1024)]))
 def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
-    """Few outputs make the blocks share k; the same again, to see that their counters are back at zero."""
+    """Few outputs cause split-K; a second run shows that the counters are reset."""
     skip_where_missing(rows)
     w, y = weight(*shape), poisoned(rows, shape[0])
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("rows", [300, 470, 700, 1000])
 def test_several_tiles_of_rows(rows: int) -> None:
-    """Blocks that share k end with shares of a tile's rows, the last of which may be smaller."""
+    """Split-K over several tiles of rows; the last one may be smaller."""
     skip_where_missing(rows)
     w, x, y = weight(512, 1024), normal(rows, 1024), poisoned(rows, 512)
     launch_hopper_gemm([(w, x, y[:rows], Activation.NONE)], transposed=False)
@@ -116,8 +116,8 @@ def test_several_tiles_of_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [17, 64, 80, 97, 240, 256])
-def test_results_in_fp32(rows: int) -> None:
-    """Of outputs enough, the last tile of which is narrower; nothing is rounded to fp16, nothing written behind."""
+def test_fp32_output(rows: int) -> None:
+    """The last tile is narrower; nothing is rounded to fp16 or written after the end."""
     skip_where_missing(rows)
     outputs = 128 * torch.cuda.get_device_properties(GPU).multi_processor_count + 16
     assert hopper_returns_fp32(rows, GemmShape(outputs, 512), GPU) and not hopper_returns_fp32(
@@ -133,7 +133,7 @@ def test_results_in_fp32(rows: int) -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_row_is_the_same_in_every_tile(is_transposed: bool) -> None:
-    """To the bit, with any number of others beside it, where blocks share k."""
+    """To the bit, with any number of other rows, with split-K."""
     skip_where_missing(TILE_ROWS[0])
     x, w = normal(TILE_ROWS[-1], 4096), weight(1024, 4096)
     transposed = w.T.contiguous()
@@ -156,8 +156,8 @@ def test_transposed(rows: int, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("rows", "shape"), product(range(1, 9), [(256, 64), (1280, 320), (8192, 2048), (16384, 4096)]))
-def test_inputs_that_are_zero_are_skipped(rows: int, shape: tuple[int, int]) -> None:
-    """A few active inputs, none, all; what is not read holds NaN; the same bits again."""
+def test_zero_inputs_are_skipped(rows: int, shape: tuple[int, int]) -> None:
+    """A few active inputs, none, all; unread weights hold NaN; a second run gives the same bits."""
     ffn, width = shape
     for active in (0.12, 0.0, 1.0):
         hidden = normal(rows, ffn).abs() * (torch.rand(rows, ffn, device=GPU) < active)
@@ -170,7 +170,7 @@ def test_inputs_that_are_zero_are_skipped(rows: int, shape: tuple[int, int]) -> 
 
 
 def test_equal_runs_give_equal_bits() -> None:
-    """Sums shared by blocks are added in one order, whoever comes first."""
+    """Split-K partials are added in a fixed order."""
     skip_where_missing(64)
     x, w = normal(64, 4096), weight(512, 4096)
     ys = [torch.empty(64, 512, device=GPU, dtype=torch.float16) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""Products of small weights on a GPU, and the pieces of layers made of them, against what the codes stand for."""
+"""Products and layers of quantised weights on a GPU, against the dequantised weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("format_", Format)
-def test_kernels_compute_what_the_codes_stand_for(format_: Format) -> None:
+def test_kernels_equal_the_dequantised_product(format_: Format) -> None:
     errors = kernel_errors(format_)
     assert {name: error for name, error in errors.items() if not error <= limit_of(name)} == {}
 
 
 @pytest.mark.parametrize("format_", Format)
-def test_the_pieces_of_a_layer_compute_what_the_codes_stand_for(format_: Format) -> None:
+def test_half_layers_equal_the_dequantised_ones(format_: Format) -> None:
     errors = layer_errors(format_, "0.1b")
     assert {name: error for name, error in errors.items() if not error <= limit_of(f"{format_} {name}")} == {}

@@ -1,4 +1,4 @@
-"""Whole steps of small weights at other widths than 7.2B's, at the borders between all ways of multiplying rows."""
+"""Whole steps with quantised weights of several widths, at the row counts where kernels change."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ ROWS = (
 )
 MOST = ROWS[-1]
 FEW = 64
-"""Rows whose inputs are not rounded to 8 bits."""
+"""Row counts whose inputs are not quantised."""
 SPARSE = 8
-"""Rows whose sums depend on which inputs of ffn.value are zero in all of them."""
+"""Row counts whose sums depend on the inputs of ffn.value that are zero in all rows."""
 
 
 class Pair(NamedTuple):
-    """The same weights with the kernels and in plain torch."""
+    """The same weights with the CUDA kernels and with plain torch."""
 
     fast: Stage
     true: Stage
@@ -83,14 +83,14 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 
 def step(rows: int, seed: int = 0) -> StepInputs:
-    """A token for each row, whose state is read from one slot and goes to another."""
+    """Return a decode step; each row reads one slot and writes another."""
     tokens = torch.randint(VOCAB, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
     slots = list(range(2, 2 + rows))
     return step_inputs([[token] for token in tokens], slots, [slot + MOST for slot in slots], list(range(rows))).to(GPU)
 
 
 class Left(NamedTuple):
-    """What a step gives, and leaves in the slots that it writes; by row."""
+    """Return a step's logits and the states that it writes, by row."""
 
     logits: Tensor
     wkv: Tensor
@@ -125,7 +125,7 @@ def is_same(one: Left, other: Left, kept: slice = slice(None)) -> bool:
 
 
 def worst(got: Left, true: Left) -> dict[str, float]:
-    """Of each of these the largest error of a row, relative to that row."""
+    """Return the largest relative error of a row, for logits and states."""
     errors = {}
     for name, a, b in zip(Left._fields, got, true, strict=True):
         a, b = a.float().flatten(1), b.float().flatten(1)
@@ -134,7 +134,7 @@ def worst(got: Left, true: Left) -> dict[str, float]:
 
 
 def test_steps_of_any_number_of_rows(pair: Pair) -> None:
-    """Near to plain torch; the same bits again, and whatever the other rows are."""
+    """Near plain torch; the same bits in a second run and with other rows."""
     faults = []
     for rows in ROWS:
         inputs = step(rows)
@@ -149,13 +149,13 @@ def test_steps_of_any_number_of_rows(pair: Pair) -> None:
             others = step(rows, seed=1)
             others.tokens[::3] = inputs.tokens[::3]
             if not is_same(ran(pair.fast, others), got, slice(None, None, 3)):
-                faults.append(f"{rows} rows: a row has other bits beside other rows")
+                faults.append(f"{rows} rows: a row has other bits with other rows")
     assert not faults
     assert not has_hopper_gemm(GPU) or not prepare_hopper_gemm(GPU).counters.any()
 
 
 def test_graphs_between_steps_of_other_shapes(pair: Pair) -> None:
-    """They share work space and counters with whatever runs between them."""
+    """Graphs share work space and counters with the steps between them."""
     sizes, graphs = (1, 4, 8, 32, 96), []
     for rows in sizes:
         inputs = step(rows)

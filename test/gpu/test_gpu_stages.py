@@ -1,4 +1,4 @@
-"""More stages than GPUs: four on two, and stages that lag at random, compared to the bit with one stage."""
+"""Four stages on two GPUs, with random delays, equal one stage to the bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
 FOUR = ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
 LAYOUTS = [("cuda:0", "cuda:1"), FOUR, tuple(reversed(FOUR)), ("cuda:0", "cuda:0", "cuda:1")]
 GROUPS = [1, 7, 20, 33]
-"""Rows of each."""
+"""Rows per group."""
 ROUNDS = 40
 LONGEST_LAG = 400_000
 """Clock cycles; a step of one stage takes fewer."""
@@ -45,7 +45,7 @@ def model() -> Path:
 
 @pytest.fixture
 def lags(monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Streams stand still for a while around what is sent and received; what is given on is spoilt when it was sent."""
+    """Delay the streams around sends and receives, and overwrite a source after it was sent."""
     dice = random.Random(7)
     send, receive = Link.send, Link.receive
 
@@ -78,7 +78,7 @@ def lags(monkeypatch: pytest.MonkeyPatch) -> random.Random:
 
 @pytest.fixture
 def streams() -> Iterator[None]:
-    """Streams that are no default ones, as an engine has over several GPUs."""
+    """Use side streams, as an engine does on several GPUs."""
     with ExitStack() as stack:
         for number in range(2):
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(number)))
@@ -88,7 +88,7 @@ def streams() -> Iterator[None]:
 
 
 class Said(NamedTuple):
-    """What groups of rows have come to."""
+    """Results of the groups of rows."""
 
     tokens: list[list[int]]
     """of each step, in order"""
@@ -97,7 +97,7 @@ class Said(NamedTuple):
 
 
 def decoded(model: Path, devices: tuple[str, ...], groups: list[int]) -> Said:
-    """Rows in groups, a group's next step launched when its last one is under way, tokens read steps later."""
+    """Run rows in groups: a group's next step is launched while its last one runs; tokens are read later."""
     pipeline = Pipeline(open_weights(model), devices, layers=(2, 1, 1, 2) if len(devices) == 4 else ())
     pipeline.allocate_slots(FIRST_FREE_SLOT + sum(groups))
     depth = len(groups) + 1
@@ -118,9 +118,9 @@ def decoded(model: Path, devices: tuple[str, ...], groups: list[int]) -> Said:
     for number in range(ROUNDS * len(groups)):
         group = number % len(groups)
         graphs.tokens.receive(sent[group])
-        drawn = graphs.run(req_slots[group], slots[group], slots[group])
+        sampled = graphs.run(req_slots[group], slots[group], slots[group])
         sent[group] = graphs.tokens.send()
-        flight.append(copies.start(drawn))
+        flight.append(copies.start(sampled))
         if len(flight) == depth:
             tokens.append(flight.pop(0).tokens())
     tokens += [copy.tokens() for copy in flight]
@@ -135,8 +135,10 @@ def decoded(model: Path, devices: tuple[str, ...], groups: list[int]) -> Said:
 @pytest.mark.usefixtures("streams", "lags")
 @pytest.mark.parametrize("devices", LAYOUTS, ids="+".join)
 @pytest.mark.parametrize("groups", [GROUPS, [20] * 4, [33]], ids=["uneven", "even", "one"])
-def test_stages_that_lag_draw_what_one_stage_draws(model: Path, devices: tuple[str, ...], groups: list[int]) -> None:
-    """Every token of every step, and every state behind them, to the bit."""
+def test_delayed_stages_sample_the_tokens_of_one_stage(
+    model: Path, devices: tuple[str, ...], groups: list[int]
+) -> None:
+    """All tokens of all steps and the final states, to the bit."""
     wanted, got = decoded(model, ("cuda:0",), groups), decoded(model, devices, groups)
     assert len(wanted.tokens) == ROUNDS * len(groups) and len({*map(tuple, wanted.tokens)}) > len(groups)
     assert got.tokens == wanted.tokens
@@ -144,8 +146,8 @@ def test_stages_that_lag_draw_what_one_stage_draws(model: Path, devices: tuple[s
 
 
 @pytest.mark.usefixtures("lags")
-def test_four_stages_that_lag_give_the_text_of_one(model: Path) -> None:
-    """Rows that come while others decode, prompts longer than a graph holds, and cancels in flight."""
+def test_four_delayed_stages_give_the_text_of_one(model: Path) -> None:
+    """Rows that arrive while others decode, prompts longer than a graph holds, cancels in flight."""
     rows = [
         *translations(20),
         *[make_request("English: hello\n\nChinese:" * 60, max_tokens=6, use_prefix_cache=False)] * 3,
@@ -158,19 +160,21 @@ def test_four_stages_that_lag_give_the_text_of_one(model: Path) -> None:
         assert status["decode_graphs"] == "used" and status["pipeline"]["steps_in_flight"] == 5
         free = status["free_slots"]
         for _ in range(3):
-            beside = [submit(engine, *[make_request(f"{i}", max_tokens=300, ignore_eos=True)] * 7) for i in range(5)]
+            other_rows = [
+                submit(engine, *[make_request(f"{i}", max_tokens=300, ignore_eos=True)] * 7) for i in range(5)
+            ]
             half = submit(engine, *rows)
-            for job in beside:
+            for job in other_rows:
                 engine.cancel(job.job.job_id)
             assert same(half.wait().all_texts, wanted) >= 0.95
-            for job in beside:
+            for job in other_rows:
                 job.wait()
         assert free_slots(engine) == free
 
 
 @pytest.mark.usefixtures("lags")
-def test_sessions_go_from_one_stage_to_four_and_to_two(model: Path, tmp_path: Path) -> None:
-    """The states of the layout before do not fit: what is read again is the log of tokens."""
+def test_sessions_move_from_one_stage_to_four_and_to_two(model: Path, tmp_path: Path) -> None:
+    """States of another layout do not fit: the token log is replayed."""
     names = ["Anna", "Tom", "Mary", "Peter"]
     layouts: list[dict[str, Any]] = [
         {"devices": ("cuda:0",)},

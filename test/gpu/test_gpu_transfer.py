@@ -30,7 +30,7 @@ def pinned_like(slot: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [StateFormat.FP16, StateFormat.INT8])
 @pytest.mark.parametrize("max_pitch", [transfer.MAX_PITCH, 0], ids=["one copy", "too far apart for one"])
-def test_a_slot_goes_out_and_comes_in_to_the_bit(
+def test_a_slot_is_saved_and_loaded_to_the_bit(
     max_pitch: int, form: StateFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert transfer._copy_2d() is not None, "torch's own runtime has it"
@@ -48,13 +48,13 @@ def test_a_slot_goes_out_and_comes_in_to_the_bit(
         assert torch.equal(part[others], before[others])
 
 
-def test_a_layers_states_lie_together() -> None:
+def test_the_states_of_a_layer_are_contiguous() -> None:
     arena = random_arena()
     assert all(arena.layer_wkv(layer).is_contiguous() for layer in range(5))
     assert arena.wkv[:, 2].data_ptr() - arena.wkv[:, 1].data_ptr() == arena.layer_wkv(1).numel() * 2
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_a_wrong_size_is_refused() -> None:
     arena = random_arena()
     slot = arena.wkv[3]
     with pytest.raises(ValueError, match="does not fit"):

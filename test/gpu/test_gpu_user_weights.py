@@ -1,4 +1,4 @@
-"""All that a user brings in one batch on a GPU: the demo's adapters and states, experts, mixtures, grammars."""
+"""Adapters, tuned states, experts, mixtures and grammars in one batch on a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def rows(count: int) -> list[GenerateRequest]:
-    """Greedy rows of every kind in turn; an object of PERSON takes more tokens than the other texts."""
+    """Return greedy rows of every kind; an object of PERSON takes more tokens than the other texts."""
     made = []
     for i in range(count):
         language, kind = KINDS[i % len(KINDS)]
@@ -70,8 +70,8 @@ def same(one: list[bytes], other: list[bytes]) -> float:
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def test_every_kind_says_in_one_batch_what_it_says_alone(engine: Engine) -> None:
-    """Nearly all: the number of rows chooses the matrix kernels, and near ties fall either way."""
+def test_every_kind_gives_the_same_text_in_a_batch_and_alone(engine: Engine) -> None:
+    """Nearly all: the row count chooses the GEMM kernels, and near-ties fall either way."""
     together = run(engine, *rows(40)).all_texts
     assert same(together, [run(engine, row).all_texts[0] for row in rows(40)]) >= 0.9
     assert call(engine, "status")["decode_graphs"] == "used"
@@ -80,8 +80,8 @@ def test_every_kind_says_in_one_batch_what_it_says_alone(engine: Engine) -> None
     assert set(together[9 :: len(KINDS)]) <= {b"libros", b"libras"}
 
 
-def test_the_gpu_says_what_a_cpu_says(engine: Engine) -> None:
-    """Of the demo's own files; random experts have logits that nearly tie."""
+def test_the_gpu_gives_the_text_of_a_cpu(engine: Engine) -> None:
+    """With the demo's files only: random experts have near-ties."""
     asked = [row for row in rows(40) if row.adapter != "experts"]
     served = tuple(f"{name}={TUNED / name}.safetensors:1" for name in ("french", "spanish"))
     with started_engine(ensure_model(), states=STATES, served_adapters=served, max_running=64) as cpu:
@@ -89,17 +89,17 @@ def test_the_gpu_says_what_a_cpu_says(engine: Engine) -> None:
 
 
 def test_an_adapter_that_overflows_harms_no_other_row(engine: Engine) -> None:
-    """What it makes of its own rows is infinite in fp16; those beside it in the same tiles and steps are as without."""
-    beside = [row for row in rows(40) if not row.mixture]
-    alone = run(engine, *beside).all_texts
+    """Its own rows become infinite in fp16; other rows in the same tiles and steps do not change."""
+    others = [row for row in rows(40) if not row.mixture]
+    alone = run(engine, *others).all_texts
     bad = [make_request(PROMPT.format(i, "French"), adapter="huge", max_tokens=30, ignore_eos=True) for i in range(20)]
-    both = [row for pair in zip(beside[:20], bad, strict=True) for row in pair] + beside[20:]
+    both = [row for pair in zip(others[:20], bad, strict=True) for row in pair] + others[20:]
     texts = run(engine, *both).all_texts
     assert same([*texts[:40:2], *texts[40:]], alone) >= 0.9
 
 
-def test_sessions_under_adapters_go_on_after_leaving_the_gpu(engine: Engine) -> None:
-    """Twelve dialogues and four slots for them: most turns read a state that was on the host or the disk."""
+def test_sessions_with_adapters_continue_after_leaving_the_gpu(engine: Engine) -> None:
+    """Twelve dialogues over four slots: most turns read a state from the host or the disk."""
 
     def said(name: str) -> list[bytes]:
         first = [turn(f"{name}{i}", PROMPT.format(i, "French"), adapter="french", max_tokens=8) for i in range(12)]

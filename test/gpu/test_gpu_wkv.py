@@ -1,4 +1,4 @@
-"""WKV of whole rows on a GPU against plain torch in fp32: usual and extreme inputs, the same bits in any company."""
+"""WKV of whole rows on a GPU against plain torch in fp32: usual and extreme inputs, the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda", 0)
 WIDTH = 512
 CHUNK = 16
-"""Tokens that the kernel takes at a time."""
+"""Tokens per chunk of the kernel."""
 MANY = 40
-"""Rows of WIDTH that are more blocks than any GPU has processors."""
+"""Rows of WIDTH that need more CTAs than any GPU has SMs."""
 
 
 def make_layer(**change: float | Tensor) -> Any:
-    """The constants of a time mix as both backends read them; a number stands for [WIDTH] of it."""
+    """Return the constants of a time mix as both backends read them; a number fills [WIDTH]."""
     generator = torch.Generator(GPU).manual_seed(0)
 
     def normal(mean: float, deviation: float) -> Tensor:
@@ -39,7 +39,7 @@ def make_layer(**change: float | Tensor) -> Any:
 
 
 def make_parts(tokens: int, seed: int = 1) -> tuple[Projections, Tensor]:
-    """What the linear maps gave, and v of the first layer: [tokens, WIDTH] fp16 each."""
+    """Return the outputs of the projections, and v of the first layer: [tokens, WIDTH] fp16."""
     generator = torch.Generator(GPU).manual_seed(seed)
     parts = [torch.randn(tokens, WIDTH, device=GPU, generator=generator).half() for _ in range(8)]
     return Projections(*parts[:7]), parts[7]
@@ -52,14 +52,14 @@ def make_inputs(lengths: list[int], read_slots: list[int], write_slots: list[int
 
 
 def run(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, inputs: StepInputs) -> Tensor:
-    """y [T, WIDTH] of the kernel; wkv is updated."""
+    """Return y [T, WIDTH] of the kernel; updates wkv."""
     from rwkv_batch.kernels.cuda.ops import CudaOps
 
     return CudaOps().time_mix(layer, parts, first, wkv, inputs)[0]
 
 
 def true(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, inputs: StepInputs) -> Tensor:
-    """y [T, WIDTH] in fp32; wkv, in fp32, is updated."""
+    """Return y [T, WIDTH] in fp32; updates the fp32 wkv."""
     names = ("r", "w", "k", "v", "a", "g", "v_gate")
     wide = Projections(*(getattr(parts, name).float() for name in names))
     if first is None:
@@ -74,7 +74,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def assert_right(
     layer: Any, parts: Projections, first: Tensor | None, state: Tensor, inputs: StepInputs, most: float = 1e-3
 ) -> None:
-    """Of y and of the states that are written; other slots stay as they are."""
+    """Return the errors of y and of the written states; other slots must not change."""
     wkv, wanted = state.clone(), state.float()
     y, wanted_y = run(layer, parts, first, wkv, inputs), true(layer, parts, first, wanted, inputs)
     written = inputs.write_slots
@@ -91,7 +91,7 @@ def assert_right(
     "lengths", [[2], [200], [300, 12], [1, 2, 15, 16, 17, 33, 300, 64], [5, 40] * MANY, [150, 16, 300] * MANY]
 )
 def test_ragged_rows(lengths: list[int], dtype: torch.dtype) -> None:
-    """Every way the kernel is launched: few rows, many, many short ones. They start in slot 0, in place, or apart."""
+    """Every launch form: few rows, many, many short ones. They read slot 0, their own slot, or another one."""
     rows = len(lengths)
     state = 0.3 * torch.randn(2 * rows + 2, WIDTH // 64, 64, 64, device=GPU)
     state[0] = 0
@@ -113,7 +113,7 @@ SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0]).repeat(WIDTH // 4)
 @pytest.mark.parametrize("rate", [20.0, -20.0, SIGNS.roll(1) * 20], ids=["a 1", "a 0", "a mixed"])
 @pytest.mark.parametrize("keys", ["any", "large", "alike", "same", "none"])
 def test_extremes(decay: float | Tensor, rate: float | Tensor, keys: str) -> None:
-    """Decays and in-context rates at both ends, and keys of any size and likeness."""
+    """Extreme decays and in-context learning rates, and keys of any size and similarity."""
     layer = make_layer(
         w0=decay if isinstance(decay, float) else decay.to(GPU), a0=rate if isinstance(rate, float) else rate.to(GPU)
     )
@@ -121,7 +121,7 @@ def test_extremes(decay: float | Tensor, rate: float | Tensor, keys: str) -> Non
     k = parts.k.float()
     k = {"any": k, "large": k * 60, "alike": k[:1] + 0.1 * k, "same": k[:1].expand_as(k), "none": k * 0}[keys]
     parts = replace(parts, k=k.half().contiguous())
-    # 178 equal keys with a = 1 and no decay: what is left of 178 almost equal values is small beside each of them
+    # 178 equal keys with a = 1 and no decay: the sum of 178 almost equal values is small next to each of them
     most = 1e-2 if keys in ("same", "alike") else 1e-3
     state = torch.zeros(3, 8, 64, 64, device=GPU)
     if keys == "none":
@@ -137,8 +137,8 @@ def test_state_of_any_size() -> None:
         assert_right(make_layer(), parts, first * min(size, 1), state, make_inputs([100], [1], [1]))
 
 
-def test_any_company_same_bits() -> None:
-    """A row alone and among others, however the kernel is launched for them."""
+def test_any_batch_same_bits() -> None:
+    """A row alone and among others, for every launch form."""
     layer, length = make_layer(), 150
     own, own_first = make_parts(length, seed=7)
     results = []
@@ -159,7 +159,7 @@ def test_any_company_same_bits() -> None:
 
 @pytest.mark.parametrize("cut", [CHUNK, 10 * CHUNK])
 def test_cut_between_chunks_same_bits(cut: int) -> None:
-    """With fp32 states, a prompt in two steps is as one in one, if it is cut where the kernel cuts it too."""
+    """With fp32 states, a prompt in two steps equals one step, if it is cut between the kernel's chunks."""
     layer, length = make_layer(), 300
     parts, first = make_parts(length)
     whole = torch.zeros(2, 8, 64, 64, device=GPU)

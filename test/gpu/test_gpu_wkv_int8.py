@@ -1,4 +1,4 @@
-"""WKV with states of 8 bits on a GPU: decoding rows and prompts against plain torch in fp32, rounded without a bias."""
+"""WKV with int8 states on a GPU: decode and prefill against plain torch in fp32, with unbiased rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("r", "w", "k", "v", "a", "g", "v_gate")
 
 
 def make_state(slots: int, seed: int = 3) -> Tensor:
-    """[slots, HEADS, 4224] uint8, the first all zero."""
+    """Return states [slots, HEADS, 4224] uint8; the first is zero."""
     generator = torch.Generator(GPU).manual_seed(seed)
     state = 0.3 * torch.randn(slots, HEADS, 64, 64, device=GPU, generator=generator)
     state[0] = 0
@@ -26,7 +26,7 @@ def make_state(slots: int, seed: int = 3) -> Tensor:
 
 
 def scales(stored: Tensor) -> Tensor:
-    """[..., 64, 1] fp32 of [..., 4224]."""
+    """Return the scales [..., 64, 1] fp32 of states [..., 4224]."""
     return stored[..., 64 * 64 :].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
 
 
@@ -36,7 +36,7 @@ def scales(stored: Tensor) -> Tensor:
     ids=lambda lengths: f"{len(lengths)} rows, {sum(lengths)} tokens",
 )
 def test_a_step(lengths: list[int]) -> None:
-    """y is as exact as of other states; states are off by less than a code, by 0 on average, in their slots alone."""
+    """y is as exact as with other states. States differ by less than one code, by 0 on average, in their slots only."""
     rows = len(lengths)
     state = make_state(2 * rows + 2)
     reads = [0 if i % 3 == 0 else i + 1 for i in range(rows)]
@@ -60,7 +60,7 @@ def test_a_step(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_what_does_not_change_stays(tokens: int) -> None:
+def test_unchanged_states_stay(tokens: int) -> None:
     layer = make_layer(w0=-100.0)
     parts, first = make_parts(30 * tokens)
     parts = replace(parts, k=parts.k * 0, w=parts.w * 0)
@@ -76,7 +76,7 @@ def test_what_does_not_change_stays(tokens: int) -> None:
     [[[1], [1] * 3, [1] * 80, [1] * 1000], [[150], [150, 9], [150, 133, 170] * 12, [150] + [20] * 40]],
     ids=["a token", "a prompt"],
 )
-def test_any_company_same_bits(company: list[list[int]]) -> None:
+def test_any_batch_same_bits(company: list[list[int]]) -> None:
     length = company[0][0]
     own, own_first = make_parts(length, seed=7)
     layer, results = make_layer(), []
@@ -98,7 +98,7 @@ def test_any_company_same_bits(company: list[list[int]]) -> None:
 
 
 def test_slow_decay_over_many_tokens() -> None:
-    """A decay of 0.9995 moves no code by half a step: rounded to nearest, nothing would ever decay."""
+    """A decay of 0.9995 moves no code by half a step: with rounding to nearest, nothing would decay."""
     rows, steps = 40, 400
     rate = torch.logit(torch.tensor(0.0005 / 0.6065306597)).item()
     layer = make_layer(w0=rate)
@@ -116,7 +116,7 @@ def test_slow_decay_over_many_tokens() -> None:
 
 
 def test_values_far_beyond_the_state() -> None:
-    """A row whose old codes are nothing beside what is added."""
+    """A row whose added values are much larger than its old ones."""
     layer = make_layer()
     parts, first = make_parts(3)
     state = pack_int8(1e-6 * torch.randn(5, HEADS, 64, 64, device=GPU))

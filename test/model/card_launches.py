@@ -242,9 +242,11 @@ class Launcher:
                     quant.count, quant.gemms[1].scales = 2, None
                     yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
         if rows <= 8:
-            exits = LowRankUpArgs(groups=3, rank=128, gate_rank=512)
+            up_weights = LowRankUpArgs(groups=3, rank=128, gate_rank=512)
             for item in (1, 2, 4) if rows <= 4 else (2, 4):
-                yield from self.call("rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(exits), item)
+                yield from self.call(
+                    "rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(up_weights), item
+                )
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             for format_, number in NUMBERS.items():
                 if rows == 1:

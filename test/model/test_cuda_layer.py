@@ -63,12 +63,12 @@ def test_each_map_is_in_its_place(index: int, dtype: torch.dtype) -> None:
     plain = linears(loaded(weights, index))
     layer = prepare_layer(loaded(weights, index))
     w1, a1, w2, a2 = (plain[name].weight for name in ("w1", "a1", "w2", "a2"))
-    entrances, exits = [w1, a1], [w2, a2]
+    down_weights, up_weights = [w1, a1], [w2, a2]
     if index > 0:
-        entrances, exits = [plain["v1"].weight, *entrances], [plain["v2"].weight, *exits]
+        down_weights, up_weights = [plain["v1"].weight, *down_weights], [plain["v2"].weight, *up_weights]
     assert torch.equal(layer.rkv, torch.stack([plain[name].weight for name in ("receptance", "key", "value")]))
-    assert torch.equal(layer.low_in, torch.stack([padded(weight, 128, WIDTH) for weight in entrances]))
-    assert torch.equal(layer.low_out, torch.stack([padded(weight, WIDTH, 128) for weight in exits]))
+    assert torch.equal(layer.low_in, torch.stack([padded(weight, 128, WIDTH) for weight in down_weights]))
+    assert torch.equal(layer.low_out, torch.stack([padded(weight, WIDTH, 128) for weight in up_weights]))
     assert torch.equal(layer.gate_in, padded(plain["g1"].weight, 192, WIDTH))
     assert torch.equal(layer.gate_out, padded(plain["g2"].weight, WIDTH, 192))
     assert torch.equal(layer.value_rows, plain["ffn_value"].weight.T)
@@ -86,7 +86,7 @@ def storages(layer: CudaLayer) -> dict[int, int]:
 
 
 def test_each_number_is_stored_once() -> None:
-    """Besides the maps there is only the padding of ranks, twice."""
+    """The only other bytes are the padding of ranks, twice."""
     layer = prepare_layer(loaded(stored(), 1))
     maps = sum(linear.weight.numel() for linear in linears(layer).values())
     padding = 2 * WIDTH * (3 * 128 - 96 - 64 - 32 + 192 - 160)

@@ -79,17 +79,17 @@ def test_pieces_equal_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphPieces, "launch", launch)
     pieces = GraphPieces(decode, 2).for_rows(20, sampled=True)
     assert pieces is not None and pieces.size == SIZE
-    told = []
+    reported = []
 
     def between() -> None:
         """Run another step over its own slots."""
         with torch.inference_mode():
             apart = step_inputs([[1, 2, 3]], [0], [SIZE + 4], [0])
             stage.forward(stage.embed(apart.tokens), None, apart)
-        told.append(decode.logits is None)
+        reported.append(decode.logits is None)
 
     pieces.run(between, lambda: None)
-    assert told == [True, True], "three pieces of five layers, and the head in the last"
+    assert reported == [True, True], "three pieces of five layers, and the head in the last"
     assert decode.logits is not None and torch.equal(decode.logits, wanted[0])
     for got, one in zip((state.wkv, state.shift), wanted[1:], strict=True):
         assert torch.equal(got[2 : SIZE + 2], one[2 : SIZE + 2])

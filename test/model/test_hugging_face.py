@@ -98,12 +98,12 @@ def test_missing_shards(tmp_path: Path) -> None:
         open_weights(folder)
     folder = sharded(tmp_path / "b", fla())
     index = folder / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
+    reported = json.loads(index.read_text())
     for name, shard, why in (
         ("model.layers.9.x", "model-00001-of-00003.safetensors", "1 tensors that its shards lack"),
         ("x", "../../etc/passwd", "not a file of its folder"),
     ):
-        index.write_text(json.dumps({"weight_map": {**told["weight_map"], name: shard}}))
+        index.write_text(json.dumps({"weight_map": {**reported["weight_map"], name: shard}}))
         with pytest.raises(WeightsError, match=why):
             open_weights(folder)
     index.write_text("{")

@@ -75,10 +75,10 @@ def test_a_machine_without_memory_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("told", "limit"), [(0, 8), (ALL_BATCH_ROWS, 0), (7, 7)])
-def test_batch_rows_with_interactive_requests(told: int, limit: int) -> None:
+@pytest.mark.parametrize(("given", "limit"), [(0, 8), (ALL_BATCH_ROWS, 0), (7, 7)])
+def test_batch_rows_with_interactive_requests(given: int, limit: int) -> None:
     """The default is four per compute thread."""
-    memory = Memory(EngineConfig(model_path="", max_running=8, max_batch_rows_with_interactive=told), PIPELINE)
+    memory = Memory(EngineConfig(model_path="", max_running=8, max_batch_rows_with_interactive=given), PIPELINE)
     assert memory.limits().max_batch_rows_with_interactive == limit
 
 

@@ -92,8 +92,8 @@ def test_it_is_installed_where_a_gpu_needs_it(
     monkeypatch.setattr(nvcc, "torch_cuda", lambda: cuda)
     assert nvcc.main() == 0
     assert [command[-1] for command in pip_commands] == ([str(nvcc.REQUIREMENTS)] if installs else [])
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == (1 if said else 0)
+    reported = capsys.readouterr().err
+    assert said in reported and reported.count("\n") == (1 if said else 0)
 
 
 def test_a_gpu_without_kernels_logs_a_warning(

@@ -235,7 +235,7 @@ WRONG = {
     "more experts than it knows": ({"blocks.0.ffn.router.linear.weight": torch.ones(1, WIDTH)}, "has 2 experts"),
     "half a pair": ({"blocks.0.ffn.expert_1.key.lora_B_expert_0": None}, "not a supported kind"),
     "Bone": ({"blocks.0.ffn.expert_1.key.bone_expert_0": torch.ones(24, 8, 8)}, "Bone experts"),
-    "a pair beside": (
+    "a pair and experts": (
         {"blocks.0.ffn.key.lora_A": torch.ones(2, WIDTH), "blocks.0.ffn.key.lora_B": torch.ones(4 * WIDTH, 2)},
         "has both experts",
     ),

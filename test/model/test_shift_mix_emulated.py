@@ -83,7 +83,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     return found
 
 
-def entrance(mixes: int, format_: Format = Format.FP8) -> Prologue:
+def prologue(mixes: int, format_: Format = Format.FP8) -> Prologue:
     norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
     consumer = CudaQuantLinear(quantise(torch.randn(32, 128), format_))
     return Prologue(norm, torch.rand(mixes, WIDTH).half(), consumer)
@@ -121,13 +121,13 @@ class Made(NamedTuple):
         return self.of.consumer
 
 
-def beside_halves(
+def with_fp16_rows(
     ops: CudaOps, libraries: list[ctypes.CDLL], lengths: list[int], mixes: int, format_: Format = Format.FP8
 ) -> Made:
     """Of random rows, one large and one zero; what else the kernel writes is the same both ways."""
     for library in libraries:
         library.emulation_set(4, 227 << 10)
-    inputs, of = step(lengths), entrance(mixes, format_)
+    inputs, of = step(lengths), prologue(mixes, format_)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     x[0], x[tokens // 2] = 1000 * x[0], 0.0
@@ -151,7 +151,7 @@ def test_adds_shares(
     """As the sum rounded, to the bit; as halves and in parts."""
     for library in libraries:
         library.emulation_set(4, 227 << 10)
-    inputs, of = step(lengths), entrance(mixes)
+    inputs, of = step(lengths), prologue(mixes)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     for count, in_parts in ((4, False), (2, True), (4, True)):
@@ -179,7 +179,7 @@ def test_codes_are_those_of_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     monkeypatch.setitem(quantised_weights.SKINNY_ROWS, Format.FP8, 2)
-    made = beside_halves(ops, libraries, lengths, mixes)
+    made = with_fp16_rows(ops, libraries, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):
         wanted = quantise_rows(halves[i])
@@ -196,7 +196,7 @@ def test_parts_add_up_to_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: True)
-    made = beside_halves(ops, libraries, lengths, mixes)
+    made = with_fp16_rows(ops, libraries, lengths, mixes)
     mixed, halves = made.mixed, made.halves
     for i in range(3 if mixes == 6 else 1):
         parts, scales = mixed[i]
@@ -214,7 +214,7 @@ def test_bytes_stand_for_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: True)
-    made = beside_halves(ops, libraries, lengths, mixes, Format.INT8)
+    made = with_fp16_rows(ops, libraries, lengths, mixes, Format.INT8)
     tokens = sum(lengths)
     for i in range(3 if mixes == 6 else 1):
         codes, scales = made.mixed[i]
@@ -229,7 +229,7 @@ def test_bytes_stand_for_the_halves(
 def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:
     libraries[0].emulation_set(4, 227 << 10)
     x = torch.randn(5, WIDTH).half()
-    _, mixed = ops.shift_mix(x, None, entrance(6), torch.zeros(7, WIDTH).half(), step([1] * 5))
+    _, mixed = ops.shift_mix(x, None, prologue(6), torch.zeros(7, WIDTH).half(), step([1] * 5))
     assert isinstance(mixed, Tensor)
 
 
@@ -246,8 +246,8 @@ def test_sums_of_a_row_are_a_delta(
     """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
     libraries[0].emulation_set(4, 227 << 10)
     monkeypatch.setattr(cuda_shift_mix, "fits_row_value", lambda key, processors: True)
-    monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda entrance: False)
-    of = entrance(mixes)
+    monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda prologue: False)
+    of = prologue(mixes)
     of = Prologue(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
     x, shift = torch.randn(1, WIDTH).half(), torch.randn(3, WIDTH).half()
     delta = torch.randn(1, WIDTH) * torch.tensor([1e-5, 1.0, 1000.0, -8000.0]).repeat(WIDTH // 4)
@@ -274,7 +274,7 @@ def test_sums_are_of_one_row(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None
     sums = RowSums(ops.workspaces[CPU].row_sums)
     x = torch.randn(2, WIDTH).half()
     with pytest.raises(AssertionError, match="rwkv_shift_mix is refused"):
-        ops.shift_mix(x, sums, entrance(6), torch.zeros(4, WIDTH).half(), step([1, 1]))
+        ops.shift_mix(x, sums, prologue(6), torch.zeros(4, WIDTH).half(), step([1, 1]))
 
 
 @pytest.mark.parametrize("width", [2304, 512])

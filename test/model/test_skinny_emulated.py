@@ -71,13 +71,13 @@ def codes(format_: Format, rows: int) -> tuple[list[QuantGemm], list[Tensor]]:
     return maps, wanted
 
 
-@pytest.mark.parametrize(("rows", "processors", "beside"), [(1, 1, False), (1, 20, True), (5, 2, True)])
+@pytest.mark.parametrize(("rows", "processors", "with_fp16"), [(1, 1, False), (1, 20, True), (5, 2, True)])
 @pytest.mark.parametrize("format_", Format)
-def test_codes(libraries: dict[str, ctypes.CDLL], format_: Format, rows: int, processors: int, beside: bool) -> None:
+def test_codes(libraries: dict[str, ctypes.CDLL], format_: Format, rows: int, processors: int, with_fp16: bool) -> None:
     """With few processors a block makes several groups of outputs, with many groups are narrower."""
     libraries["rwkv_skinny_quant"].emulation_set(processors, 227 << 10)
     maps, wanted = codes(format_, rows)
-    others, wanted_of_others = halves(rows) if beside else ([], [])
+    others, wanted_of_others = halves(rows) if with_fp16 else ([], [])
     multiply_few(maps, others)
     for m, true in zip([*others, *maps], [*wanted_of_others, *wanted], strict=True):
         assert error(m.y, true) < 1e-3, (tuple(m.y.shape), m.activation)

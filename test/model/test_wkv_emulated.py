@@ -80,8 +80,8 @@ def run(
     skipped = 0 if "first" in given else 1
     low, low_out = given["low"][skipped:].contiguous(), layer.low_out[skipped:].contiguous()
     addresses = (tensor.data_ptr() for tensor in (low, given["gate"], low_out, layer.gate_out))
-    exits = LowRankUpArgs(*addresses, 3 - skipped, RANK, GATE_RANK)
-    call(library, "rwkv_wkv_few", byref(args), byref(exits), wkv.element_size())
+    up_weights = LowRankUpArgs(*addresses, 3 - skipped, RANK, GATE_RANK)
+    call(library, "rwkv_wkv_few", byref(args), byref(up_weights), wkv.element_size())
     return y
 
 
@@ -112,7 +112,7 @@ def run_decode_in_parts(
 def run_decode_in_bytes(
     library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As run_decode, y in two bytes [rows, 2, WIDTH] and what stands beside their groups."""
+    """As run_decode, with two-byte y [rows, 2, WIDTH] and the scales of its groups."""
     rows = len(given["r"])
     y, scales = torch.full((rows, 2, WIDTH), 77, dtype=torch.int8), torch.full((WIDTH // 64, 16, 2), torch.nan)
     given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
@@ -253,11 +253,11 @@ def test_codes_that_do_not_change_stay(decode: ctypes.CDLL) -> None:
 
 
 def test_ranks_beyond_the_registers_and_too_many_rows_of_codes_are_refused(library: ctypes.CDLL) -> None:
-    args, exits = WkvArgs(rows=1, heads=HEADS), LowRankUpArgs(groups=3, rank=256, gate_rank=320)
+    args, up_weights = WkvArgs(rows=1, heads=HEADS), LowRankUpArgs(groups=3, rank=256, gate_rank=320)
     function = library["rwkv_wkv_few"]
-    assert function(byref(args), byref(exits), 2, None) != 0
-    args, exits = WkvArgs(rows=5, heads=HEADS), LowRankUpArgs(groups=3, rank=128, gate_rank=192)
-    assert function(byref(args), byref(exits), 1, None) != 0
+    assert function(byref(args), byref(up_weights), 2, None) != 0
+    args, up_weights = WkvArgs(rows=5, heads=HEADS), LowRankUpArgs(groups=3, rank=128, gate_rank=192)
+    assert function(byref(args), byref(up_weights), 1, None) != 0
 
 
 def test_a_step_in_parts(decode: ctypes.CDLL) -> None:

@@ -93,8 +93,8 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 def test_every_flag_and_variable_is_unique() -> None:
     flags = [flag for section in FLAGS.values() for flag in section]
     assert len({flag.option for flag in flags}) == len({flag.variable for flag in flags}) == len(flags)
-    told = build_parser().format_help()
-    assert all(flag.option in told for flag in flags)
+    reported = build_parser().format_help()
+    assert all(flag.option in reported for flag in flags)
 
 
 def test_defaults_are_those_of_the_config_structs() -> None:

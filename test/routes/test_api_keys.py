@@ -149,7 +149,7 @@ def test_a_mixture_counts_each_state_against_the_limits() -> None:
     mixed = [make_request([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
     quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
     assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
-    refusal = quotas.acquire(job("beside", limits, rows=2))
+    refusal = quotas.acquire(job("second", limits, rows=2))
     assert refusal is not None and "6 rows in progress" in refusal.message
     never = quotas.acquire(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
     assert never is not None and never.given == 12 and "12 rows, one per state of its mixture" in never.message
@@ -337,8 +337,8 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     wait_for(lambda: names <= {line["request_id"] for line in log_lines(keyed)}, 20, "all lines")
     lines = {line["request_id"]: line for line in log_lines(keyed) if line["request_id"] in names}
     stream = lines["one-stream"]
-    told = {name: stream[name] for name in ("client", "route", "status", "outcome", "rows", "prompt_tokens")}
-    assert told == {
+    reported = {name: stream[name] for name in ("client", "route", "status", "outcome", "rows", "prompt_tokens")}
+    assert reported == {
         "client": "free", "route": CHAT, "status": 200, "outcome": "done", "rows": 2, "prompt_tokens": 2,
     }  # fmt: skip
     assert stream["completion_tokens"] == 16

@@ -126,12 +126,12 @@ def test_the_stop_token_has_a_log_probability(client: OpenAI) -> None:
 
 def test_the_best_of_several(client: OpenAI) -> None:
     fields = {"max_tokens": 8, "seed": 11, "temperature": 1.5, "extra_body": {"ignore_eos": True, "top_k": 0}}
-    drawn = score(client, ["The", "A"], echo=False, n=5, **fields)
+    sampled = score(client, ["The", "A"], echo=False, n=5, **fields)
     best = score(client, ["The", "A"], echo=False, n=2, best_of=5, **fields)
     assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
-    assert best.usage.completion_tokens == drawn.usage.completion_tokens == 80
+    assert best.usage.completion_tokens == sampled.usage.completion_tokens == 80
     for prompt in (0, 1):
-        rows = drawn.choices[5 * prompt :][:5]
+        rows = sampled.choices[5 * prompt :][:5]
         order = sorted(rows, key=lambda row: -math.fsum(row.logprobs.token_logprobs))
         assert [row.text for row in best.choices[2 * prompt :][:2]] == [row.text for row in order[:2]]
     bare = score(client, ["The", "A"], echo=False, n=2, best_of=5, **{**fields, "logprobs": None})

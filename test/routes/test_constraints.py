@@ -20,7 +20,7 @@ SCHEMA = {
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
-DRAWS = {"max_tokens": 400, "seed": 3, "alpha_presence": 0, "alpha_frequency": 0}
+SAMPLING = {"max_tokens": 400, "seed": 3, "alpha_presence": 0, "alpha_frequency": 0}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def content(answer: Any) -> list[str]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions"])
 def test_native_routes_constrain_every_row(one_worker: Service, path: str) -> None:
-    body = {"contents": ["one", "two", "three"], "stream": False, **DRAWS}
+    body = {"contents": ["one", "two", "three"], "stream": False, **SAMPLING}
     for text in content(one_worker.post(path, {**body, "json_schema": SCHEMA}).json()):
         jsonschema_rs.validate(SCHEMA, json.loads(text))
     assert set(content(one_worker.post(path, {**body, "choice": ["yes", "no"]}).json())) <= {"yes", "no"}
@@ -97,7 +97,7 @@ def test_openai_response_format(client: openai.OpenAI) -> None:
 
 def test_response_format_of_raw_prompts(one_worker: Service) -> None:
     named = {"name": "person", "schema": SCHEMA, "strict": True}
-    body = {"prompt": ["one", "two"], **DRAWS, "response_format": {"type": "json_schema", "json_schema": named}}
+    body = {"prompt": ["one", "two"], **SAMPLING, "response_format": {"type": "json_schema", "json_schema": named}}
     for choice in one_worker.post("/openai/v1/completions", body).json()["choices"]:
         assert choice["finish_reason"] == "stop"
         jsonschema_rs.validate(SCHEMA, json.loads(choice["text"]))
@@ -177,7 +177,9 @@ HARMFUL = {
 @pytest.mark.parametrize("harm", HARMFUL)
 def test_harmful_constraints_are_refused(one_worker: Service, harm: str) -> None:
     engine = one_worker.pids()["engine"]
-    refused = one_worker.post("/v1/chat/completions", {"contents": ["one"], "stream": False, **DRAWS, **HARMFUL[harm]})
+    refused = one_worker.post(
+        "/v1/chat/completions", {"contents": ["one"], "stream": False, **SAMPLING, **HARMFUL[harm]}
+    )
     (field,) = HARMFUL[harm]
     assert refused.status_code == 422 and refused.json()["field"].startswith(field), refused.text
     answer = one_worker.post("/v1/chat/completions", {"contents": ["one"], "stream": False, "choice": ["yes"]}).json()

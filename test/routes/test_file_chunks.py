@@ -45,7 +45,7 @@ def test_a_file_is_read_in_chunks_and_closed() -> None:
     rest = [next(chunks), next(chunks)]
     assert sum(map(len, rest)) == len(CONTENT) - CHUNK_BYTES and set(disk.sizes) == {CHUNK_BYTES}
     assert chunks.ended and not left, "a client that does not take the last piece holds its thread"
-    assert list(chunks) == [] and left == [True], "its place is free before its client is told of the end"
+    assert list(chunks) == [] and left == [True], "its place is free before its client sees the end"
     chunks.close()
     assert disk.closed and left == [True]
     assert list(FileChunks(io.BytesIO(CONTENT[:CHUNK_BYTES]))) == [CONTENT[:CHUNK_BYTES]]

@@ -212,7 +212,9 @@ def test_a_full_queue_is_429_with_retry_after(service: Service) -> None:
         body = json.dumps({**ENDLESS, "contents": ["a"] * 4096, "stream": True}).encode()
         for connection in connections:
             connection.sendall(raw_request(CHAT, body))
-        wait_for(lambda: service.status()["waiting_rows"] > 2048, 60, "more than fits beside another such request")
+        wait_for(
+            lambda: service.status()["waiting_rows"] > 2048, 60, "more than fits together with another such request"
+        )
         refused = wait_for(lambda: _refused(service), 30, "a refusal")
         assert int(refused.headers["retry-after"]) >= 1
         assert "6144 for one client (max_waiting_rows_per_client)" in refused.json()["error"]

@@ -44,9 +44,9 @@ def test_a_session_continues_on_another_service(tmp_path: Path, tiny_model: Path
     services = [Service(tmp_path, *options, state_db=address) for _ in range(2)]
     try:
         one, two = (service.wait_ready() for service in services)
-        told = [say(service, "moves", f"User: {n}\n\nAssistant:") for n, service in enumerate([one, two, one, two])]
+        reported = [say(service, "moves", f"User: {n}\n\nAssistant:") for n, service in enumerate([one, two, one, two])]
         alone = [say(one, "stays", f"User: {n}\n\nAssistant:") for n in range(4)]
-        assert told == alone
+        assert reported == alone
         assert sessions(one).keys() == sessions(two).keys() == {"moves", "stays"}
         server.kill()
         with ThreadPoolExecutor() as pool:  # sessions wait, other requests do not

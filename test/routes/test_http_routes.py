@@ -213,7 +213,7 @@ def test_metrics_are_the_same_from_every_worker(service: Service) -> None:
     service.post(CHAT, {**GREEDY, "contents": ["a", "b"]})
     service.wait_idle()
     asked = 'rwkv_http_requests_total{route="/v1/chat/completions",status="200"}'
-    wait_for(lambda: asked in service.get("/metrics").text, 20, "the one that answered has told of it")
+    wait_for(lambda: asked in service.get("/metrics").text, 20, "the worker that answered has reported it")
     figures = set()
     for _ in range(8):
         lines = service.get("/metrics").text.splitlines()

@@ -47,11 +47,11 @@ class Engine:
 class Machine:
     """An HTTP worker, and a supervisor that executes commands at once."""
 
-    def __init__(self, folder: Path, node: str, **beside: ModelStatus) -> None:
+    def __init__(self, folder: Path, node: str, **loaded: ModelStatus) -> None:
         """Create the machine.
 
         node: machine of the service's own engine
-        beside: models loaded on this machine
+        loaded: models loaded on this machine
         """
         (folder / "new.pth").touch()
         config = HttpConfig(models_dir=str(folder), model_name="rwkv7")
@@ -63,7 +63,7 @@ class Machine:
         self.context.models = self.models
         loaded = [
             ServedModel(spec=ModelSpec(name=name, file=""), status=status, address=name, since=0)
-            for name, status in beside.items()
+            for name, status in loaded.items()
         ]
         self.registered = [msgspec.structs.replace(own, node=node), *loaded]
         self.models.update(self.registered)
@@ -186,7 +186,7 @@ LOADING = ModelStatus.LOADING
 
 
 def test_requests_for_a_loading_model_wait_for_the_list(tmp_path: Path) -> None:
-    """Another worker may have told the client that it is ready before this worker knew."""
+    """Another worker may have reported it ready before this worker knew."""
     machine = Machine(tmp_path, "", small=LOADING, large=LOADING)
     machine.models._send_command = lambda command: None
 
@@ -207,7 +207,7 @@ def test_requests_for_a_loading_model_wait_for_the_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [LOADING, READY])
 def test_a_model_known_to_another_worker_is_awaited(tmp_path: Path, status: ModelStatus) -> None:
-    """Another worker may have told the client about the model before this worker knew it."""
+    """Another worker may have reported the model before this worker knew it."""
     machine = Machine(tmp_path, "")
     requested: list[ModelCommand] = []
 

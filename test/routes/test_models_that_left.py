@@ -55,7 +55,7 @@ def kept() -> tuple[int, int, int]:
     return len(gc.get_objects()), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the descriptors of a process are not told here")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list the descriptors of a process")
 def test_a_worker_keeps_nothing_of_unloaded_models(folder: Path) -> None:
     context = Context(None, HttpConfig(models_dir=str(folder)), RequestLimiter(4, 0), Readiness(1.0))  # type: ignore[arg-type]
     models = ModelRegistry(lambda command: None, lambda model: connect_model(context, model, "http-0"))

@@ -270,13 +270,13 @@ def test_an_unknown_parent_is_404(service: Service, parent: int) -> None:
 
 def test_every_route_continues_the_same_session(service: Service) -> None:
     asked = [{"role": "user", "content": "Hi"}]
-    told = [*asked, {"role": "assistant", "content": "whatever"}, {"role": "user", "content": "Why?"}]
+    reported = [*asked, {"role": "assistant", "content": "whatever"}, {"role": "user", "content": "Why?"}]
     begin = "User: Hi\n\nAssistant: <think>\n</think>"
     then = "User: Why?\n\nAssistant: <think>\n</think>"
     twins = [new_id() for _ in range(3)]
     expected = [text_of(turn(service, twins[0], prompt)).lstrip() for prompt in (begin, then)]
     for path, session in ((V1, twins[1]), ("/openai/v1/chat/completions", twins[2])):
-        bodies = [{**EXACT, "messages": messages, "session_id": session, "seed": 1} for messages in (asked, told)]
+        bodies = [{**EXACT, "messages": messages, "session_id": session, "seed": 1} for messages in (asked, reported)]
         assert [text_of(service.post(path, body).json()) for body in bodies] == expected
     refused = service.post(V1, {**EXACT, "contents": ["a", "b"], "session_id": twins[0]})
     assert (refused.status_code, refused.json()["field"]) == (422, "contents")

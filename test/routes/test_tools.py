@@ -143,10 +143,10 @@ def test_any_split_of_any_text_gives_the_same(
 
 def test_arguments_are_streamed() -> None:
     parser = AnswerParser(AnswerFormat(names=NAMES))
-    told = [
+    reported = [
         parser.feed(piece, False).calls for piece in ("Hi ```js", 'on\n{"name": "f", "argu', 'ments": {"a', '": 1', "}")
     ]
-    assert [[(call.name, call.arguments) for call in calls] for calls in told] == [
+    assert [[(call.name, call.arguments) for call in calls] for calls in reported] == [
         [], [], [("f", '{"a')], [("", '": 1')], [("", "}")],
     ]  # fmt: skip
 

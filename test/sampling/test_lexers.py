@@ -114,17 +114,17 @@ def test_jobs_of_many_rows_get_lexers_for_later_rows_too(
     monkeypatch.setattr(grammar_compile_queue, "THREADS", 1)
     desk = GrammarCompileQueue(lambda: compiler, lambda: ServiceError(ErrorKind.DRAINING, "it ends"))
     found: list[Grammar] = []
-    told = threading.Event()
+    reported = threading.Event()
 
     def put(ready: Grammars) -> None:
         found.extend(ready.values())
-        told.set()
+        reported.set()
 
     def prepare(name: str, rows: int, source: str = "[a-f]+") -> None:
-        told.clear()
+        reported.clear()
         row = make_request("x", constraint=regex(source), n=rows)
         desk.prepare(Job(job_id=name, rows=[row]), lambda refusal: pytest.fail(f"{refusal}"), put)
-        assert told.wait(WAIT_S)
+        assert reported.wait(WAIT_S)
 
     prepare("few", 16)
     assert len(found[0].templates) == 2

@@ -104,17 +104,17 @@ def test_unsupported_numbers_are_refused_with_their_place(compiler: GrammarCompi
 
 def test_a_number_is_exact_or_refused(compiler: GrammarCompiler) -> None:
     dice = random.Random(3)
-    drawn = [float(f"{dice.random():.{dice.randint(2, 17)}g}e{dice.randint(-30, 30)}") for _ in range(100)]
-    told = 0
-    for number in [*drawn, 0.9128847372842237, 4.017736544633e-14, 1e22, 0.25, -12.5]:
+    sampled = [float(f"{dice.random():.{dice.randint(2, 17)}g}e{dice.randint(-30, 30)}") for _ in range(100)]
+    reported = 0
+    for number in [*sampled, 0.9128847372842237, 4.017736544633e-14, 1e22, 0.25, -12.5]:
         try:
             text = Matcher(compiler.compile(schema({"const": [number]}))).state.compute_ff_bytes()
         except GrammarError as refusal:
             assert refusal.place == ".const[0]"
         else:
-            told += 1
+            reported += 1
             assert float(text[1:-1]) == number
-    assert 20 < told < 100
+    assert 20 < reported < 100
 
 
 @pytest.mark.parametrize(

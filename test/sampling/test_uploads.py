@@ -12,23 +12,23 @@ from native import uploads
 from native.uploads import HALF_BYTES, Uploads
 from sampling.rapid import Entry, SlotState
 
-SEAT, ENTRY = ctypes.sizeof(SlotState), ctypes.sizeof(Entry)
+SLOT, ENTRY = ctypes.sizeof(SlotState), ctypes.sizeof(Entry)
 
 
 class Event:
     """The event of a half: logs its number when recorded or awaited."""
 
-    told: list[tuple[str, int]]
+    reported: list[tuple[str, int]]
     made = 0
 
     def __init__(self) -> None:
         self.number, Event.made = Event.made, Event.made + 1
 
     def record(self, stream: object) -> None:
-        self.told.append(("record", self.number))
+        self.reported.append(("record", self.number))
 
     def synchronize(self) -> None:
-        self.told.append(("wait", self.number))
+        self.reported.append(("wait", self.number))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Uploads:
         assert source.nbytes == target.nbytes
         target.copy_(source)
 
-    Event.told, Event.made = [], 0
+    Event.reported, Event.made = [], 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -53,7 +53,7 @@ def send(ring: Uploads, size: int, number: int) -> None:
     assert set(target.tolist()) == {number % 251}
 
 
-@pytest.mark.parametrize("sizes", [(SEAT,), (SEAT, ENTRY), (SEAT, 2 * ENTRY, SEAT), (HALF_BYTES,), (HALF_BYTES // 2,)])
+@pytest.mark.parametrize("sizes", [(SLOT,), (SLOT, ENTRY), (SLOT, 2 * ENTRY, SLOT), (HALF_BYTES,), (HALF_BYTES // 2,)])
 def test_uploads_continue_after_a_half_is_exactly_full(ring: Uploads, sizes: tuple[int, ...]) -> None:
     """Rows without a bias fill halves exactly, 2,048 rows each. The row after them uploads too."""
     sent, number = 0, 0
@@ -61,6 +61,8 @@ def test_uploads_continue_after_a_half_is_exactly_full(ring: Uploads, sizes: tup
         for size in sizes:
             send(ring, size, number)
             sent, number = sent + size, number + 1
-    turns = len(Event.told) // 2
+    turns = len(Event.reported) // 2
     assert turns >= 4
-    assert Event.told == [entry for turn in range(turns) for entry in (("record", turn % 2), ("wait", 1 - turn % 2))]
+    assert Event.reported == [
+        entry for turn in range(turns) for entry in (("record", turn % 2), ("wait", 1 - turn % 2))
+    ]

@@ -145,12 +145,12 @@ def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, m
 def test_killed_at_random_moments(tmp_path: Path, durability: str) -> None:
     """The same database is killed repeatedly at random times."""
     ledger = Ledger(tmp_path, durability)
-    draw = random.Random(3)
+    rng = random.Random(3)
     for seed in range(RANDOM_KILLS):
         child = start_child(tmp_path, durability, 100 + seed)
         while not (tmp_path / "journal").exists():
             time.sleep(0.005)
-        time.sleep(draw.uniform(0.01, 0.3))
+        time.sleep(rng.uniform(0.01, 0.3))
         child.kill()
         child.wait()
         ledger.check()

@@ -183,7 +183,7 @@ def test_thread_free_again_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for(lambda: workers._running_jobs[0] is not None, 20, "the thread has begun")
     closing = threading.Thread(target=workers.close, daemon=True)
     closing.start()
-    wait_for(lambda: workers.waiting == 1, 20, "it is told to end")
+    wait_for(lambda: workers.waiting == 1, 20, "it gets the command to end")
     monkeypatch.setattr(workers, "_all_threads_hung", lambda: True)
     workers.time_out_hung_jobs()
     resumed.set()

@@ -41,7 +41,7 @@ class Child:
     def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
         command = [sys.executable, "-c", CHILD, str(folder), address, durability, name]
         environment = {**os.environ, **({"RWKV_CRASH_AT": crash_at} if crash_at else {})}
-        self._reports = folder / f"told-by-{name}"
+        self._reports = folder / f"reports-of-{name}"
         with self._reports.open("wb") as reports:
             self.process = subprocess.Popen(command, stdout=reports, env=environment)
 

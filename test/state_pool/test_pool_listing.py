@@ -137,7 +137,7 @@ def test_hung_reader_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(PoolFull, match="lists of sessions are being read already"):
             driver.pool.listing.request(outcomes.append)
     driver.until(lambda: not driver.pool.listing._requests)
-    assert len(outcomes) == session_listing.MAX_PENDING_LISTS, "each is told once"
+    assert len(outcomes) == session_listing.MAX_PENDING_LISTS, "each gets one answer"
     monkeypatch.setattr(session_listing, "TIMEOUT_S", 60.0)
     assert driver.list_sessions().total == 1
     driver.pool.close()
@@ -177,15 +177,15 @@ def test_pending_lists_are_answered_at_close(tmp_path: Path) -> None:
 
 
 def test_prefix_lookup_equals_a_full_scan() -> None:
-    draw, index = random.Random(5), SessionIndex()
+    rng, index = random.Random(5), SessionIndex()
     kept: list[Session] = []
     for row in range(600):
-        key = SessionKey("".join(draw.choices("ab:1é🙂", k=draw.randint(1, 5))), draw.choice([LINEAR, 1, 2, 12]))
+        key = SessionKey("".join(rng.choices("ab:1é🙂", k=rng.randint(1, 5))), rng.choice([LINEAR, 1, 2, 12]))
         if index.get(key) is None:
             kept.append(Session(key, row, 0.0, 0.0, turn=1))
             index.add(kept[-1])
-        if draw.random() < 0.3:
-            index.remove(kept.pop(draw.randrange(len(kept))))
+        if rng.random() < 0.3:
+            index.remove(kept.pop(rng.randrange(len(kept))))
     names = [session.key.display_name for session in kept]
     for prefix in {name[:length] for name in names for length in range(1, len(name) + 1)} | {"c", "zz:"}:
         expected = {session.key for session in kept if session.key.display_name.startswith(prefix)}

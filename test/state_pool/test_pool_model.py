@@ -379,23 +379,23 @@ TestPrefixes.settings = settings(_SETTINGS, max_examples=90, stateful_step_count
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
     """1,000 sessions, 4 in slots and 8 in host memory, with random forks, cancels, deletes and restarts."""
-    draw = random.Random(7)
+    rng = random.Random(7)
     world = World(durability, delay=2)
     for step in range(3000):
-        name = f"s{draw.randrange(1000)}"
-        action = draw.random()
-        tokens = [draw.randrange(65536) for _ in range(draw.randrange(1, 24))]
+        name = f"s{rng.randrange(1000)}"
+        action = rng.random()
+        tokens = [rng.randrange(65536) for _ in range(rng.randrange(1, 24))]
         if action < 0.35:
             world.begin(name, None)
         elif action < 0.45:
-            name = f"s{draw.randrange(40)}"
-            world.begin(name, draw.choice([0, 0, 1, 2, 3]))
+            name = f"s{rng.randrange(40)}"
+            world.begin(name, rng.choice([0, 0, 1, 2, 3]))
         elif action < 0.9:
-            world.finish(draw.randrange(MAX_OPEN), tokens)
+            world.finish(rng.randrange(MAX_OPEN), tokens)
         elif action < 0.95:
-            world.cancel(draw.randrange(MAX_OPEN))
+            world.cancel(rng.randrange(MAX_OPEN))
         elif action < 0.97:
-            world.delete(name, draw.random() < 0.1)
+            world.delete(name, rng.random() < 0.1)
         world.step()
         if step % 1000 == 999:
             world.restart(orderly=step > 2000)

@@ -103,9 +103,9 @@ def test_abandoned_cache_point_blocks_nobody(tmp_path: Path) -> None:
 
 def test_prompts_without_a_shared_prefix_are_not_cached(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
-    draw = random.Random(2)
+    rng = random.Random(2)
     for _ in range(50):
-        tokens = [draw.randrange(65536) for _ in range(500)]
+        tokens = [rng.randrange(65536) for _ in range(500)]
         assert prompts.pool.prefixes.cache_points(tokens) == []
         assert prompts.pool.prefixes.match(tokens) is None
     assert prompts.pool.stats()["prefix_cache"]["stored"] == 0
@@ -114,10 +114,10 @@ def test_prompts_without_a_shared_prefix_are_not_cached(tmp_path: Path) -> None:
 
 def test_growing_conversation_hits_its_last_turn(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
-    draw = random.Random(3)
+    rng = random.Random(3)
     history = SYSTEM[:200]
     for _ in range(12):
-        history = history + [draw.randrange(65536) for _ in range(100)]
+        history = history + [rng.randrange(65536) for _ in range(100)]
         assert np.array_equal(prompts.prefill(history), expected_state(history))
     assert prompts.computed < 12 * 250
     prompts.close()
@@ -135,8 +135,8 @@ def test_disabled_cache_stores_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("l2", [0, 5])
 def test_the_cache_is_bounded_on_both_tiers(tmp_path: Path, l2: int) -> None:
     prompts = Prompts(tmp_path, prefix_cache_slots=3, prefix_cache_l2=l2)
-    draw = random.Random(4)
-    heads = [[draw.randrange(65536) for _ in range(64)] for _ in range(20)]
+    rng = random.Random(4)
+    heads = [[rng.randrange(65536) for _ in range(64)] for _ in range(20)]
     for round_ in range(4):
         for head in heads:
             tokens = [*head, 1000 + round_, 5]
@@ -153,8 +153,8 @@ def test_the_cache_is_bounded_on_both_tiers(tmp_path: Path, l2: int) -> None:
 
 def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path, prefix_cache_slots=1)
-    draw = random.Random(5)
-    heads = [[draw.randrange(65536) for _ in range(64)] for _ in range(3)]
+    rng = random.Random(5)
+    heads = [[rng.randrange(65536) for _ in range(64)] for _ in range(3)]
     for _ in range(3):
         for i, head in enumerate(heads):
             tokens = [*head, i, 5]

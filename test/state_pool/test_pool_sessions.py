@@ -81,7 +81,7 @@ def test_forks_never_change_their_parent(driver: Driver) -> None:
     for number, history in {1: [1], 2: [1, 2], 3: [1, 3], 4: [4]}.items():
         assert np.array_equal(driver.state("s", number), expected_state(history))
     driver.turn("s", [5])
-    assert np.array_equal(driver.state("s"), expected_state([5])), "the plain session stands beside its dialogues"
+    assert np.array_equal(driver.state("s"), expected_state([5])), "the plain session exists next to its dialogues"
     with pytest.raises(DialogueNotFound, match="no dialogue 9"):
         driver.pool.turns.checkout("s", 9)
 

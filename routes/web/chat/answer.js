@@ -7,29 +7,29 @@ import { html, useLayoutEffect, useRef } from "../ui.js";
 const LONGEST_END = 20_000;
 
 /** Update `box`. Positions count from the answer's start, including its `dropped` characters. */
-function draw(box, drawn, text, dropped) {
-  if (drawn.end < dropped || drawn.end > dropped + text.length) {
+function render(box, rendered, text, dropped) {
+  if (rendered.end < dropped || rendered.end > dropped + text.length) {
     box.textContent = "";
-    Object.assign(drawn, { blocks: [], end: dropped, tail: null });
+    Object.assign(rendered, { blocks: [], end: dropped, tail: null });
   }
-  while (drawn.blocks.length && drawn.blocks[0].end <= dropped) drawn.blocks.shift().element.remove();
-  let end = dropped + settledEnd(text, drawn.end - dropped);
+  while (rendered.blocks.length && rendered.blocks[0].end <= dropped) rendered.blocks.shift().element.remove();
+  let end = dropped + settledEnd(text, rendered.end - dropped);
   if (dropped + text.length - end > LONGEST_END) end = dropped + text.length;
-  if (!drawn.tail) drawn.tail = box.appendChild(document.createElement("div"));
-  if (end > drawn.end) {
+  if (!rendered.tail) rendered.tail = box.appendChild(document.createElement("div"));
+  if (end > rendered.end) {
     const element = document.createElement("div");
-    element.innerHTML = markdown(text.slice(drawn.end - dropped, end - dropped));
-    box.insertBefore(element, drawn.tail);
-    drawn.blocks.push({ element, end });
-    drawn.end = end;
+    element.innerHTML = markdown(text.slice(rendered.end - dropped, end - dropped));
+    box.insertBefore(element, rendered.tail);
+    rendered.blocks.push({ element, end });
+    rendered.end = end;
   }
-  drawn.tail.innerHTML = markdown(text.slice(end - dropped));
+  rendered.tail.innerHTML = markdown(text.slice(end - dropped));
 }
 
 /** Sanitized Markdown. `dropped`: number of characters removed at the text's start. */
 export function Answer({ text, dropped }) {
   const box = useRef();
-  const drawn = useRef({ blocks: [], end: 0, tail: null });
-  useLayoutEffect(() => draw(box.current, drawn.current, text, dropped), [text, dropped]);
+  const rendered = useRef({ blocks: [], end: 0, tail: null });
+  useLayoutEffect(() => render(box.current, rendered.current, text, dropped), [text, dropped]);
   return html`<div class="markdown" ref=${box}></div>`;
 }

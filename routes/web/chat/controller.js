@@ -24,18 +24,18 @@ export const chat = createStore({
   open: newConversation(),
   problem: "",
 });
-const redraw = oncePerFrame(() => chat.set((known) => ({ ...known })));
+const rerender = oncePerFrame(() => chat.set((known) => ({ ...known })));
 const running = new Map();
 const runKey = (conversation, turn) => `${conversation.id}/${turn.id}`;
 
 export const isRunning = (conversation, turn) => running.has(runKey(conversation, turn));
 
 const say = (problem) => chat.set((known) => ({ ...known, problem }));
-const told = (error) => error.message || "offline";
+const messageOf = (error) => error.message || "offline";
 
 async function keep(conversation) {
   chat.get().conversations.set(conversation.id, conversation);
-  redraw();
+  rerender();
   // without storage (a private window) a conversation exists until the page is closed
   await storage.save(conversation).catch(() => {});
 }
@@ -44,7 +44,7 @@ async function keep(conversation) {
 export async function begin() {
   const kept = await storage.load().catch(() => []);
   for (const conversation of kept) chat.get().conversations.set(conversation.id, conversation);
-  redraw();
+  rerender();
   await refresh();
 }
 
@@ -89,18 +89,18 @@ export function open(id) {
 export function show(id) {
   const { open: conversation } = chat.get();
   conversation.current = newestBelow(conversation, id);
-  redraw();
+  rerender();
 }
 
 /** Show a turn and its predecessors. The next message branches off there. */
 export function branchAt(id) {
   chat.get().open.current = id;
-  redraw();
+  rerender();
 }
 
 export function setSystem(text) {
   chat.get().open.system = text;
-  redraw();
+  rerender();
 }
 
 /** Send a message after the visible turn. */
@@ -123,7 +123,7 @@ async function ask(conversation, parent, user, think) {
     await answerTo(conversation, turn, control.signal);
   } catch (error) {
     if (error.name === "AbortError") turn.reason = "stopped";
-    else Object.assign(turn, { reason: "error", error: told(error) });
+    else Object.assign(turn, { reason: "error", error: messageOf(error) });
   }
   running.delete(runKey(conversation, turn));
   conversation.updated = Date.now();
@@ -167,7 +167,7 @@ async function streamTurn(conversation, turn, prompt, from, signal) {
       grow(turn, choice.delta.content ?? "");
       if (choice.finish_reason) turn.reason = choice.finish_reason;
     }
-    redraw();
+    rerender();
   }
   if (conversation.linear) turn.dialogue = turn.id;
 }
@@ -177,7 +177,7 @@ export async function remove(id) {
   try {
     if (chat.get().sessions.has(id)) await post("/state/delete", { session_id: id });
   } catch (error) {
-    if (error.status !== 404) return say(told(error));
+    if (error.status !== 404) return say(messageOf(error));
   }
   await storage.remove(id).catch(() => {});
   chat.get().conversations.delete(id);
@@ -194,7 +194,7 @@ export async function exportState(conversation) {
     const file = await (await request(`/state/export?${query}`)).blob();
     download(`${conversation.id}${conversation.linear ? "" : `-${turn.dialogue}`}.safetensors`, file);
   } catch (error) {
-    say(told(error));
+    say(messageOf(error));
   }
 }
 
@@ -215,7 +215,7 @@ export async function importFile(file) {
     await refresh();
     return open(id);
   } catch (error) {
-    return say(`${file.name}: ${told(error)}`);
+    return say(`${file.name}: ${messageOf(error)}`);
   }
 }
 

@@ -77,7 +77,7 @@ def test_a_batch_whose_failure_was_not_recorded_fails_at_the_next_try(
         runner = BatchRunner(store, context, lambda: None)
         stop = asyncio.Event()
         running = asyncio.create_task(runner.run(stop))
-        while batch.id not in runner._retry_at:  # nobody is told of it but by the wait
+        while batch.id not in runner._retry_at:  # only the wait shows it
             assert not running.done()
             await asyncio.sleep(0.01)
         stop.set()

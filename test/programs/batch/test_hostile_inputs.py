@@ -118,8 +118,8 @@ def test_outputs_that_are_not_files(fake: Service, tmp_path: Path, capsys: Any) 
     null.symlink_to("/dev/null")
     for target in (pipe, null):
         assert batch(fake, source, target) == 1
-        told = capsys.readouterr().err
-        assert "not a regular file" in told and told.count("\n") == 1, "one line, and nothing is left open"
+        reported = capsys.readouterr().err
+        assert "not a regular file" in reported and reported.count("\n") == 1, "one line, and nothing is left open"
     for target in (tmp_path / "absent" / "out.jsonl", Path("/proc/out.jsonl")):
         assert batch(fake, source, target) == 1 and "cannot be written" in last_error(capsys)
 
@@ -226,6 +226,6 @@ def test_a_closed_standard_output(fake: Service, tmp_path: Path) -> None:
     process = started(fake, source, Path("-"), stdout=-1)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    told = process.stderr.read().decode()
+    reported = process.stderr.read().decode()
     assert process.wait(60) == 1
-    assert "standard output cannot be written (Broken pipe)" in told and "Traceback" not in told
+    assert "standard output cannot be written (Broken pipe)" in reported and "Traceback" not in reported

@@ -156,8 +156,8 @@ def test_errors_in_a_file_name_the_line(fake: Service) -> None:
     file = client.files.create(file=("f.jsonl", content), purpose="batch")
     batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id)
     assert batch.status == "failed" and batch.failed_at
-    told = [(one.line, one.param) for one in batch.errors.data]
-    assert told == [(2, "custom_id"), (3, "url"), (4, "method"), (5, None)]
+    reported = [(one.line, one.param) for one in batch.errors.data]
+    assert reported == [(2, "custom_id"), (3, "url"), (4, "method"), (5, None)]
     with pytest.raises(openai.BadRequestError, match="input_file_id"):
         client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
     with pytest.raises(openai.BadRequestError, match="completion_window"):

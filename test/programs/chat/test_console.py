@@ -169,9 +169,9 @@ def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     process.stdin.reconfigure(errors="surrogateescape")  # type: ignore[attr-defined]  # the first line is no UTF-8
     output, errors = process.communicate("\n".join(lines) + "\n", timeout=START_TIMEOUT_S)
     assert (process.returncode, errors) == (0, "")
-    told = output.splitlines()[3:]
-    assert told[:3] == ["HiHi", "1 turns removed", "HoHo"]
-    assert "temperature" in told[3] and any("broken on demand" in line for line in told[4:6])
+    reported = output.splitlines()[3:]
+    assert reported[:3] == ["HiHi", "1 turns removed", "HoHo"]
+    assert "temperature" in reported[3] and any("broken on demand" in line for line in reported[4:6])
     assert "never said" not in output
     assert [one["content"] for one in json.loads(talk.read_text())["branches"]["main"]][:2] == ["Ho", "HoHo"]
 

@@ -43,7 +43,7 @@ def script_results(model: Any, pipeline_class: Any, args_class: Any) -> dict[str
     answers: dict[str, Any] = {
         "plain": pipeline.generate(CTX, token_count=48, args=args_class(**PLAIN), callback=pieces.append)
     }
-    answers["told"] = "".join(pieces)
+    answers["text"] = "".join(pieces)
     third = pipeline.encode(answers["plain"])[2]
     for name, more in {"banned": {"token_ban": [third]}, "stopped": {"token_stop": [third]}}.items():
         answers[name] = pipeline.generate(CTX, token_count=48, args=args_class(**PLAIN, **more))
@@ -87,7 +87,7 @@ def main() -> None:
     model = RWKV(model=sys.argv[1], strategy="cpu fp32")
     print(
         json.dumps(
-            {"told": script_results(model, PIPELINE, PIPELINE_ARGS), "forwarded": forward_results(model, PIPELINE)}
+            {"text": script_results(model, PIPELINE, PIPELINE_ARGS), "forwarded": forward_results(model, PIPELINE)}
         )
     )
 

@@ -62,8 +62,8 @@ def test_answers_are_the_services(llm: LLM, service: Service) -> None:
 
 def test_scores_are_the_services(llm: LLM, service: Service) -> None:
     body = {"contents": ["One", "Two words"], "candidates": [" a", " bc d"]}
-    told = service.post("/v1/score", {**body, "logprobs": True}).json()["scores"]
-    for mine, theirs in zip(llm.score(**body, logprobs=True), told, strict=True):
+    reported = service.post("/v1/score", {**body, "logprobs": True}).json()["scores"]
+    for mine, theirs in zip(llm.score(**body, logprobs=True), reported, strict=True):
         for one, other in zip(mine, theirs["candidates"], strict=True):
             assert one.logprob == pytest.approx(other["logprob"], abs=1e-4)
             assert one.token_logprobs == pytest.approx(other["token_logprobs"], abs=1e-4)
@@ -87,9 +87,9 @@ def test_outputs_are_in_the_order_of_the_prompts(llm: LLM, monkeypatch: pytest.M
 
 def test_streams_and_callbacks_give_the_same(llm: LLM) -> None:
     whole = llm.generate(PROMPTS, GREEDY)
-    told: list[Piece] = []
-    outputs = llm.generate(PROMPTS, GREEDY, callback=told.append)
-    for pieces in (told, list(llm.generate(PROMPTS, GREEDY, stream=True))):
+    reported: list[Piece] = []
+    outputs = llm.generate(PROMPTS, GREEDY, callback=reported.append)
+    for pieces in (reported, list(llm.generate(PROMPTS, GREEDY, stream=True))):
         for at, output in enumerate(whole):
             own = [piece for piece in pieces if piece.prompt == at]
             assert own[-1].finish_reason == "length"  # how many there are is up to the load
@@ -282,9 +282,9 @@ def test_requests_during_close_get_an_answer_or_an_error(monkeypatch: pytest.Mon
         return submit(*given)
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", closed_meanwhile)
-    told = engine.submit_work(answer())
+    reported = engine.submit_work(answer())
     closing.join(60)
-    assert not closing.is_alive() and told.done()
-    assert told.cancelled() or told.result() == "answered"
+    assert not closing.is_alive() and reported.done()
+    assert reported.cancelled() or reported.result() == "answered"
     with pytest.raises(LLMError, match="closed"):
         engine.submit_work(answer())

@@ -56,7 +56,7 @@ def package_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_script_gets_the_packages_text(model: RWKV, package_answers: dict[str, Any]) -> None:
-    texts = package_answers["told"]
+    texts = package_answers["text"]
     assert script_results(model, PIPELINE, PIPELINE_ARGS) == texts
     assert len({*texts.values()}) == 4 and texts["plain"].startswith(texts["stopped"])
 

@@ -57,8 +57,8 @@ def test_repeated_malformed_packets_refuse_no_connection(fake: Service) -> None:
             connection.sendall(MALFORMED)
             read_all(connection)
     wait_for(lambda: _changed(fake, before), 30, "both workers are others")
-    told = "(SIGABRT); a spare replaces it"
-    wait_for(lambda: fake.log.read_text().count(told) == 16, 10, "each end is told")
+    reported = "(SIGABRT); a spare replaces it"
+    wait_for(lambda: fake.log.read_text().count(reported) == 16, 10, "each end is logged")
     assert "is tried in" not in fake.log.read_text()
 
 
@@ -201,10 +201,10 @@ class RecordingProcess:
     """A process that only records messages."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
 
     def send_command(self, what: Any) -> None:
-        self.told.append(what)
+        self.reported.append(what)
 
 
 def test_ready_needs_a_connected_worker_on_every_socket() -> None:
@@ -213,18 +213,18 @@ def test_ready_needs_a_connected_worker_on_every_socket() -> None:
     workers.workers = [Worker(child=RecordingProcess(), socket=number) for number in (0, 1, None)]  # type: ignore[arg-type]
     first, second, spare = workers.workers
 
-    def told() -> list[Any]:
+    def reported() -> list[Any]:
         workers._send_readiness()
-        assert first.child.told == second.child.told  # type: ignore[attr-defined]
-        assert spare.child.told == []  # type: ignore[attr-defined]
-        return list(first.child.told)  # type: ignore[attr-defined]
+        assert first.child.reported == second.child.reported  # type: ignore[attr-defined]
+        assert spare.child.reported == []  # type: ignore[attr-defined]
+        return list(first.child.reported)  # type: ignore[attr-defined]
 
     first.serves = second.serves = first.has_engine = True
-    assert told() == [], "the second has no engine yet"
+    assert reported() == [], "the second has no engine yet"
     second.has_engine = True
-    assert told() == told() == [("all", True)]
+    assert reported() == reported() == [("all", True)]
     first.serves = False
-    assert told() == [("all", True), ("all", False)]
+    assert reported() == [("all", True), ("all", False)]
 
 
 def test_an_info_call_is_answered_without_the_engine() -> None:
@@ -237,7 +237,7 @@ def test_an_info_call_is_answered_without_the_engine() -> None:
 
     child: Any = Asks()
     workers._listen(Worker(child=child, socket=0))
-    assert child.told == [("model", 7, None)]
+    assert child.reported == [("model", 7, None)]
 
 
 def test_other_workers_hear_of_a_lost_worker_first() -> None:
@@ -249,7 +249,7 @@ def test_other_workers_hear_of_a_lost_worker_first() -> None:
         name, was_forked = "http-0", True
 
         def reap(self) -> str:
-            assert other.told == [("all", False)]
+            assert other.reported == [("all", False)]
             return "SIGABRT"
 
     children: list[Any] = [Lost(), other]
@@ -332,7 +332,7 @@ def test_only_a_worker_with_a_hanging_event_loop_is_killed(monkeypatch: pytest.M
     assert [one.ended for one in children] == [False] * 3
     looked(20)
     assert [one.ended for one in children] == [True, False, False]
-    assert hung.told == ["look"] and spare.told == [] and len(healthy.told) > HANG_S // 10
+    assert hung.reported == ["look"] and spare.reported == [] and len(healthy.reported) > HANG_S // 10
     assert "did not respond for 120 s" in workers.workers[0].failure_reason
 
 
@@ -342,8 +342,8 @@ def test_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
     try:
         before = workers(service.wait_ready())
         os.kill(before["http-0"], signal.SIGSTOP)
-        told = "process http-0 ended (its event loop did not respond for 5 s); a spare replaces it"
-        wait_for(lambda: told in service.log.read_text(), 30, "it is told")
+        reported = "process http-0 ended (its event loop did not respond for 5 s); a spare replaces it"
+        wait_for(lambda: reported in service.log.read_text(), 30, "it is logged")
         service.wait_ready()
         now = workers(service)
         assert now["http-0"] != before["http-0"] and now["http-1"] == before["http-1"]

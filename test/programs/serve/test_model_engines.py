@@ -138,13 +138,16 @@ def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
 
 @pytest.mark.parametrize("name", ["broken", "dying"])
 def test_a_failed_load_gives_a_reason_and_harms_nothing(fake: Service, name: str) -> None:
-    told = load(fake, f"{name}.pth", name)
-    assert told["status"] == "failed" and (
-        "is not a model; give another `file`" in told["error"] or "exit code 3" in told["error"]
+    reported = load(fake, f"{name}.pth", name)
+    assert reported["status"] == "failed" and (
+        "is not a model; give another `file`" in reported["error"] or "exit code 3" in reported["error"]
     )
     wait_for_all_workers(fake, name, 404)
-    assert told["error"] in fake.post(CHAT, {**WHO, "model": name}).json()["error"]
-    assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and answering_model(fake, "rwkv7") == "rwkv7"
+    assert reported["error"] in fake.post(CHAT, {**WHO, "model": name}).json()["error"]
+    assert (
+        fake.get(f"/v1/models/{name}").json()["error"] == reported["error"]
+        and answering_model(fake, "rwkv7") == "rwkv7"
+    )
     assert load(fake, "good.pth", name)["status"] == "ready"  # another file may take the name
     assert unload(fake, name)["status"] == "unloaded"
 

@@ -22,7 +22,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-def told(service: Service) -> dict[str, float]:
+def reported(service: Service) -> dict[str, float]:
     """Return the samples of /metrics without labels, except the engine's name."""
     lines = re.findall(r'^(\w+)\{engine="engine-0"\} (\S+)$', service.get("/metrics").text, re.MULTILINE)
     return {name: float(value) for name, value in lines if name in SHOWN}
@@ -34,7 +34,7 @@ def shown(page: Page, metric: str) -> float:
 
 def equal(page: Page, service: Service) -> Callable[[], bool]:
     def compare() -> bool:
-        metrics = told(service)
+        metrics = reported(service)
         return all(shown(page, name) == metrics[name] for name in SHOWN)
 
     return compare

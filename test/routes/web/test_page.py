@@ -158,8 +158,8 @@ def heap_bytes(page: Page) -> int:
 
 def dropped_characters(page: Page) -> int:
     """Return the number of characters that the page has dropped from an answer."""
-    told = page.get_by_text("characters are no longer shown").inner_text()
-    return int(re.sub(r"\D", "", told))
+    reported = page.get_by_text("characters are no longer shown").inner_text()
+    return int(re.sub(r"\D", "", reported))
 
 
 @pytest.mark.timeout(900)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: `rapid` in every launch shape, in a graph, on fp16; FlashInfer's filters. (-m gpu)"""
+"""GPU samplers: `rapid` in every launch shape, in a graph, on fp16; FlashInfer's filters. (-m gpu)"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB = 65536
 
 
 def mixed(rows: int) -> list[SamplingParams]:
-    """Rows of every sort, over and over, each with its own seed."""
+    """Return rows of every sampling kind, each with its own seed."""
     sorts = [
         SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996),
         SamplingParams(temperature=0.0, presence_penalty=0.5),
@@ -80,8 +80,8 @@ def test_rapid_on_rows_that_defeat_the_short_list(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 30, 64, 300])
-def test_a_row_that_is_hardly_cut_draws_the_same_alone_and_in_company(rows: int) -> None:
-    """Few rows: its second pass is shared by 8, 4 or 2 blocks; many: one block makes it."""
+def test_a_row_with_little_truncation_samples_the_same_alone_and_in_a_batch(rows: int) -> None:
+    """With few rows 8, 4 or 2 CTAs share the second pass; with many, one CTA runs it."""
     cuts = [(0, 0.5), (0, 0.9), (0, 0.999), (40000, 0.9), (3000, 0.97), (0, 0.05)]
     params = [
         SamplingParams(temperature=1.5, top_k=k, top_p=p, presence_penalty=seed % 2, logit_bias={7: 5.0}, seed=seed)
@@ -105,7 +105,7 @@ def test_rapid_does_not_change_or_need_fresh_logits() -> None:
     assert torch.equal(logits, kept)
 
 
-def test_half_logits_draw_as_their_fp32_values() -> None:
+def test_fp16_logits_sample_as_their_fp32_values() -> None:
     params = mixed(90)
     half, single = made("rapid", params), made("rapid", params)
     for step in range(3):
@@ -131,7 +131,7 @@ def test_graph_replays_equal_eager_steps_with_padding() -> None:
         assert out[60:].tolist() == [0, 0, 0, 0]
 
 
-def test_rapid_sample_checks_what_it_is_given() -> None:
+def test_rapid_sample_checks_its_arguments() -> None:
     rapid = made("rapid", mixed(4))
     req_slots = torch.zeros(4, dtype=torch.int32, device=GPU)
     with pytest.raises(TypeError, match=r"out: wants torch.int64"):
@@ -141,8 +141,8 @@ def test_rapid_sample_checks_what_it_is_given() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
-def test_flashinfer_filters_as_the_definition_does() -> None:
-    """Same filters, same draws: equal to rapid but where the mass at a cut is rounded differently."""
+def test_flashinfer_filters_like_the_definition() -> None:
+    """Same filters, same random numbers: equal to rapid except where the mass at a cut is rounded differently."""
     params = mixed(90)
     filtered, rapid = made("flashinfer", params), made("rapid", params)
     logits = random_logits(90, 2)
@@ -167,8 +167,8 @@ def test_flashinfer_filters_as_the_definition_does() -> None:
         ),
     ],
 )
-def test_a_run_without_draws_counts_as_the_definition_counts_it(name: str) -> None:
-    """Runs of many lengths between the draws of rows of all kinds, tokens seen before and biased ones among them."""
+def test_a_run_without_sampling_is_counted_like_the_definition(name: str) -> None:
+    """Runs of many lengths between samples of all kinds of rows, with repeated and biased tokens."""
     params = mixed(60)
     sampler, naive = made(name, params), made("naive", params)
     sample = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""Where fp8 is multiplied by fp8 a layer's inputs are mixed into codes or parts; its low ranks are in that launch."""
+"""fp8 times fp8: a layer's inputs are quantised by shift_mix; the low ranks are in the same launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cuda import input_projections as cuda_entrance
+from rwkv_batch.kernels.cuda import input_projections as cuda_input_projections
 from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_mm_dtypes
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.layer import CudaLayer
@@ -32,14 +32,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 WIDTH, VOCAB = 4096, 256
 RANKS = (128, 128, 96, 480)
 FULL = (65, 96, 128, 200, 257, 320)
-"""Rows whose entrance is one launch on a GPU of 132 processors"""
+"""Row counts whose input projections are one launch on a GPU of 132 SMs."""
 PARTED = (5, 9, 16, 32, 33, 64)
-"""Rows that are multiplied in two parts."""
+"""Row counts with two-part inputs."""
 SAME_PLAN = (5, 9, 33, 64, 65, 130)
-"""Rows that are dealt to blocks in one way, whichever way a matrix lies."""
+"""Row counts with the same tiles for both layouts of a matrix."""
 VALUE_ROWS = (*SAME_PLAN, 257, 320, 400, 600, 800, 1000, 1040, 4100)
 ROUNDED_IN_PARTS = 6e-3
-"""What that adds to a product's error, also twice after each other."""
+"""Error that this adds to a product; also for two products in a row."""
 
 
 @pytest.fixture(scope="module")
@@ -63,30 +63,30 @@ def normal(*size: int) -> Tensor:
 
 
 def parts_of(halves: Tensor) -> Tensor:
-    """[T, C] fp16 in two parts [T, 2, C]."""
+    """Return [T, C] fp16 as two parts [T, 2, C]."""
     first = halves.to(torch.float8_e5m2)
     return torch.stack([first, ((halves - first.half()) * 8).to(torch.float8_e5m2)], dim=1)
 
 
-def mix(stage: Stage, entrance: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
-    """Mixed inputs of random rows, the same ones each time, and the shifts behind them."""
+def mix(stage: Stage, prologue: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
+    """Return mixed inputs and new shifts of random rows; the same ones at each call."""
     generator = torch.Generator(GPU).manual_seed(sum(lengths))
     sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
     x, shift = (torch.randn(*size, device=GPU, generator=generator).half() for size in sizes)
     inputs = step(lengths)
     inputs.tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=GPU)
     inputs.adapters = torch.zeros(sum(lengths), dtype=torch.int64) if halves else None
-    _, mixed = stage.ops.shift_mix(x, x.flip(0), entrance, shift, inputs)
+    _, mixed = stage.ops.shift_mix(x, x.flip(0), prologue, shift, inputs)
     return mixed, shift
 
 
 @pytest.mark.parametrize("lengths", [[1] * 65, [1] * 132, [1] * 133, [1] * 960, [100], [3, 70, 1, 500, 33]], ids=str)
-def test_codes_are_those_of_the_halves(stage: Stage, lengths: list[int]) -> None:
+def test_quantised_inputs_are_those_of_the_fp16_inputs(stage: Stage, lengths: list[int]) -> None:
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
-    for entrance, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
-        plain, shift = mix(stage, entrance, lengths, halves=True)
-        mixed, shift_too = mix(stage, entrance, lengths, halves=False)
+    for prologue, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
+        plain, shift = mix(stage, prologue, lengths, halves=True)
+        mixed, shift_too = mix(stage, prologue, lengths, halves=False)
         assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.fp16, plain[2:])
@@ -99,7 +99,7 @@ def test_codes_are_those_of_the_halves(stage: Stage, lengths: list[int]) -> None
 @pytest.mark.parametrize("rows", FULL)
 @pytest.mark.parametrize("index", [0, 1])
 def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by launches of their own, whatever the other rows hold, and each time."""
+    """Equal to separate launches, for any content of the other rows, at each call."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
@@ -109,7 +109,7 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
     del held
     got = stage.ops.project(layer, mixed)
     with monkeypatch.context() as context:
-        context.setattr(cuda_entrance, "_fits_one_quantised_launch", lambda layer, tokens: False)
+        context.setattr(cuda_input_projections, "_fits_one_quantised_launch", lambda layer, tokens: False)
         apart = stage.ops.project(layer, mixed)
     for name in names:
         y, z = getattr(got, name).float(), getattr(apart, name).float()
@@ -120,17 +120,17 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
     kept = torch.arange(rows, device=GPU) % 3 == 0
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
-    beside = stage.ops.project(layer, mixed)
-    assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
+    other_rows = stage.ops.project(layer, mixed)
+    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 64, [40], [3, 1, 30]], ids=str)
-def test_parts_add_up_to_the_halves(stage: Stage, lengths: list[int]) -> None:
+def test_parts_add_up_to_the_fp16_inputs(stage: Stage, lengths: list[int]) -> None:
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
-    for entrance, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
-        plain, shift = mix(stage, entrance, lengths, halves=True)
-        mixed, shift_too = mix(stage, entrance, lengths, halves=False)
+    for prologue, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
+        plain, shift = mix(stage, prologue, lengths, halves=True)
+        mixed, shift_too = mix(stage, prologue, lengths, halves=False)
         assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.fp16, plain[2:])
@@ -141,8 +141,8 @@ def test_parts_add_up_to_the_halves(stage: Stage, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("rows", PARTED)
 @pytest.mark.parametrize("index", [0, 1])
-def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
-    """As those of halves but for what the parts leave out, each time the same, whatever the other rows hold."""
+def test_products_of_two_part_rows(stage: Stage, rows: int, index: int) -> None:
+    """Near the fp16 products, by what two parts leave out; the same bits at each call, for any other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     kept = torch.arange(rows, device=GPU) % 3 == 0
@@ -161,8 +161,8 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
         assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
-    beside = stage.ops.project(layer, mixed)
-    assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
+    other_rows = stage.ops.project(layer, mixed)
+    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
 
     x = normal(rows, WIDTH)
     parts = parts_of(x)
@@ -184,8 +184,8 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
 
 @pytest.mark.parametrize("rows", VALUE_ROWS)
 @pytest.mark.parametrize("n", [WIDTH, 1056])
-def test_value_is_multiplied_as_its_inputs_lie(rows: int, n: int) -> None:
-    """As the same codes where they lie by outputs, to the bit where blocks share k alike; whatever other rows hold."""
+def test_transposed_value(rows: int, n: int) -> None:
+    """Equal to the row-major matrix, to the bit where split-K is the same; for any content of the other rows."""
     if not scaled_mm_dtypes(GPU) or not has_hopper_gemm(GPU):
         pytest.skip("it is held in both orders here")
     stored = quantise(torch.randn(n, 4096, device=GPU) / 64, Format.FP8)
@@ -204,8 +204,8 @@ def test_value_is_multiplied_as_its_inputs_lie(rows: int, n: int) -> None:
 
 @pytest.mark.parametrize("rows", PARTED)
 @pytest.mark.parametrize("form", [StateFormat.INT8, StateFormat.FP16, StateFormat.FP32])
-def test_wkv_gives_its_output_in_parts(stage: Stage, rows: int, form: StateFormat) -> None:
-    """Those of the halves that it gives to adapters."""
+def test_wkv_writes_two_part_output(stage: Stage, rows: int, form: StateFormat) -> None:
+    """The parts equal those of the fp16 output that adapters read."""
     layer = stage.layers[1]
     parts = Projections(*normal(7, rows, WIDTH).unbind())
     first, inputs, outputs = normal(rows, WIDTH), step([1] * rows), []

@@ -1,4 +1,4 @@
-"""Decode steps in pieces on a GPU: as whole ones, whatever goes between, and interactive rows beside a batch."""
+"""Decode steps launched in pieces on a GPU equal whole steps, with prefill between the pieces."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def stage() -> Stage:
 
 
 @pytest.mark.parametrize("rows", [16, 33, ROWS])
-def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
-    """The prompt that goes between writes slots, logits and tokens of its own."""
+def test_pieces_sample_the_tokens_of_the_whole_step(stage: Stage, rows: int) -> None:
+    """The prompt between two pieces writes its own slots, logits and tokens."""
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     prompts = PrefillGraphs(graphs.graph_stages, graphs.logits)
@@ -79,8 +79,8 @@ def test_steps_of_few_rows_are_whole(stage: Stage) -> None:
     torch.cuda.synchronize()
 
 
-def test_prompts_in_pieces_are_read_as_whole_ones(stage: Stage) -> None:
-    """What goes between writes slots of its own; the pieces of a decode step follow."""
+def test_prefill_in_pieces_equals_whole_prefill(stage: Stage) -> None:
+    """The prompt between two pieces writes its own slots; the pieces of a decode step follow."""
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     assert graphs.pieces is not None
@@ -116,10 +116,8 @@ def test_prompts_in_pieces_are_read_as_whole_ones(stage: Stage) -> None:
 
 @pytest.mark.parametrize("lengths", [[5, 60], [26] * 18, [480], [9] * 30])
 @torch.inference_mode()
-def test_graphs_of_prompts_in_pieces_read_what_the_same_steps_read_kernel_by_kernel(
-    stage: Stage, lengths: list[int]
-) -> None:
-    """To the bit, padding included; what goes between writes slots of its own, and a decode step follows."""
+def test_prefill_graphs_in_pieces_equal_the_eager_steps(stage: Stage, lengths: list[int]) -> None:
+    """To the bit, padding included. The prompt between two pieces writes its own slots; a decode step follows."""
     assert stage.state is not None
     graphs = DecodeGraphs(make_graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     assert graphs.pieces is not None
@@ -172,7 +170,7 @@ def questions(rows: int) -> list[str]:
     return [f"English: He has {number} apples and a dog.\n\nChinese:" for number in range(rows)]
 
 
-def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
+def test_interactive_rows_during_a_batch_give_the_text_of_one_row() -> None:
     rows = [make_request(text, max_tokens=24, stop_ids=[261]) for text in questions(40)]
     with started_engine(
         ensure_model(), devices=("cuda:0",), max_running=256, batch_step_layers=2, samplers=("rapid",)
@@ -182,15 +180,15 @@ def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
         batch = submit(engine, *(make_request(text, max_tokens=8000, ignore_eos=True) for text in questions(200)))
         assert eventually_holds(engine, lambda: engine.scheduler.running_rows == 200)
         within = _count_let_in(engine)
-        beside = [run(engine, row).all_texts[0] for row in rows]
+        other_rows = [run(engine, row).all_texts[0] for row in rows]
         assert within, "none of them came within a step"
-        assert sum(one == other for one, other in zip(alone, beside, strict=True)) >= 36
+        assert sum(one == other for one, other in zip(alone, other_rows, strict=True)) >= 36
         assert engine.scheduler.running_rows == 200
         engine.cancel(batch.job.job_id)
         batch.wait()
 
 
-def test_a_batchs_prompts_that_are_read_beside_interactive_rows_say_what_they_say_alone() -> None:
+def test_batch_prompts_read_during_interactive_rows_give_the_text_of_one_row() -> None:
     rows = [make_request(text, max_tokens=24, stop_ids=[261]) for text in questions(200)]
     with started_engine(
         ensure_model(), devices=("cuda:0",), max_running=96, batch_step_layers=2, samplers=("rapid",)

@@ -1,4 +1,4 @@
-"""Hopper's products of fp8 codes, and of halves beside them, their kernels run thread by thread on the CPU."""
+"""Hopper's fp8 GEMMs, and fp16 ones in the same launch; the kernels run thread by thread on the CPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def of_parts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def of_transposed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of weights [k, n]."""
     return emulated("gemm_fp8_transposed", tmp_path_factory.mktemp("emulated"), (96, 320), (1,))
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(
-    library: ctypes.CDLL, of_parts: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    library: ctypes.CDLL, of_parts: ctypes.CDLL, of_transposed: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
@@ -50,7 +50,7 @@ def on_cpu(
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            found = of_parts if name.endswith("two_part") else of_turned if name.endswith("transposed") else library
+            found = of_parts if name.endswith("two_part") else of_transposed if name.endswith("transposed") else library
             call(found, name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
@@ -60,7 +60,7 @@ def on_cpu(
         monkeypatch.setattr(module, "is_mps_active", lambda: True)
     work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(hopper_gemm_fp8, "prepare_hopper_gemm", lambda device: work)
-    for each in (library, of_parts, of_turned):
+    for each in (library, of_parts, of_transposed):
         each.emulation_set(2, 227 << 10)
 
 
@@ -92,7 +92,7 @@ def error(y: Tensor, true: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [70, 130])
-def test_halves_beside_codes(rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_and_fp8_in_one_launch(rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     library.emulation_set(1, 227 << 10)  # what waits for other blocks' results has none to wait for
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
@@ -201,7 +201,7 @@ def test_more_rows_than_a_tile_are_not_made_floats() -> None:
 
 @pytest.mark.parametrize("rows", [9, 20, 40])
 def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside halves, and maps of halves that read their results; results as halves and in parts."""
+    """With fp16 GEMMs in the launch, also dependent ones; output in fp16 and in two parts."""
     of_parts.emulation_set(1, 227 << 10)
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)

@@ -1,4 +1,4 @@
-"""The entrance of a time mix in one launch, on a GPU: as the same maps launched apart, to the bit."""
+"""Input projections of a time mix in one launch on a GPU equal separate launches to the bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ROWS = (65, 80, 96, 105, 128, 160, 180, 200, 240, 256)
 NONE = Activation.NONE
 ENTRANCES = [((2944,) * 3, (128, 128, 128, 512), 512), ((4096,) * 3, (128, 128, 128, 512), 4096)]
-"""Outputs of r, k, v, and of the low ranks; their inputs."""
+"""Outputs of r, k, v and of the low ranks; inputs."""
 
 
 def normal(*size: int) -> Tensor:
@@ -36,7 +36,7 @@ def weight(n: int, k: int) -> Tensor:
 
 
 def poisoned(rows: int, n: int) -> Tensor:
-    """With rows behind those that are written."""
+    """Return outputs with extra rows after the written ones."""
     return torch.full((rows + 4, n), torch.nan, device=GPU, dtype=torch.float16)
 
 
@@ -51,10 +51,10 @@ def assert_nothing_is_left() -> None:
 
 @pytest.mark.parametrize(("outputs", "ranks", "width"), ENTRANCES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_an_entrance_gives_what_its_maps_give_apart(
+def test_one_launch_equals_separate_launches(
     rows: int, outputs: tuple[int, ...], ranks: tuple[int, ...], width: int
 ) -> None:
-    """Many times, the results of the time before wiped out."""
+    """Many runs; each clears the previous results."""
     acts = [NONE, Activation.TANH, NONE, Activation.SIGMOID]
     weights = (
         [weight(n, width) for n in outputs],
@@ -86,14 +86,14 @@ def test_an_entrance_gives_what_its_maps_give_apart(
 
 
 def test_a_row_is_the_same_in_every_tile() -> None:
-    """To the bit, with any number of others beside it."""
+    """To the bit, with any number of other rows."""
     x, weights = normal(7, TILE_ROWS[-1], 512), [weight(n, 512) for n in (*(2944,) * 3, *(128,) * 3, 512)]
-    exits = [weight(2944, n) for n in (128, 128, 128, 512)]
+    up_weights = [weight(2944, n) for n in (128, 128, 128, 512)]
     found = []
     for rows in (size for size in TILE_ROWS if size >= MIN_ROWS):
-        ys = [poisoned(rows, len(w))[:rows] for w in (*weights, *exits)]
+        ys = [poisoned(rows, len(w))[:rows] for w in (*weights, *up_weights)]
         maps: list[Fp16Gemm] = [(w, one[:rows], y, NONE) for w, one, y in zip(weights, x, ys, strict=False)]
-        late: list[Fp16Gemm] = [(w, one, y, NONE) for w, one, y in zip(exits, ys[3:7], ys[7:], strict=True)]
+        late: list[Fp16Gemm] = [(w, one, y, NONE) for w, one, y in zip(up_weights, ys[3:7], ys[7:], strict=True)]
         launch_fused_projections(maps[:3], maps[3:], late)
         found.append([y[:MIN_ROWS] for y in ys])
     assert all(torch.equal(y, first) for ys in found for y, first in zip(ys, found[0], strict=True))

@@ -1,4 +1,4 @@
-"""Hopper's products of rows in two bytes with int8 weights, and of halves beside them, thread by thread on the CPU."""
+"""Hopper's GEMMs of two-byte rows with int8 weights, and fp16 ones in the same launch, thread by thread on the CPU."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def of_transposed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Those of weights [k, n]."""
     return emulated("gemm_int8_transposed", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(library: ctypes.CDLL, of_transposed: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
@@ -43,7 +43,7 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(of_turned if name.endswith("transposed") else library, name, *args)
+            call(of_transposed if name.endswith("transposed") else library, name, *args)
 
     work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     for module in (hopper_gemm_int8, cuda_wide):
@@ -55,7 +55,7 @@ def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.Mon
     monkeypatch.setattr(hopper_gemm_int8, "prepare_hopper_gemm", lambda device: work)
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
-    for each in (library, of_turned):
+    for each in (library, of_transposed):
         each.emulation_set(1, 227 << 10)
 
 
@@ -84,7 +84,7 @@ def transposed(m: Int8Gemm) -> Int8Gemm:
 
 @pytest.mark.parametrize(("rows", "group"), [(5, 64), (32, 128), (41, 64)])
 def test_rows_in_bytes(rows: int, group: int) -> None:
-    """Beside halves, and maps of halves that read their results; results as halves and in bytes."""
+    """With fp16 GEMMs in the launch, also dependent ones; output in fp16 and in two bytes."""
     maps, wanted = [], []
     for n, k, activation in ((272, 256, Activation.NONE), (256, 128, Activation.RELU_SQUARED)):
         given = bytes_of(torch.randn(rows, k).half() * 10.0 ** torch.randint(-2, 2, (rows, k)).half(), group)
@@ -169,9 +169,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 20, 40])
-def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_shares(library: ctypes.CDLL, of_transposed: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """What blocks that share k come to; none waits for another. The map's last tile is narrower. Of both orders."""
-    for each in (library, of_turned):
+    for each in (library, of_transposed):
         each.emulation_set(8, 227 << 10)
     monkeypatch.setattr(hopper_quantised_launch, "is_mps_active", lambda: False)
     made, w = int8_map(bytes_of(torch.randn(rows, 1024).half()), 144, False)

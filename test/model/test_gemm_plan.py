@@ -33,7 +33,7 @@ from rwkv_batch.kernels.cuda.ops import CudaOps
 
 PROCESSORS = 132
 SHAPES = {
-    "entrance": (GemmShape(4096, 4096),) * 3 + (GemmShape(128, 4096),) * 3 + (GemmShape(512, 4096),),
+    "input projections": (GemmShape(4096, 4096),) * 3 + (GemmShape(128, 4096),) * 3 + (GemmShape(512, 4096),),
     "exits": (GemmShape(4096, 128),) * 3 + (GemmShape(4096, 512),),
     "output": (GemmShape(4096, 4096),),
     "key": (GemmShape(16384, 4096),),

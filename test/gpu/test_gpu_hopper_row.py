@@ -28,7 +28,7 @@ from rwkv_batch.model.step_inputs import StepInputs
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 EXACT = 1e-3
-"""fp32 results of fp16 inputs; the fp8 units add in some 14 bits"""
+"""fp32 results of fp16 inputs; the fp8 units accumulate in about 14 bits."""
 
 
 def error(y: Tensor, true: Tensor) -> float:
@@ -65,8 +65,8 @@ def test_any_inputs(format_: Format, n: int, k: int, inputs: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("format_", Format)
-def test_what_is_not_finite_stays_so(format_: Format, value: float) -> None:
-    """int8 and int4 took NaN for zero: it is larger than no number."""
+def test_nan_and_infinity_are_kept(format_: Format, value: float) -> None:
+    """A comparison with NaN is false, so it may not count as zero."""
     map_, _ = linear(format_, 96, 768)
     x = normal(1, 768)
     x[0, 300] = value
@@ -75,15 +75,15 @@ def test_what_is_not_finite_stays_so(format_: Format, value: float) -> None:
 
 @pytest.mark.parametrize("width", [4096, 1024, 768])
 @pytest.mark.parametrize("format_", Format)
-def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> None:
+def test_quantised_and_fp16_products_in_one_launch(format_: Format, width: int) -> None:
     sizes = (width, 32, 4 * width, 544)
     maps = [linear(format_, n, width) for n in sizes]
     halves = [normal(n, width) / width**0.5 for n in (64, 512)]
     x = normal(6, 1, width)
     ys = [torch.full((1, n), torch.nan, device=GPU).half() for n in (*sizes, 64, 512)]
     coded = [QuantGemm(map_, x[i], ys[i], Activation.RELU_SQUARED) for i, (map_, _) in enumerate(maps)]
-    beside = [Gemm(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
-    multiply_few(coded, beside)
+    others = [Gemm(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
+    multiply_few(coded, others)
     for i, (_, meant) in enumerate(maps):
         assert error(ys[i], torch.relu(x[i].float() @ meant.T).square()) < 1e-3, i
     assert error(ys[4], torch.tanh(x[4].float() @ halves[0].float().T)) < 1e-3
@@ -97,16 +97,18 @@ def ops_of(width: int) -> CudaOps:
 
 
 def sums_of(delta: Tensor) -> RowSums:
-    """[1, C] as the launch of a channel mix adds it up."""
+    """Return [1, C] as the channel mix adds it."""
     return RowSums((delta.double() * 2.0**32).round().long().view(-1, 8).T.contiguous())
 
 
 @pytest.mark.parametrize("has_delta", ["halves", "sums", ""])
 @pytest.mark.parametrize("width", [4096, 768])
 @pytest.mark.parametrize("format_", Format)
-def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str) -> None:
-    """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
-    monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda entrance: True)
+def test_the_row_is_mixed_in_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str
+) -> None:
+    """Equal to shift_mix to the bit, with different read and write slots."""
+    monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda prologue: True)
     consumer, meant = linear(format_, 96, width)
     ops = ops_of(width)
     work = ops.workspaces[GPU]
@@ -143,7 +145,7 @@ def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Forma
 @pytest.mark.parametrize(("width", "ffn"), [(4096, 16384), (1024, 4096), (768, 3072), (2560, 10240)])
 @pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
 def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, push: float) -> None:
-    """None to all of its rows active; added to what the sums have been, the same bits again; added to a stream."""
+    """No to all rows active; added to earlier sums and to a residual stream; a second run gives the same bits."""
     weight = torch.randn(ffn, width, device=GPU) / width**0.5
     weight[:, 0] = 1.0
     key = CudaQuantLinear(quantise(weight, format_))
@@ -170,7 +172,7 @@ def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, p
 
 @pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
 def test_sums_begin_with_zeros(format_: Format) -> None:
-    """What a step that was broken off has left there is not in the next channel mix."""
+    """The sums of an aborted step are not in the next channel mix."""
     width = 1024
     consumer, _ = linear(format_, 4 * width, width)
     ops = ops_of(width)
@@ -188,7 +190,7 @@ def test_sums_begin_with_zeros(format_: Format) -> None:
 @pytest.mark.parametrize(("width", "ffn"), [(4096, 16384), (768, 3072), (2560, 10240)])
 @pytest.mark.parametrize("format_", Format)
 def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> None:
-    """Any share of inputs that are not zero, lone and in a crowd; the same bits again."""
+    """Any share of non-zero inputs, isolated and adjacent; a second run gives the same bits."""
     stored = quantise(torch.randn(width, ffn, device=GPU) / ffn**0.5, format_)
     value = CudaQuantValue(stored)
     hidden = torch.rand(1, ffn, device=GPU) * (torch.rand(1, ffn, device=GPU) < share)
@@ -206,8 +208,7 @@ def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> Non
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 def test_steps_of_a_row_have_the_same_bits_each_time(name: str) -> None:
-    """All layers of 7.2B. int8's had not, one launch in some ten thousand: the next copy into a place of the ring came
-    before the loads of this one's scales."""
+    """All layers of 7.2B: a ring slot may be refilled only after its scales were read."""
     stage, vocab = random_stage("7.2b", GPU, StateFormat.FP16, dtype=name), 65536
     stage.allocate_slots(4)
     tokens = torch.randint(vocab, (3, 1), device=GPU)

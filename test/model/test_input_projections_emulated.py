@@ -1,4 +1,4 @@
-"""The entrance of a time mix in one launch of Hopper's products, the kernel run thread by thread on the CPU."""
+"""Input projections of a time mix in one launch on Hopper; the kernel runs thread by thread on the CPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def times(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("processors", [1, 5])
-def test_an_entrance(processors: int, library: ctypes.CDLL, on_cpu: HopperWorkspace) -> None:
+def test_input_projections(processors: int, library: ctypes.CDLL, on_cpu: HopperWorkspace) -> None:
     """r, k; two low ranks, and their exits from what those give: all by one block, or the exits by the fifth."""
     library.emulation_set(processors, 227 << 10)
     none = Activation.NONE
