@@ -33,11 +33,14 @@ class Readiness:
         self._has_engine = False
         self.all_workers_ready = all_workers_ready
         """Whether all HTTP workers take work, from the supervisor."""
+        self.fingerprint = ""
+        """`system_fingerprint` of the connected engine's weights. "": not fetched yet."""
 
     def engine_changed(self, is_connected: bool) -> None:
         """Record that the engine has connected or disconnected."""
         with self._lock:
             self._has_engine = is_connected
+            self.fingerprint = ""  # a restarted engine may have read other weights
             waiting, self._waiters = (self._waiters, set()) if is_connected else (set(), self._waiters)
         for wake in waiting:
             wake()

@@ -167,7 +167,7 @@ class FakeEngine:
         else:
             reply(
                 {
-                    "fingerprint": "fake",
+                    "fingerprint": self._config.model_name,
                     "model": self._config.model_name,
                     "dtype": self._config.dtype,
                     "wkv_state": self._config.wkv_state,

@@ -19,8 +19,6 @@ from rwkv_batch.calls import GetStatus, ListAdapters
 from rwkv_batch.errors import ErrorInfo, invalid
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, TokenLogprob
 
-FINGERPRINT_KEY = "fingerprint"
-"""Key of the model's fingerprint in `Context.shared`."""
 MAX_UNSTREAMED_LOGPROBS = 2_000_000
 """Limit of log-probabilities in an answer that is not streamed. Each takes about 100 bytes until it is sent."""
 OPENAI_REASONS = (FinishReason.STOP, FinishReason.LENGTH, "tool_calls")
@@ -31,14 +29,15 @@ MIN_LOGPROB = -9999.0
 
 async def fingerprint(context: Context, body: OpenAIBody) -> str:
     """Return `system_fingerprint`: digests of weights and adapter. Raises ServiceError while the engine is away."""
-    if FINGERPRINT_KEY not in context.shared:
+    weights = context.readiness.fingerprint
+    if not weights:
         status = await call_engine(context, GetStatus())
-        context.shared[FINGERPRINT_KEY] = f"fp_{str(status['fingerprint'])[:12]}"
+        weights = context.readiness.fingerprint = f"fp_{str(status['fingerprint'])[:12]}"
     adapter = requested_adapter(body, context.config)
     digests = (
         [info.digest for info in await call_engine(context, ListAdapters()) if info.name == adapter] if adapter else []
     )
-    return "+".join([str(context.shared[FINGERPRINT_KEY]), *(digest[:12] for digest in digests)])
+    return "+".join([weights, *(digest[:12] for digest in digests)])
 
 
 async def openai_rows(

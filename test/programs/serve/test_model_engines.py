@@ -94,6 +94,19 @@ def test_a_model_is_loaded_used_listed_and_unloaded(fake: Service) -> None:
     assert "small" not in {one["id"] for one in fake.get("/v1/models").json()["data"]}
 
 
+def test_each_model_has_its_fingerprint(fake: Service) -> None:
+    def fingerprints(model: str) -> set[str]:
+        body = {"messages": [{"role": "user", "content": "who"}], "max_tokens": 1, "model": model}
+        return {fake.post("/openai" + CHAT, body).json()["system_fingerprint"] for _ in range(ALL)}
+
+    assert fingerprints("rwkv7") == {"fp_rwkv7"}
+    load(fake, "good.pth", "small")
+    wait_for_all_workers(fake, "small", "small")
+    assert fingerprints("small") == {"fp_small"}
+    assert fingerprints("rwkv7") == {"fp_rwkv7"}
+    unload(fake, "small")
+
+
 def test_the_status_shows_each_models_settings(fake: Service) -> None:
     body = {"file": "good.pth", "name": "small", "wkv_state": "int8", "dtype": "int4", "wait_s": WAIT_S}
     assert fake.post("/v1/models/load", body, headers=ADMIN, timeout=2 * WAIT_S).json()["status"] == "ready"
