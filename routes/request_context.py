@@ -12,6 +12,7 @@ import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import ClientLimits, Job, JobEvents, Priority
 
 REQUEST_ID = "X-Request-Id"
@@ -46,6 +47,12 @@ class RequestContext:
     """Time from the request's arrival to the answer's first byte. 0 before it."""
     error_kind: str = ""
     """Kind of the job's error. A stream may fail under status 200."""
+
+    def check_rows(self, rows: int, states: int = 1) -> None:
+        """Check a request's rows against the key's limit. A mixture counts once per state. Raises ServiceError."""
+        error = None if self.limits is None else self.limits.rows_error(self.client, rows, states)
+        if error is not None:
+            raise ServiceError.from_info(error)
 
     def submit(self, job: Job) -> None:
         """Count a job's rows and prompt tokens."""

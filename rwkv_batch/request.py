@@ -10,7 +10,7 @@ import enum
 
 import msgspec
 
-from rwkv_batch.errors import ErrorInfo
+from rwkv_batch.errors import ErrorInfo, ErrorKind
 from sampling.grammar.constraint import Constraint
 from sampling.params import SamplingParams
 
@@ -136,6 +136,17 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int | None = None
     """prompts and answers together"""
     requests_per_minute: int | None = None
+
+    def rows_error(self, client: str, rows: int, states: int = 1) -> ErrorInfo | None:
+        """Return the error of a request with more rows than the client may ever have at once.
+
+        rows: a mixture counts once per state
+        """
+        if self.rows is None or rows <= self.rows:
+            return None
+        counted = f"{rows} rows" + (", one per state of its mixture" if states > 1 else "")
+        message = f"the request has {counted}; the key {client} may have {self.rows} at once; send fewer"
+        return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=rows)
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):

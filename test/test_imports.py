@@ -67,7 +67,7 @@ ROOMS = {
     "routes.request_context": "",
     "routes.file_store": "routes.config",
     "routes.model_connections": "routes routes.context",
-    "routes.request": "routes.config routes.context routes.file_store",
+    "routes.request": "routes.config routes.context routes.file_store routes.request_context",
     "routes.response": "routes.config routes.context routes.request_context routes.reader_wakeups routes.request "
     "routes.file_store",
     "routes.route": "routes.context routes.request routes.response routes.request_context",

@@ -19,6 +19,7 @@ from routes.config import HttpConfig
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import DEFAULT_STOPS, BatchBody, GenerationBody, ModelFields, PriorityFields, PromptBody
+from routes.request_context import current_request
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
@@ -220,6 +221,8 @@ def build_rows(
         raise invalid(
             "max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens
         )
+    states = len(body.states) or 1
+    current_request().check_rows(len(prompts) * n * states, states)
     seed = secrets.randbits(64) if body.seed is None else body.seed
     mixture = [(member.name, member.weight) for member in body.states]
     state = "" if mixture else requested_state(body, config)

@@ -207,6 +207,8 @@ async def submit(context: Context, job: Job) -> EventStream:
         priority=request_context.priority or job.priority,
         timeout_s=time_limit(context.config, job.timeout_s),
     )
+    if (usage := job.usage) is not None:
+        request_context.check_rows(usage.rows, usage.states)
     request_context.submit(job)
     stream = EventStream(context, job)
     context.engine.submit(job, stream.sink, _future_callback(loop, admission))

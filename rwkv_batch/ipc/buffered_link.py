@@ -55,21 +55,35 @@ class BufferedLink(Generic[Incoming, Outgoing]):
 
     def send(self, *messages: Outgoing) -> None:
         """See Link."""
+        body = self._encode(messages, wire.MAX_FRAME_BYTES)
+        with self._can_send:
+            self._send(body)
+
+    def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
+        """See Link."""
+        body = self._encode((message,), wire.MAX_FRAME_BYTES if max_bytes is None else max_bytes)
+        with self._can_send:
+            wire.check_room(len(self._outbox), self._outbox_bytes, len(body))
+            self._send(body)
+
+    def _encode(self, messages: tuple[Outgoing, ...], max_bytes: int) -> bytes:
         body = self._encoder.encode(messages)
-        if len(body) > wire.MAX_FRAME_BYTES:
-            raise FrameTooLong(len(body))
+        if len(body) > max_bytes:
+            raise FrameTooLong(len(body), max_bytes)
+        return body
+
+    def _send(self, body: bytes) -> None:
+        if self._closed:
+            return
         room = PIECE_BYTES - 1
         pieces = [body] if len(body) <= room else [body[at : at + room] for at in range(0, len(body), room)]
-        with self._can_send:
-            if self._closed:
-                return
-            self._outbox.extend(_MORE + piece for piece in pieces[:-1])
-            self._outbox.append(_LAST + pieces[-1])
-            self._outbox_bytes += len(body) + len(pieces)
-            self._can_send.notify()
-            if len(self._outbox) > wire.MAX_WAITING_FRAMES or self._outbox_bytes > wire.MAX_WAITING_BYTES:
-                logger.error("a peer has %d unread frames; closing its connection", len(self._outbox))
-                self._close()
+        self._outbox.extend(_MORE + piece for piece in pieces[:-1])
+        self._outbox.append(_LAST + pieces[-1])
+        self._outbox_bytes += len(body) + len(pieces)
+        self._can_send.notify()
+        if len(self._outbox) > wire.MAX_WAITING_FRAMES or self._outbox_bytes > wire.MAX_WAITING_BYTES:
+            logger.error("a peer has %d unread frames; closing its connection", len(self._outbox))
+            self._close()
 
     def receive(self) -> Iterator[Incoming]:
         """See Link."""
@@ -81,7 +95,7 @@ class BufferedLink(Generic[Incoming, Outgoing]):
             frame.append(piece[1:])
             length += len(piece) - 1
             if length > wire.MAX_FRAME_BYTES:
-                raise FrameTooLong(length)
+                raise FrameTooLong(length, wire.MAX_FRAME_BYTES)
             if piece[:1] == _LAST:
                 yield from self._decoder.decode(frame[0] if len(frame) == 1 else b"".join(frame))
                 frame, length = [], 0

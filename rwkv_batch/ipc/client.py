@@ -20,20 +20,22 @@ import msgspec
 from rwkv_batch.calls import Answer as AnswerT
 from rwkv_batch.calls import EngineCall, Reply
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.ipc.job_packing import pack
 from rwkv_batch.ipc.wire import (
+    MAX_JOB_BYTES,
     Admitted,
     Answer,
     Arrived,
     Call,
     Cancel,
     EventBatch,
-    FrameTooLong,
     Heartbeat,
     Hello,
     Link,
+    LinkFull,
+    NotSent,
     Observe,
     SocketLink,
-    Submit,
     ToEngine,
     ToWorker,
     UsageReport,
@@ -186,11 +188,11 @@ class EngineClient:
                 is_turn = any(row.session is not None for row in job.rows)
                 self._waiting.listeners[job.job_id] = _Listener(sink, is_turn)
                 try:
-                    link.send(Submit(job))
+                    link.offer(pack(job), MAX_JOB_BYTES)
                     return
-                except FrameTooLong as error:
+                except NotSent as error:
                     del self._waiting.admissions[job.job_id], self._waiting.listeners[job.job_id]
-                    refusal = _too_long(error)
+                    refusal = _refusal(error)
         on_admitted(refusal)
 
     def cancel(self, job_id: str) -> None:
@@ -205,11 +207,11 @@ class EngineClient:
                 call_id = next(self._call_ids)
                 self._waiting.calls[call_id] = _PendingCall(reply, call.answer_type())
                 try:
-                    link.send(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
+                    link.offer(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
                     return
-                except FrameTooLong as error:
+                except NotSent as error:
                     del self._waiting.calls[call_id]
-                    refusal = _too_long(error)
+                    refusal = _refusal(error)
         reply(refusal)
 
     def observe(self, observation: Observe) -> None:
@@ -319,10 +321,11 @@ class EngineClient:
                 callbacks.callback(callback)
 
 
-def _too_long(error: FrameTooLong) -> ServiceError:
-    return ServiceError(
-        ErrorKind.BODY_TOO_LARGE, f"the request cannot be sent to the engine: {error}; send less at once"
-    )
+def _refusal(error: NotSent) -> ServiceError:
+    problem = f"the request cannot be sent to the engine: {error}"
+    if isinstance(error, LinkFull):
+        return ServiceError(ErrorKind.OVERLOADED, f"{problem}; retry in 1 s", retry_after_s=1)
+    return ServiceError(ErrorKind.BODY_TOO_LARGE, f"{problem}; send less at once")
 
 
 def _decoded(value: bytes, answer_type: type[Any]) -> Any:

@@ -114,10 +114,8 @@ class Quotas:
         now = self.clock()
         client.requests = _refilled(client.requests, limits.requests_per_minute, now)
         client.tokens = _refilled(client.tokens, limits.tokens_per_minute, now)
-        if limits.rows is not None and job.rows > limits.rows:
-            counted = f"{job.rows} rows" + (", one per state of its mixture" if job.states > 1 else "")
-            message = f"the request has {counted}; the key {job.client} may have {limits.rows} at once; send fewer"
-            return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.rows)
+        if error := limits.rows_error(job.client, job.rows, job.states):
+            return error
         if limits.rows is not None and client.rows + job.rows > limits.rows:
             reason = (
                 f"has {client.rows} rows in progress and may have {limits.rows} at once, this request has {job.rows}"

@@ -29,6 +29,7 @@ from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.arrivals import Arrivals
+from rwkv_batch.ipc.job_packing import unpack
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child, freeze_garbage_collector, gc_paused
 from rwkv_batch.ipc.quotas import Quotas
@@ -45,6 +46,8 @@ from rwkv_batch.ipc.wire import (
     Heartbeat,
     Hello,
     Link,
+    LinkFull,
+    NotSent,
     Observe,
     SocketLink,
     Submit,
@@ -137,8 +140,8 @@ class Peer:
 
     def _handle(self, message: ToEngine, handle_call: HandleCall) -> None:
         match message:
-            case Submit(job):
-                self._submit(job)
+            case Submit():
+                self._submit(unpack(message))
             case Cancel(job_id):
                 self._engine.cancel(job_id)
             case Call(call_id, AcquireQuota(usage)):
@@ -217,14 +220,14 @@ class Peer:
         self._link.send(Admitted(job.job_id, None if refusal is None else refusal.info))
 
     def _answer(self, call_id: int, value: Any) -> None:
-        if isinstance(value, ServiceError):
-            self._link.send(Answer(call_id, ENCODED_NONE, value.info))
-        else:
+        if not isinstance(value, ServiceError):
             try:
-                self._link.send(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
-            except FrameTooLong as error:
-                too_long = ServiceError(ErrorKind.BODY_TOO_LARGE, f"the answer cannot be sent: {error}")
-                self._link.send(Answer(call_id, ENCODED_NONE, too_long.info))
+                self._link.offer(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
+                return
+            except NotSent as error:
+                kind = ErrorKind.OVERLOADED if isinstance(error, LinkFull) else ErrorKind.BODY_TOO_LARGE
+                value = ServiceError(kind, f"the answer cannot be sent: {error}")
+        self._link.send(Answer(call_id, ENCODED_NONE, value.info))
 
 
 class EngineServer:

@@ -25,10 +25,14 @@ from rwkv_batch.request import Delta, Job, JobEvents, Load
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_FRAMES = 50_000
-MAX_WAITING_BYTES = 1 << 30
+MAX_WAITING_BYTES = 1 << 31
 """A peer with more unread bytes counts as dead."""
 MAX_FRAME_BYTES = 1 << 30
 """Maximum frame size, sent or received. A whole session file fits (`--max-state-mb` is at most 1000)."""
+MAX_OFFERED_BYTES = 1 << 30
+"""With more unread bytes, requests and answers to calls are refused. Events, heartbeats and cancels still fit."""
+MAX_JOB_BYTES = 1 << 26
+"""Maximum size of an encoded job. While the engine decodes a job, it does nothing else."""
 FRAME_BYTES = 1 << 22
 """Approximate size of a frame of events. A step with many long rows is split into several."""
 _DELTA_BYTES = 64
@@ -52,6 +56,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """`EngineProtocol.submit`."""
 
     job: Job
+    repeats: list[int] = []
+    """see `job_packing`"""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="c"):
@@ -125,11 +131,22 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 ToWorker = Arrived | Admitted | EventBatch | Answer | Heartbeat
 
 
-class FrameTooLong(Exception):  # noqa: N818 - named by its cause
-    """A message is larger than `MAX_FRAME_BYTES`. It is not sent, or not read."""
+class NotSent(Exception):  # noqa: N818 - named by its effect
+    """A message was not sent. The link stays open."""
+
+
+class FrameTooLong(NotSent):
+    """A message is larger than its limit. It is not sent, or not read."""
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        super().__init__(f"a message between processes has {num_bytes} bytes, the limit is {limit}")
+
+
+class LinkFull(NotSent):
+    """The peer reads more slowly than requests arrive."""
 
     def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"a message between processes has {num_bytes} bytes, the limit is {MAX_FRAME_BYTES}")
+        super().__init__(f"{num_bytes} bytes wait for the other process, the limit is {MAX_OFFERED_BYTES}")
 
 
 def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
@@ -191,7 +208,13 @@ class Link(Protocol[Received_co, Sent_contra]):
     def send(self, *messages: Sent_contra) -> None:
         """Send messages as one frame. A closed link drops it: the receiving side reports the loss.
 
-        Raises FrameTooLong; then nothing is sent and the link stays open.
+        Raises FrameTooLong; then nothing is sent and the link stays open. A peer that reads nothing loses the link.
+        """
+
+    def offer(self, message: Sent_contra, max_bytes: int | None = None) -> None:
+        """Send a message whose size a client chose. It never closes the link.
+
+        max_bytes: limit of its size, by default `MAX_FRAME_BYTES`. Raises FrameTooLong and LinkFull.
         """
 
     def receive(self) -> Iterator[Received_co]:
@@ -202,6 +225,14 @@ class Link(Protocol[Received_co, Sent_contra]):
 
     def close(self) -> None:
         """Close the connection, on any thread. `receive` then ends at both ends."""
+
+
+def check_room(waiting_frames: int, waiting_bytes: int, num_bytes: int) -> None:
+    """Check that an offered frame of `num_bytes` fits behind the waiting ones. Raises LinkFull."""
+    if not waiting_frames:
+        return
+    if 2 * waiting_frames > MAX_WAITING_FRAMES or waiting_bytes + num_bytes > MAX_OFFERED_BYTES:
+        raise LinkFull(waiting_bytes)
 
 
 class SocketLink(Generic[Incoming, Outgoing]):
@@ -230,17 +261,30 @@ class SocketLink(Generic[Incoming, Outgoing]):
 
     def send(self, *messages: Outgoing) -> None:
         """See Link."""
-        body = self._encoder.encode(messages)
-        if len(body) > MAX_FRAME_BYTES:
-            raise FrameTooLong(len(body))
-        frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
+        frame = self._frame(messages, MAX_FRAME_BYTES)
         with self._lock:
-            if self._closed:
-                return
-            if not self._waiting:
-                frame = frame[self._send_now(frame) :]
-            if frame:
-                self._enqueue(frame)
+            self._send(frame)
+
+    def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
+        """See Link."""
+        frame = self._frame((message,), MAX_FRAME_BYTES if max_bytes is None else max_bytes)
+        with self._lock:
+            check_room(len(self._waiting), self._waiting_bytes, len(frame))
+            self._send(frame)
+
+    def _frame(self, messages: tuple[Outgoing, ...], max_bytes: int) -> bytes:
+        body = self._encoder.encode(messages)
+        if len(body) > max_bytes:
+            raise FrameTooLong(len(body), max_bytes)
+        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+    def _send(self, frame: bytes) -> None:
+        if self._closed:
+            return
+        if not self._waiting:
+            frame = frame[self._send_now(frame) :]
+        if frame:
+            self._enqueue(frame)
 
     def receive(self) -> Iterator[Incoming]:
         """Yield messages until the peer is gone or the link is closed.
@@ -251,7 +295,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
         with contextlib.suppress(OSError), BufferedReader(raw, _READ_BYTES) as stream:
             while len(head := stream.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
                 if (length := int.from_bytes(head, "big")) > MAX_FRAME_BYTES:
-                    raise FrameTooLong(length)
+                    raise FrameTooLong(length, MAX_FRAME_BYTES)
                 body = self._read(stream, length)
                 if body is None:
                     return

@@ -44,6 +44,8 @@ class Scripted:
 
     def send(self, *messages: Any) -> None: ...
 
+    def offer(self, message: Any, max_bytes: int | None = None) -> None: ...
+
     def receive(self) -> Iterator[Any]:
         try:
             yield from self._messages

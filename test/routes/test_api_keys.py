@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from programs.settings import SettingsError, parse_settings
 from routes.api_keys import KeyRing, KeysError, KeysFile, load_keys
 from routes.config import HttpConfig
-from routes.request_context import RequestContext, request_id
+from routes.request.bodies import BatchBody
+from routes.request.jobs import build_rows
+from routes.request_context import RequestContext, request_id, set_current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.quotas import Quotas
@@ -182,6 +184,19 @@ def test_limits_per_minute_of_requests_and_tokens() -> None:
     assert quotas.acquire(job("b", limits, prompt=1000)) is None
     quotas.refund("b")
     assert quotas.acquire(job("c", limits, prompt=0)) is None
+
+
+def test_rows_above_a_keys_limit_are_refused_before_a_job_is_built() -> None:
+    """Not even a prompt is encoded."""
+    body = BatchBody(contents=["a"], states=[{"name": "s"}, {"name": ""}], max_tokens=1)  # type: ignore[list-item]
+    set_current_request(RequestContext(client="few", limits=ClientLimits(rows=5)))
+    try:
+        for prompts, n in ((["a"] * 3, 1), (["a"], 3)):
+            with pytest.raises(ServiceError, match=r"6 rows, one per state.*few may have 5") as refusal:
+                build_rows(cast(Any, None), HttpConfig(), body, prompts, [], "contents", n)
+            assert refusal.value.info.field == "rows"
+    finally:
+        set_current_request(RequestContext())
 
 
 def test_valid_request_ids_are_kept() -> None:

@@ -1,0 +1,60 @@
+"""Sends once per job what a request gives once for all its rows: a constraint, stops, biases, states.
+
+They may be large. With a copy in each of 4,096 rows, one request would fill the link to the engine.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from rwkv_batch.ipc.wire import Submit
+from rwkv_batch.request import GenerateRequest, Job
+from sampling.grammar.constraint import Constraint
+
+
+class _Common(NamedTuple):
+    stop_ids: list[int]
+    stop_strings: list[bytes]
+    mixture: list[tuple[str, float]]
+    constraint: Constraint | None
+    logit_bias: dict[int, float]
+
+
+_NOTHING = _Common([], [], [], None, {})
+
+
+def pack(job: Job) -> Submit:
+    """Return the message of a job, without the fields that a row has in common with the row before it."""
+    repeats = [at for at, (before, row) in enumerate(pairwise(job.rows), 1) if _common(before) == _common(row)]
+    if not repeats:
+        return Submit(job)
+    rows = list(job.rows)
+    for at in repeats:
+        rows[at] = _with_common(rows[at], _NOTHING)
+    return Submit(msgspec.structs.replace(job, rows=rows), repeats)
+
+
+def unpack(message: Submit) -> Job:
+    """Return the packed job. Its rows share what they have in common."""
+    rows = message.job.rows
+    for at in message.repeats:
+        rows[at] = _with_common(rows[at], _common(rows[at - 1]))
+    return message.job
+
+
+def _common(row: GenerateRequest) -> _Common:
+    return _Common(row.stop_ids, row.stop_strings, row.mixture, row.constraint, row.sampling.logit_bias)
+
+
+def _with_common(row: GenerateRequest, common: _Common) -> GenerateRequest:
+    return msgspec.structs.replace(
+        row,
+        stop_ids=common.stop_ids,
+        stop_strings=common.stop_strings,
+        mixture=common.mixture,
+        constraint=common.constraint,
+        sampling=msgspec.structs.replace(row.sampling, logit_bias=common.logit_bias),
+    )
