@@ -20,7 +20,7 @@ from routes.request.jobs import build_rows, make_job, native_job, offload_if_lar
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter, answer, make_decoder
 from routes.response.generate import OutputDecoder, call_engine, run
-from routes.response.http_response import HandlerResponse, json_response
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.calls import CancelJobs, GetStatus
@@ -153,6 +153,7 @@ ROUTES = (
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
+        conversation_error_format=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example=V1_EXAMPLE,
     ),
@@ -165,6 +166,7 @@ ROUTES = (
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
+        conversation_error_format=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example={**V1_EXAMPLE, "pad_zero": True, "chunk_size": 128},
     ),

@@ -216,7 +216,7 @@ def model_route(path: str) -> Route:
 
 
 ROUTES = (
-    Route("GET", "/v1/models", models, None, "The served models.", answer=ModelList),
+    Route("GET", "/v1/models", models, None, "The served models.", answer=ModelList, error_format=OPENAI_ERRORS),
     model_route("/v1/models/{model}"),
     Route(
         "POST",

@@ -6,6 +6,7 @@ Route data serves registration, metrics and the OpenAPI document. HTTP requests 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
+_MESSAGES_KEY = re.compile(rb'"messages"\s*:')
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,25 @@ class Route:
     is_public: bool = False
     """Requires no password."""
     error_format: ErrorFormat = NATIVE_ERRORS
+    conversation_error_format: ErrorFormat | None = None
+    """Error format for a body with `messages`. None: as for others."""
     errors: tuple[ErrorKind, ...] = ()
     """Errors of this route, in addition to those that its other fields imply."""
     content_type: str = JSON
     """Content type of a successful answer that is not streamed."""
     example: dict[str, Any] | None = None
     """A valid body or query, for the documentation."""
+
+    def error_format_for(self, body: object) -> ErrorFormat:
+        """Return the error format for a body: its JSON value, or its bytes, which may be no JSON."""
+        if self.conversation_error_format is None:
+            return self.error_format
+        if isinstance(body, str):
+            body = body.encode()
+        has_messages = (
+            _MESSAGES_KEY.search(body) if isinstance(body, bytes) else isinstance(body, dict) and "messages" in body
+        )
+        return self.conversation_error_format if has_messages else self.error_format
 
 
 logger = logging.getLogger(__name__)
@@ -96,17 +111,22 @@ _STREAM_NOT_ALLOWED = ErrorInfo(
 )
 
 
-async def response_or_error(route: Route, response: Awaitable[HandlerResponse]) -> HandlerResponse:
-    """Await the handler's answer. An error becomes an answer in the route's error format."""
+async def response_or_error(
+    route: Route, response: Awaitable[HandlerResponse], body: Callable[[], object] = lambda: b""
+) -> HandlerResponse:
+    """Await the handler's answer. An error becomes an answer in the route's error format.
+
+    body: returns the request's body, see `Route.error_format_for`
+    """
     try:
         return await response
     except ServiceError as error:
         current_request().error_kind = error.info.kind
-        return error_response(error.info, route.error_format)
+        return error_response(error.info, route.error_format_for(body()))
     except Exception:  # a bug becomes a 500 answer and does not end the worker
         logger.exception("%s %s failed", route.method, route.path)
         current_request().error_kind = _INTERNAL_ERROR.kind
-        return error_response(_INTERNAL_ERROR, route.error_format)
+        return error_response(_INTERNAL_ERROR, route.error_format_for(body()))
 
 
 async def model_context(context: Context, route: Route, data: object) -> Context:
@@ -136,10 +156,10 @@ async def full_response(context: Context, route: Route, data: object, characters
 
     `context.status_wait_s` must be None. `set_current_request` must have set the task's request context.
     """
-    response = await response_or_error(route, _run_handler(context, route, data, characters))
+    response = await response_or_error(route, _run_handler(context, route, data, characters), lambda: data)
     if isinstance(response, StreamedResponse):
         response.chunks.close()
-        return error_response(_STREAM_NOT_ALLOWED, route.error_format)
+        return error_response(_STREAM_NOT_ALLOWED, route.error_format_for(data))
     return response
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
-from routes.response.http_response import FILE, JSON, NATIVE_ERRORS, SSE
+from routes.response.http_response import FILE, JSON, NATIVE_ERRORS, SSE, ErrorFormat
 from routes.response.response_models import Error, OpenAIError
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
@@ -82,10 +82,11 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    error_model = Error if route.error_format is NATIVE_ERRORS else OpenAIError
-    responses: dict[str, Any] = {"200": {"description": "Success.", "content": _success_content(route, error_model)}}
-    for status, text in _errors(route).items():
-        responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(error_model)}}}
+    formats = _error_formats(route)
+    error_models = [Error if one is NATIVE_ERRORS else OpenAIError for one in formats]
+    responses: dict[str, Any] = {"200": {"description": "Success.", "content": _success_content(route, error_models)}}
+    for status, text in _errors(route, formats).items():
+        responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(*error_models)}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "description": inspect.getdoc(route.handle) or "",
@@ -108,18 +109,23 @@ def _operation(route: Route) -> dict[str, Any]:
     return operation
 
 
+def _error_formats(route: Route) -> list[ErrorFormat]:
+    formats = [route.error_format, route.conversation_error_format]
+    return [one for one in formats if one is not None]
+
+
 def _one_of(*models: type[BaseModel]) -> dict[str, Any]:
     references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
     return references[0] if len(references) == 1 else {"anyOf": references}
 
 
-def _success_content(route: Route, error_model: type[BaseModel]) -> dict[str, Any]:
+def _success_content(route: Route, error_models: list[type[BaseModel]]) -> dict[str, Any]:
     """Return the content of status 200. A generation may still fail after it has started."""
     if route.answer is None:
         return {route.content_type: {"schema": _SCHEMAS_WITHOUT_MODEL.get(route.content_type, {"type": "string"})}}
-    good = {route.content_type: {"schema": _one_of(route.answer, *((error_model,) if route.is_generation else ()))}}
+    good = {route.content_type: {"schema": _one_of(route.answer, *(error_models if route.is_generation else ()))}}
     if route.events:
-        value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, error_model)}
+        value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, *error_models)}
         event = {
             "type": "object",
             "description": "One event of a stream. The last one is [DONE].",
@@ -146,16 +152,15 @@ def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list
     ]
 
 
-def _errors(route: Route) -> dict[str, str]:
+def _errors(route: Route, formats: list[ErrorFormat]) -> dict[str, str]:
     """Return the route's error statuses with their meanings, in ascending order."""
     kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED,))]
     kinds += _BODY_ERRORS if route.body is not None else ()
     kinds += (ErrorKind.INVALID_FIELD,) if route.query is not None else ()
     kinds += (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE) if route.uploads else ()
     kinds += _GENERATION_ERRORS if route.is_generation else ()
-    texts: dict[str, str] = {}
-    statuses = route.error_format.statuses
-    for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: statuses[kind]):
-        status = str(statuses[kind])
-        texts[status] = " ".join(filter(None, (texts.get(status), _ERRORS[kind])))
-    return texts
+    texts: dict[int, list[str]] = {}
+    for kind in (kind for kind in _ERRORS if kind in kinds):
+        for status in {one.statuses[kind] for one in formats}:
+            texts.setdefault(status, []).append(_ERRORS[kind])
+    return {str(status): " ".join(sentences) for status, sentences in sorted(texts.items())}

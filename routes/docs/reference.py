@@ -40,6 +40,8 @@ INTRODUCTION = (
     "**Status.** An error before the answer begins has its HTTP status. A stream begins when the request is admitted; "
     "a session's turn begins with its first token. Other answers begin when they are complete. After two seconds every "
     "answer begins with status 200.",
+    "**Errors.** Native routes answer with `error` as text. Routes of OpenAI's API answer with OpenAI's error object. "
+    "`/v1/chat/completions` and `/v2/chat/completions` do so for a body with `messages`.",
     '**Errors after status 200.** They are an event of the stream, or the JSON body `{"error": …}`. So check for '
     "`error` first.",
     "**Timeouts.** The server writes a heartbeat or white space every 0.25 s to detect disconnected clients. So a read "

@@ -11,7 +11,7 @@ from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody
 from routes.response.generate import BaseFormatter, OutputDecoder, RowResult, RowUpdate, run
-from routes.response.http_response import HandlerResponse, error_body, sse
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, error_body, sse
 from rwkv_batch.request import Finish, Job
 
 
@@ -32,7 +32,8 @@ def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
 class BatchFormatter(BaseFormatter):
     """Writes the batch format.
 
-    The chunks of a conversation have an id and one choice each, because OpenAI's clients read only the first choice.
+    OpenAI's clients may send conversations. So their chunks have an id and one choice each, because these clients read
+    only the first choice, and their errors have OpenAI's format.
     """
 
     def __init__(self, body: GenerationBody, object_name: str = "chat.completion", answer_id: str = "") -> None:
@@ -41,6 +42,7 @@ class BatchFormatter(BaseFormatter):
         self._chunk_head: dict[str, Any] = {"object": f"{object_name}.chunk"}
         if answer_id:
             self._chunk_head = {**self._whole_head, **self._chunk_head}
+            self.error_format = OPENAI_ERRORS
         self._has_one_choice = bool(answer_id)
         self._includes_usage = body.includes_usage
         self._finishes: list[Finish] = []

@@ -263,9 +263,10 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         try:
             active_request = ActiveRequest(context, request_context, address, route.is_generation)
         except ServiceError as error:
-            report(context, request_context, route.error_format.statuses[error.info.kind], error.info.kind)
-            return _full_response(context, request_context, error_response(error.info, route.error_format))
-        reply = await response_or_error(route, _run(context, route, request))
+            refusal = error_response(error.info, route.error_format_for(request.body))
+            report(context, request_context, refusal.status, error.info.kind)
+            return _full_response(context, request_context, refusal)
+        reply = await response_or_error(route, _run(context, route, request), lambda: request.body)
         if isinstance(reply, StreamedResponse):
             request_context.is_stream = reply.content_type == SSE
             return _streaming_response(context, reply, active_request)
@@ -310,14 +311,14 @@ def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResp
         is_openai_path = openai_path in table or _methods_of_prefix(table, openai_path) is not None
         remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists all paths"
         info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
-        return _unrouted_error(info, path)
+        return _unrouted_error(info, is_openai_path or path.startswith(PREFIX))
     allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
     if request.method == "OPTIONS":
         return _preflight(allowed)
     info = ErrorInfo(
         kind=ErrorKind.METHOD_NOT_ALLOWED, message=f"{request.method} is not allowed on {path}, only {allowed}"
     )
-    answer = _unrouted_error(info, path)
+    answer = _unrouted_error(info, path.startswith(PREFIX))
     answer.headers["Allow"] = allowed
     return answer
 
@@ -328,10 +329,10 @@ def _methods_of_prefix(table: dict[str, set[str]], path: str) -> set[str] | None
     return next((table[known] for start, known in starts if path.startswith(start)), None)
 
 
-def _unrouted_error(info: ErrorInfo, path: str) -> HttpResponse:
-    """Return the answer to an error that belongs to no route."""
+def _unrouted_error(info: ErrorInfo, is_openai: bool) -> HttpResponse:
+    """Return the answer to an error that belongs to no route. `is_openai`: OpenAI's clients may use the path."""
     current_request().error_kind = info.kind
-    return error_response(info, OPENAI_ERRORS if path.startswith(PREFIX) else NATIVE_ERRORS)
+    return error_response(info, OPENAI_ERRORS if is_openai else NATIVE_ERRORS)
 
 
 def _preflight(allowed: str) -> HttpResponse:

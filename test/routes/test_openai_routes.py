@@ -95,11 +95,26 @@ def test_a_native_stream_has_openais_end_and_usage(native: OpenAI) -> None:
     [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"5": 1}}, {"tools": [{}]}],
 )
 def test_the_native_route_refuses_fields_and_names_the_openai_route(native: OpenAI, fields: dict[str, Any]) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as refused:
+    with pytest.raises(BadRequestError, match="/openai/v1/chat/completions") as refused:
         chat(native, extra_body=fields)
-    answer_there = refused.value.response.json()
-    assert "/openai/v1/chat/completions" in answer_there["error"]
-    assert answer_there["field"] in fields
+    assert refused.value.param in fields
+
+
+def test_the_native_route_has_openais_errors_for_conversations_only(native: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="temperature: must") as refused:
+        chat(native, temperature=-1)
+    assert (refused.value.code, refused.value.param) == ("invalid_field", "temperature")
+    with pytest.raises(BadRequestError) as refused:
+        native.post("/chat/completions", cast_to=object, content=b'{"messages" :[')
+    assert refused.value.code == "not_json"
+    with pytest.raises(openai.APIStatusError) as native_refusal:
+        native.post("/chat/completions", cast_to=object, body={"contents": ['"messages":'], "temperature": -1})
+    answer = native_refusal.value.response.json()
+    assert native_refusal.value.status_code == 422
+    assert answer["error"].startswith("temperature: must") and answer["field"] == "temperature"
+    with pytest.raises(openai.NotFoundError, match="it is /openai/v1/embeddings here") as unknown:
+        native.embeddings.create(model=MODEL, input="a")
+    assert unknown.value.code == "not_found"
 
 
 @pytest.mark.parametrize("prefix", ["/openai/v1", "/v1"])
@@ -406,12 +421,14 @@ def test_a_busy_session_is_a_conflict(client: OpenAI) -> None:
         running.close()
 
 
-def test_a_session_deleted_under_its_stream_is_an_api_error(client: OpenAI) -> None:
+@pytest.mark.parametrize("name", ["client", "native"])
+def test_a_session_deleted_under_its_stream_is_an_api_error(request: pytest.FixtureRequest, name: str) -> None:
+    client: OpenAI = request.getfixturevalue(name)
     session = f"gone-{uuid.uuid4().hex}"
     running = chat(client, max_tokens=100_000, stream=True, extra_body={"session_id": session})
     chunks = iter(running)
     next(chunks)
-    root = str(client.base_url).removesuffix("/openai/v1/")
+    root = str(client.base_url).removesuffix("/v1/").removesuffix("/openai")
     answer = client.post(f"{root}/state/delete", cast_to=object, body={"session_id": session})
     assert answer["status"] == "success"  # type: ignore[index]
     with pytest.raises(openai.APIError, match="deleted"):
