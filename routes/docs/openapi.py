@@ -83,7 +83,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     formats = _error_formats(route)
-    error_models = [Error if one is NATIVE_ERRORS else OpenAIError for one in formats]
+    error_models: list[type[BaseModel]] = [Error if one is NATIVE_ERRORS else OpenAIError for one in formats]
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": _success_content(route, error_models)}}
     for status, text in _errors(route, formats).items():
         responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(*error_models)}}}
