@@ -269,7 +269,11 @@ class Reader:
             raise
         except sqlite3.OperationalError as error:
             return SessionReadFailed(f"the session could not be read ({error}); try again")
-        except (sqlite3.DatabaseError, ValueError, OverflowError) as error:
+        except sqlite3.DatabaseError as error:  # SQLite calls one failed read "malformed": it proves no damage
+            return SessionReadFailed(
+                f"the session could not be read ({error}); try again, and restore a backup if it stays so"
+            )
+        except (ValueError, OverflowError) as error:
             return SessionCorrupted(
                 f"the session's rows in the database are damaged ({error}); delete it to begin anew"
             )

@@ -1,0 +1,131 @@
+/* LD_PRELOAD: makes one call of the C library on files below a folder fail.
+ *
+ * FAILING_CALLS_FOLDER: the folder. FAILING_CALLS_CONTROL: a file of struct Control, shared with the test.
+ * Counted are open, read, write, sync, truncate, rename, unlink, mkdir and mmap. Descriptors are followed from open to
+ * close, so that pipes, sockets and Python's own files do not count.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+struct Control {
+    _Atomic long first;  /* number of the first call that fails; 0: none */
+    _Atomic long count;  /* how many fail, from the first on */
+    _Atomic long calls;  /* counted calls */
+    _Atomic long failed; /* calls that failed */
+    char last[64];       /* name of the last call that failed */
+};
+
+static struct Control *control;
+static const char *folder;
+static size_t folder_length;
+static _Atomic char is_counted[65536];
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+__attribute__((constructor)) static void start(void) {
+    folder = getenv("FAILING_CALLS_FOLDER");
+    const char *file = getenv("FAILING_CALLS_CONTROL");
+    if (!folder || !file) return;
+    folder_length = strlen(folder);
+    int fd = REAL(open)(file, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return;
+    void *memory = REAL(mmap)(NULL, sizeof(struct Control), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    REAL(close)(fd);
+    if (memory != MAP_FAILED) control = memory;
+}
+
+static int is_below(const char *path) {
+    return control && path && strncmp(path, folder, folder_length) == 0;
+}
+
+static int counts(int fd) {
+    return control && fd >= 0 && fd < 65536 && is_counted[fd];
+}
+
+/* Counts a call. Returns whether it has to fail, with errno set. */
+static int fails(const char *name, int error) {
+    long first = control->first, number = atomic_fetch_add(&control->calls, 1) + 1;
+    if (!first || number < first || number >= first + control->count) return 0;
+    atomic_fetch_add(&control->failed, 1);
+    snprintf(control->last, sizeof control->last, "%s", name);
+    errno = error;
+    return 1;
+}
+
+static int opened(int fd, const char *path) {
+    if (fd >= 0 && fd < 65536) is_counted[fd] = is_below(path);
+    return fd;
+}
+
+#define OPEN(name)                                                        \
+    int name(const char *path, int flags, ...) {                          \
+        va_list list;                                                     \
+        va_start(list, flags);                                            \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(list, mode_t) : 0; \
+        va_end(list);                                                     \
+        if (is_below(path) && fails("open", EMFILE)) return -1;           \
+        return opened(REAL(name)(path, flags, mode), path);               \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define OPENAT(name)                                                      \
+    int name(int folder_fd, const char *path, int flags, ...) {           \
+        va_list list;                                                     \
+        va_start(list, flags);                                            \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(list, mode_t) : 0; \
+        va_end(list);                                                     \
+        if (is_below(path) && fails("open", EMFILE)) return -1;           \
+        return opened(REAL(name)(folder_fd, path, flags, mode), path);    \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+
+int close(int fd) {
+    if (fd >= 0 && fd < 65536) is_counted[fd] = 0;
+    return REAL(close)(fd);
+}
+
+#define ON_FD(type, name, error, parameters, arguments)      \
+    type name parameters {                                   \
+        if (counts(fd) && fails(#name, error)) return -1;    \
+        return REAL(name) arguments;                         \
+    }
+ON_FD(ssize_t, read, EIO, (int fd, void *data, size_t size), (fd, data, size))
+ON_FD(ssize_t, pread, EIO, (int fd, void *data, size_t size, off_t at), (fd, data, size, at))
+ON_FD(ssize_t, pread64, EIO, (int fd, void *data, size_t size, off64_t at), (fd, data, size, at))
+ON_FD(ssize_t, write, ENOSPC, (int fd, const void *data, size_t size), (fd, data, size))
+ON_FD(ssize_t, pwrite, ENOSPC, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
+ON_FD(ssize_t, pwrite64, ENOSPC, (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at))
+ON_FD(int, fsync, EIO, (int fd), (fd))
+ON_FD(int, fdatasync, EIO, (int fd), (fd))
+ON_FD(int, ftruncate, EIO, (int fd, off_t size), (fd, size))
+ON_FD(int, ftruncate64, EIO, (int fd, off64_t size), (fd, size))
+
+#define ON_PATH(name, error, parameters, arguments)              \
+    int name parameters {                                        \
+        if (is_below(path) && fails(#name, error)) return -1;    \
+        return REAL(name) arguments;                             \
+    }
+ON_PATH(rename, EIO, (const char *path, const char *target), (path, target))
+ON_PATH(unlink, EIO, (const char *path), (path))
+ON_PATH(mkdir, ENOSPC, (const char *path, mode_t mode), (path, mode))
+
+#define MMAP(name, offset_type)                                                                    \
+    void *name(void *at, size_t size, int protection, int flags, int fd, offset_type offset) {     \
+        if (!(flags & MAP_ANONYMOUS) && counts(fd) && fails("mmap", ENOMEM)) return MAP_FAILED;    \
+        return REAL(name)(at, size, protection, flags, fd, offset);                                \
+    }
+MMAP(mmap, off_t)
+MMAP(mmap64, off64_t)

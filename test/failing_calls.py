@@ -1,0 +1,51 @@
+"""Makes the Nth file call of a process fail: open, read, write, sync, rename, mmap, ... (failing_calls.c)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from native import machine
+
+SOURCE = Path(__file__).with_name("failing_calls.c")
+_NUMBERS = struct.Struct("4q")
+_NAME_BYTES = 64
+FOLDER, CONTROL = "FAILING_CALLS_FOLDER", "FAILING_CALLS_CONTROL"
+
+
+def environment(folder: Path, work: Path) -> Mapping[str, str]:
+    """Build the library in `work`. Return the variables of a process whose calls below `folder` can fail."""
+    library, control = work / "failing_calls.so", work / "control"
+    compiler = machine.cxx()
+    assert compiler is not None
+    command = [compiler, "-x", "c", "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
+    subprocess.run(command, check=True)
+    control.write_bytes(bytes(_NUMBERS.size + _NAME_BYTES))
+    return {"LD_PRELOAD": str(library), FOLDER: f"{folder}/", CONTROL: str(control)}
+
+
+class FailingCalls:
+    """The control of a process that was started with `environment`; used by the process or by its parent."""
+
+    def __init__(self, control: Path | None = None) -> None:
+        with (control or Path(os.environ[CONTROL])).open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _NUMBERS.size + _NAME_BYTES)
+
+    def arm(self, first: int, count: int = 1) -> None:
+        """Let `count` calls fail, the first of them with this number; counting starts at 1."""
+        _NUMBERS.pack_into(self._memory, 0, first, count, 0, 0)
+
+    def disarm(self) -> int:
+        """Let no call fail. Return how many have failed."""
+        _, _, calls, failed = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, 0, 0, calls, failed)
+        return failed
+
+    @property
+    def last(self) -> str:
+        """Name of the last call that failed."""
+        return bytes(self._memory[_NUMBERS.size :]).split(b"\0")[0].decode()
