@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from native.private_files import make_private_folder
 from routes.config import HttpConfig
 
 
@@ -287,6 +288,7 @@ class Store:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         if not self._is_created:
+            make_private_folder(self._folder)
             for folder in (self.content("x").parent, self.runs):
                 folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "batches.db"

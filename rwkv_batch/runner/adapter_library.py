@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from native.private_files import make_private, write_private
 from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.error_mapping import as_service_error
@@ -73,6 +74,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         if self._list is None or not self._list.is_file():
             return []
         try:
+            make_private(self._list)
             return msgspec.json.decode(self._list.read_bytes(), type=list[AdapterInfo])
         except (OSError, msgspec.MsgspecError) as error:
             logger.error("%s cannot be read, so the adapters of an earlier run are not loaded: %s", self._list, error)
@@ -86,7 +88,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             f".{uuid.uuid4().hex}.new"
         )  # unique: engines that share the list may write at the same time
         try:
-            temp_path.write_bytes(msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
+            write_private(temp_path, msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
             temp_path.replace(self._list)
         except OSError:
             temp_path.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from native.private_files import make_private, make_private_folder
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.error_mapping import as_service_error
@@ -71,6 +72,8 @@ class StateLibrary(FileLibrary[StateInfo]):
                 self._register(name, *self._read(Path(file), AUTO), file, False, DecodeDefaults())
             except (FileError, PoolError) as error:
                 raise StartupError(f"--state {entry}: {error}") from error
+        if self._folder is not None and self._folder.is_dir():
+            make_private(self._folder)
         kept = sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []
         self._open_mixtures()
         for path in kept:
@@ -189,7 +192,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         members = [(name, float(weight)) for name, weight in call.mixture]
         check_members(members, self._pool)
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             temp_path = _temp_path_in(self._folder)
             try:
                 temp_path.write_bytes(msgspec.json.encode(_SavedMixture(members, call.defaults)))
@@ -254,7 +257,7 @@ class StateLibrary(FileLibrary[StateInfo]):
 def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
     """Write bytes to a temporary file for the time of the block."""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     with tempfile.NamedTemporaryFile(suffix=".state", dir=folder) as file:
         file.write(content)
         file.flush()
@@ -275,7 +278,7 @@ def _saved_defaults(path: Path) -> DecodeDefaults:
 
 
 def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     try:
         write_tuned_state(path, state, about)
         with path.open("rb") as file:

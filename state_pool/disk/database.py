@@ -1,96 +1,22 @@
-"""A session database in an SQLite file: its lock, its connections, and checks before the first write."""
+"""A session database in an SQLite file: its connections, and checks before the first write."""
 
 from __future__ import annotations
 
-import fcntl
 import os
+import pwd
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
+from native.private_files import make_private, open_private
 from state_pool.config import PoolConfig
 from state_pool.disk.migrations import migrate
+from state_pool.disk.process_lock import BUSY_TIMEOUT_S, ProcessLock
 from state_pool.disk.state_store import Connection
 from state_pool.errors import DatabaseUnusable
 
-BUSY_TIMEOUT_S = 2.0
-"""How long another process may hold SQLite's own lock."""
-_FIRST_OPEN_TIMEOUT_S = 30.0
-"""How long the first engine of a service may take to open the database, with migrations."""
 _PAGE_BYTES = 8192
 _HEADER = b"SQLite format 3\x00"
-
-
-class ProcessLock:
-    """The lock file `<database>.lock`, held by one process or by the engines of one service. The kernel releases it."""
-
-    def __init__(self, path: str, service: str = "") -> None:
-        """Wait a little for an ending process. Raises DatabaseUnusable if the file is held by others or not writable.
-
-        `service`: common name of the engines that may hold it together; "": only this process.
-        """
-        self.is_first = True
-        """Whether no other engine has the database open. None can open it before `share`."""
-        self._service = service
-        try:
-            self._file = open(f"{path}.lock", "a+b")  # noqa: SIM115 - held for the life of the process
-        except OSError as error:
-            raise DatabaseUnusable(
-                f"session database {path}: its lock {path}.lock cannot be written ({error.strerror}); fix the folder's "
-                'permissions, name another file with --state-db, or keep sessions in memory only with --state-db ""'
-            ) from None
-        started_at = time.monotonic()
-        while not self._take():
-            waited = time.monotonic() - started_at
-            if waited > (_FIRST_OPEN_TIMEOUT_S if self._is_ours() else BUSY_TIMEOUT_S):
-                owner = self._owner()
-                self._file.close()
-                raise DatabaseUnusable(
-                    f"session database {path} is in use by another process{owner}: stop it, "
-                    "or name another file with --state-db"
-                )
-            time.sleep(0.05)
-
-    def _take(self) -> bool:
-        """Take the lock alone, or together with engines of the same service."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return bool(self._service) and self._join()
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()} {self._service}".encode())
-        self._file.flush()
-        return True
-
-    def _join(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        self.is_first = False
-        if not self._is_ours():
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        return self._is_ours()
-
-    def share(self) -> None:
-        """Let other engines of the service in, once the database is open and consistent."""
-        if self._service:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-
-    def _read_owner(self) -> list[str]:
-        self._file.seek(0)
-        return self._file.read(200).decode(errors="replace").split(maxsplit=1)
-
-    def _is_ours(self) -> bool:
-        return bool(self._service) and self._read_owner()[1:] == [self._service]
-
-    def _owner(self) -> str:
-        pid = "".join(self._read_owner()[:1])
-        return f" (pid {pid})" if pid.isdigit() else ""
-
-    def release(self) -> None:
-        self._file.close()
 
 
 class SqliteStore:
@@ -101,40 +27,46 @@ class SqliteStore:
     def __init__(self, config: PoolConfig) -> None:
         """Raises DatabaseUnusable when another process has the file."""
         self.name = str(Path(config.state_db).absolute())
+        self._path = str(Path(config.state_db).resolve())
+        """The target of a symbolic link: all connections and the lock are on the same file."""
         self.engine = config.engine
         self.shared = bool(config.engine)
         self._synchronous = config.synchronous
-        self._lock: ProcessLock | None = None
-        if Path(self.name).parent.is_dir():  # otherwise opening the file reports the missing folder
-            self._lock = ProcessLock(self.name, config.service) if self.shared else ProcessLock(self.name)
+        _check_file(self._path)
+        self._lock = ProcessLock(self._path, config.service) if self.shared else ProcessLock(self._path)
 
     @property
     def is_first(self) -> bool:
         """See `StateStore`."""
-        return self._lock is None or self._lock.is_first
+        return self._lock.is_first
 
     def open_writer(self) -> sqlite3.Connection:
         """See `StateStore`."""
-        connection = open_writer(self.name, self._synchronous)
+        connection = open_writer(self._path, self._synchronous)
+        if not self._lock.is_on_path:
+            connection.close()
+            raise DatabaseUnusable(
+                f"session database {self.name} was replaced by another file while it was opened; start again"
+            )
         if self.shared:
             disable_busy_wait(connection)
         return connection
 
     def open_reader(self) -> sqlite3.Connection:
         """See `StateStore`."""
-        connection = _connect(self.name)
+        connection = _connect(self._path)
         connection.execute("PRAGMA query_only=ON")
         return connection
 
     def open_checkpointer(self) -> sqlite3.Connection:
         """Open the connection that checkpoints the write-ahead log."""
-        connection = _connect(self.name)
+        connection = _connect(self._path)
         connection.execute("PRAGMA wal_autocheckpoint=0")
         return connection
 
     def allow_other_engines(self) -> None:
         """See `StateStore`."""
-        if self._lock is not None and self.shared:
+        if self.shared:
             self._lock.share()
 
     def used_bytes(self, connection: Connection) -> int:
@@ -149,8 +81,7 @@ class SqliteStore:
 
     def close(self) -> None:
         """See `StateStore`."""
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.release()
 
 
 class WritingConnection(sqlite3.Connection):
@@ -194,6 +125,8 @@ def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
     Raises DatabaseUnusable, naming the file, the fault and the remedy.
     """
     _check_file(path)
+    if not Path(path).exists():
+        os.close(open_private(path))  # SQLite gives its log the same mode
     connection = _connect(path, WritingConnection)
     try:
         connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
@@ -240,17 +173,28 @@ def _check_file(path: str) -> None:
     folder = file.parent
     if not folder.is_dir():
         raise DatabaseUnusable(f"session database {path}: there is no folder {folder}; create it, or use --state-db")
-    for target in (folder, file) if file.exists() else (folder,):
+    files = [found for end in ("", "-wal", "-shm") if (found := Path(f"{path}{end}")).exists()]
+    for target in (folder, *files):
         if not os.access(target, os.W_OK):
             raise DatabaseUnusable(
-                f"session database {path}: {target} is not writable; fix its permissions, name another file "
-                'with --state-db, or keep sessions in memory only with --state-db ""'
+                f"session database {path}: {target} is not writable (owner {_user_name(target.stat().st_uid)}, mode "
+                f"{target.stat().st_mode & 0o7777:04o}, this process runs as {_user_name(os.geteuid())}); fix its "
+                'permissions, name another file with --state-db, or keep sessions in memory only with --state-db ""'
             )
+    for target in files:
+        make_private(target)
     if file.exists() and file.stat().st_size > 0:
         with file.open("rb") as stream:
             head = stream.read(len(_HEADER))
         if head != _HEADER:
             raise DatabaseUnusable(f"session database {path} is not an SQLite file; name another with --state-db")
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def _check_length(connection: sqlite3.Connection, path: str) -> None:

@@ -9,7 +9,7 @@ import sqlite3
 import time
 from dataclasses import dataclass
 
-from state_pool.disk.database import BUSY_TIMEOUT_S
+from state_pool.disk.process_lock import BUSY_TIMEOUT_S
 from state_pool.disk.state_store import Connection
 from state_pool.layout import CHUNKS_PER_STATE
 

@@ -272,6 +272,8 @@ def describe_error(error: Exception) -> str:
     text = str(error)
     if isinstance(error, ServerUnavailable):
         return f"the server of the session database does not answer ({text}); start it, or check the network"
+    if isinstance(error, sqlite3.IntegrityError):
+        return f"another process writes this session database ({text}): stop that process, then restart this service"
     if "full" in text:
         return f"no space is left for the session database ({text}); free space on its disk"
     if "moved" in text:

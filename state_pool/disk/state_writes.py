@@ -76,6 +76,7 @@ class StateWrites:
         self._check_session(job)
         if job.commits is not None and self._retain:
             statements.append_turn(connection, job.commits, self._fingerprint)
+        statements.stored_turn(connection, session)
         statements.put_session(connection, session, self._fingerprint)
         row = statements.StateRow(
             state=staging.state,

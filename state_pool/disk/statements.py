@@ -18,8 +18,24 @@ from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
 
 
+def stored_turn(connection: Connection, session: SessionRow) -> int:
+    """Return the number of the session's last stored turn; 0: there is none.
+
+    Raises sqlite3.IntegrityError if its row has another session.
+    """
+    found = connection.execute(
+        "SELECT turn, session_id, dialogue FROM sessions WHERE id = ?", (session.row,)
+    ).fetchone()
+    if found is None:
+        return 0
+    turn, *key = found
+    if (str(key[0]), int(key[1])) != session.key:
+        raise sqlite3.IntegrityError(f"row {session.row} has another session")
+    return int(turn)
+
+
 def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:
-    """Insert a session, or update it to a later turn. An earlier turn changes nothing."""
+    """Insert a session, or update it to a later turn. An earlier turn changes nothing. Call `stored_turn` first."""
     connection.execute(
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
         "origin_name, origin_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
@@ -55,11 +71,11 @@ def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
     check_fence(connection, job.fence)
     data = pack_tokens(job.tokens)
     row, turn = job.session.row, job.session.turn
-    found = connection.execute("SELECT turn FROM sessions WHERE id = ?", (row,)).fetchone()
-    if job.fence is not None and found is not None and int(found[0]) == turn and _is_logged(connection, job, data):
+    stored = stored_turn(connection, job.session)
+    if job.fence is not None and stored == turn and _is_logged(connection, job, data):
         return len(data)  # an earlier commit in doubt succeeded
-    if turn != (1 if found is None else int(found[0]) + 1):
-        raise sqlite3.IntegrityError(f"turn {turn} does not follow turn {0 if found is None else found[0]}")
+    if turn != stored + 1:
+        raise sqlite3.IntegrityError(f"turn {turn} does not follow turn {stored}")
     put_session(connection, job.session, fingerprint)
     connection.execute(
         "INSERT INTO turns(session, turn, num_tokens, tokens, checksum, created) VALUES (?, ?, ?, ?, ?, ?)",

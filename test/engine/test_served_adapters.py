@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,6 +214,7 @@ def test_engines_that_share_a_list_write_it_concurrently(tmp_path: Path) -> None
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(many_times, range(3)))
     assert [path.name for path in tmp_path.iterdir()] == ["s.db.adapters.json"]
+    assert stat.S_IMODE((tmp_path / "s.db.adapters.json").stat().st_mode) == 0o600
 
 
 def key_pair(a: tuple[int, int], b: tuple[int, int], at: str = "blocks.0.att.key") -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import state_pool.crash_points
-import state_pool.disk.database
+import state_pool.disk.process_lock
 import state_pool.layout
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
@@ -390,7 +390,7 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
         id(sys.modules["queue"]): PatchedModule(sys.modules["queue"], **parts.queue),
         id(SimpleQueue): parts.queue["SimpleQueue"],
         id(state_pool.crash_points.reach): lambda _point: tasks.pause(),
-        id(state_pool.disk.database.ProcessLock): _NoLock,
+        id(state_pool.disk.process_lock.ProcessLock): _NoLock,
     }
     patches.pop(id(None), None)
     replaced: list[tuple[ModuleType, str, Any]] = []
@@ -417,6 +417,7 @@ class _NoLock:
     """Replaces the lock between processes: a world has one process."""
 
     is_first = True
+    is_on_path = True
 
     def __init__(self, path: str, service: str = "") -> None:
         pass

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from state_pool.config import PoolConfig
-from state_pool.disk import database
+from state_pool.disk import database, process_lock
 from state_pool.errors import DatabaseUnusable
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 
 
 def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(process_lock, "BUSY_TIMEOUT_S", 0.1)
     for config in (config_in(tmp_path), config_in(tmp_path, engine="x", service="elsewhere")):
         with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
             Driver(FakeArena(), config)

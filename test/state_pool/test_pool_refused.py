@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from state_pool.disk.database import ProcessLock
 from state_pool.disk.migrations import SCHEMA_VERSION
-from state_pool.errors import DatabaseUnusable
+from state_pool.disk.process_lock import ProcessLock
+from state_pool.errors import DatabaseUnusable, TurnNotStored
 from test.state_pool.stored_sessions import holds, raw, reopen, write_three
 
 
@@ -68,7 +68,7 @@ def test_error_for_unwritable_lock_names_the_remedy(tmp_path: Path) -> None:
 
 
 def test_second_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("state_pool.disk.process_lock.BUSY_TIMEOUT_S", 0.1)
     lock = ProcessLock(str(tmp_path / "sessions.db"))
     with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
         reopen(tmp_path)
@@ -109,3 +109,78 @@ def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
     assert done.returncode == 1
     if "state_pool" in done.stderr:  # otherwise it cannot even read the interpreter's files
         assert "is not writable" in done.stderr or "read" in done.stderr
+
+
+_WRITE = """
+import sys
+from pathlib import Path
+from test.pool_fakes import Driver, FakeArena
+from state_pool.config import PoolConfig
+driver = Driver(FakeArena(words=4096), PoolConfig(state_db=sys.argv[1]))
+driver.turn("other", [1])
+print("stored")
+driver.pool.close()
+"""
+
+
+@pytest.mark.parametrize("way", ["symbolic link", "hard link", "deleted lock"])
+def test_a_second_process_is_refused_by_any_name(tmp_path: Path, way: str) -> None:
+    """The lock is on the file, so another name or a deleted `.lock` leads to the same lock."""
+    driver = reopen(tmp_path)
+    driver.turn("a", [ord("a"), 1])
+    file, other = tmp_path / "sessions.db", tmp_path / "elsewhere" / "other.db"
+    other.parent.mkdir()
+    match way:
+        case "symbolic link":
+            other.symlink_to(file)
+        case "hard link":
+            other.hardlink_to(file)
+        case _:
+            other = file
+            Path(f"{file}.lock").unlink()
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITE, str(other)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "", done.stdout
+    assert "which writes this file: stop it" in done.stderr
+    driver.turn("a", [2, 3])
+    driver.pool.close()
+    if way == "hard link":
+        with pytest.raises(DatabaseUnusable, match=r"has 2 names \(hard links\)"):
+            reopen(tmp_path)
+        other.unlink()
+    driver = reopen(tmp_path)
+    assert holds(driver, "a")
+    assert [entry.session_id for entry in driver.list_sessions().sessions] == ["a"]
+    driver.pool.close()
+
+
+def test_a_database_is_opened_through_a_symbolic_link(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "sessions.db").symlink_to(tmp_path / "sessions.db")
+    driver = reopen(tmp_path / "linked")
+    assert holds(driver, "a")
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_rows_of_another_process_are_not_replaced(tmp_path: Path, durability: str) -> None:
+    """Another program ignores the lock and takes the row numbers that this service will use."""
+    driver = reopen(tmp_path, durability=durability, checkpoint_tokens=1)
+    with raw(tmp_path) as connection:
+        for row in range(1, 4):
+            connection.execute(
+                "INSERT INTO sessions(id, session_id, dialogue, fingerprint, turn, num_tokens, created, updated) "
+                "VALUES (?, ?, -1, 'model-a', 0, 0, 1, 1)",
+                (row, f"foreign{row}"),
+            )
+        if durability == "lazy":
+            driver.turn("mine", [1])
+            driver.until(lambda: "another process writes" in str(driver.pool.stats()["degraded"]))
+        else:
+            with pytest.raises(TurnNotStored, match="another process writes this session database"):
+                driver.turn("mine", [1])
+        stored = connection.execute("SELECT session_id, turn FROM sessions ORDER BY id").fetchall()
+    assert stored == [("foreign1", 0), ("foreign2", 0), ("foreign3", 0)]
+    driver.pool.close()
