@@ -59,6 +59,5 @@ def make_private(path: Path) -> None:
             path,
         )
     else:
-        logger.warning(
-            "%s was open to other users (mode %04o): its mode is %04o now", path, status.st_mode & 0o7777, mode
-        )
+        before = stat.S_IMODE(status.st_mode)
+        logger.warning("%s was open to other users (mode %04o): its mode is %04o now", path, before, mode)

@@ -143,6 +143,6 @@ def _refuse_hard_links(path: str, names: int) -> None:
     """Raises DatabaseUnusable for a file with several names: SQLite's log has one of them, and the others lack it."""
     if names > 1:
         raise DatabaseUnusable(
-            f"session database {path} has {names} names (hard links), but its write-ahead log has only one: turns would "
-            f"be lost under another name. Remove the other names (`find . -samefile {path}`), or copy the file"
+            f"session database {path} has {names} names (hard links), but its write-ahead log has only one: turns "
+            f"would be lost under another name. Remove the other names (`find . -samefile {path}`), or copy the file"
         )

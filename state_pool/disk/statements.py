@@ -23,13 +23,12 @@ def stored_turn(connection: Connection, session: SessionRow) -> int:
 
     Raises sqlite3.IntegrityError if its row has another session.
     """
-    found = connection.execute(
-        "SELECT turn, session_id, dialogue FROM sessions WHERE id = ?", (session.row,)
-    ).fetchone()
+    columns = "SELECT turn, session_id, dialogue FROM sessions WHERE id = ?"
+    found = connection.execute(columns, (session.row,)).fetchone()
     if found is None:
         return 0
-    turn, *key = found
-    if (str(key[0]), int(key[1])) != session.key:
+    turn, session_id, dialogue = found
+    if (session_id, dialogue) != session.key:
         raise sqlite3.IntegrityError(f"row {session.row} has another session")
     return int(turn)
 
