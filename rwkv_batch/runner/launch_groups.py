@@ -5,10 +5,10 @@ from __future__ import annotations
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
-from rwkv_batch.runner.mixed_graphs import MixedSize
+from rwkv_batch.runner.graphs.mixed import MixedSize
+from rwkv_batch.runner.graphs.step import StepGraphs
 from rwkv_batch.runner.mixtures import num_states
 from rwkv_batch.runner.pipeline import Pipeline
-from rwkv_batch.runner.step_graphs import StepGraphs
 from rwkv_batch.runner.step_sampling import StepSampler
 from state_pool.origins import Adapters
 

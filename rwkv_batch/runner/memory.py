@@ -10,7 +10,7 @@ from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.errors import StartupError
-from rwkv_batch.runner.mixed_graphs import max_decode_rows, min_gathered_prefill_tokens
+from rwkv_batch.runner.graphs.mixed import max_decode_rows, min_gathered_prefill_tokens
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.layout import FIRST_FREE_SLOT
 

@@ -18,8 +18,9 @@ from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
-from rwkv_batch.runner.decode_graphs import DecodeGraphs, LastTokens
-from rwkv_batch.runner.graph_capture import CaptureError
+from rwkv_batch.runner.graphs.capture import CaptureError
+from rwkv_batch.runner.graphs.decode import DecodeGraphs, LastTokens
+from rwkv_batch.runner.graphs.step import StepGraphs
 from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.launch_groups import LaunchGroups, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads
@@ -30,7 +31,6 @@ from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backen
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
 from rwkv_batch.runner.row_inputs import RowInputs, slots_of
 from rwkv_batch.runner.state_copy import PipelineArena
-from rwkv_batch.runner.step_graphs import StepGraphs
 from rwkv_batch.runner.step_sampling import (
     DeferredSample,
     InFlightStep,

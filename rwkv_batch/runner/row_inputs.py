@@ -8,7 +8,7 @@ from native.transfer import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.runner.decode_graphs import LastTokens
+from rwkv_batch.runner.graphs.decode import LastTokens
 from rwkv_batch.runner.launch_groups import LaunchGroups
 from rwkv_batch.runner.mixtures import read_slots, write_slots
 

@@ -16,7 +16,7 @@ from native.transfer import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob
-from rwkv_batch.runner.decode_graphs import LastTokens
+from rwkv_batch.runner.graphs.decode import LastTokens
 from rwkv_batch.runner.host_copy import HostCopy, TokenCopy
 from rwkv_batch.runner.prompt_logprobs import InFlightScores
 from rwkv_batch.tokenizer import Tokenizer

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.runner import graph_capture, host_copy, links, stage_graphs
-from rwkv_batch.runner.graph_capture import CaptureError, StagedArrays
+from rwkv_batch.runner import host_copy, links
+from rwkv_batch.runner.graphs import capture, stages
+from rwkv_batch.runner.graphs.capture import CaptureError, StagedArrays
+from rwkv_batch.runner.graphs.stages import GraphStage, run_stages
+from rwkv_batch.runner.graphs.step import StepGraphs
 from rwkv_batch.runner.host_copy import TokenCopies
-from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
-from rwkv_batch.runner.step_graphs import StepGraphs
 
 ROWS, WIDTH, STAGES, DEPTH = 6, 2, 3, 4
 CPU = torch.device("cpu")
@@ -108,8 +109,8 @@ class Stages:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(torch.cuda, "device", lambda device: None)
-        monkeypatch.setattr(stage_graphs, "Recorder", lambda device: None)
-        for module in (links, graph_capture, host_copy):
+        monkeypatch.setattr(stages, "Recorder", lambda device: None)
+        for module in (links, capture, host_copy):
             monkeypatch.setattr(module, "Copier", Copier)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
         self.staged = StagedArrays({"values": ROWS}, [CPU] * STAGES, DEPTH)

@@ -15,7 +15,7 @@ from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.engine import Step
-from rwkv_batch.runner.graph_pieces import MIN_PARAMETERS, Pieces, piece_layers
+from rwkv_batch.runner.graphs.pieces import MIN_PARAMETERS, Pieces, piece_layers
 from rwkv_batch.runner.step_sampling import InFlightStep
 from test.engine.test_scheduler import Slots, job, read
 

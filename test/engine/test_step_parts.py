@@ -23,8 +23,8 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest, Priority, PromptLogprobs
-from rwkv_batch.runner.decode_graphs import LastTokens
-from rwkv_batch.runner.graph_capture import CaptureError
+from rwkv_batch.runner.graphs.capture import CaptureError
+from rwkv_batch.runner.graphs.decode import LastTokens
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.grammar.constraint import Constraint, Form

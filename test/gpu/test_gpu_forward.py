@@ -16,10 +16,10 @@ from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.graphs.decode import DecodeGraphs
+from rwkv_batch.runner.graphs.stages import make_graph_stages
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import make_graph_stages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

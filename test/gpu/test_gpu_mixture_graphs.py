@@ -14,7 +14,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.request import GenerateRequest
-from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.config import PoolConfig
 from test.harness import make_request, run, started_engine, turn

@@ -19,7 +19,7 @@ from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.graph_pieces import GraphPieces
+from rwkv_batch.runner.graphs.pieces import GraphPieces
 from rwkv_batch.runner.stage import Stage
 
 LAYERS, WIDTH, VOCAB, RANKS = 5, 128, 64, (32, 32, 32, 32)

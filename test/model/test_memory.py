@@ -13,9 +13,9 @@ import torch
 from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.errors import StartupError
-from rwkv_batch.runner.decode_graphs import padded_sizes
+from rwkv_batch.runner.graphs.decode import padded_sizes
+from rwkv_batch.runner.graphs.mixed import usable_mixed_sizes
 from rwkv_batch.runner.memory import CPU_SLOTS_FREE_FRACTION, Memory
-from rwkv_batch.runner.mixed_graphs import usable_mixed_sizes
 
 SLOT = 1 << 20
 PIPELINE: Any = SimpleNamespace(devices=[torch.device("cpu")], concurrency=1, slot_bytes_on=lambda _device: SLOT)

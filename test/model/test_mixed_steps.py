@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rwkv_batch.model.step_inputs import step_inputs
-from rwkv_batch.runner.mixed_graphs import DECODE_SIZES, PROMPT_SIZES, MixedGraphs, MixedSize, usable_mixed_sizes
+from rwkv_batch.runner.graphs.mixed import DECODE_SIZES, PROMPT_SIZES, MixedGraphs, MixedSize, usable_mixed_sizes
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 NOBODY = 777

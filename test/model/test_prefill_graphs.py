@@ -16,8 +16,8 @@ from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces
-from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, padded, smallest_fitting
+from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
+from rwkv_batch.runner.graphs.prefill import SIZES, PrefillSize, padded, smallest_fitting
 from rwkv_batch.runner.stage import Stage
 from state_pool.layout import DUMMY_SLOT
 

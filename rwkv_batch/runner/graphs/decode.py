@@ -30,11 +30,11 @@ from torch import Tensor
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda.adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
-from rwkv_batch.runner.graph_capture import Array, CaptureError, StagedArrays
-from rwkv_batch.runner.graph_pieces import GraphPieces, Pieces
+from rwkv_batch.runner.graphs.capture import Array, CaptureError, StagedArrays
+from rwkv_batch.runner.graphs.pieces import GraphPieces, Pieces
+from rwkv_batch.runner.graphs.stages import GraphStage, run_stages
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)

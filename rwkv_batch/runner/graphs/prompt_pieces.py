@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces, Pieces
-from rwkv_batch.runner.prefill_graphs import PrefillSize, StagedPrompts, smallest_fitting
+from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
+from rwkv_batch.runner.graphs.prefill import PrefillSize, StagedPrompts, smallest_fitting
 
 logger = logging.getLogger(__name__)
 

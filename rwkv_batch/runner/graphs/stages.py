@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import Recorder, StagedArrays
+from rwkv_batch.runner.graphs.capture import Recorder, StagedArrays
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import StagedArrays
+from rwkv_batch.runner.graphs.capture import StagedArrays
+from rwkv_batch.runner.graphs.stages import GraphStage, run_stages
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
