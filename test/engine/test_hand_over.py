@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.runner import host_copy, links
-from rwkv_batch.runner.graphs import capture, stages
+from rwkv_batch.runner.graphs import capture
 from rwkv_batch.runner.graphs.capture import CaptureError, StagedArrays
 from rwkv_batch.runner.graphs.stages import GraphStage, run_stages
 from rwkv_batch.runner.graphs.step import StepGraphs
@@ -109,7 +109,7 @@ class Stages:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(torch.cuda, "device", lambda device: None)
-        monkeypatch.setattr(stages, "Recorder", lambda device: None)
+        monkeypatch.setattr(capture, "Recorder", lambda device: None)
         for module in (links, capture, host_copy):
             monkeypatch.setattr(module, "Copier", Copier)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
