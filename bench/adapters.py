@@ -26,8 +26,8 @@ from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
 from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.graphs.stages import make_graph_stages
 from rwkv_batch.runner.pipeline import Pipeline
 
 MAX_ROUNDS = 5

@@ -31,8 +31,8 @@ from bench.tools.origin import commit
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler
-from rwkv_batch.runner.graphs.stages import make_graph_stages
 from rwkv_batch.runner.stage import Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)

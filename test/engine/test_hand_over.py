@@ -19,8 +19,7 @@ from torch import Tensor
 
 from rwkv_batch.runner import host_copy, links
 from rwkv_batch.runner.graphs import capture
-from rwkv_batch.runner.graphs.capture import CaptureError, StagedArrays
-from rwkv_batch.runner.graphs.stages import GraphStage, run_stages
+from rwkv_batch.runner.graphs.capture import CaptureError, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.step import StepGraphs
 from rwkv_batch.runner.host_copy import TokenCopies
 

@@ -16,8 +16,8 @@ from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_format import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.graphs.stages import make_graph_stages
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.stage import Stage
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from demo.files import ensure_model
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.graphs.stages import make_graph_stages
 from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.pipeline import Pipeline

@@ -30,9 +30,8 @@ from torch import Tensor
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda.adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
-from rwkv_batch.runner.graphs.capture import Array, CaptureError, StagedArrays
+from rwkv_batch.runner.graphs.capture import Array, CaptureError, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import GraphPieces, Pieces
-from rwkv_batch.runner.graphs.stages import GraphStage, run_stages
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT

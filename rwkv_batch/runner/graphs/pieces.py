@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv_batch.config import WHOLE_STEPS
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graphs.stages import GraphStage
+from rwkv_batch.runner.graphs.capture import GraphStage
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,11 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graphs.capture import CaptureError
+from rwkv_batch.runner.graphs.capture import CaptureError, GraphStage, make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler, padded_sizes
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.graphs.pieces import piece_layers
-from rwkv_batch.runner.graphs.prefill import PrefillGraphs, usable_sizes
-from rwkv_batch.runner.graphs.prompt_pieces import PromptPieces
-from rwkv_batch.runner.graphs.stages import GraphStage, make_graph_stages
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, usable_sizes
 from rwkv_batch.runner.mixtures import num_states
 from rwkv_batch.runner.stage import Stage
 from sampling.sampler import Sampler
