@@ -2,9 +2,8 @@
 //
 // quad   four tokens 4q .. 4q + 3; they share one Philox block
 // batch  4 x 256 consecutive quads; a thread reads four of them, 256 apart
-// chunk  one thread's part of chunk_batches consecutive batches: two (32 tokens) up to a vocabulary of 65,536, more
-// above,
-//        so that a row has at most 2,048 chunks
+// chunk  one thread's part of chunk_batches consecutive batches: two (32 tokens) up to a vocabulary of 65,536, and
+//        more above, so that a row has at most 2,048 chunks
 // Chunks do not depend on the number of CTAs per row, so sums over chunks are the same for every launch shape. Masses
 // are added as integers (2^-40 of the largest token's), in any order.
 #pragma once

@@ -17,9 +17,9 @@
 //                  two-part   [K, T, 2, C] e5m2, no scales
 //                  two-byte   [K, T, 2, C] s8, scales [K, C / 128, pitch] float2; C % 128 == 0
 //        to_clear  [8, C / 8] int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
-// inout  shift     [slots, C] fp16; reads read_slots[row], writes write_slots[row]. Prefill writes last_h [rows, C],
-// and
-//                  store_rows copies it: another CTA may still read the slot
+// inout  shift     [slots, C] fp16; reads read_slots[row], writes write_slots[row]
+//                  prefill writes last_h [rows, C] instead, and store_rows copies it: another CTA may still read the
+//                  slot
 //
 // Decode: one CTA per token, one thread per 8 channels; up to one CTA per SM it prefetches weights before the previous
 // kernel ends, else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs shares a

@@ -178,8 +178,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) hopper_few_kernel(const __g
     int stage = group, parity = 0;  // stage of the warpgroup's next tile
     int loaded_gemm = -1, gemm = 0;
     // A warpgroup's tiles have indices = warpgroup modulo WARPGROUPS. To wait for a refilled stage it must have seen
-    // the fill
-    // before: a parity says no more.
+    // the previous fill: a parity distinguishes only two fills.
     const auto release = [&] {
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * stage);

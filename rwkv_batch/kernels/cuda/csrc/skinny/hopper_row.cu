@@ -172,8 +172,7 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
     int cached_step = -1;  // step of the cached operand
     int stage = group, parity = 0;  // stage of the warpgroup's next tile
     // A warpgroup's tiles have indices = warpgroup modulo WARPGROUPS. To wait for a refilled stage it must have seen
-    // the fill
-    // before: a parity says no more.
+    // the previous fill: a parity distinguishes only two fills.
     const auto advance_stage = [&] {
         stage += WARPGROUPS;
         if (stage >= STAGES) stage -= STAGES, parity ^= 1;

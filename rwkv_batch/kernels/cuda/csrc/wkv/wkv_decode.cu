@@ -20,9 +20,8 @@
 #include "wkv_int8.cuh"
 
 constexpr int STAGES = 2;
-// Maximum warps per CTA, and value rows per lane. Many rows: as many warps as fit shared memory, few registers each.
-// Few rows:
-// latency counts.
+// Maximum warps per CTA, and value rows per lane. With many rows, shared memory limits the warps and each has few
+// registers. With few rows, latency counts.
 template <typename State>
 constexpr int MANY_WARPS = sizeof(State) == 2 ? 12 : 6;
 template <>
