@@ -6,6 +6,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import socket
@@ -24,6 +25,8 @@ _MAX_CONNECTIONS = 16_384
 _RESERVED_FILES = 64
 """Descriptors of an nginx process besides its connections."""
 _OPENAI_PREFIX = "/openai/"
+FORM_PATHS = ("/v1/states", "/openai/v1/files")
+"""Paths that take forms. Robyn parses every form, before authentication, and answers 500 to a malformed one."""
 _UPSTREAM_IDLE_S = 10
 """Idle seconds of a connection to a worker. Robyn never closes idle ones, so none closes during use."""
 
@@ -101,6 +104,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             servers="".join(f"        server 127.0.0.1:{port} max_fails=0;\n" for port in self.worker_ports),
             idle=_UPSTREAM_IDLE_S,
             listen=f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}",
+            form_paths="|".join(map(re.escape, FORM_PATHS)),
             key_header=PROXY_KEY_HEADER,
             key=self.proxy_key,
             errors="".join(self._error(*one) for one in self._nginx_errors()),
@@ -173,6 +177,10 @@ http {{
     real_ip_header X-Forwarded-For;
     real_ip_recursive on;
 {trusted}
+    map "$uri $http_content_type" $worker_content_type {{
+        default $http_content_type;
+        "~*^(?!(?:{form_paths}) ).* multipart/form-data" "";
+    }}
     upstream workers {{
         least_conn;
 {servers}        keepalive 128;
@@ -186,8 +194,7 @@ http {{
             proxy_set_header Connection "";
             proxy_set_header Host $http_host;
             proxy_set_header X-Forwarded-For $remote_addr;
-            # Bodies are JSON or session files with any Content-Type. Robyn would answer forms with a 500.
-            proxy_set_header Content-Type "";
+            proxy_set_header Content-Type $worker_content_type;
             proxy_set_header {key_header} {key};
             proxy_request_buffering on;
             proxy_buffering off;

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from programs.serve import nginx_config
-from programs.serve.nginx_config import find_nginx
+from programs.serve.nginx_config import FORM_PATHS, find_nginx
 from programs.settings import parse_settings
+from routes.table import ROUTES
 from test.serving import ROOT, Service, free_port, is_process_alive, raw_request, read_all, wait_for
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -95,6 +97,19 @@ def test_forms_get_an_error_that_names_json(proxied: Service) -> None:
     assert proxied.post(CHAT, content=json.dumps(SHORT), headers={"Content-Type": "multipart/x"}).status_code == 200
 
 
+def test_files_are_uploaded_with_openais_client(proxied: Service) -> None:
+    client = openai.OpenAI(base_url=f"{proxied.url}/openai/v1", api_key="none", max_retries=0)
+    content = b'{"a": "\xff"}\r\n\x00'
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).content == content
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("lines.jsonl", content), purpose="fine-tune")
+
+
+def test_nginx_passes_the_forms_of_every_route_that_takes_one() -> None:
+    assert set(FORM_PATHS) == {route.path for route in ROUTES if route.takes_form}
+
+
 def test_a_correct_chunked_body_with_a_trailer_is_served(proxied: Service) -> None:
     before, body = proxied.pids(), json.dumps(SHORT).encode()
     chunks = b"%x\r\n%s\r\n0\r\nX-Checksum: 1\r\n\r\n" % (len(body), body)
@@ -136,9 +151,9 @@ def test_nginx_errors_have_the_services_format(proxied: Service) -> None:
     assert large.status_code == 413
     assert "--max-body-mb" in large.json()["error"]
     assert large.headers["access-control-allow-origin"] == "*"
-    openai = proxied.post("/openai/v1/chat/completions", content=b"x" * 30_000)
-    assert openai.status_code == 413
-    assert openai.json()["error"]["type"] == "invalid_request_error"
+    refused = proxied.post("/openai/v1/chat/completions", content=b"x" * 30_000)
+    assert refused.status_code == 413
+    assert refused.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_the_limit_for_a_client_counts_the_address_that_nginx_saw(proxied: Service) -> None:
