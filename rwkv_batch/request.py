@@ -250,7 +250,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None
-    """of the shown tokens and of the end token, which has no text"""
+    """of the tokens of `text`, the last one as far as it is shown, and of the end token, which has no text"""
     prompt_logprobs: list[TokenLogprob] | None = None
     """of the prompt's next tokens (`GenerateRequest.prompt_logprobs`), before any text
 

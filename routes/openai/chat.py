@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from routes.context import Context
+from routes.openai.content_logprobs import ContentLogprobs
 from routes.openai.conversation import conversation_rows
 from routes.openai.formatter import (
     OpenAIFormatter,
@@ -43,6 +44,7 @@ class ChatFormatter(OpenAIFormatter):
         self._reasoning: list[list[str]] = [[] for _ in range(num_rows)]
         self._returns_logprobs = body.logprobs
         self._parsers = [AnswerParser(body.answer_format) for _ in range(num_rows)]
+        self._logprobs = [ContentLogprobs() for _ in range(num_rows)]
 
     def stream_start(self) -> bytes:
         """See ResponseFormatter: the role of every choice."""
@@ -51,7 +53,9 @@ class ChatFormatter(OpenAIFormatter):
         return b"".join(map(self.chunk_event, choices))
 
     def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
-        parts = self._parsers[updates.row].feed(updates.text, updates.finish is not None)
+        is_final = updates.finish is not None
+        parts = self._parsers[updates.row].feed(updates.text, is_final)
+        logprobs = self._logprobs[updates.row].feed(updates.logprobs, parts, is_final)
         delta: dict[str, Any] = {}
         if parts.reasoning:
             self._reasoning[updates.row].append(parts.reasoning)
@@ -60,11 +64,11 @@ class ChatFormatter(OpenAIFormatter):
             delta["content"] = parts.content
         if parts.calls:
             delta["tool_calls"] = [_tool_call_delta(call) for call in parts.calls]
-        if not delta and not updates.logprobs:
+        if not delta and not logprobs:
             return None
         choice: dict[str, Any] = {"index": updates.row, "delta": delta, "finish_reason": None}
         if self._returns_logprobs:
-            choice["logprobs"] = chat_logprobs(updates.logprobs)
+            choice["logprobs"] = chat_logprobs(logprobs)
         return choice
 
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
@@ -87,7 +91,8 @@ class ChatFormatter(OpenAIFormatter):
         if parts.calls:
             message["content"] = parts.content or None
             message["tool_calls"] = [_tool_call(call) for call in parts.calls]
-        logprobs = chat_logprobs(row.logprobs) if self._returns_logprobs else None
+        tokens = self._logprobs[index].feed(row.logprobs, parts, final=True)
+        logprobs = chat_logprobs(tokens) if self._returns_logprobs else None
         reason, error = row_finish(row)
         return {
             "index": index,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from routes.context import Context
+from routes.openai.content_logprobs import ContentLogprobs
 from routes.openai.conversation import conversation_rows
 from routes.openai.formatter import logprob_entries, token_counter
 from routes.openai.responses_body import ResponsesBody
@@ -148,6 +149,7 @@ class ResponsesFormatter(BaseFormatter):
         self._head = _head(body)
         self._count_tokens = count_tokens
         self._parser = AnswerParser(body.answer_format)
+        self._logprobs = ContentLogprobs()
         self._items = OutputItems()
         self._sequence_number = 0
 
@@ -173,7 +175,7 @@ class ResponsesFormatter(BaseFormatter):
 
     def _delta_events(self, update: RowUpdate, final: bool) -> Iterable[Event]:
         parts = self._parser.feed(update.text, final)
-        yield from self._items.feed(parts, logprob_entries(update.logprobs))
+        yield from self._items.feed(parts, logprob_entries(self._logprobs.feed(update.logprobs, parts, final)))
         if final:
             yield from self._items.end(is_cut=self._last_item_is_incomplete(update.finish))
 

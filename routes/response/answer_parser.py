@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from routes.response.reasoning_parser import ReasoningParser
@@ -16,6 +16,10 @@ class AnswerDelta:
     reasoning: str
     content: str
     calls: list[DeltaToolCall]
+    content_spans: Sequence[tuple[int, int]] = ()
+    """Where the pieces of `content` lie in the row's text: start and end, in characters."""
+    num_parsed: int = 0
+    """Length of the row's text that cannot become content any more, or is in a span already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class AnswerParser:
             if answer_format.names
             else None
         )
+        self._num_fed = 0
+        """Length of the row's text."""
 
     @property
     def has_calls(self) -> bool:
@@ -75,8 +81,14 @@ class AnswerParser:
 
     def feed(self, text: str, final: bool) -> AnswerDelta:
         """Return all text that cannot change any more. With `final`, return the rest too."""
-        reasoning_delta = self._parser.feed(text, final)
+        self._num_fed += len(text)
+        parts = self._parser.feed(text, final)
+        num_parsed = self._num_fed - self._parser.num_held
+        # The reasoning parser's content is everything from its start on.
         if self._calls is None:
-            return AnswerDelta(reasoning_delta.reasoning, reasoning_delta.content, [])
-        parsed = self._calls.feed(reasoning_delta.content, final)
-        return AnswerDelta(reasoning_delta.reasoning, parsed.content, parsed.calls)
+            spans = [(num_parsed - len(parts.content), num_parsed)] if parts.content else []
+            return AnswerDelta(parts.reasoning, parts.content, [], spans, num_parsed)
+        parsed = self._calls.feed(parts.content, final)
+        first = num_parsed - self._calls.num_fed
+        spans = [(first + start, first + end) for start, end in parsed.spans]
+        return AnswerDelta(parts.reasoning, parsed.content, parsed.calls, spans, num_parsed - self._calls.num_held)

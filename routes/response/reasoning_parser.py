@@ -48,6 +48,11 @@ class ReasoningParser:
     def is_inside_thought(self) -> bool:
         return self._state is _ParserState.THOUGHT
 
+    @property
+    def num_held(self) -> int:
+        """Length of the text that may be part of a tag."""
+        return len(self._buffer)
+
     def feed(self, text: str, final: bool) -> ReasoningDelta:
         """Return all text that cannot change any more. With `final`, return the rest too."""
         self._buffer += text

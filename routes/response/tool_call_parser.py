@@ -32,6 +32,8 @@ class ParsedDelta:
 
     content: str
     calls: list[DeltaToolCall]
+    spans: list[tuple[int, int]]
+    """Where the pieces of `content` lie in the fed text: start and end, in characters."""
 
 
 class _ParserState(enum.Enum):
@@ -108,6 +110,9 @@ class ToolCallParser:
         """Length of the part of `_buffer` that `_end` has seen."""
         self._has_text = False
         self._text: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        self.num_fed = 0
+        """Length of the fed text. The buffer is its end."""
         self._pieces: list[DeltaToolCall] = []
         self.count = 0
         """Number of calls that have begun."""
@@ -126,16 +131,29 @@ class ToolCallParser:
         """Return whether the text ends inside the last delta's kind: a call's arguments if `is_call`, else text."""
         return self._state is (_ParserState.ARGUMENTS if is_call else _ParserState.TEXT)
 
+    @property
+    def num_held(self) -> int:
+        """Length of the text at the end that may become content or part of a call."""
+        opening = self._opening if self._state is _ParserState.HEAD else ""
+        return len(self._pending_space) + len(opening) + len(self._buffer)
+
     def feed(self, text: str, final: bool) -> ParsedDelta:
         """Return all text that cannot change any more. With `final`, return the rest too."""
         self._buffer += text
+        self.num_fed += len(text)
         while self._step(final):
             pass
         if final and self._state is _ParserState.TEXT and not (self.count or self._must_call):
-            self._text.append(self._pending_space)
-        parsed = ParsedDelta("".join(self._text), self._pieces)
-        self._text, self._pieces = [], []
+            self._emit(self._pending_space, self.num_fed - len(self._buffer))
+        parsed = ParsedDelta("".join(self._text), self._pieces, self._spans)
+        self._text, self._pieces, self._spans = [], [], []
         return parsed
+
+    def _emit(self, text: str, end: int) -> None:
+        """Add content that ends at `end` of the fed text."""
+        if text:
+            self._text.append(text)
+            self._spans.append((end - len(text), end))
 
     def _step(self, final: bool) -> bool:
         """Process the buffer. Return whether there may be more to do."""
@@ -151,34 +169,40 @@ class ToolCallParser:
             case _ParserState.CLOSING:
                 return self._read_closing(final)
 
-    def _add_text(self, text: str) -> None:
-        """Add text. Trailing white space waits for the next text; white space after a call is dropped."""
+    def _add_text(self, text: str, end: int) -> None:
+        """Add text that ends at `end` of the fed text.
+
+        Trailing white space waits for the next text. White space after a call is dropped.
+        """
         if self.count and not self._has_text:
             text = text.lstrip()
         stripped = text.rstrip()
         if stripped:
             self._has_text = True
-            self._text += [self._pending_space, stripped]
+            self._emit(self._pending_space + stripped, end - len(text) + len(stripped))
             self._pending_space = ""
         self._pending_space += text[len(stripped) :]
 
     def _read_text(self, final: bool) -> bool:
         if self._has_no_call():
-            self._add_text(self._buffer)
-            self._buffer = ""
+            self._take_text(len(self._buffer))
             return False
         found = _OPENING.search(self._buffer)
         if found is not None:
-            self._add_text(self._buffer[: found.start()])
-            self._buffer = self._buffer[found.end() :]
+            self._take_text(found.start())
+            self._buffer = self._buffer[len(found[0]) :]
             self._state, self._opening, self._closing = _ParserState.HEAD, found[0], _CLOSINGS[found[0]]
             self._end, self._scanned = JsonEndFinder(), 0
             return True
         only_calls = self._must_call or self.count  # after a call, only further calls may follow
         safe_length = len(self._buffer) if final and not only_calls else _length_before_opening(self._buffer)
-        self._add_text(self._buffer[:safe_length])
-        self._buffer = self._buffer[safe_length:]
+        self._take_text(safe_length)
         return False
+
+    def _take_text(self, length: int) -> None:
+        """Move text from the buffer to the content."""
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._add_text(text, self.num_fed - len(self._buffer))
 
     def _has_no_call(self) -> bool:
         """Return whether an answer of either calls or text has turned out to be text."""
@@ -211,7 +235,7 @@ class ToolCallParser:
 
     def _revert_to_text(self) -> bool:
         """Treat the opening as text. A call may still begin in the text after it."""
-        self._add_text(self._opening)
+        self._add_text(self._opening, self.num_fed - len(self._buffer))
         self._state = _ParserState.TEXT
         return True
 

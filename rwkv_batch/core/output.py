@@ -10,6 +10,8 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
 
+import msgspec
+
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Resumed, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT
 
@@ -264,8 +266,14 @@ class RowOutput:
         if len(tokens) >= self._max_tokens:
             self._release(len(self._tail))
             return FinishReason.LENGTH
-        self._release(len(self._tail) - node.depth)
+        self._release(len(self._tail) - (node.depth if logprob is None else self._held_by_tokens(node.depth)))
         return None
+
+    def _held_by_tokens(self, num_bytes: int) -> int:
+        """Return the bytes of the tokens in which the last `num_bytes` lie: text is sent with its log-probabilities."""
+        length = self._length
+        whole = bisect_right(self._ends, length - num_bytes)
+        return length - (self._ends[whole - 1] if whole else 0)
 
     def _end_by_id(self, token: int, logprob: TokenLogprob | None) -> FinishReason:
         """End the row with a stop token, which is not shown. Held text is released."""
@@ -310,17 +318,23 @@ class RowOutput:
         ready, gathered = self._ready, self._gathered
         if finish is None and (gathered < self._chunk or not (ready or self._logprobs)):
             return None
-        logprobs = self._shown_logprobs() if self._logprobs or self._end else None
+        logprobs = self._shown_logprobs(finish is not None) if self._logprobs or self._end else None
         ids = self.tokens[len(self.tokens) - gathered :] if self._return_token_ids else []
         text = ready[0] if len(ready) == 1 else b"".join(ready)
         ready.clear()
         self._gathered = 0
         return Delta(self.row, text, gathered, finish, logprobs or None, None, ids)
 
-    def _shown_logprobs(self) -> list[TokenLogprob]:
-        """Remove and return the log-probabilities of tokens with some shown text."""
+    def _shown_logprobs(self, is_final: bool) -> list[TokenLogprob]:
+        """Remove and return the log-probabilities of the shown text. A stop may cut its last token."""
         shown = self._length - len(self._tail) if self._cut is None else self._cut
-        begun = [entry for entry in self._logprobs if entry[0] < shown]
-        self._logprobs = self._logprobs[len(begun) :]
-        end = () if self._end is None else (self._end,)
-        return [*(logprob for _, logprob in begun), *end]
+        found: list[TokenLogprob] = []
+        for start, logprob in self._logprobs:
+            is_whole = start + len(logprob.token) <= shown
+            if not is_whole and not (is_final and start < shown):
+                break
+            found.append(
+                logprob if is_whole else msgspec.structs.replace(logprob, token=logprob.token[: shown - start])
+            )
+        self._logprobs = self._logprobs[len(found) :]
+        return found if self._end is None else [*found, self._end]

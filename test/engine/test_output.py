@@ -264,12 +264,27 @@ def test_rows_with_the_same_stops_share_one_automaton() -> None:
     assert not cache._rules, "the cache keeps it only while rows use it"
 
 
-def test_log_probabilities_are_of_shown_tokens_only() -> None:
-    asked = request(stop_strings=[b"cd"], chunk_size=1)
+@pytest.mark.parametrize("chunk_size", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("pieces", "received"),
+    [
+        (["a", "b", "c", "d"], [b"a", b"b"]),
+        (["a", " the", " cd"], [b"a", b" the", b" "]),
+        (["a", " abc", "d"], [b"a", b" ab"]),
+        (["a", " abc", "e", "cd"], [b"a", b" abc", b"e"]),
+        ([" abc"], [b" abc"]),
+    ],
+)
+def test_log_probabilities_are_of_shown_text(pieces: list[str], received: list[bytes], chunk_size: int) -> None:
+    """Each delta's tokens joined are its text, and a stop cuts the last one."""
+    tokens = [next(token for token, text in enumerate(TABLE) if text == piece.encode()) for piece in pieces]
+    asked = request(stop_strings=[b"cd"], chunk_size=chunk_size, max_tokens=len(tokens))
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
-    received: list[bytes] = []
-    for token in [*spell("ab"), *spell("c"), *spell("d")]:
+    entries: list[bytes] = []
+    for token in tokens:
         reason = output.append_token(token, TokenLogprob(TABLE[token], -1.0, []))
-        delta = output.pop_delta(DONE if reason else None)
-        received += [entry.token for entry in (delta.logprobs or [])] if delta else []
-    assert received == [b"a", b"b"]
+        if delta := output.pop_delta(DONE if reason else None):
+            new = [entry.token for entry in delta.logprobs or ()]
+            assert b"".join(new) == delta.text
+            entries += new
+    assert entries == received

@@ -219,9 +219,9 @@ def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
     ends = [
         Finish(reason=FinishReason.STOP, prompt_tokens=5, completion_tokens=row + 1, cached_tokens=4) for row in (0, 1)
     ]
-    token = TokenLogprob(b"\xe4", -math.inf, [(b"a", -0.5)])
+    tokens = [TokenLogprob(text, -math.inf, [(b"a", -0.5)]) for text in (b">x</", b"think", b"> ", b"\xc3", b"\xa4 ")]
     stream = formatter.stream_start()
-    stream += formatter.chunk([RowUpdate(0, ">hm</thi"), RowUpdate(1, ">x</think>y", logprobs=[token])])
+    stream += formatter.chunk([RowUpdate(0, ">hm</thi"), RowUpdate(1, ">x</think> ä ", logprobs=tokens)])
     stream += formatter.chunk([RowUpdate(0, "nk> Hi", finish=ends[0]), RowUpdate(1, "z", finish=ends[1])])
     chunks = read_chunks(stream + formatter.stream_end())
     *parts, last = chunks
@@ -236,15 +236,13 @@ def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
             key = choice["index"], kind
             texts[key] = texts.get(key, "") + choice["delta"].get(kind, "")
     assert texts == {
-        (0, "content"): "Hi", (0, "reasoning_content"): "hm", (1, "content"): "yz", (1, "reasoning_content"): "x",
+        (0, "content"): "Hi", (0, "reasoning_content"): "hm", (1, "content"): "ä z", (1, "reasoning_content"): "x",
     }  # fmt: skip
     logprobs = [entry for choice in choices for entry in choice.get("logprobs", {}).get("content", [])]
-    assert logprobs == [
-        {
-            "token": "bytes:\\xe4", "logprob": -9999.0, "bytes": [0xE4],
-            "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
-        }
-    ]  # fmt: skip
+    assert [entry["token"] for entry in logprobs] == ["bytes:\\xc3", "bytes:\\xa4\\x20"]
+    assert [byte for entry in logprobs for byte in entry["bytes"]] == list("ä ".encode())
+    assert logprobs[0]["logprob"] == -9999.0
+    assert logprobs[0]["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
     assert [choice["index"] for choice in choices if choice["finish_reason"] == "stop"] == [0, 1]
     assert last["choices"] == []
     assert last["usage"] == {

@@ -247,6 +247,28 @@ def test_streamed_log_probabilities_are_the_same(client: OpenAI) -> None:
     assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in whole], abs=1e-4)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("extra", [{}, {"enable_think": True}])
+def test_log_probabilities_are_of_the_content(client: OpenAI, extra: dict[str, Any], stream: bool) -> None:
+    """Also where a stop cuts a token or the tokens are a thought."""
+
+    def answered(**fields: Any) -> tuple[str, list[str]]:
+        fields = {"seed": 5, "logprobs": True, "max_tokens": 32, "stream": stream, "extra_body": extra, **fields}
+        answer = chat(client, **fields)
+        choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+        texts = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+        entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+        content = "".join(texts)
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode("utf-8", "replace") == content
+        return content, [entry.token for entry in entries]
+
+    content, tokens = answered()
+    assert bool(content) != bool(extra), "the random model does not end its thought"
+    for token in dict.fromkeys(token for token in tokens if token.isascii() and len(token) > 1):
+        shorter, shown = answered(stop=token[1:])
+        assert shorter == content[: content.index(token[1:])] and len(shown) <= len(tokens)
+
+
 def test_logit_bias_forces_and_bans(client: OpenAI) -> None:
     forced = client.completions.create(
         model=MODEL, prompt="a", max_tokens=3, temperature=0, logit_bias={"11": 100}, extra_body=FREE

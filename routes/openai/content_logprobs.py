@@ -1,0 +1,58 @@
+"""Selects the log-probabilities of an answer's content from those of all its tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from routes.response.answer_parser import AnswerDelta
+from rwkv_batch.request import TokenLogprob
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class ContentLogprobs:
+    """The tokens of one row's content. Their texts joined are the content.
+
+    Tokens of thoughts, tags, calls and dropped white space are left out. A token that is partly content is cut. A token
+    that ends inside a character belongs to this character.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = _new_decoder("replace")
+        self._length = 0
+        self._waiting: deque[tuple[int, str, TokenLogprob]] = deque()
+        """Start of each token in the row's text, its characters, and the token."""
+        self._spans: deque[tuple[int, int]] = deque()
+
+    def feed(self, tokens: Sequence[TokenLogprob], parts: AnswerDelta, final: bool) -> list[TokenLogprob]:
+        """Return the tokens whose text was parsed. `tokens`: new tokens, whose text was fed to the parser."""
+        for token in tokens:
+            text = self._decoder.decode(token.token)
+            self._waiting.append((self._length, text, token))
+            self._length += len(text)
+        self._spans += parts.content_spans
+        content = []
+        while self._waiting:
+            start, text, token = self._waiting[0]
+            if not final and start + max(len(text), 1) > parts.num_parsed:
+                break
+            self._waiting.popleft()
+            while self._spans and self._spans[0][1] <= start:
+                self._spans.popleft()
+            if shown := self._shown_part(start, text, token):
+                content.append(shown)
+        return content
+
+    def _shown_part(self, start: int, text: str, token: TokenLogprob) -> TokenLogprob | None:
+        """Return the token, cut to its content. None if it has none. The end token has no text and is returned."""
+        if not text:
+            is_content = not token.token or (self._spans and self._spans[0][0] <= start)
+            return token if is_content else None
+        shown = "".join(text[max(first - start, 0) : max(end - start, 0)] for first, end in self._spans)
+        if not shown or shown == text:
+            return token if shown else None
+        return msgspec.structs.replace(token, token=shown.encode())
