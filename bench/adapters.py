@@ -23,7 +23,7 @@ import torch
 from bench.tools.origin import commit
 from demo import files
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.graphs.capture import make_graph_stages

@@ -29,7 +29,7 @@ import torch
 from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
 from bench.tools.origin import commit
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler

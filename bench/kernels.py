@@ -30,8 +30,7 @@ from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 

@@ -41,7 +41,7 @@ from bench.quality_states import Compared, Text, by_state_format, long_texts
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from demo.corpus import mixture
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.pipeline import Pipeline

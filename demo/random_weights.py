@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import HEAD_SIZE
+from rwkv_batch.model.state import HEAD_SIZE
 
 
 def random_weights(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native.transfer import copy_on, pinned
+from native.tensors import copy_on, pinned
 
 HALF_BYTES = 1 << 17
 ALIGNMENT = 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from native import binding, build, machine
+from native import build, machine, tensors
 from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
@@ -130,7 +130,7 @@ class CpuSampler:
         """
         rows = len(req_slots)
         logits = logits.float().contiguous()
-        address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
+        address = tensors.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
         if rows and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
             raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         words = None if masks is None else self._words(rows, masks)
@@ -156,7 +156,7 @@ class CpuSampler:
 
     def _words(self, rows: int, masks: Tensor) -> int:
         """Return the address of masks [rows, V/32] int32."""
-        return binding.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
+        return tensors.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
 
     def _apply_masks(self, logits: int, rows: int, words: int) -> None:
         """Set logits to -inf where the mask bit is 0. Both arguments are addresses."""

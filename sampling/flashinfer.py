@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from sampling.logprobs import raw_logprobs
 from sampling.naive import Plan, make_plan
 from sampling.params import Method, SamplingParams

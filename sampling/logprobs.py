@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from sampling.sampler import Logprobs
 
 

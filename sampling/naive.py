@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from sampling import philox
 from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams

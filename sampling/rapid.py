@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from native import binding, build, machine
-from native.transfer import on_device
+from native import build, machine, tensors
+from native.tensors import on_device
 from native.uploads import Uploads
 from sampling.cpu import kind_of
 from sampling.logprobs import raw_logprobs
@@ -122,15 +122,15 @@ class RapidSampler:
 
     def _prepare_library(self) -> None:
         library = build.load(LIBRARY)
-        prepare = binding.bind(library, "rapid_prepare", ctypes.c_int32)
+        prepare = tensors.bind(library, "rapid_prepare", ctypes.c_int32)
         with torch.cuda.device(self.device):
-            binding.check_status(prepare(self.vocab), "rapid_prepare")
+            tensors.check_status(prepare(self.vocab), "rapid_prepare")
         types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
-        self._launch = binding.bind(library, "rapid_sample", *types)
+        self._launch = tensors.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
-        self._apply_masks = binding.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
+        self._apply_masks = tensors.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
         pointers = (ctypes.POINTER(Launch), pointer, pointer, pointer)
-        self._append_tokens = binding.bind(library, "rapid_append_tokens", *pointers)
+        self._append_tokens = tensors.bind(library, "rapid_append_tokens", *pointers)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
         """Start a new row in this request slot.
@@ -184,9 +184,9 @@ class RapidSampler:
         )
         offsets = packed.data_ptr() + 4 * len(req_slots)
         with torch.cuda.device(self.device):
-            stream = binding.stream_pointer(self.device)
+            stream = tensors.stream_pointer(self.device)
             code = self._append_tokens(ctypes.byref(launch), offsets, offsets + 4 * (len(req_slots) + 1), stream)
-        binding.check_status(code, "rapid_append_tokens")
+        tensors.check_status(code, "rapid_append_tokens")
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Sample a token for each row and count it, in one launch that a graph may capture.
@@ -196,9 +196,9 @@ class RapidSampler:
         """
         rows = logits.shape[0]
         launch = Launch(
-            logits=binding.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device),
-            req_slots=binding.pointer(req_slots, "req_slots", torch.int32, (rows,), self.device),
-            tokens=binding.pointer(out, "out", torch.int64, (rows,), self.device),
+            logits=tensors.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device),
+            req_slots=tensors.pointer(req_slots, "req_slots", torch.int32, (rows,), self.device),
+            tokens=tensors.pointer(out, "out", torch.int64, (rows,), self.device),
             table=self._table.data_ptr(),
             entries=self._entries.data_ptr(),
             penalty_exempt=self._penalty_exempt.data_ptr(),
@@ -213,19 +213,19 @@ class RapidSampler:
         if rows == 0:
             return
         with torch.cuda.device(self.device):
-            stream = binding.stream_pointer(self.device)
+            stream = tensors.stream_pointer(self.device)
             code = self._launch(ctypes.byref(launch), self._num_sms, self._early, stream)
-        binding.check_status(code, "rapid_sample")
+        tensors.check_status(code, "rapid_sample")
 
     def apply_masks(self, logits: Tensor, masks: Tensor) -> None:
         """Set logits [R, V] fp32 to -inf where the bits of masks [R, V/32] int32 are 0."""
         rows = logits.shape[0]
         words = (rows, -(-self.vocab // 32))
-        at = binding.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device)
-        bits = binding.pointer(masks, "masks", torch.int32, words, self.device)
+        at = tensors.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device)
+        bits = tensors.pointer(masks, "masks", torch.int32, words, self.device)
         with torch.cuda.device(self.device):
-            stream = binding.stream_pointer(self.device)
-            binding.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_apply_masks")
+            stream = tensors.stream_pointer(self.device)
+            tensors.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_apply_masks")
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample one token for each row of logits [R, V], then count it. Does not wait.

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from sampling.params import Method, SamplingParams
 from sampling.philox import signed64
 

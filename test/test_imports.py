@@ -35,7 +35,6 @@ ROOMS = {
     "rwkv_batch.model.quant": "rwkv_batch",
     "rwkv_batch.model": "rwkv_batch rwkv_batch.model.quant rwkv_batch.model.older",
     "rwkv_batch.model.older": "rwkv_batch.model",
-    "rwkv_batch.model.older.forward": "rwkv_batch.model rwkv_batch.model.older",
     "rwkv_batch.model.adapters": "rwkv_batch rwkv_batch.model",
     "rwkv_batch.model.rwkv7": "rwkv_batch.model",
     "rwkv_batch.kernels": "rwkv_batch rwkv_batch.model rwkv_batch.model.quant",
@@ -43,7 +42,7 @@ ROOMS = {
     "rwkv_batch.kernels.cuda": "rwkv_batch.kernels rwkv_batch.model rwkv_batch.model.quant",
     "rwkv_batch.runner": "rwkv_batch rwkv_batch.runner.graphs rwkv_batch.core "
     "rwkv_batch.model rwkv_batch.model.rwkv7 rwkv_batch.model.quant "
-    "rwkv_batch.model.older rwkv_batch.model.older.forward "
+    "rwkv_batch.model.older "
     "rwkv_batch.model.adapters rwkv_batch.kernels rwkv_batch.kernels.cuda",
     "rwkv_batch.runner.graphs": "rwkv_batch rwkv_batch.runner rwkv_batch.core rwkv_batch.model rwkv_batch.kernels.cuda",
     "rwkv_batch.engine_calls": "rwkv_batch rwkv_batch.core rwkv_batch.runner",

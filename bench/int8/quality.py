@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.tools.gpu_model import random_file
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.stage import Stage
 

@@ -14,8 +14,7 @@ from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.ops import Mixed
 from rwkv_batch.model.quant.formats import format_of
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, Layer, Projections, Prologue
+from rwkv_batch.model.layer import Layer, Projections, Prologue, layer_norm
 from rwkv_batch.model.low_rank import Target
-from rwkv_batch.model.state_format import on_unpacked
-from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.torch_ops import layer_norm, longest_first, token_shift
+from rwkv_batch.model.state import HEAD_SIZE
+from rwkv_batch.model.step_inputs import StepInputs, longest_first, on_unpacked, token_shift
 
 DECAY_SCALE = -0.6065306597126334
 """-exp(-0.5): log of the smallest decay."""

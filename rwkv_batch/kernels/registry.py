@@ -8,7 +8,7 @@ import logging
 import torch
 
 from rwkv_batch.model.ops import Ops, ReportsMissingKernels
-from rwkv_batch.model.shape import X070
+from rwkv_batch.model.state import X070
 
 _BACKENDS = {
     "cuda": ("rwkv_batch.kernels.cuda.ops", "CudaOps"),

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rwkv_batch.model.layer import MIX_ORDER, Layer, LayerBase, Norm, ValueResidual
-from rwkv_batch.model.linear import Linear, QuantLinear
+from rwkv_batch.model.layer import MIX_ORDER, Layer, LayerBase, Linear, Norm, QuantLinear, ValueResidual
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
-from rwkv_batch.model.older.layer import OlderLayer
-from rwkv_batch.model.older.source import square_maps
+from rwkv_batch.model.older.layer import OlderLayer, square_maps
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.weights import Weights
 
 PROGRESS_FROM_BYTES = 256 << 20

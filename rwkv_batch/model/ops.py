@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable, LayerAdapters
 from rwkv_batch.model.layer import Layer, Norm, Projections, Prologue
-from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 Mixed = Any

@@ -11,7 +11,7 @@ from rwkv_batch.model.adapter_table import AdaptedLinear, StepAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.ops import Delta, Ops
-from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 

@@ -1,13 +1,18 @@
-"""One ragged step as tensors: tokens of all rows, and the slots of their states."""
+"""One ragged step as tensors: tokens of all rows, and the slots of their states; operations on it in plain torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from native.transfer import pinned
+from native.tensors import pinned
+from rwkv_batch.model.state import pack_int8, unpack_int8
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -79,3 +84,48 @@ def step_inputs(
         logit_tokens=torch.tensor([ends[i + 1] - 1 for i in logit_rows], dtype=torch.int64),
         max_seqlen=max(len(row) for row in rows),
     )
+
+
+def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
+    """Return the token before each of h [T, C] fp32: [T, C].
+
+    shift [num_slots, C] has the one before each row's first token; updated.
+    """
+    previous = torch.empty_like(h)
+    previous[1:] = h[:-1]
+    previous[inputs.cu_seqlens[:-1]] = shift[inputs.read_slots].float()
+    shift[inputs.write_slots] = h[inputs.cu_seqlens[1:] - 1].to(shift.dtype)
+    return previous
+
+
+def longest_first(inputs: StepInputs) -> tuple[Tensor, Iterator[Tensor]]:
+    """Return the rows [B] int64 from longest to shortest, and per position the tokens [n] there.
+
+    The n tokens belong to the first n rows in that order.
+    """
+    starts = inputs.cu_seqlens[:-1]
+    lengths = inputs.cu_seqlens[1:] - starts
+    order = torch.argsort(lengths, descending=True, stable=True)
+    return order, _positions(starts[order], lengths[order].tolist())
+
+
+def _positions(starts: Tensor, lengths: list[int]) -> Iterator[Tensor]:
+    alive = len(lengths)
+    for position in range(lengths[0]):
+        while lengths[alive - 1] <= position:
+            alive -= 1
+        yield starts[:alive] + position
+
+
+def on_unpacked(run: Callable[[Tensor, StepInputs], T], wkv: Tensor, inputs: StepInputs) -> T:
+    """Run a function of fp32 states over int8 slots wkv [num_slots, H, 4224], which are updated.
+
+    `run` gets the rows' states [B, H, 64, 64] fp32 as slots, and updates them. A row's state is rounded once, after its
+    last token.
+    """
+    before = wkv[inputs.read_slots]
+    states = unpack_int8(before)
+    slots = torch.arange(len(states), device=states.device)
+    result = run(states, replace(inputs, read_slots=slots, write_slots=slots))
+    wkv[inputs.write_slots] = pack_int8(states, before)
+    return result

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.tensor_files import MAX_VALUE, FileError, FileKind, metadata_of, read_tensors
 from rwkv_batch.model.weights import FLOATS
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.huggingface import is_folder, native_names, read_folder
-from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
-from rwkv_batch.model.shape import X070, ModelShape
+from rwkv_batch.model.state import HEAD_SIZE, X070, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from native.transfer import Copier
+from native.tensors import Copier
 
 
 class _PinnedBuffer:

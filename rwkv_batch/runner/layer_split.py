@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts
-from rwkv_batch.model.shape import X070
+from rwkv_batch.model.state import X070
 from rwkv_batch.model.weights import Weights
 
 HEAD_FACTOR, HEAD_FACTOR_TWO_STAGES = 0.88, 0.6

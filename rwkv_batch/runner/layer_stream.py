@@ -10,8 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import LayerBase
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import LayerBase, Linear
 
 NUM_BUFFERS = 2
 """Streamed layers on the device at a time: one runs, one is copied."""

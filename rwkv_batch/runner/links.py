@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native.transfer import Copier, copy_on, enable_peer_access
+from native.tensors import Copier, copy_on, enable_peer_access
 
 
 class Link:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.adapters.per_row import ServedAdapter
-from rwkv_batch.model.shape import X070
+from rwkv_batch.model.state import X070
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_split import split_layers

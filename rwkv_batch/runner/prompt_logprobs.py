@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob

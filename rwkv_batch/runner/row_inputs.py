@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from native.transfer import on_device
+from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs

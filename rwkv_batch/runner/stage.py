@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable
-from rwkv_batch.model.layer import Layer, LayerBase, linears_of
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Layer, LayerBase, Linear, layer_norm, linears_of
 from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
-from rwkv_batch.model.older import forward as older
 from rwkv_batch.model.older.layer import OlderLayer
+from rwkv_batch.model.older.layer import forward_layers as forward_older_layers
 from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
-from rwkv_batch.model.shape import X070
-from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import X070, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.torch_ops import layer_norm
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_stream import StreamedLayers
 
@@ -134,7 +130,7 @@ class Stage:
         assert self.state is not None, "call allocate_slots first"
         with self._device:
             if self.shape.version != X070:
-                return older.forward_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
+                return forward_older_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
             is_whole = not any(self.cuts)
             if is_whole and isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from native.transfer import copy_pieces
-from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_format import find_invalid
+from native.tensors import copy_pieces
+from rwkv_batch.model.state import StateArena, find_invalid
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.layout import HostState, InvalidStateValues
 

@@ -24,7 +24,7 @@ from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError, StartupError, invalid
-from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
 from rwkv_batch.models_folder import path_within

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob

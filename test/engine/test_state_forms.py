@@ -15,7 +15,7 @@ import torch
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.model.state_format import HEAD_BYTES, unpack_int8
+from rwkv_batch.model.state import HEAD_BYTES, unpack_int8
 from rwkv_batch.runner.state_copy import HostTensors
 from state_pool.config import PoolConfig
 from state_pool.layout import CHUNKS_PER_STATE, chunk_checksum, reshard_state

@@ -26,7 +26,7 @@ from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 
 GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)

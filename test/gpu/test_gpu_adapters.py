@@ -20,7 +20,7 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.graphs.capture import make_graph_stages

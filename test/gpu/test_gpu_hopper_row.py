@@ -22,7 +22,7 @@ from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, fits_hopper_row, mul
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.layer import Norm, Prologue
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 
 GPU = torch.device("cuda", 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.tools.gpu_model import VOCAB, random_stage
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.layer_stream import StreamedLayers
 from rwkv_batch.runner.stage import Stage

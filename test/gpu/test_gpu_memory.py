@@ -11,8 +11,7 @@ import torch
 
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.capture import make_graph_stages

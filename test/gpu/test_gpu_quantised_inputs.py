@@ -20,9 +20,7 @@ from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Projections, Prologue
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format, quantise
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage

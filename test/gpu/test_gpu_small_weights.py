@@ -14,8 +14,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, prepare_hopper_
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from native import transfer
-from native.transfer import copy_pieces
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_format import StateFormat
+from native import tensors
+from native.tensors import copy_pieces
+from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -29,12 +27,12 @@ def pinned_like(slot: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("form", [StateFormat.FP16, StateFormat.INT8])
-@pytest.mark.parametrize("max_pitch", [transfer.MAX_PITCH, 0], ids=["one copy", "too far apart for one"])
+@pytest.mark.parametrize("max_pitch", [tensors.MAX_PITCH, 0], ids=["one copy", "too far apart for one"])
 def test_a_slot_is_saved_and_loaded_to_the_bit(
     max_pitch: int, form: StateFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert transfer._copy_2d() is not None, "torch's own runtime has it"
-    monkeypatch.setattr(transfer, "MAX_PITCH", max_pitch)
+    assert tensors._copy_2d() is not None, "torch's own runtime has it"
+    monkeypatch.setattr(tensors, "MAX_PITCH", max_pitch)
     arena = random_arena(form)
     for part in (arena.wkv, arena.shift):
         before = part.clone()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.state_format import HEAD_BYTES, pack_int8, unpack_int8
+from rwkv_batch.model.state import HEAD_BYTES, pack_int8, unpack_int8
 from test.gpu.test_gpu_wkv import GPU, WIDTH, error, make_inputs, make_layer, make_parts, run, true
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

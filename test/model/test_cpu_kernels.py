@@ -15,13 +15,10 @@ from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu.ops import CpuOps
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.kernels.registry import choose_ops
-from rwkv_batch.model.layer import Layer
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Layer, Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.rwkv7 import forward_layers
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.stage import Stage

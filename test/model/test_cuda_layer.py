@@ -9,11 +9,10 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda.ops import check_sizes
-from rwkv_batch.model.layer import Layer
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Layer, Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.weights import Weights, weights_from
 
 WIDTH = 640

@@ -15,8 +15,7 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.pieces import GraphPieces

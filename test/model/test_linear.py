@@ -12,7 +12,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu.library import Kind
 from rwkv_batch.kernels.cpu.linear import CpuLinear, run_linears
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Linear
 
 needs_compiler = pytest.mark.skipif(
     cpu_library.build_unavailable_reason() is not None, reason=str(cpu_library.build_unavailable_reason())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.tools import cuda_check
-from native import binding, build, machine
+from native import build, machine, tensors
 from native.cores import cores
 
 needs_cpp = pytest.mark.skipif(
@@ -46,8 +46,8 @@ def _build_in_child(library: build.Library, paths: multiprocessing.Queue[str]) -
 def test_builds_loads_and_shares_the_thread_pool(library: build.Library) -> None:
     source, result = torch.arange(1000.0), torch.full((1000,), float("nan"))
     device = torch.device("cpu")
-    twice = binding.bind(build.load(library), "twice", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long)
-    addresses = [binding.pointer(tensor, "tensor", torch.float32, (None,), device) for tensor in (source, result)]
+    twice = tensors.bind(build.load(library), "twice", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long)
+    addresses = [tensors.pointer(tensor, "tensor", torch.float32, (None,), device) for tensor in (source, result)]
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -114,15 +114,15 @@ def test_cuda_without_a_gpu_is_refused_with_the_reason() -> None:
 def test_pointer_errors_name_the_mismatch() -> None:
     device = torch.device("cpu")
     tensor = torch.zeros(2, 3)
-    assert binding.pointer(tensor, "x", torch.float32, (None, 3), device) == tensor.data_ptr()
+    assert tensors.pointer(tensor, "x", torch.float32, (None, 3), device) == tensor.data_ptr()
     with pytest.raises(TypeError, match=r"x: wants torch.float16, not torch.float32"):
-        binding.pointer(tensor, "x", torch.float16, (2, 3), device)
+        tensors.pointer(tensor, "x", torch.float16, (2, 3), device)
     with pytest.raises(ValueError, match=r"x: wants shape \(2, 4\), not \(2, 3\)"):
-        binding.pointer(tensor, "x", torch.float32, (2, 4), device)
+        tensors.pointer(tensor, "x", torch.float32, (2, 4), device)
     with pytest.raises(ValueError, match="x: must be contiguous"):
-        binding.pointer(tensor.t(), "x", torch.float32, (3, 2), device)
+        tensors.pointer(tensor.t(), "x", torch.float32, (3, 2), device)
     with pytest.raises(ValueError, match="x: wants device cuda"):
-        binding.pointer(tensor, "x", torch.float32, (2, 3), torch.device("cuda"))
+        tensors.pointer(tensor, "x", torch.float32, (2, 3), torch.device("cuda"))
 
 
 def test_cores_are_counted() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.cuda.packed_weights import pack, pack_nibbles
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.model.linear import QuantLinear
+from rwkv_batch.model.layer import QuantLinear
 from rwkv_batch.model.quant.formats import Format, codes_int4, dequantise, format_for, is_quantised, quantise
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cpu import library as cpu_library
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import (
+from rwkv_batch.model.state import (
     HEAD_BYTES,
     MAX_CODE,
     MIN_KEPT_CODE,
+    ModelShape,
     StateFormat,
     find_invalid,
     pack_int8,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import KEY_VALUE, VALUE_KEY, read_tuned_state, write_tuned_state
 from test.state_files import random_state, state_tensors, write_state

@@ -18,8 +18,7 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.weights import Weights, WeightsError, expected_shapes, open_weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 
@@ -247,7 +246,7 @@ import torch
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.kernels.cpu.ops import CpuOps
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateFormat
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) << 10

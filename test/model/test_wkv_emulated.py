@@ -18,7 +18,7 @@ from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.library import LowRankUpArgs, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
-from rwkv_batch.model.state_format import pack_int8, unpack_int8
+from rwkv_batch.model.state import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
 from test.model.row_bytes import assert_stands_for

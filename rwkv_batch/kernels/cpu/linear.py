@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from native.binding import pointer
+from native.tensors import pointer
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu.library import JobArgs, Kind, MapArgs, library
 from rwkv_batch.kernels.cpu.memory import allocate_plain
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
 
 Allocate = Callable[[int], Tensor]

@@ -13,18 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from native.binding import pointer
+from native.tensors import pointer
 from rwkv_batch.kernels.cpu.adapters import CpuAdapterTable
 from rwkv_batch.kernels.cpu.library import Failure, LayerArgs, StepArgs, build_unavailable_reason, library
 from rwkv_batch.kernels.cpu.linear import CPU, CpuLinear, make_quantised
 from rwkv_batch.kernels.cpu.memory import PackedMemory
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.adapter_table import AdapterTable
-from rwkv_batch.model.layer import Layer, Norm
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Layer, Linear, Norm
 from rwkv_batch.model.quant.formats import Quantised
-from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_format import StateFormat
+from rwkv_batch.model.state import StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from rwkv_batch.kernels.cuda.library import AdapterArgs, cuda_pointer, library
 from rwkv_batch.model.adapter_table import (
     NO_ADAPTER,

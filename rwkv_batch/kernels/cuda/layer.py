@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.model.layer import MIX_ORDER, Layer
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import MIX_ORDER, Layer, Linear
 from rwkv_batch.model.mmap_release import release
 
 RANK_STEP = 64

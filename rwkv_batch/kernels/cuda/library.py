@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from native import build
-from native.binding import bind
+from native.tensors import bind
 
 SOURCES = Path(__file__).with_name("csrc")
 NAMES = (
@@ -331,7 +331,7 @@ def hopper_library() -> Kernels:
 def cuda_pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:
     """Returns the address of a contiguous CUDA tensor [...] of that dtype; None stays None.
 
-    Runs at every launch, so it checks less than native.binding.pointer. Raises ValueError for another tensor.
+    Runs at every launch, so it checks less than native.tensors.pointer. Raises ValueError for another tensor.
     """
     if tensor is None:
         return None

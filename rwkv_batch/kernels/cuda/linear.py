@@ -19,7 +19,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     launch_hopper_gemm,
 )
 from rwkv_batch.kernels.cuda.library import MAX_GEMMS, SkinnyLaunchArgs, cuda_pointer, library
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Linear
 
 MAX_SKINNY_ROWS = 16
 MIN_SKINNY_HOPPER_K = 4096

@@ -38,8 +38,9 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_mix
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections, Prologue
+from rwkv_batch.model.layer import Layer, Norm, Projections, Prologue
 from rwkv_batch.model.low_rank import Target
+from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.step_inputs import StepInputs
 
 FFN_STEP, MAX_FFN = 64, 16384

@@ -13,9 +13,9 @@ from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
 from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
 from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm
-from rwkv_batch.model.layer import HEAD_SIZE
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Quantised
+from rwkv_batch.model.state import HEAD_SIZE
 
 
 class CudaQuantLinear(QuantisedWeights, Linear):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rwkv_batch.model.adapters.files import Adapter, ExpertParts
 from rwkv_batch.model.adapters.merge import kind_of, low_rank_pair
 from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Pair, Target
-from rwkv_batch.model.shape import X070
+from rwkv_batch.model.state import X070
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from rwkv_batch.model.older import rwkv4, rwkv5, rwkv6
-from rwkv_batch.model.older.layer import ChannelMix, OlderLayer, TimeMix
-from rwkv_batch.model.older.source import SQUARE, TensorSource
-from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.older.layer import SQUARE, ChannelMix, OlderLayer, TensorSource, TimeMix
+from rwkv_batch.model.state import ModelShape
 
 _OLDER = re.compile(r"\.att\.time_(maa_|mix_|faaaa|first|decay)")
 _ATT = "blocks.0.att"

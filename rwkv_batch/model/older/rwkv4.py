@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.linear import Linear
-from rwkv_batch.model.older.layer import sigmoid
-from rwkv_batch.model.older.source import TensorSource, square_maps
-from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.torch_ops import longest_first
+from rwkv_batch.model.layer import Linear
+from rwkv_batch.model.older.layer import TensorSource, sigmoid, square_maps
+from rwkv_batch.model.state import ModelShape
+from rwkv_batch.model.step_inputs import StepInputs, longest_first
 
 LOWEST = -1e30
 """The largest exponent before the first token."""

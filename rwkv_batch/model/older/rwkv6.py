@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import Norm
-from rwkv_batch.model.linear import Linear
-from rwkv_batch.model.older.heads import head_norm, wkv_heads
-from rwkv_batch.model.older.layer import silu
-from rwkv_batch.model.older.source import TensorSource, square_maps
-from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.layer import Linear, Norm
+from rwkv_batch.model.older.layer import TensorSource, head_norm, silu, square_maps, wkv_heads
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
 
 MIXES = "wkvrg"

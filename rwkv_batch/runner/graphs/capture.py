@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from native.transfer import Copier
+from native.tensors import Copier
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from native.transfer import on_device
+from native.tensors import on_device
 from rwkv_batch.kernels.cuda.adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 from rwkv_batch.runner.graphs.capture import Array, CaptureError, GraphStage, StagedArrays, run_stages

@@ -1,4 +1,4 @@
-// Int8 WKV state: layout and quantisation. Definition: model/state_format.py.
+// Int8 WKV state: layout and quantisation. Definition: model/state.py.
 //
 // A row keeps its scale while its maximum is between MIN_KEPT_CODE and 127 units. So an unchanged state stays as it is,
 // and a slowly changing one is not rounded to a new scale at every step. Otherwise the scale becomes max / 127, rounded

@@ -1,4 +1,6 @@
-"""Storage formats of WKV states. The arithmetic is always fp32. Plain torch.
+"""Sizes of models, and their states: storage formats of WKV states, and the slots on a device. Plain torch.
+
+The arithmetic is always fp32. A state is stored as
 
     fp32  numbers
     fp16  numbers, rounded to nearest
@@ -20,18 +22,15 @@ every token. Kernels use the same layout, scales and means, but may use other ra
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
-from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import HEAD_SIZE
-from rwkv_batch.model.step_inputs import StepInputs
-
+HEAD_SIZE = 64
+"""Channels of a head; RWKV-7 has no other size."""
 HEAD_BYTES = HEAD_SIZE * HEAD_SIZE + 2 * HEAD_SIZE
 """Of a head in int8: integers and scales."""
 MAX_CODE = 127
@@ -42,8 +41,6 @@ SMALLEST = 2.0**-100
 FRACTION_BITS = 15
 HASH = 0x9E3779B1 - (1 << 32)
 """As int32; products wrap around."""
-
-T = TypeVar("T")
 
 
 class StateFormat(enum.StrEnum):
@@ -129,15 +126,91 @@ def _scales(stored: Tensor) -> Tensor:
     return stored[..., HEAD_SIZE * HEAD_SIZE :].contiguous().view(torch.bfloat16)
 
 
-def on_unpacked(run: Callable[[Tensor, StepInputs], T], wkv: Tensor, inputs: StepInputs) -> T:
-    """Run a function of fp32 states over int8 slots wkv [num_slots, H, 4224], which are updated.
+X070 = "RWKV-7"
 
-    `run` gets the rows' states [B, H, 64, 64] fp32 as slots, and updates them. A row's state is rounded once, after its
-    last token.
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model, read from its tensors."""
+
+    layers: int
+    width: int
+    vocab: int
+    ffn: int
+    decay_rank: int = 0
+    """of RWKV-7 and RWKV-6; 0: no such map"""
+    a_rank: int = 0
+    v_rank: int = 0
+    gate_rank: int = 0
+    version: str = X070
+    """"RWKV-7", "RWKV-6", "RWKV-5.2", "RWKV-5.1", "RWKV-5.0" or "RWKV-4\""""
+    head_size: int = HEAD_SIZE
+    mix_rank: int = 0
+    """of RWKV-6's token shift"""
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_size
+
+    @property
+    def wkv(self) -> tuple[int, ...]:
+        """Sizes of a layer's recurrent state: [H, head (value), head (key)]; RWKV-4: [3, C]."""
+        return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
+
+    def slot_bytes(self, layers: int, form: StateFormat, shift_itemsize: int, first_wkv: int = 0) -> int:
+        """Return the bytes of the state of this many layers. first_wkv: see StateArena."""
+        return (layers - first_wkv) * form.num_bytes(self.wkv) + layers * 2 * self.width * shift_itemsize
+
+    def describe(self) -> str:
+        """Return a one-line description."""
+        heads = "" if self.version == "RWKV-4" else f" ({self.heads} heads)"
+        return f"{self.version}, {self.layers} layers x {self.width}{heads}, vocabulary {self.vocab}"
+
+
+class StateArena:
+    """Slots of recurrent state for the layers of one stage.
+
+    wkv:   [num_slots, layers, H, 64 (value), 64 (key)] fp32 or fp16, or [num_slots, layers, H, 4224] uint8 for int8
+           (state_format.py); other versions: see `ModelShape.wkv`.
+    shift: [num_slots, layers, 2, C]; 0 = the last ln1 output (time mix), 1 = the last ln2 output (channel mix).
+
+    In GPU memory, layers come before slots: a step reads all slots of one layer, and adjacent states are read faster. A
+    slot there has one piece per layer; on a CPU it is contiguous.
+
+    Slot 0 is zero and never written. Slot 1 is the dummy that graph padding writes to.
     """
-    before = wkv[inputs.read_slots]
-    states = unpack_int8(before)
-    slots = torch.arange(len(states), device=states.device)
-    result = run(states, dataclasses.replace(inputs, read_slots=slots, write_slots=slots))
-    wkv[inputs.write_slots] = pack_int8(states, before)
-    return result
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_layers: int,
+        shape: ModelShape,
+        device: torch.device,
+        form: StateFormat,
+        shift_dtype: torch.dtype,
+        first_wkv: int = 0,
+    ) -> None:
+        """first_wkv: the first layer with a recurrent state; 1 for a stage that starts within a layer."""
+        self.num_slots = num_slots
+        self.form = form
+        self._first_wkv = first_wkv
+
+        def slots(layers: int, dtype: torch.dtype, *size: int) -> Tensor:
+            if device.type == "cpu":
+                return torch.zeros(num_slots, layers, *size, dtype=dtype, device=device)
+            return torch.zeros(layers, num_slots, *size, dtype=dtype, device=device).transpose(0, 1)
+
+        self.wkv = slots(num_layers - first_wkv, form.dtype, *form.sizes(shape.wkv))
+        self.shift = slots(num_layers, shift_dtype, 2, shape.width)
+
+    def layer_wkv(self, layer: int) -> Tensor:
+        """Return a view [num_slots, H, 64, 64] of one layer, or as version and format have it; strided over slots."""
+        return self.wkv[:, layer - self._first_wkv]
+
+    def att_shift(self, layer: int) -> Tensor:
+        """Return a view [num_slots, C]: token-shift state of the time mix; strided over slots."""
+        return self.shift[:, layer, 0]
+
+    def ffn_shift(self, layer: int) -> Tensor:
+        """Return a view [num_slots, C]: token-shift state of the channel mix; strided over slots."""
+        return self.shift[:, layer, 1]
