@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from rwkv_batch.line_breaks import escape_line_breaks
 
 
 class LineError(Exception):
@@ -31,3 +34,9 @@ class Record:
     """Size in the input in bytes."""
     cue_header: str = ""
     """Number and time line of a subtitle cue."""
+
+
+def json_line(value: Any) -> str:
+    """Returns the value as one line of JSON. Characters without a UTF-8 form become escapes."""
+    data = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return escape_line_breaks(data).decode() + "\n"

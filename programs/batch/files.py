@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from programs.batch.options import ERRORS_SUFFIX, Options
 from programs.batch.outputs import STDOUT, OutputFile, StandardError, StandardOutput, sync_folder
 from programs.batch.reorder_buffer import CommitBatch, FinishedRecord
 from programs.batch.sidecar import SUFFIX, Progress, Sidecar
-from programs.record import Record, RunError
+from programs.record import Record, RunError, json_line
 
 
 @dataclass(slots=True)
@@ -88,7 +87,7 @@ def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
             entry["status"] = outcome.status
         if id_field:
             entry["id"] = record.fields.get(id_field)
-        return json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+        return json_line(entry)
 
     return line
 

@@ -63,7 +63,7 @@ def load_glossary(path: str) -> Glossary:
         return Glossary(_parse_json(path, text))
     delimiter = "\t" if path.endswith(".tsv") else ","
     try:
-        rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
+        rows = [row for row in csv.reader(text.split("\n"), delimiter=delimiter) if row]
     except csv.Error as error:
         raise RunError(f"--glossary {path} is not a table of two columns: {error}") from None
     wrong = next((row for row in rows if len(row) != 2 or not all(cell.strip() for cell in row)), None)

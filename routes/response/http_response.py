@@ -12,6 +12,7 @@ import msgspec
 
 from routes.request_context import current_request
 from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.line_breaks import escape_line_breaks
 
 HTTP_STATUS = {
     ErrorKind.NOT_JSON: 400,
@@ -42,12 +43,6 @@ FILE = "application/octet-stream"
 DONE = b"data: [DONE]\n\n"
 
 to_json = msgspec.json.Encoder().encode
-_UNICODE_LINE_BREAKS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
-"""Escapes of Unicode's line breaks.
-
-JSON may contain these characters, but clients that split lines at them, such as httpx, would split an event. They only
-occur inside strings, where an escape is equivalent.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +119,7 @@ def error_response(info: ErrorInfo, error_format: ErrorFormat) -> HttpResponse:
 
 def sse(value: Any) -> bytes:
     """Return one server-sent event with a JSON value on a single line."""
-    data = to_json(value)
-    for character, escape in _UNICODE_LINE_BREAKS:
-        data = data.replace(character, escape)
-    return b"data: " + data + b"\n\n"
+    return b"data: " + escape_line_breaks(to_json(value)) + b"\n\n"
 
 
 PREFIX = "/openai/"

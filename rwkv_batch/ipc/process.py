@@ -17,6 +17,7 @@ import msgspec
 
 from native.futexes import fix_futex_table
 from native.heap import limit_malloc_arenas
+from rwkv_batch.line_breaks import escape_line_breaks
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return escape_line_breaks(msgspec.json.encode(line)).decode()
 
 
 def set_up_logging(process: str, style: LogStyle) -> None:

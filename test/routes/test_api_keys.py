@@ -240,9 +240,11 @@ def test_log_lines_have_the_request_id(form: str, capfd: pytest.CaptureFixture[s
         "from routes.serving.access import add_request_ids; "
         "from rwkv_batch.ipc.process import LogStyle, set_up_logging; "
         "set_up_logging('p', LogStyle(sys.argv[1])); add_request_ids(); logging.getLogger('x').warning('before'); "
-        "set_current_request(RequestContext(request_id='r-1')); logging.getLogger('x').warning('within')"
+        "set_current_request(RequestContext(request_id='r-1')); logging.getLogger('x').warning(sys.argv[2])"
     )
-    subprocess.run([sys.executable, "-c", script, form], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-c", script, form, "within\u2028" if form == "json" else "within"], cwd=ROOT, check=True
+    )
     before, within = capfd.readouterr().err.splitlines()
     assert "before" in before and "request_id" not in before
     assert ('"request_id":"r-1"' if form == "json" else "within request_id=r-1") in within

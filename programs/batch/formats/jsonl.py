@@ -8,7 +8,7 @@ from typing import Any
 
 from programs.batch.formats.file_format import unreadable_reason
 from programs.batch.inputs import Line
-from programs.record import Record
+from programs.record import Record, json_line
 
 MAX_DEPTH = 200
 """Maximum nesting of a line. Deeper values could be read but not written."""
@@ -63,7 +63,7 @@ class Jsonl:
         if answer is None:
             return ""
         value = json.loads(answer) if self._is_json else answer
-        return json.dumps({**record.fields, self._out_field: value}, ensure_ascii=False) + "\n"
+        return json_line({**record.fields, self._out_field: value})
 
 
 def is_too_deep(value: Any) -> bool:

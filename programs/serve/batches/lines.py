@@ -12,7 +12,7 @@ from programs.batch.formats.jsonl import Jsonl
 from programs.batch.inputs import Line
 from programs.batch.lines import OK, Outcome
 from programs.batch.tasks import TaskRequest
-from programs.record import LineError, Record
+from programs.record import LineError, Record, json_line
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100
@@ -77,7 +77,7 @@ class BatchFormat:
     def _line(self, record: Record, response: Any, error: Any) -> str:
         custom_id = record.fields.get("custom_id")
         line = {"id": self._id(record), "custom_id": custom_id, "response": response, "error": error}
-        return json.dumps(line, ensure_ascii=False) + "\n"
+        return json_line(line)
 
 
 def validate_lines(records: Iterator[Record], endpoint: str) -> tuple[int, list[dict[str, Any]]]:

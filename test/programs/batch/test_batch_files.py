@@ -24,7 +24,9 @@ def fake_answer(text: str) -> str:
 
 
 def test_objects_keep_their_fields_and_get_one_more(fake: Service, tmp_path: Path) -> None:
-    lines: list[Any] = [{"id": i, "text": f"Zeile {i} ✿", "more": [1.5, None, 10**30]} for i in range(40)]
+    lines: list[Any] = [
+        {"id": i, "text": f"Zeile {i} ✿\u0085\u2028\u2029", "more": [1.5, None, 10**30]} for i in range(40)
+    ]
     source, target = write_jsonl(tmp_path / "in.jsonl", [*lines, "a text alone"]), tmp_path / "out.jsonl"
     assert batch(fake, source, target, "--out-field", "said") == 0
     terms_in = [{**line, "said": fake_answer(line["text"])} for line in lines]

@@ -113,6 +113,17 @@ def test_responses_and_scores_are_answered_too(service: Service) -> None:
     assert len(answers["/v1/score"]["c"]["response"]["body"]["scores"][0]["candidates"]) == 2
 
 
+def test_result_lines_have_no_other_line_breaks(fake: Service) -> None:
+    """Readers such as `splitlines` split at Unicode's line breaks too."""
+    client, breaks = client_of(fake), "\u0085\u2028\u2029"
+    good, bad = native_line(0, 1), native_line(1, -1)
+    good["body"]["contents"], bad["custom_id"] = [f"a{breaks}b"], f"c{breaks}"
+    done = ended(client, begun(client, [good, bad]).id)
+    answer = lines_of(client, done.output_file_id)["c0"]["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == f"a{breaks}b"
+    assert set(lines_of(client, done.error_file_id)) == {f"c{breaks}"}
+
+
 @pytest.mark.parametrize("url", ENDPOINTS)
 @pytest.mark.parametrize("field", ["contents", "messages", "nothing"])
 def test_a_line_selects_its_route_without_required_fields(url: str, field: str) -> None:

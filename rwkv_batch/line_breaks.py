@@ -1,0 +1,16 @@
+"""Escapes Unicode's line breaks in JSON.
+
+JSON may contain these characters, but readers that split lines at them, such as Python's `splitlines` and httpx, would
+split a line or an event. They only occur inside strings, where an escape is equivalent.
+"""
+
+from __future__ import annotations
+
+_ESCAPES = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
+
+
+def escape_line_breaks(json: bytes) -> bytes:
+    """Return the JSON text with U+0085, U+2028 and U+2029 as escapes."""
+    for character, escape in _ESCAPES:
+        json = json.replace(character, escape)
+    return json
