@@ -8,6 +8,8 @@ import msgspec
 
 from state_pool.database_address import SCHEMES, parse_server_address
 
+DEFAULT_SESSION_TTL_S = 30 * 86400.0
+
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the three tiers and of the prefix cache."""
@@ -24,8 +26,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Committed before a turn is acknowledged: "log" its token ids, "turn" the whole state, "lazy" nothing."""
     synchronous: str = "NORMAL"
     """SQLite's synchronous. Commits survive a killed process with NORMAL, a power loss with FULL."""
-    session_ttl: float = 30 * 86400.0
-    """Seconds after which an unused session is deleted; 0: never."""
+    session_ttl: float | None = None
+    """Seconds after which an unused session is deleted; 0: never. None: `DEFAULT_SESSION_TTL_S`, or never in a
+    database whose sessions were stored before there was an expiry.
+    """
     state_db_max_gb: float = 0.0
     """Size limit of the database; 0: unlimited."""
     state_db_full: str = "evict"

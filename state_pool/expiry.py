@@ -39,7 +39,7 @@ class Expiry:
 
     def __init__(self, ttl: float, usage_times: UsageTimes) -> None:
         """`ttl`: seconds, 0: nothing expires. `usage_times`: of the sessions found at the start."""
-        self._ttl = ttl
+        self.ttl = ttl
         self._unix_s, self._monotonic_s = time.time(), time.monotonic()
         self._gaps = list(usage_times.gaps)
         """In the order found. Each ends after those before it, unless the clock was set back."""
@@ -54,10 +54,10 @@ class Expiry:
 
     def cutoff(self) -> float | None:
         """Return the Unix time before which unused sessions have expired; None: none. Call it regularly."""
-        if self._ttl <= 0:
+        if self.ttl <= 0:
             return None
         now = self._read_clock()
-        left, cutoff = self._ttl, now
+        left, cutoff = self.ttl, now
         for gap in reversed(self._gaps):
             if gap.begin >= cutoff:
                 continue
@@ -71,7 +71,7 @@ class Expiry:
         """Return the Unix time. Records forward jumps since the last call."""
         unix_s, monotonic_s = time.time(), time.monotonic()
         ahead = (unix_s - self._unix_s) - (monotonic_s - self._monotonic_s)
-        if ahead > min(_MIN_CLOCK_JUMP_S, self._ttl):
+        if ahead > min(_MIN_CLOCK_JUMP_S, self.ttl):
             self._gaps.append(Gap(unix_s - ahead, unix_s))
             logger.error(
                 "this machine's clock was set ahead by %.0f s, or the machine was suspended: sessions do not "

@@ -12,7 +12,7 @@ from typing import Any
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
-from state_pool.config import PoolConfig
+from state_pool.config import DEFAULT_SESSION_TTL_S, PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
 from state_pool.expiry import Expiry, UsageTimes
@@ -69,10 +69,10 @@ class StatePool:
             self.adapters,
         )
         self.listing = SessionListing(self._index, self._store, self._deliver, lambda: self.turns.unlogged)
-        self._expiry = Expiry(config.session_ttl, self._store.usage_times if self._store is not None else UsageTimes())
+        self._expiry = Expiry(*self._expiry_settings())
         self._cleanup: SharedCleanup | None = None
         if self._store is not None and self._store.shared:
-            self._cleanup = SharedCleanup(config, self._index, arena, self._store, self._expiry)
+            self._cleanup = SharedCleanup(config, self._index, self.tiers, self._store, self._expiry)
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -116,6 +116,7 @@ class StatePool:
     def stats(self) -> dict[str, Any]:
         return {
             **pool_stats(self.config, self._index, self.tiers, self.prefixes, self._store),
+            "session_ttl_s": self._expiry.ttl,
             "waiting_leases": len(self.turns.lease_queue),
             "tuned_states": {"loaded": len(self.tuned), "in_slots": len(self.tuned.slots)},
             "adapters": {"loaded": len(self.adapters), "rows": self.adapters.num_refs},
@@ -140,7 +141,7 @@ class StatePool:
             if self._store is not None:
                 self._store.sweep_objects()
             if self._cleanup is None:
-                self.turns.remove(self._expired() or self._over_limit_sessions())
+                self._remove_expired_or_excess()
             else:
                 self._cleanup.run()
         self._checkpoint_due_sessions()
@@ -157,6 +158,20 @@ class StatePool:
         for session in dirty:
             if nearly_full and session.host is not None and not checkpoints.busy:
                 checkpoints.begin(session)
+
+    def _expiry_settings(self) -> tuple[float, UsageTimes]:
+        """Return the TTL in seconds and the times of use so far."""
+        if self._store is not None:
+            return self._store.session_ttl, self._store.usage_times
+        ttl = self.config.session_ttl
+        return DEFAULT_SESSION_TTL_S if ttl is None else ttl, UsageTimes()
+
+    def _remove_expired_or_excess(self) -> None:
+        expired = self._expired()
+        removed = expired or self._over_limit_sessions()
+        if removed:
+            self.turns.remove(removed)
+            self.tiers.counters.count_removed(len(removed), removed[-1].updated, is_expired=bool(expired))
 
     def _expired(self) -> list[Session]:
         """Expired sessions, the least recently used first."""

@@ -86,6 +86,8 @@ def _field_default(section: Section, field: str) -> Any:
 def default_text(section: Section, flag: Flag) -> str:
     """Returns the default as command-line text."""
     default = _field_default(section, flag.field)
+    if default is None:
+        return ""
     return ",".join(default) if isinstance(default, tuple) else str(default)
 
 
@@ -304,7 +306,12 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "from the environment); empty: the database",
         ),
         Flag("synchronous", one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous pragma; FULL survives a power loss"),
-        Flag("session_ttl", _SECONDS, "seconds without a turn after which a session is deleted; 0: never"),
+        Flag(
+            "session_ttl",
+            _SECONDS,
+            "seconds without a turn after which a session is deleted; 0: never; not given: 30 days, or never in a "
+            "database that an earlier version began",
+        ),
         Flag(
             "state_db_max_gb",
             decimal(0, 1e6),

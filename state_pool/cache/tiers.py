@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +16,8 @@ from state_pool.disk.operations import Loaded
 from state_pool.disk.store import Store
 from state_pool.layout import ZERO_SLOT, Arena, Copy, HostState
 from state_pool.sessions import Session, SessionIndex
+
+logger = logging.getLogger(__name__)
 
 
 class Evictable(Protocol):
@@ -47,9 +51,27 @@ class TierCounters:
     """States dropped because the log can rebuild them, while the disk was behind."""
     stale_turns: int = 0
     """Turns refused because another engine had taken the session."""
+    expired: int = 0
+    """Sessions deleted because no turn used them for `session_ttl`."""
+    evicted: int = 0
+    """Sessions deleted because the database exceeded `state_db_max_gb`."""
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     bytes_from_disk: int = 0
+
+    def count_removed(self, count: int, last_use: float | None, *, is_expired: bool) -> None:
+        """Count and log sessions that the pool deletes by itself. `last_use`: the latest of them, Unix time."""
+        if is_expired:
+            self.expired += count
+        else:
+            self.evicted += count
+        logger.info(
+            "%d sessions deleted%s: %s; %d since this start",
+            count,
+            "" if last_use is None else f" that no turn used since {time.strftime('%F %T UTC', time.gmtime(last_use))}",
+            "they expired (--session-ttl)" if is_expired else "the database is over its limit (--state-db-max-gb)",
+            self.expired if is_expired else self.evicted,
+        )
 
 
 class Tiers:

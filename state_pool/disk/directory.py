@@ -197,13 +197,13 @@ def _rows_with_prefix(connection: Connection, prefix: str) -> list[int]:
 def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
     """Return the rows of the least recently used sessions, and delete their directory entries."""
     rows = connection.execute(
-        "SELECT s.id, s.session_id, s.dialogue FROM sessions s "
+        "SELECT s.id, s.session_id, s.dialogue, s.updated FROM sessions s "
         "LEFT JOIN directory d ON d.session_id = s.session_id AND d.dialogue = s.dialogue AND d.busy = 1 "
         "LEFT JOIN engines e ON e.id = d.holder "
         "WHERE s.hidden = 0 AND e.id IS NULL AND s.updated < ? ORDER BY s.updated LIMIT ?",
         (1e18 if job.cutoff is None else job.cutoff, job.limit),
     ).fetchall()
-    for _, session_id, dialogue in rows:
+    for _, session_id, dialogue, _ in rows:
         connection.execute("DELETE FROM directory WHERE session_id = ? AND dialogue = ?", (session_id, dialogue))
-    job.count = len(rows)
-    return [int(row) for row, _, _ in rows]
+    job.count, job.last_use = len(rows), float(rows[-1][3]) if rows else None
+    return [int(row) for row, *_ in rows]

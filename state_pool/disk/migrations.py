@@ -101,6 +101,16 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "CREATE TABLE checkpoint_home(id INTEGER PRIMARY KEY, name TEXT NOT NULL)",
         ),
     ),
+    (
+        "settings of the database, models that wrote it, and sessions whose log is kept",
+        (
+            "CREATE TABLE pool_settings(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+            # Sessions of earlier schemas were stored without an expiry.
+            "INSERT INTO pool_settings SELECT 'session_ttl', '0' WHERE EXISTS (SELECT 1 FROM sessions)",
+            "CREATE TABLE models(fingerprint TEXT PRIMARY KEY, name TEXT NOT NULL) WITHOUT ROWID",
+            "ALTER TABLE sessions ADD COLUMN keeps_log INTEGER NOT NULL DEFAULT 0",
+        ),
+    ),
 )
 """(name, statements) in order; the first is version 1. Never change a released one: append another."""
 

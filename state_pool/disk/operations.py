@@ -117,6 +117,8 @@ class DeleteOldest:
     cutoff: float | None
     """Only sessions unused since this Unix time."""
     count: int = 0
+    last_use: float | None = None
+    """The latest of them, Unix time. Valid with `count` when the job is done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,10 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
     with contextlib.closing(source), contextlib.closing(target):
         target.execute("BEGIN IMMEDIATE")
         lost = [f"number {row}" for row in _copy_sessions(source, target)]
-        with contextlib.suppress(sqlite3.DatabaseError):  # if readable; an old file has none
-            _copy(source, target, "dialogue_numbers", "TRUE", ())
-            _copy(source, target, "checkpoint_home", "TRUE", ())
+        for table in ("dialogue_numbers", "checkpoint_home", "models"):
+            with contextlib.suppress(sqlite3.DatabaseError):  # if readable; an old file has none
+                _copy(source, target, table, "TRUE", ())
+        target.execute("INSERT INTO pool_settings VALUES ('session_ttl', '0')")  # the original's may be unreadable
         target.execute(_NUMBERS_OF_SESSIONS)
         saved: list[str] = []
         for row, name, dialogue in target.execute(

@@ -283,6 +283,12 @@ def first_numbers(connection: Connection) -> tuple[int, int]:
     return int(row) + 1, max(int(states), int(chunks) // CHUNKS_PER_STATE) + 1
 
 
+def read_setting(connection: Connection, name: str) -> str | None:
+    """Return a setting that the database stores, or None."""
+    found = connection.execute("SELECT value FROM pool_settings WHERE name = ?", (name,)).fetchone()
+    return None if found is None else str(found[0])
+
+
 def count_sessions(connection: Connection) -> int:
     """Number of stored sessions. Reads only an index."""
     return int(connection.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import queue
 import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
 
-from state_pool.config import PoolConfig
+from state_pool.config import DEFAULT_SESSION_TTL_S, PoolConfig
 from state_pool.disk.checkpoint_objects import CheckpointObjects, load_key_prefix, open_checkpoint_store
 from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import read_usage_times, stored_sessions
@@ -18,11 +19,14 @@ from state_pool.disk.membership import Membership, remove_all_engines
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, SmallJob, StoredSession
 from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.state_store import Connection, StateStore
+from state_pool.disk.statements import read_setting
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.expiry import UsageTimes
 from state_pool.layout import Arena, part_sizes
 from state_pool.sessions import Session, SessionIndex, SessionKey
+
+logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 3600.0
 
@@ -63,6 +67,8 @@ class Store:
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
         self._numbers: list[tuple[str, int]] = []
+        self.session_ttl = 0.0
+        """Seconds after which an unused session is deleted; 0: never."""
         self.usage_times = UsageTimes()
         """Of the sessions found at the start, if sessions expire."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
@@ -93,8 +99,9 @@ class Store:
         if not database.shared:
             self._stored = stored_sessions(connection, "s.hidden = 0")
             self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
-        if config.session_ttl > 0:
-            self.usage_times = read_usage_times(connection, config.session_ttl)
+        self.session_ttl = _session_ttl(config, connection, database.name)
+        if self.session_ttl > 0:
+            self.usage_times = read_usage_times(connection, self.session_ttl)
         member = Membership(connection, database.engine) if database.shared else None
         reader = database.open_reader()
         opened.callback(reader.close)
@@ -251,6 +258,22 @@ def _open_database(config: PoolConfig) -> StateStore:
             "the turns that another has not written yet; use log or turn"
         )
     return database
+
+
+def _session_ttl(config: PoolConfig, connection: Connection, database: str) -> float:
+    """Return the setting, or else the default of this database."""
+    if config.session_ttl is not None:
+        return config.session_ttl
+    stored = read_setting(connection, "session_ttl")
+    if stored is None:
+        return DEFAULT_SESSION_TTL_S
+    logger.info(
+        "session database %s has sessions of an earlier version, which never expire; --session-ttl %d deletes those "
+        "without a turn for 30 days",
+        database,
+        DEFAULT_SESSION_TTL_S,
+    )
+    return float(stored)
 
 
 def _open_objects(config: PoolConfig, connection: Connection, deliver: CompletionQueue) -> CheckpointObjects:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import DeleteOldest
 from state_pool.disk.store import Store
 from state_pool.expiry import Expiry
-from state_pool.layout import Arena
 from state_pool.sessions import Session, SessionIndex
 
 _MAX_DELETES_PER_JOB = 256
@@ -17,10 +17,11 @@ _MAX_IDLE_SESSIONS = 4096
 class SharedCleanup:
     """Deletes through the database. Other engines notice at the session's next turn."""
 
-    def __init__(self, config: PoolConfig, index: SessionIndex, arena: Arena, store: Store, expiry: Expiry) -> None:
+    def __init__(self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store, expiry: Expiry) -> None:
         self._config = config
         self._index = index
-        self._state_bytes = max(1, arena.state_bytes)
+        self._counters = tiers.counters
+        self._state_bytes = max(1, tiers.arena.state_bytes)
         self._store = store
         self._expiry = expiry
         self._is_deleting = False
@@ -34,10 +35,12 @@ class SharedCleanup:
         job = self._over_limit_job() or (None if cutoff is None else DeleteOldest(_MAX_DELETES_PER_JOB, cutoff))
         if job is not None:
             self._is_deleting = True
-            self._store.submit(job, self._done)
+            self._store.submit(job, lambda error: self._done(job, error))
 
-    def _done(self, _: Exception | None) -> None:
+    def _done(self, job: DeleteOldest, error: Exception | None) -> None:
         self._is_deleting = False
+        if error is None and job.count:
+            self._counters.count_removed(job.count, job.last_use, is_expired=job.cutoff is not None)
 
     def _over_limit_job(self) -> DeleteOldest | None:
         store = self._store

@@ -62,9 +62,9 @@ def test_dialogue_number_is_not_reused_after_a_migration(tmp_path: Path) -> None
         connection.execute("DROP INDEX states_in_objects")
         for column in ("object_key", "object_checksum"):
             connection.execute(f"ALTER TABLE states DROP COLUMN {column}")
-        for table in ("engines", "engine_numbers", "directory", "checkpoint_home"):
+        for table in ("engines", "engine_numbers", "directory", "checkpoint_home", "pool_settings", "models"):
             connection.execute(f"DROP TABLE {table}")
-        for column in ("origin_name", "origin_digest"):
+        for column in ("origin_name", "origin_digest", "keeps_log"):
             connection.execute(f"ALTER TABLE sessions DROP COLUMN {column}")
         connection.execute("DELETE FROM schema_migrations WHERE version >= 2")
     driver = reopen(tmp_path)
