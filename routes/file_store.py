@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -110,6 +111,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 _BUSY_TIMEOUT_S = 10.0
 _ORPHAN_AGE_S = 24 * 3600.0
 """Age after which a file without a row is deleted."""
+_HALF = ".half"
+"""Suffix of a file that is being written."""
+_UPLOAD_S = 600.0
+"""Time to write an uploaded file. An older reservation is of a process that was killed."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, expires INTEGER, purpose TEXT NOT NULL,
@@ -119,6 +124,9 @@ CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
+CREATE TABLE IF NOT EXISTS uploads (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, bytes INTEGER NOT NULL, started REAL NOT NULL
+);
 """
 
 
@@ -148,10 +156,17 @@ class Store:
     # Files ---------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile, content: bytes) -> None:
-        """Store a file. Raises StoreFullError, OSError."""
-        self._check_room(file)
+        """Store a file. Its bytes are reserved before they are written. Raises StoreFullError, OSError."""
+        self._reserve(file)
+        try:
+            self._write(file, content)
+        except BaseException:
+            self._discard(file.id)
+            raise
+
+    def _write(self, file: StoredFile, content: bytes) -> None:
         path = self.content(file.id)
-        temporary_path = path.with_suffix(".half")
+        temporary_path = path.with_suffix(_HALF)
         with temporary_path.open("wb") as out:
             out.write(content)
             out.flush()
@@ -165,18 +180,36 @@ class Store:
         row = (file.id, file.owner, file.created_at, file.expires_at, file.purpose, file.bytes, _to_json(file))
         with self._open() as database:
             database.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            database.execute("DELETE FROM uploads WHERE id = ?", (file.id,))
 
-    def _check_room(self, file: StoredFile) -> None:
+    def _reserve(self, file: StoredFile) -> None:
+        """Reserve an upload's bytes and entry, so that uploads at the same time stay within the limits together.
+
+        Raises StoreFullError.
+        """
+        now = time.time()
+        entries = "SELECT owner, bytes FROM files UNION ALL SELECT owner, bytes FROM uploads"
         with self._open() as database:
-            (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-            (count,) = database.execute("SELECT COUNT(*) FROM files WHERE owner = ?", (file.owner,)).fetchone()
-        if used + file.bytes > self._max_bytes:
-            raise StoreFullError(
-                f"the files have {used} bytes and this one {file.bytes}, the limit is {self._max_bytes} "
-                "(--files-max-gb); delete files that are no longer needed"
-            )
-        if count >= self._max_entries:
-            raise StoreFullError(f"there are {count} files, the limit is {self._max_entries}; delete some")
+            database.execute("DELETE FROM uploads WHERE started < ?", (now - _UPLOAD_S,))
+            query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(owner = ?), 0) FROM ({entries})"
+            used, count = database.execute(query, (file.owner,)).fetchone()
+            if used + file.bytes > self._max_bytes:
+                raise StoreFullError(
+                    f"the files have {used} bytes and this one {file.bytes}, the limit is {self._max_bytes} "
+                    "(--files-max-gb); delete files that are no longer needed"
+                )
+            if count >= self._max_entries:
+                raise StoreFullError(f"there are {count} files, the limit is {self._max_entries}; delete some")
+            database.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", (file.id, file.owner, file.bytes, now))
+
+    def _discard(self, file_id: str) -> None:
+        """Delete what a failed upload has written, and its reservation."""
+        path = self.content(file_id)
+        with suppress(OSError):  # `sweep` deletes it later
+            path.with_suffix(_HALF).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            with self._open() as database:
+                database.execute("DELETE FROM uploads WHERE id = ?", (file_id,))
 
     def file(self, owner: str, file_id: str) -> StoredFile | None:
         """Return a file if the owner may see it. Owner "" sees all files."""

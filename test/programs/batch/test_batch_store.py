@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from routes.file_store import Batch, Purpose, Result, Status, Store, StoredFile
+from routes.file_store import Batch, Purpose, Result, Status, Store, StoredFile, StoreFullError
 
 DAY_S = 86_400
 NOW = int(time.time())
@@ -25,9 +27,9 @@ BATCH = Batch(
 )
 
 
-def file(name: str, expires_at: int | None) -> StoredFile:
+def file(name: str, expires_at: int | None, size: int = 1) -> StoredFile:
     return StoredFile(
-        id=name, owner="", bytes=1, created_at=NOW, filename="f", purpose=Purpose.BATCH, expires_at=expires_at
+        id=name, owner="", bytes=size, created_at=NOW, filename="f", purpose=Purpose.BATCH, expires_at=expires_at
     )
 
 
@@ -50,6 +52,45 @@ def test_expired_and_orphaned_files_are_deleted(tmp_path: Path) -> None:
     assert not old.exists() and fresh.exists()
     assert [store.file("", name) is not None for name in ("over", "later", "never")] == [False, True, True]
     assert not store.content("over").exists() and store.content("later").exists()
+
+
+def test_uploads_at_one_time_share_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes while the first one is written, by another process."""
+    first_store, second_store = (Store(tmp_path, 10, 2) for _ in range(2))
+    begun, refusals = [], []
+
+    def upload_another(number: int) -> None:
+        if not begun:
+            begun.append(number)
+            with pytest.raises(StoreFullError) as refusal:
+                second_store.add_file(file("second", None, 6), b"x" * 6)
+            refusals.append(str(refusal.value))
+
+    monkeypatch.setattr(os, "fsync", upload_another)
+    first_store.add_file(file("first", None, 6), b"x" * 6)
+    assert "6 bytes" in refusals[0] and "--files-max-gb" in refusals[0]
+    begun.clear()
+    first_store.add_file(file("third", None, 4), b"x" * 4)
+    assert "10 bytes" in refusals[1]
+    second_store.delete_file("", "first")
+    begun.clear()
+    second_store = Store(tmp_path, 20, 2)
+    first_store.add_file(file("fourth", None, 1), b"x")
+    assert "there are 2 files" in refusals[2], "the one that is written counts"
+
+
+def test_a_failed_upload_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, 10, 10)
+
+    def fail(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space"):
+            store.add_file(file("failed", None, 10), b"x" * 10)
+    assert not list((tmp_path / "content").iterdir())
+    store.add_file(file("whole", None, 10), b"x" * 10)
 
 
 def test_results_without_a_row_are_kept_while_their_batch_runs(tmp_path: Path) -> None:
