@@ -3,9 +3,8 @@
 from programs.library.async_llm import AsyncLLM
 from programs.library.errors import LLMError
 from programs.library.llm import LLM
-from programs.library.outputs import CompletionOutput, Piece, RequestOutput, Score
+from programs.library.outputs import CompletionOutput, Piece, RequestOutput, Score, State
 from programs.library.params import SamplingParams
-from programs.library.states import State
 
 __all__ = [
     "LLM",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from programs.library import calls
 from programs.library.llm import LLM
-from programs.library.outputs import Piece, RequestOutput, Score
+from programs.library.outputs import Piece, RequestOutput, Score, State
 from programs.library.params import SamplingParams, merge_params
 from programs.library.prompt_requests import (
     GenerateInput,
@@ -19,7 +19,6 @@ from programs.library.prompt_requests import (
     as_prompts,
     as_texts,
 )
-from programs.library.states import State
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from programs.backends.handlers import call_handler
 from programs.library.engine_thread import EngineThread
 from programs.library.errors import LLMError
 from programs.library.job_outputs import JobOutputs, all_failed, submit_work
-from programs.library.outputs import CompletionOutput, Piece, RequestOutput, Score
+from programs.library.outputs import CompletionOutput, Piece, RequestOutput, Score, State, is_state, root
 from programs.library.params import SamplingParams
 from programs.library.prompt_requests import (
     GenerateInput,
@@ -23,7 +23,6 @@ from programs.library.prompt_requests import (
     requests_from_conversations,
     requests_from_prompts,
 )
-from programs.library.states import State, is_state, root
 from routes.context import Context
 from routes.response.generate import call_engine
 from routes.score import PATH as SCORE

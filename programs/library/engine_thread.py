@@ -8,26 +8,35 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any, Protocol, TypeVar
 
 from native.temporary_folder import TemporaryFolder
-from programs.backends.local_engine import LocalEngine
 from programs.library.errors import LLMError, as_llm_error
 from programs.record import RunError
-from programs.settings import Settings
 from routes.context import Context
 from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.request import Priority
 
 Result = TypeVar("Result")
-_UNBOUNDED = 2**31 - 1
 _CLOSED = "this LLM is closed; create a new one"
 _FORKED = "this LLM was created before a fork, which does not copy its threads; create one in each process"
 _READERS = 128
 """Streams that coroutines can read at a time."""
+
+
+class OwnEngine(Protocol):
+    """An engine of this process (`LocalEngine`)."""
+
+    async def open(self) -> int:
+        """Loads the model."""
+
+    @property
+    def context(self) -> Context:
+        """The handlers' context. Available after `open`."""
+
+    def stop(self) -> None:
+        """Ends the engine. Any thread."""
 
 
 class _LoopSubmitter:
@@ -55,10 +64,10 @@ class _LoopSubmitter:
 class EngineThread:
     """A started engine. `close`, garbage collection or the program's end closes it. Thread-safe."""
 
-    def __init__(self, settings: Settings, folder: TemporaryFolder | None) -> None:
+    def __init__(self, engine: OwnEngine, folder: TemporaryFolder | None) -> None:
         """Loads the model. `folder` is removed at the end. Raises LLMError."""
         self._process = os.getpid()
-        self._local_engine = LocalEngine(_without_client_limits(settings), stores_sessions=True)
+        self._local_engine = engine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="library", daemon=True)
         self.readers = ThreadPoolExecutor(_READERS, "library-reader")
@@ -119,21 +128,6 @@ class EngineThread:
             future.cancel()  # no effect unless the wait was interrupted
 
 
-def _without_client_limits(settings: Settings) -> Settings:
-    """Removes the limits per client."""
-    http = msgspec.structs.replace(
-        settings.http,
-        max_contents=_UNBOUNDED,
-        max_prompt_tokens=_UNBOUNDED,
-        max_request_tokens=_UNBOUNDED,
-        stall_timeout_s=float(_UNBOUNDED),
-    )
-    engine = msgspec.structs.replace(
-        settings.engine, max_waiting_rows=_UNBOUNDED, max_waiting_rows_per_client=_UNBOUNDED
-    )
-    return msgspec.structs.replace(settings, http=http, engine=engine)
-
-
 async def _as_library_client(work: Coroutine[Any, Any, Result]) -> Result:
     set_current_request(RequestContext(method="POST", route="library", client="library", priority=Priority.INTERACTIVE))
     try:
@@ -157,7 +151,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _finalizer(
-    own: LocalEngine,
+    own: OwnEngine,
     calls: _LoopSubmitter,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,

@@ -1,15 +1,21 @@
-"""`LLM`: an engine in this process, with vLLM's interface."""
+"""`LLM`: an engine in this process, with vLLM's interface. Every flag of the command is an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
+import msgspec
+
+from native.temporary_folder import TemporaryFolder
+from programs.backends.local_engine import LocalEngine
 from programs.library import calls
-from programs.library.configure import start_engine
-from programs.library.outputs import Piece, RequestOutput, Score
+from programs.library.engine_thread import EngineThread
+from programs.library.errors import LLMError
+from programs.library.outputs import Piece, RequestOutput, Score, State
 from programs.library.params import SamplingParams, merge_params
 from programs.library.prompt_requests import (
     GenerateInput,
@@ -19,10 +25,71 @@ from programs.library.prompt_requests import (
     as_prompts,
     as_texts,
 )
-from programs.library.states import State
+from programs.settings import Settings, SettingsError, parse_settings
+from programs.settings.model_file import with_default_model
+from rwkv_batch.errors import StartupError
 from rwkv_batch.tokenizer import Tokenizer
 
+_UNBOUNDED = 2**31 - 1
+_FLAGS = {"model": "--model-path", "devices": "--pp-devices", "layers": "--pp-layers"}
+"""Arguments whose flag has another name."""
+
+
+def command_line_of(given: Mapping[str, Any]) -> list[str]:
+    """Returns the command line of keyword arguments. None means not given."""
+    line = []
+    for name, value in given.items():
+        if value is not None:
+            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            line += [flag, _text(value)]
+    return line
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def start_engine(given: Mapping[str, Any]) -> EngineThread:
+    """Starts an engine. Arguments win over RWKV_... variables, which win over defaults.
+
+    Without `state_db`, sessions live as long as the engine. Raises ValueError or LLMError.
+    """
+    folder = None
+    if given.get("state_db") is None:
+        folder = TemporaryFolder("library")
+        given = {**given, "state_db": f"{folder.path}/sessions.db", "durability": given.get("durability") or "lazy"}
+    try:
+        settings = with_default_model(parse_settings(command_line_of(given), os.environ))
+        engine = EngineThread(LocalEngine(_without_client_limits(settings), stores_sessions=True), folder)
+        folder = None  # the engine owns it
+        return engine
+    except SettingsError as error:
+        raise ValueError(str(error)) from None
+    except StartupError as error:
+        raise LLMError(str(error)) from None
+    finally:
+        if folder is not None:
+            folder.remove()
+
+
 Callback = Callable[[Piece], None]
+
+
+def _without_client_limits(settings: Settings) -> Settings:
+    """Removes the limits per client."""
+    http = msgspec.structs.replace(
+        settings.http,
+        max_contents=_UNBOUNDED,
+        max_prompt_tokens=_UNBOUNDED,
+        max_request_tokens=_UNBOUNDED,
+        stall_timeout_s=float(_UNBOUNDED),
+    )
+    engine = msgspec.structs.replace(
+        settings.engine, max_waiting_rows=_UNBOUNDED, max_waiting_rows_per_client=_UNBOUNDED
+    )
+    return msgspec.structs.replace(settings, http=http, engine=engine)
 
 
 class LLM:

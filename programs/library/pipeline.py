@@ -11,8 +11,8 @@ from typing import Any
 
 from programs.library import calls
 from programs.library.llm import LLM
+from programs.library.outputs import State, root
 from programs.library.params import SamplingParams
-from programs.library.states import State, root
 from rwkv_batch.tokenizer import END_OF_TEXT
 from sampling.logits_sampling import as_rows, as_tensor, sample_one
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from programs.library.outputs import State
 from programs.library.params import SamplingParams, chat_body, completion_body
-from programs.library.states import State
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
 from routes.openai.formatter import openai_rows

@@ -87,7 +87,7 @@ class Ops(Protocol):
 
         p        [T, C] each
         v_first  [T, C]  values of layer 0; None in layer 0
-        wkv      [N, H, 64 (value), 64 (key)] fp32 or fp16, or [N, H, 4224] uint8 for int8 (state_format.py);
+        wkv      [N, H, 64 (value), 64 (key)] fp32 or fp16, or [N, H, 4224] uint8 for int8 (state.py);
                  strided over slots; updated
 
         Returns y [T, C] before the output map, in the dtype of p or in that map's format, and v_first [T, C].

@@ -171,7 +171,7 @@ class StateArena:
     """Slots of recurrent state for the layers of one stage.
 
     wkv:   [num_slots, layers, H, 64 (value), 64 (key)] fp32 or fp16, or [num_slots, layers, H, 4224] uint8 for int8
-           (state_format.py); other versions: see `ModelShape.wkv`.
+           (see above); other versions: see `ModelShape.wkv`.
     shift: [num_slots, layers, 2, C]; 0 = the last ln1 output (time mix), 1 = the last ln2 output (channel mix).
 
     In GPU memory, layers come before slots: a step reads all slots of one layer, and adjacent states are read faster. A

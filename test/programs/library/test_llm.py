@@ -20,7 +20,6 @@ from programs.library import (
     SamplingParams,
     engine_thread,
 )
-from programs.settings import parse_settings
 from routes.response.generate import call_engine
 from rwkv_batch.calls import CountJobs
 from test.serving import Service, wait_for
@@ -271,8 +270,7 @@ def test_requests_during_close_get_an_answer_or_an_error(monkeypatch: pytest.Mon
     async def answer() -> str:
         return "answered"
 
-    monkeypatch.setattr(engine_thread, "LocalEngine", NoEngine)
-    engine = engine_thread.EngineThread(parse_settings(["--model-path", "none"], {}), None)
+    engine = engine_thread.EngineThread(NoEngine(), None)  # type: ignore[arg-type]
     closing = threading.Thread(target=engine.close)
     submit = asyncio.run_coroutine_threadsafe
 
