@@ -9,16 +9,19 @@ import msgspec
 from routes import translate
 from routes.context import Context, Readiness
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.quota_ledger import QuotaLedger
 from rwkv_batch.ipc.served_model import ServedModel
 
 
-def connect_model(context: Context, model: ServedModel, name: str) -> tuple[Context, Fleet]:
+def connect_model(context: Context, model: ServedModel, name: str, quotas: QuotaLedger) -> tuple[Context, Fleet]:
     """Connect to a ready model and return its context and its engines.
 
     name: this process's name in the engine's status
+    quotas: the ledger that counts API keys' limits over all models
     """
     readiness = Readiness(context.config.engine_wait_s)
-    fleet = Fleet(FleetLimits(context.config.resubmit, context.config.engine_wait_s), readiness.engine_changed)
+    limits = FleetLimits(context.config.resubmit, context.config.engine_wait_s)
+    fleet = Fleet(limits, readiness.engine_changed, quotas)
     fleet.update([model])
     fleet.start(name)
     config = msgspec.structs.replace(context.config, model_name=model.spec.name)

@@ -196,9 +196,9 @@ class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True
 
 
 class AcquireQuota(EngineCall[bool], tag="enter_client", frozen=True, array_like=True):
-    """Count a job that another engine runs against its client's limits. Fails like `submit` if a limit is reached.
+    """Count a job of any engine against its client's limits. Fails like `submit` if a limit is reached.
 
-    `wire.UsageReport` reports its usage later. Answered by the engine's process.
+    A repetition counts once. `wire.UsageReport` reports its usage later. Answered by the engine's process.
     """
 
     usage: Usage

@@ -175,12 +175,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     """name of the API key, or address; clients share the running slots evenly, "" counts as a client"""
     priority: Priority = Priority.AUTO
-    attempt: int = 0
-    """number of earlier engines; later attempts do not count against the client's limits"""
+    was_admitted: bool = False
+    """whether an engine that was lost had admitted it: its client has a reply, so no full queue refuses it"""
     return_token_ids: bool = False
     """whether deltas contain token ids, so that rows can continue on another engine"""
     limits: ClientLimits | None = None
-    """of an API key, enforced for all HTTP workers by the engine's process"""
+    """of an API key, which the fleet enforces (`QuotaLedger`)"""
 
     @property
     def num_rows(self) -> int:
@@ -270,3 +270,18 @@ class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     done: bool = False
     error: ErrorInfo | None = None
     """failure of the whole job; unfinished rows get no Finish"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to charge to the client."""
+        return sum(delta.num_tokens for delta in self.deltas)
+
+
+def attempt_id(job_id: str, attempt: int) -> str:
+    """Return the id of a job on its engine number `attempt`."""
+    return f"{job_id}/{attempt}" if attempt else job_id
+
+
+def original_id(job_id: str) -> str:
+    """Return the job's own id of an `attempt_id`."""
+    return job_id.partition("/")[0]

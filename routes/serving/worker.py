@@ -135,7 +135,7 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
     context = _context(fleet, config, readiness)
     models = ModelRegistry(
         lambda command: supervisor.notify("model", command),
-        lambda model: connect_model(context, model, f"http-{os.getpid()}"),
+        lambda model: connect_model(context, model, f"http-{os.getpid()}", fleet.quotas),
         fleet.update,
     )
     context.models = models

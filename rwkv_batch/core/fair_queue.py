@@ -104,8 +104,8 @@ class FairQueue:
         """
         if not job.waiting:
             jobs = self.client_rows(job.client).jobs
-            others = itertools.takewhile(lambda one: one.spec.attempt > 0, jobs)
-            jobs.insert(sum(1 for _ in others) if job.spec.attempt else len(jobs), job)
+            others = itertools.takewhile(lambda one: one.spec.was_admitted, jobs)
+            jobs.insert(sum(1 for _ in others) if job.spec.was_admitted else len(jobs), job)
         job.waiting.extend(sequences)
         self.num_waiting += len(sequences)
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)

@@ -98,7 +98,7 @@ class GrammarCompileQueue:
 
     def _queue_full_error(self, job: Job, queue: _ClientQueue, is_new: bool) -> ServiceError | None:
         """Return why a job may not wait. A job that another engine has admitted always may."""
-        if job.attempt:
+        if job.was_admitted:
             return None
         groups, jobs = len(queue), sum(map(len, queue.values()))
         if (is_new and groups >= MAX_WAITING_GROUPS_PER_CLIENT) or jobs >= MAX_WAITING_JOBS_PER_CLIENT:

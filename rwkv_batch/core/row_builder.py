@@ -31,7 +31,7 @@ class RowBuilder:
 
     def check(self, job: Job) -> None:
         """Check that a job can be admitted. Raises ServiceError."""
-        if not job.attempt:  # else another engine admitted it, and its client has a reply
+        if not job.was_admitted:
             self._check_queue(job)
         for request in job.rows:
             self._check_row(request)

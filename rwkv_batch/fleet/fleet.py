@@ -16,18 +16,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
-from rwkv_batch.calls import AcquireQuota, Answer, EngineCall, Reply
+from rwkv_batch.calls import Answer, EngineCall, Reply
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.affinity import EngineLru, prefix_key, rendezvous_weight
 from rwkv_batch.fleet.gather import gather
 from rwkv_batch.fleet.in_flight_job import CANCELLED, ENGINE_GONE, InFlightJob
 from rwkv_batch.fleet.member import POLL_INTERVAL_S, Member
+from rwkv_batch.fleet.quota_ledger import QuotaLedger
 from rwkv_batch.fleet.routing import RoutingHints, choose
 from rwkv_batch.ipc.client import LOADING
 from rwkv_batch.ipc.served_model import ServedModel
-from rwkv_batch.ipc.wire import Observe, UsageReport
+from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, Usage
 
@@ -60,8 +59,16 @@ class Attempt(NamedTuple):
 class Fleet:
     """`EngineProtocol` over the engines given to `update`."""
 
-    def __init__(self, limits: FleetLimits, on_change: Callable[[bool], None] = lambda is_connected: None) -> None:
-        """on_change: called with whether any engine accepts work, when that changes; must not call the fleet"""
+    def __init__(
+        self,
+        limits: FleetLimits,
+        on_change: Callable[[bool], None] = lambda is_connected: None,
+        quotas: QuotaLedger | None = None,
+    ) -> None:
+        """
+        on_change: called with whether any engine accepts work, when that changes; must not call the fleet
+        quotas: the ledger of another fleet of this process
+        """
         self._limits = limits
         self._on_change = on_change
         self._name = ""
@@ -79,6 +86,10 @@ class Fleet:
         """held during `on_change`"""
         self._rng = random.Random()
         self._stopped = threading.Event()
+        self.quotas = quotas or QuotaLedger()
+        """API keys' limits; further fleets of this process share it"""
+        self._list_members = lambda: self.members
+        self.quotas.add_members(self._list_members)
 
     # Start and stop ------------------------------------------------------------------------------------------
 
@@ -96,7 +107,7 @@ class Fleet:
             gone = [self._members.pop(address) for address in set(self._members) - set(info)]
             for address, engine in info.items():
                 if address in self._members:
-                    self._members[address].info = engine
+                    self._members[address].update(engine)
                 else:
                     member = self._members[address] = Member(engine, self._changed)
                     member.client.is_shutting_down = self._is_shutting_down
@@ -113,6 +124,7 @@ class Fleet:
         for member in self.members:
             member.client.stop()
         self._dispatch_waiting()
+        self.quotas.remove_members(self._list_members)
 
     @property
     def is_shutting_down(self) -> bool:
@@ -156,31 +168,25 @@ class Fleet:
             return
         with self._lock:
             self._in_flight_jobs[job.job_id] = in_flight_job
-        usage = job.usage
-        if usage is None or len(self.members) < 2:
-            self._dispatch(in_flight_job, error)
-        else:
-            self._acquire_quota(in_flight_job, usage)
+        self._dispatch(in_flight_job, error)
 
-    def _acquire_quota(self, in_flight_job: InFlightJob, usage: Usage) -> None:
-        """Count the job against its client's limits. One engine, the same for all processes, holds the limits."""
-        quota_engine = min(
-            (one for one in self.members if one.client.is_connected), key=lambda one: one.name, default=None
-        )
+    def _acquire_quota(self, in_flight_job: InFlightJob, usage: Usage, error: ErrorInfo) -> None:
+        """Count the job against its client's limits, then dispatch it. `error`: see `_dispatch`."""
 
-        def on_quota(answer: bool | ServiceError) -> None:
-            if isinstance(answer, ServiceError) and answer.info.kind not in ENGINE_GONE:
+        def on_answer(answer: bool | ServiceError) -> None:
+            if not isinstance(answer, ServiceError):
+                in_flight_job.is_counted = True
+                self._dispatch(in_flight_job, error)
+                return
+            in_flight_job.losses += answer.info.kind is ErrorKind.ENGINE_LOST
+            if answer.info.kind in ENGINE_GONE and in_flight_job.losses <= self._limits.resubmit:
+                self._enqueue(in_flight_job, answer.info)
+            else:
                 self._forget(in_flight_job)
                 in_flight_job.report_admission(answer)
-                return
-            in_flight_job.quota_engine = quota_engine
-            self._dispatch(in_flight_job, LOADING)
 
-        in_flight_job.job = msgspec.structs.replace(in_flight_job.job, limits=None)
-        if quota_engine is None:
-            self._dispatch(in_flight_job, LOADING)
-        else:
-            quota_engine.client.call(AcquireQuota(usage), on_quota)
+        if not self.quotas.acquire(usage, on_answer):
+            self._enqueue(in_flight_job, error)
 
     def cancel(self, job_id: str) -> None:
         """See EngineProtocol."""
@@ -215,6 +221,9 @@ class Fleet:
 
     def _dispatch(self, in_flight_job: InFlightJob, error: ErrorInfo) -> None:
         """Send the job to an engine, or let it wait for one. If none comes, it ends with `error`."""
+        if in_flight_job.usage is not None and not in_flight_job.is_counted:
+            self._acquire_quota(in_flight_job, in_flight_job.usage, error)
+            return
         member = self._choose_member(in_flight_job)
         if member is None:
             self._enqueue(in_flight_job, error)
@@ -269,9 +278,8 @@ class Fleet:
             in_flight_job.forward_last(events)
             self._on_lost(in_flight_job, attempt, events.error)
             return
-        if in_flight_job.quota_engine is not None:
-            tokens = sum(delta.num_tokens for delta in events.deltas)
-            in_flight_job.quota_engine.client.report_usage(UsageReport(in_flight_job.job.job_id, tokens, done=False))
+        if in_flight_job.is_counted:
+            self.quotas.charge(in_flight_job.job.job_id, events.num_tokens)
         if events.done:
             self._forget(in_flight_job)
         in_flight_job.forward(events)
@@ -305,8 +313,9 @@ class Fleet:
         with self._lock:
             self._in_flight_jobs.pop(in_flight_job.job.job_id, None)
             self._assign(in_flight_job, None)
-        if in_flight_job.quota_engine is not None:
-            in_flight_job.quota_engine.client.report_usage(UsageReport(in_flight_job.job.job_id, 0, done=True))
+        if in_flight_job.is_counted:
+            in_flight_job.is_counted = False
+            self.quotas.end(in_flight_job.job.job_id, refund=not in_flight_job.is_admitted)
 
     def _assign(self, in_flight_job: InFlightJob, member: Member | None) -> None:
         """It is with that engine from now on, or with none."""
@@ -363,6 +372,7 @@ class Fleet:
         if not is_connected and not (self._is_shutting_down or member.info.is_draining):
             logger.warning("engine %s is lost", member.name)
         self._notify_change()
+        self.quotas.poll()  # what the lost engine's jobs have used, before they continue elsewhere
         if is_connected:
             self._dispatch_waiting()
 
@@ -377,6 +387,7 @@ class Fleet:
     def _poll_loop(self) -> None:
         while not self._stopped.wait(POLL_INTERVAL_S):
             self._poll_members()
+            self.quotas.poll()
             self._notify_change()
             self._dispatch_waiting()
 

@@ -10,7 +10,7 @@ import msgspec
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.progress import Progress
 from rwkv_batch.protocol import OnAdmitted, Sink
-from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.request import Job, JobEvents, attempt_id
 
 if TYPE_CHECKING:
     from rwkv_batch.fleet.member import Member
@@ -36,8 +36,10 @@ class InFlightJob:
         """why its last engine does not continue it"""
         self.member: Member | None = None
         self.attempt = -1
-        self.quota_engine: Member | None = None
-        """the engine that counts it against its client's limits, if any"""
+        self.usage = job.usage
+        """its usage of its client's limits, if there are any"""
+        self.is_counted = False
+        """whether the limits' ledger counts it"""
         self._sink, self._admitted = sink, on_admitted
         self.is_admitted = False
         self._progress = Progress(job)
@@ -57,7 +59,7 @@ class InFlightJob:
     @property
     def attempt_id(self) -> str:
         """The job's id on its current engine."""
-        return f"{self.job.job_id}/{self.attempt}" if self.attempt else self.job.job_id
+        return attempt_id(self.job.job_id, self.attempt)
 
     def next_attempt(self) -> Job | None:
         """Return the job for the next engine; None: all rows have ended."""
@@ -71,7 +73,8 @@ class InFlightJob:
         return msgspec.structs.replace(
             remaining_job,
             job_id=self.attempt_id,
-            attempt=self.attempt,
+            was_admitted=self.is_admitted,
+            limits=None,
             timeout_s=timeout_s,
             return_token_ids=self.can_resume,
         )

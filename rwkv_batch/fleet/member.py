@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.fleet.dial import dial
 from rwkv_batch.fleet.routing import load_of
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.served_model import ServedModel
+from rwkv_batch.ipc.served_model import ModelStatus, ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD
 from rwkv_batch.request import Job, Load
 
@@ -21,6 +22,8 @@ Counting polls instead of time ignores pauses of this process.
 """
 MAX_SILENT_POLLS_LAST_ENGINE = 40
 """The same for the only available engine. Giving it up helps no job, and a busy machine may delay its messages."""
+CONNECT_TIMEOUT_S = 2.0
+"""Seconds after which a ready engine without a connection is not expected."""
 
 
 class Member:
@@ -36,12 +39,25 @@ class Member:
         self.assigned_rows = 0
         """rows of jobs in flight that this process sent to it; the fleet counts them"""
         self._on_change = on_change
+        self._expected_until = 0.0
+        """time.monotonic() until which its first connection is expected"""
         self._lock = threading.Lock()
         self._load = NO_LOAD
         self._sent: dict[str, float] = {}
         """load of each job that is on its way to the engine and not in its reports yet"""
         self._num_received = 0
         self._silent_polls = 0
+        if info.status is ModelStatus.READY:
+            self._expect()
+
+    def update(self, info: ServedModel) -> None:
+        """Set its status, which the supervisor has reported."""
+        if info.status is ModelStatus.READY and self.info.status is not ModelStatus.READY:
+            self._expect()
+        self.info = info
+
+    def _expect(self) -> None:
+        self._expected_until = time.monotonic() + CONNECT_TIMEOUT_S
 
     @property
     def name(self) -> str:
@@ -50,6 +66,11 @@ class Member:
     @property
     def is_available(self) -> bool:
         return self.client.is_connected and not self.has_refused and not self.info.is_draining
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it has become ready and this process will connect to it in a moment."""
+        return not self.client.is_connected and time.monotonic() < self._expected_until
 
     @property
     def load(self) -> float:
@@ -113,5 +134,6 @@ class Member:
         with self._lock:
             self._sent.clear()
             self.connection += 1
+            self._expected_until = 0.0
             self.has_refused = False
         self._on_change(self, is_connected)

@@ -21,6 +21,7 @@ from rwkv_batch.calls import Answer as AnswerT
 from rwkv_batch.calls import EngineCall, Reply
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.job_packing import pack
+from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.wire import (
     MAX_JOB_BYTES,
     Admitted,
@@ -35,6 +36,7 @@ from rwkv_batch.ipc.wire import (
     LinkFull,
     NotSent,
     Observe,
+    RestoreQuotas,
     SocketLink,
     ToEngine,
     ToWorker,
@@ -135,6 +137,10 @@ class EngineClient:
         self._link: WorkerLink | None = None
         self._newest: WorkerLink | None = None
         """the latest connection, which may not have received anything yet"""
+        self.engine_started = 0.0
+        """Unix time of the engine's start"""
+        self.balances: list[Balance] = []
+        """clients' balances in the limits' ledger, if this engine holds it"""
         self._waiting = _Pending()
         self._reason = LOADING
         self._call_ids = itertools.count()
@@ -218,14 +224,15 @@ class EngineClient:
         """Report an ended HTTP request. Dropped if there is no engine."""
         self._send(observation)
 
-    def report_usage(self, spent: UsageReport) -> None:
-        """Report the usage of a job that another engine runs. Dropped if there is no engine."""
-        self._send(spent)
+    def report_usage(self, *reports: UsageReport | RestoreQuotas) -> None:
+        """Report what counts against clients' limits. Dropped if there is no engine."""
+        if reports:
+            self._send(*reports)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, *messages: ToEngine) -> None:
         with self._lock:
             if self._link is not None:
-                self._link.send(message)
+                self._link.send(*messages)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -258,18 +265,14 @@ class EngineClient:
 
         Raises a callback's exception last.
         """
-        is_connected = False  # until the first message: the other process may hang
         try:
             for message in link.receive():
-                if not is_connected:
-                    is_connected = True
-                    self._set_connected(link)
-                self._handle(message)
+                self._handle(link, message)
         finally:
             link.close()
             with self._lock:
                 self._newest = None  # closes its descriptor now
-            if is_connected:
+            if self._link is link:
                 self._report_engine_lost()
 
     def _set_connected(self, link: WorkerLink) -> None:
@@ -277,7 +280,11 @@ class EngineClient:
             self._link = link
         self._on_change(True)
 
-    def _handle(self, message: ToWorker) -> None:
+    def _handle(self, link: WorkerLink, message: ToWorker) -> None:
+        if isinstance(message, Heartbeat):
+            self.engine_started, self.balances = message.started, message.balances
+        if self._link is not link:  # not before its first message: the other process may hang
+            self._set_connected(link)
         match message:
             case Heartbeat(load):
                 self._on_load(load, None)
@@ -303,6 +310,7 @@ class EngineClient:
         lost, lost_turn = (_SHUTDOWN_ERROR, _SHUTDOWN_ERROR_TURN) if self.is_shutting_down else (_LOST, _LOST_TURN)
         with self._lock:
             self._link = None
+            self.balances = []
             self._reason = lost
             waiting, self._waiting = self._waiting, _Pending()
         notifications: list[Callable[[], None]] = [partial(self._on_change, False)]

@@ -1,23 +1,41 @@
-"""Enforces the limits of API keys. Exact over all HTTP workers, because all jobs pass here.
+"""The ledger of API keys' limits. One engine holds it for all processes; each of them has a copy.
 
 Rows count while they run or wait. Limits per minute are token buckets that hold one minute's worth. A request is
 admitted if its bucket is not empty. Then the bucket pays for its real usage and may become negative; a running request
-is never cut. A new engine process starts with full buckets.
+is never cut. A request counts once, by its id, whoever reports it and how often.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rwkv_batch.errors import ErrorInfo, ErrorKind
-from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.request import ClientLimits, Job, JobEvents, Usage
+from rwkv_batch.request import ClientLimits, Usage
 
 _MINUTE_S = 60.0
 _ROWS_RETRY_S = 1.0
+
+
+class Balance(msgspec.Struct, frozen=True, array_like=True):
+    """What a client may still use this minute. None: not limited."""
+
+    client: str
+    limits: ClientLimits
+    requests: float | None
+    tokens: float | None
+
+
+class CountedJob(msgspec.Struct, array_like=True):
+    """A job that counts against its client's limits."""
+
+    usage: Usage
+    tokens: int = 0
+    """charged tokens, without those of its prompt"""
 
 
 @dataclass(slots=True)
@@ -39,81 +57,144 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class _Client:
+    limits: ClientLimits
     rows: int = 0
     tokens: TokenBucket | None = None
     requests: TokenBucket | None = None
+
+    def refill(self, limits: ClientLimits, now: float) -> None:
+        """Refill the buckets up to these limits, which replace earlier ones."""
+        self.limits = limits
+        self.requests = _refilled(self.requests, limits.requests_per_minute, now)
+        self.tokens = _refilled(self.tokens, limits.tokens_per_minute, now)
+
+    def spend(self, requests: int, tokens: int) -> None:
+        if self.requests is not None:
+            self.requests.level -= requests
+        if self.tokens is not None:
+            self.tokens.level -= tokens
 
 
 @dataclass(slots=True)
 class Quotas:
     """Current usage of all API keys. Any thread may call."""
 
-    metrics: Metrics
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clients: dict[str, _Client] = field(default_factory=dict)
     """at most one entry per configured key"""
-    _jobs: dict[str, Usage] = field(default_factory=dict)
+    _jobs: dict[str, CountedJob] = field(default_factory=dict)
 
-    def acquire(self, job: Job) -> ErrorInfo | None:
-        """Count a job against its client's limits. Returns the error if a limit is reached.
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._jobs
 
-        Jobs without limits pass. So do jobs resumed from a lost engine, which were counted there.
-        """
-        usage = job.usage
-        return None if usage is None or job.attempt else self.count(usage)
+    def client_of(self, job_id: str) -> str | None:
+        job = self._jobs.get(job_id)
+        return None if job is None else job.usage.client
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
 
     def count(self, usage: Usage) -> ErrorInfo | None:
-        """Count usage, also for a job that another engine runs. Returns the error if a limit is reached."""
+        """Count a job. Returns the error if a limit is reached, None for a job that counts already."""
         with self._lock:
-            client = self._clients.setdefault(usage.client, _Client())
+            if usage.job_id in self._jobs:
+                return None
+            client = self._refilled_client(usage.client, usage.limits)
             error = self._limit_error(client, usage, usage.limits)
             if error is None:
-                client.rows += usage.rows
-                self._jobs[usage.job_id] = usage
-                if client.requests is not None:
-                    client.requests.level -= 1
-                if client.tokens is not None:
-                    client.tokens.level -= usage.prompt_tokens
-        self.metrics.observe_client_request(usage.client, usage.prompt_tokens, error is not None)
+                self._add(client, usage)
         return error
 
-    def observe(self, events: JobEvents) -> None:
-        """Charge the tokens of a step, and remove an ended job."""
-        if events.job_id in self._jobs:
-            self.charge(events.job_id, sum(delta.num_tokens for delta in events.deltas), events.done)
-
-    def charge(self, job_id: str, tokens: int, done: bool) -> None:
-        """Charge sampled tokens, and remove the job if it is done."""
-        job = self._jobs.get(job_id)
-        if job is None:
-            return
+    def add(self, usage: Usage) -> None:
+        """Count a job that the ledger admitted."""
         with self._lock:
-            client = self._clients[job.client]
-            if client.tokens is not None:
-                client.tokens.level -= tokens * job.states
-            if done:
-                self._release(client, job)
-        self.metrics.observe_client_tokens(job.client, tokens)
+            if usage.job_id not in self._jobs:
+                self._add(self._refilled_client(usage.client, usage.limits), usage)
 
-    def refund(self, job_id: str) -> None:
-        """Undo the charge of a refused job, except for its request."""
+    def _add(self, client: _Client, usage: Usage) -> None:
+        client.rows += usage.rows
+        client.spend(1, usage.prompt_tokens)
+        self._jobs[usage.job_id] = CountedJob(usage)
+
+    def charge(self, job_id: str, total: int) -> int:
+        """Charge a job's tokens since its start, except its prompt. Returns how many were not charged yet."""
         with self._lock:
             job = self._jobs.get(job_id)
-            if job is not None:
-                client = self._clients[job.client]
-                if client.tokens is not None:
-                    client.tokens.level += job.prompt_tokens
-                self._release(client, job)
+            return 0 if job is None else self._charge(job, total - job.tokens)
 
-    def _release(self, client: _Client, job: Usage) -> None:
-        if self._jobs.pop(job.job_id, None) is not None:
-            client.rows -= job.rows
+    def charge_more(self, job_id: str, tokens: int) -> int:
+        """Charge further tokens of a job. Returns how many were charged."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            return 0 if job is None else self._charge(job, tokens)
+
+    def _charge(self, job: CountedJob, tokens: int) -> int:
+        if tokens <= 0:
+            return 0
+        job.tokens += tokens
+        self._clients[job.usage.client].spend(0, tokens * job.usage.states)
+        return tokens
+
+    def end(self, job_id: str, refund: bool = False) -> CountedJob | None:
+        """Remove a job and return it, if it counts.
+
+        refund: no engine admitted it, so it costs nothing
+        """
+        with self._lock:
+            job = self._jobs.pop(job_id, None)
+            if job is not None:
+                client = self._clients[job.usage.client]
+                client.rows -= job.usage.rows
+                if refund:
+                    client.spend(-1, -job.usage.prompt_tokens - job.tokens * job.usage.states)
+            return job
+
+    # Copies ----------------------------------------------------------------------------------------------------
+
+    def balances(self) -> list[Balance]:
+        """Return the clients that have used some of their limits per minute."""
+        balances = []
+        with self._lock:
+            for name, client in self._clients.items():
+                client.refill(client.limits, self.clock())
+                requests, tokens = _level(client.requests), _level(client.tokens)
+                limits = client.limits
+                if requests != limits.requests_per_minute or tokens != limits.tokens_per_minute:
+                    balances.append(Balance(name, limits, requests, tokens))
+        return balances
+
+    def jobs(self) -> list[CountedJob]:
+        """Return a copy of all jobs that count."""
+        with self._lock:
+            return [CountedJob(job.usage, job.tokens) for job in self._jobs.values()]
+
+    def merge(self, balances: Iterable[Balance], jobs: Iterable[CountedJob] = ()) -> None:
+        """Take over what another copy knows. Of two levels the lower one counts, so a repetition changes nothing."""
+        with self._lock:
+            for balance in balances:
+                client = self._refilled_client(balance.client, balance.limits)
+                _lower(client.requests, balance.requests)
+                _lower(client.tokens, balance.tokens)
+            for job in jobs:
+                if job.usage.job_id not in self._jobs:
+                    self._refilled_client(job.usage.client, job.usage.limits).rows += job.usage.rows
+                    self._jobs[job.usage.job_id] = job
+
+    def replace(self, balances: Iterable[Balance]) -> None:
+        """Take over the balances of the ledger. Clients that are not named have used nothing."""
+        with self._lock:
+            for client in self._clients.values():
+                client.tokens = client.requests = None
+        self.merge(balances)
+
+    def _refilled_client(self, name: str, limits: ClientLimits) -> _Client:
+        client = self._clients.setdefault(name, _Client(limits))
+        client.refill(limits, self.clock())
+        return client
 
     def _limit_error(self, client: _Client, job: Usage, limits: ClientLimits) -> ErrorInfo | None:
-        now = self.clock()
-        client.requests = _refilled(client.requests, limits.requests_per_minute, now)
-        client.tokens = _refilled(client.tokens, limits.tokens_per_minute, now)
         if error := limits.rows_error(job.client, job.rows, job.states):
             return error
         if limits.rows is not None and client.rows + job.rows > limits.rows:
@@ -128,6 +209,15 @@ class Quotas:
             wait_s = client.tokens.wait_s(1, limits.tokens_per_minute)
             return _refused(job, f"may use {limits.tokens_per_minute} tokens a minute", wait_s)
         return None
+
+
+def _level(bucket: TokenBucket | None) -> float | None:
+    return None if bucket is None else bucket.level
+
+
+def _lower(bucket: TokenBucket | None, level: float | None) -> None:
+    if bucket is not None and level is not None:
+        bucket.level = min(bucket.level, level)
 
 
 def _refilled(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:

@@ -29,10 +29,11 @@ from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.arrivals import Arrivals
+from rwkv_batch.ipc.held_ledger import HeldLedger
 from rwkv_batch.ipc.job_packing import unpack
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child, freeze_garbage_collector, gc_paused
-from rwkv_batch.ipc.quotas import Quotas
+from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
     HEARTBEAT_S,
@@ -49,6 +50,7 @@ from rwkv_batch.ipc.wire import (
     LinkFull,
     NotSent,
     Observe,
+    RestoreQuotas,
     SocketLink,
     Submit,
     ToEngine,
@@ -106,18 +108,18 @@ class Peer:
     """One HTTP worker's connection. Its jobs are cancelled when it closes."""
 
     def __init__(
-        self, link: PeerLink, engine: EngineProtocol, arrivals: Arrivals, metrics: Metrics, quotas: Quotas
+        self, link: PeerLink, engine: EngineProtocol, arrivals: Arrivals, metrics: Metrics, ledger: HeldLedger
     ) -> None:
         self.name = "?"
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
-        self._remote_jobs: set[str] = set()
-        """jobs of other engines whose clients' limits are counted here"""
+        self._counted_jobs: set[str] = set()
+        """jobs of any engine that count against clients' limits here"""
         self._engine = engine
         self._arrivals = arrivals
         self._metrics = metrics
-        self._quotas = quotas
+        self._ledger = ledger
         self._events: list[JobEvents] = []
         self._link = link
         self._send_lock = threading.Lock()
@@ -135,8 +137,8 @@ class Peer:
             for job_id in list(self.jobs):
                 self._engine.cancel(job_id)
                 self._metrics.forget(job_id)
-            for job_id in self._remote_jobs:
-                self._quotas.charge(job_id, 0, done=True)
+            for job_id in self._counted_jobs:
+                self._ledger.end(job_id)
 
     def _handle(self, message: ToEngine, handle_call: HandleCall) -> None:
         match message:
@@ -146,10 +148,13 @@ class Peer:
                 self._engine.cancel(job_id)
             case Call(call_id, AcquireQuota(usage)):
                 self._answer(call_id, self._acquire_quota(usage))
-            case UsageReport(job_id, tokens, done):
-                self._quotas.charge(job_id, tokens, done)
-                if done:
-                    self._remote_jobs.discard(job_id)
+            case UsageReport(job_id):
+                self._ledger.report(message)
+                if message.done:
+                    self._counted_jobs.discard(job_id)
+            case RestoreQuotas(_, jobs):
+                self._counted_jobs.update(job.usage.job_id for job in jobs)
+                self._ledger.restore(message)
             case Call(call_id, call):
                 handle_call(call, lambda value: self._answer(call_id, value))
             case Observe():
@@ -158,20 +163,15 @@ class Peer:
                 self.name, self.pid = name, pid
 
     def _acquire_quota(self, usage: Usage) -> bool | ServiceError:
-        refusal = self._quotas.count(usage)
+        refusal = self._ledger.acquire(usage)
         if refusal is not None:
             self._metrics.observe_refusal(usage.job_id, refusal.kind)
             return ServiceError.from_info(refusal)
-        self._remote_jobs.add(usage.job_id)
+        self._counted_jobs.add(usage.job_id)
         return True
 
     def _submit(self, job: Job) -> None:
         self._metrics.observe_arrival(job.job_id)
-        refusal = self._quotas.acquire(job)
-        if refusal is not None:
-            self._metrics.observe_refusal(job.job_id, refusal.kind)
-            self._link.send(Admitted(job.job_id, refusal))
-            return
         self.jobs.add(job.job_id)
         with self._send_lock:
             self._arrivals.add(job)
@@ -179,7 +179,7 @@ class Peer:
         self._engine.submit(job, self._deliver, lambda refusal: self._admit(job, refusal))
 
     def _deliver(self, events: JobEvents) -> None:
-        self._quotas.observe(events)
+        self._ledger.observe(events)
         if events.done:
             self.jobs.discard(events.job_id)
         self._events.append(events)
@@ -189,9 +189,10 @@ class Peer:
         """Whether all events for the worker have left this process."""
         return not self._link.is_sending
 
-    def send_heartbeat(self) -> None:
+    def send_heartbeat(self, started: float, balances: list[Balance]) -> None:
+        """Send the load, the time of the engine's start and the ledger's balances."""
         with self._send_lock:
-            self._link.send(Heartbeat(self._arrivals.load))
+            self._link.send(Heartbeat(self._arrivals.load, started, balances))
 
     def flush_events(self) -> None:
         """Send the events of a step to this worker."""
@@ -215,7 +216,6 @@ class Peer:
         self._arrivals.remove(job)
         if refusal is not None:
             self.jobs.discard(job.job_id)
-            self._quotas.refund(job.job_id)
             self._metrics.observe_refusal(job.job_id, refusal.info.kind)
         self._link.send(Admitted(job.job_id, None if refusal is None else refusal.info))
 
@@ -237,7 +237,7 @@ class EngineServer:
         self._engine = engine
         self._arrivals = Arrivals(engine)
         self._metrics = Metrics()
-        self._quotas = Quotas(self._metrics)
+        self._ledger = HeldLedger(self._metrics)
         self._peers: set[Peer] = set()
         self._started = time.time()
         engine.on_delivered(self._flush_events)
@@ -252,8 +252,8 @@ class EngineServer:
 
     def serve(self, link: PeerLink) -> None:
         """Serve the HTTP worker at the other end until it is gone."""
-        peer = Peer(link, self._engine, self._arrivals, self._metrics, self._quotas)
-        peer.send_heartbeat()
+        peer = Peer(link, self._engine, self._arrivals, self._metrics, self._ledger)
+        peer.send_heartbeat(self._started, self._ledger.balances())
         self._peers.add(peer)
         try:
             peer.serve(self._handle_call)
@@ -269,8 +269,9 @@ class EngineServer:
     def _heartbeat_loop(self) -> None:
         while True:
             time.sleep(HEARTBEAT_S)
+            balances = self._ledger.balances()
             for peer in self._peers.copy():
-                peer.send_heartbeat()
+                peer.send_heartbeat(self._started, balances)
 
     def _accept_loop(self, listener: socket.socket) -> None:
         while True:

@@ -20,6 +20,7 @@ import msgspec
 
 from rwkv_batch.calls import AnyCall
 from rwkv_batch.errors import ErrorInfo
+from rwkv_batch.ipc.quotas import Balance, CountedJob
 from rwkv_batch.request import Delta, Job, JobEvents, Load
 
 logger = logging.getLogger(__name__)
@@ -83,14 +84,25 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
 
 
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """Usage of a job that runs in another engine, counted against limits here (`AcquireQuota`)."""
+    """Usage of a job that counts against limits here (`AcquireQuota`)."""
 
     job_id: str
     tokens: int
-    done: bool
+    """all tokens since its start, without those of its prompt"""
+    done: bool = False
+    refund: bool = False
+    """no engine admitted it, so it costs nothing"""
 
 
-ToEngine = Hello | Submit | Cancel | Call | Observe | UsageReport
+class RestoreQuotas(msgspec.Struct, frozen=True, array_like=True, tag="v"):
+    """An HTTP worker's copy of the limits' ledger, for the engine that holds it from now on."""
+
+    balances: list[Balance]
+    jobs: list[CountedJob]
+    """the worker's own"""
+
+
+ToEngine = Hello | Submit | Cancel | Call | Observe | UsageReport | RestoreQuotas
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -118,6 +130,10 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="b"):
     """First message of a connection, and then one every `HEARTBEAT_S`."""
 
     load: Load
+    started: float = 0.0
+    """Unix time of the engine's start"""
+    balances: list[Balance] = []
+    """of the limits' ledger, if this engine holds it"""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):

@@ -137,7 +137,8 @@ def test_queue_is_bounded_and_a_refused_job_leaves_nothing(model: Path) -> None:
 def test_a_job_that_another_engine_has_admitted_is_not_refused(model: Path) -> None:
     with started_engine(model, max_waiting_rows=10, max_waiting_rows_per_client=5) as engine:
         for client in ("", "key"):
-            assert len(run(engine, *[make_request("x") for _ in range(11)], client=client, attempt=1).finishes) == 11
+            rows = [make_request("x") for _ in range(11)]
+            assert len(run(engine, *rows, client=client, was_admitted=True).finishes) == 11
 
 
 def test_cancel_frees_every_slot(engine: Engine) -> None:

@@ -98,7 +98,7 @@ def test_on_a_tie_the_client_served_longest_ago_is_next() -> None:
 
 def test_jobs_of_a_lost_engine_start_before_new_ones() -> None:
     queue = FairQueue()
-    jobs = [job(1, attempt=attempt) for attempt in (0, 0, 1, 2, 0)]
+    jobs = [job(1, was_admitted=was_admitted) for was_admitted in (False, False, True, True, False)]
     for running, rows in jobs:
         queue.add(running, rows)
     order = list(queue.waiting_clients().pop().jobs)

@@ -160,7 +160,7 @@ def test_a_job_that_another_engine_has_admitted_is_not_refused(
     for number in range(1, 4):
         clients.make_request("many", f"m{number}")
     assert set(clients.received) == {"m3"}
-    clients.make_request("many", "m4", attempt=1)
+    clients.make_request("many", "m4", was_admitted=True)
     for _ in range(4):
         compiler.may.release()
     clients.wait(5)

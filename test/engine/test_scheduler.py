@@ -47,10 +47,12 @@ def scheduler(
     return Scheduler(Limits(req_slots, 10_000, budget, chunk, decode_budget or budget), source), source
 
 
-def job(rows: int, prompt_tokens: int = 1, client: str = "", attempt: int = 0) -> tuple[RunningJob, list[Sequence]]:
+def job(
+    rows: int, prompt_tokens: int = 1, client: str = "", was_admitted: bool = False
+) -> tuple[RunningJob, list[Sequence]]:
     """A job and its rows: batch work above eight rows."""
     request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=9, sampling=SamplingParams())
-    spec = Job(job_id="j", rows=[request] * rows, client=client, attempt=attempt)
+    spec = Job(job_id="j", rows=[request] * rows, client=client, was_admitted=was_admitted)
     running = RunningJob(spec, lambda events: None, {}, rows)
     output = [RowOutput(i, request, StopRules(request, TABLE), TABLE) for i in range(rows)]
     return running, [Sequence(running, i, request, list(request.prompt), output[i]) for i in range(rows)]

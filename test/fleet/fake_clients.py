@@ -10,8 +10,9 @@ import pytest
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet import member
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
-from rwkv_batch.ipc.wire import UsageReport
+from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Load
 from test.harness import RunningJob, make_request
 
@@ -32,7 +33,9 @@ class FakeClient:
         self.reason = LOST
         self.was_dropped = False
         self.received_calls: list[Any] = []
-        self.usage_reports: list[UsageReport] = []
+        self.usage_reports: list[UsageReport | RestoreQuotas] = []
+        self.engine_started = 0.0
+        self.balances: list[Balance] = []
         self.limit: ErrorInfo | None = None
 
     def start(self, name: str) -> None:
@@ -60,8 +63,8 @@ class FakeClient:
         self.received_calls.append(call)
         reply(True if self.limit is None else ServiceError.from_info(self.limit))
 
-    def report_usage(self, usage_reports: UsageReport) -> None:
-        self.usage_reports.append(usage_reports)
+    def report_usage(self, *usage_reports: UsageReport | RestoreQuotas) -> None:
+        self.usage_reports.extend(usage_reports)
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)

@@ -129,7 +129,7 @@ def test_loads_sent_after_an_arrival_include_it(engine: BusyEngine) -> None:
     server, any_engine = EngineServer(engine), cast(Any, engine)  # type: ignore[arg-type]  # as above
     links = [FakeLink(), FakeLink()]
     one, other = (
-        Peer(cast(Any, link), any_engine, server._arrivals, server._metrics, server._quotas) for link in links
+        Peer(cast(Any, link), any_engine, server._arrivals, server._metrics, server._ledger) for link in links
     )
     for peer in (one, other):
         peer._deliver(JobEvents(job_id="earlier", deltas=[]))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +25,8 @@ from routes.request.bodies import BatchBody
 from routes.request.jobs import build_rows
 from routes.request_context import RequestContext, request_id, set_current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.quotas import Quotas
-from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents
+from rwkv_batch.request import ClientLimits, GenerateRequest, Job, Usage
 from test.harness import make_request
 from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
@@ -119,71 +118,74 @@ class Clock:
         return self.now
 
 
-def job(name: str, limits: ClientLimits | None, rows: int = 1, prompt: int = 3) -> Job:
-    return Job(job_id=name, rows=[make_request([5] * prompt)] * rows, client="c", limits=limits)
+ROW = [make_request([5] * 3)]
 
 
-def events(name: str, tokens: int, done: bool) -> JobEvents:
-    return JobEvents(job_id=name, deltas=[Delta(0, b"", tokens)], done=done)
+def usage(name: str, limits: ClientLimits, rows: Sequence[GenerateRequest] = ROW) -> Usage:
+    used = Job(job_id=name, rows=list(rows), client="c", limits=limits).usage
+    assert used is not None
+    return used
 
 
 def test_rows_are_counted_while_they_run() -> None:
-    quotas, limits = Quotas(Metrics()), ClientLimits(rows=4)
-    assert quotas.acquire(job("a", limits, rows=3)) is None
-    refusal = quotas.acquire(job("b", limits, rows=2))
+    quotas, limits = Quotas(), ClientLimits(rows=4)
+    assert quotas.count(usage("a", limits, ROW * 3)) is None
+    refusal = quotas.count(usage("b", limits, ROW * 2))
     assert refusal is not None and refusal.kind is ErrorKind.OVERLOADED and refusal.retry_after_s
     assert "3 rows in progress" in refusal.message and "4 at once" in refusal.message
-    assert quotas.acquire(job("c", limits)) is None
-    assert quotas.acquire(job("d", None, rows=100)) is None
-    quotas.observe(events("a", 1, done=False))
-    assert quotas.acquire(job("e", limits)) is not None
-    quotas.observe(events("a", 1, done=True))
-    assert quotas.acquire(job("e", limits, rows=3)) is None
-    quotas.refund("e")
-    quotas.refund("e")
-    assert quotas.acquire(job("f", limits, rows=3)) is None
-    never = quotas.acquire(job("g", limits, rows=5))
+    assert quotas.count(usage("c", limits)) is None
+    assert quotas.charge_more("a", 1) == 1
+    assert quotas.count(usage("e", limits)) is not None
+    quotas.charge("a", 1)
+    assert quotas.end("a")
+    assert quotas.count(usage("e", limits, ROW * 3)) is None
+    quotas.end("e", refund=True)
+    quotas.end("e", refund=True)
+    assert quotas.count(usage("f", limits, ROW * 3)) is None
+    never = quotas.count(usage("g", limits, ROW * 5))
     assert never is not None and never.kind is ErrorKind.INVALID_FIELD
 
 
 def test_a_mixture_counts_each_state_against_the_limits() -> None:
     """One row and one reading of each token per state."""
     mixed = [make_request([5] * 3, mixture=[("a", 1.0), ("", 1.0), ("b", 1.0)], n=2)]
-    quotas, limits = Quotas(Metrics()), ClientLimits(rows=7)
-    assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
-    refusal = quotas.acquire(job("second", limits, rows=2))
+    quotas, limits = Quotas(), ClientLimits(rows=7)
+    assert quotas.count(usage("mixed", limits, mixed)) is None
+    refusal = quotas.count(usage("second", limits, ROW * 2))
     assert refusal is not None and "6 rows in progress" in refusal.message
-    never = quotas.acquire(Job(job_id="never", rows=mixed * 2, client="c", limits=limits))
+    never = quotas.count(usage("never", limits, mixed * 2))
     assert never is not None and never.given == 12 and "12 rows, one per state of its mixture" in never.message
-    quotas.refund("mixed")
-    assert quotas.acquire(job("all", limits, rows=7)) is None
+    quotas.end("mixed", refund=True)
+    assert quotas.count(usage("all", limits, ROW * 7)) is None
 
     clock = Clock()
-    quotas, limits = Quotas(Metrics(), clock), ClientLimits(tokens_per_minute=60)
-    assert quotas.acquire(Job(job_id="mixed", rows=mixed, client="c", limits=limits)) is None
-    quotas.observe(events("mixed", 20, done=True))
-    refusal = quotas.acquire(job("b", limits))
+    quotas, limits = Quotas(clock), ClientLimits(tokens_per_minute=60)
+    assert quotas.count(usage("mixed", limits, mixed)) is None
+    quotas.charge("mixed", 20)
+    assert quotas.end("mixed")
+    refusal = quotas.count(usage("b", limits))
     assert refusal is not None and refusal.retry_after_s == pytest.approx(3 * 3 * 2 + 20 * 3 - 60 + 1)
 
 
 def test_limits_per_minute_of_requests_and_tokens() -> None:
     clock = Clock()
-    quotas, limits = Quotas(Metrics(), clock), ClientLimits(requests_per_minute=3)
-    assert [quotas.acquire(job(str(n), limits)) is None for n in range(5)] == [True, True, True, False, False]
-    refusal = quotas.acquire(job("x", limits))
+    quotas, limits = Quotas(clock), ClientLimits(requests_per_minute=3)
+    assert [quotas.count(usage(str(n), limits)) is None for n in range(5)] == [True, True, True, False, False]
+    refusal = quotas.count(usage("x", limits))
     assert refusal is not None and refusal.retry_after_s == pytest.approx(20)
     clock.now += 20.1
-    assert [quotas.acquire(job(f"y{n}", limits)) is None for n in range(2)] == [True, False]
+    assert [quotas.count(usage(f"y{n}", limits)) is None for n in range(2)] == [True, False]
 
-    quotas, limits = Quotas(Metrics(), clock), ClientLimits(tokens_per_minute=60)
-    assert quotas.acquire(job("a", limits, prompt=10)) is None
-    quotas.observe(events("a", 90, done=True))
-    refusal = quotas.acquire(job("b", limits))
+    quotas, limits = Quotas(clock), ClientLimits(tokens_per_minute=60)
+    assert quotas.count(usage("a", limits, [make_request([5] * 10)])) is None
+    quotas.charge("a", 90)
+    assert quotas.end("a")
+    refusal = quotas.count(usage("b", limits))
     assert refusal is not None and refusal.retry_after_s == pytest.approx(41)
     clock.now += 41.5
-    assert quotas.acquire(job("b", limits, prompt=1000)) is None
-    quotas.refund("b")
-    assert quotas.acquire(job("c", limits, prompt=0)) is None
+    assert quotas.count(usage("b", limits, [make_request([5] * 1000)])) is None
+    quotas.end("b", refund=True)
+    assert quotas.count(usage("c", limits)) is None
 
 
 def test_rows_above_a_keys_limit_are_refused_before_a_job_is_built() -> None:

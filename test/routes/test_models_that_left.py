@@ -17,6 +17,7 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
+from rwkv_batch.fleet.quota_ledger import QuotaLedger
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD, Heartbeat, SocketLink, ToEngine, ToWorker, to_engine_decoder
 from test.serving import wait_for
@@ -58,7 +59,7 @@ def kept() -> tuple[int, int, int]:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list the descriptors of a process")
 def test_a_worker_keeps_nothing_of_unloaded_models(folder: Path) -> None:
     context = Context(None, HttpConfig(models_dir=str(folder)), RequestLimiter(4, 0), Readiness(1.0))  # type: ignore[arg-type]
-    models = ModelRegistry(lambda command: None, lambda model: connect_model(context, model, "http-0"))
+    models = ModelRegistry(lambda command: None, lambda model: connect_model(context, model, "http-0", QuotaLedger()))
 
     def one_round(number: int) -> None:
         address = str(folder / f"{number}")

@@ -46,7 +46,9 @@ def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Conn
     fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
     context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store, status_wait_s=None)
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
-    models = ModelRegistry(lambda _: None, lambda model: connect_model(context, model, name), fleet.update)
+    models = ModelRegistry(
+        lambda _: None, lambda model: connect_model(context, model, name, fleet.quotas), fleet.update
+    )
     context.models = models
     fleet.start(name)
     supervisor.send(("started", None))

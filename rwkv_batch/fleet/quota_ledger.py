@@ -1,0 +1,136 @@
+"""Counts jobs in the ledger of API keys' limits, which one engine holds for all processes.
+
+It is the engine that has run longest, so an engine that joins takes nothing over. An engine that joins may have run
+longer than was known, so requests wait until this process has connected to it. If the holder is lost, the next one gets
+what this process knows: the balances that the holder reported, and this process's own jobs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from rwkv_batch.calls import AcquireQuota
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.fleet.member import Member
+from rwkv_batch.ipc.quotas import Balance, Quotas
+from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
+from rwkv_batch.request import Usage
+
+Members = Callable[[], Sequence[Member]]
+
+
+class QuotaLedger:
+    """The ledger as one process sees it. The fleets of all models share it. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._sources: dict[Members, None] = {}
+        self._copy = Quotas()
+        self._balances: list[Balance] = []
+        """as last reported by the holder"""
+        self._has_changed = False
+        """whether this process changed the ledger after that report"""
+        self._unreported: dict[str, None] = {}
+        """jobs with tokens that the holder does not know yet"""
+        self._lock = threading.RLock()
+        """held while a message is sent, so that a new holder first gets what is known"""
+        self._holder: Member | None = None
+        self._connection = 0
+
+    def add_members(self, members: Members) -> None:
+        """Include a fleet's engines."""
+        self._sources[members] = None
+
+    def remove_members(self, members: Members) -> None:
+        self._sources.pop(members, None)
+
+    def acquire(self, usage: Usage, on_answer: Callable[[bool | ServiceError], None]) -> bool:
+        """Count a job. Returns False if the holder is not known yet; then `on_answer` is not called.
+
+        on_answer: gets True, or the error if a limit is reached or the holder is lost
+        """
+        with self._lock:
+            holder = self._find_holder()
+            if holder is None or any(member.is_expected for member in self._members()):
+                return False
+            holder.client.call(AcquireQuota(usage), lambda answer: self._on_answer(holder, usage, answer, on_answer))
+        return True
+
+    def _on_answer(
+        self,
+        holder: Member,
+        usage: Usage,
+        answer: bool | ServiceError,
+        on_answer: Callable[[bool | ServiceError], None],
+    ) -> None:
+        if not isinstance(answer, ServiceError):
+            with self._lock:
+                self._has_changed = True
+                self._copy.add(usage)
+                if self._holder is not holder:
+                    self._connection = -1  # the new one gets this job, too
+        on_answer(answer)
+
+    def charge(self, job_id: str, tokens: int) -> None:
+        """Charge further tokens of a job. The holder learns it with the next `poll`."""
+        if self._copy.charge_more(job_id, tokens):
+            self._has_changed = True
+            self._unreported[job_id] = None
+
+    def end(self, job_id: str, refund: bool) -> None:
+        """Stop counting a job.
+
+        refund: no engine admitted it, so it costs nothing
+        """
+        with self._lock:
+            holder = self._find_holder()
+            self._unreported.pop(job_id, None)
+            job = self._copy.end(job_id, refund)
+            self._has_changed = True
+            if holder is not None and job is not None:
+                holder.client.report_usage(UsageReport(job_id, job.tokens, True, refund))
+
+    def poll(self) -> None:
+        """Report new tokens to the holder and learn its balances."""
+        with self._lock:
+            holder = self._find_holder()
+            if holder is None:
+                return
+            self._take_balances(holder.client.balances)
+            unreported, self._unreported = self._unreported, {}
+            jobs = [job for job in self._copy.jobs() if job.usage.job_id in unreported] if unreported else []
+            if jobs:
+                holder.client.report_usage(*(UsageReport(job.usage.job_id, job.tokens) for job in jobs))
+
+    def _take_balances(self, balances: list[Balance]) -> None:
+        """Update the copy. A report that may lack this process's own changes raises no balance."""
+        if balances is self._balances:
+            return
+        if self._has_changed:
+            self._copy.merge(balances)
+        else:
+            self._copy.replace(balances)
+        self._balances, self._has_changed = balances, False
+
+    def _find_holder(self) -> Member | None:
+        """Return the engine that holds the ledger. A new one first gets what is known here."""
+        members = self._members()
+        if not any(member.is_expected for member in members):
+            connected = [member for member in members if member.client.is_connected]
+            oldest = min(connected, key=lambda member: (member.client.engine_started, member.name), default=None)
+            if oldest is not None and (oldest is not self._holder or oldest.connection != self._connection):
+                self._move_to(oldest)
+        holder = self._holder
+        is_connected = holder is not None and holder.client.is_connected and holder.connection == self._connection
+        return holder if is_connected else None
+
+    def _members(self) -> list[Member]:
+        return [member for source in list(self._sources) for member in source()]
+
+    def _move_to(self, holder: Member) -> None:
+        before, self._holder, self._connection = self._holder, holder, holder.connection
+        self._has_changed = True
+        jobs = self._copy.jobs()
+        if before is not None and before is not holder:
+            before.client.report_usage(*(UsageReport(job.usage.job_id, job.tokens, True) for job in jobs))
+        holder.client.report_usage(RestoreQuotas(self._copy.balances(), jobs))

@@ -1,0 +1,56 @@
+"""The ledger of API keys' limits in the engine's process, and its metrics."""
+
+from __future__ import annotations
+
+from rwkv_batch.errors import ErrorInfo
+from rwkv_batch.ipc.metrics import Metrics
+from rwkv_batch.ipc.quotas import Balance, Quotas
+from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
+from rwkv_batch.request import JobEvents, Usage, original_id
+
+
+class HeldLedger:
+    """Counts jobs of all engines, if this one holds the ledger. Any thread may call."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._quotas = Quotas()
+
+    def acquire(self, usage: Usage) -> ErrorInfo | None:
+        """Count a job. Returns the error if a limit is reached."""
+        is_new = usage.job_id not in self._quotas
+        refusal = self._quotas.count(usage)
+        if is_new:
+            self._metrics.observe_client_request(usage.client, usage.prompt_tokens, refusal is not None)
+        return refusal
+
+    def report(self, report: UsageReport) -> None:
+        """Charge a job's tokens that are not charged yet, and remove it at its end."""
+        self._observe(report.job_id, self._quotas.charge(report.job_id, report.tokens))
+        if report.done:
+            self._quotas.end(report.job_id, report.refund)
+
+    def observe(self, events: JobEvents) -> None:
+        """Charge a step's tokens of a job that runs here. Its HTTP worker reports the total again."""
+        if not self._quotas.has_jobs:
+            return
+        job_id = original_id(events.job_id)
+        self._observe(job_id, self._quotas.charge_more(job_id, events.num_tokens))
+        if events.done and events.error is None:
+            self._quotas.end(job_id)
+
+    def _observe(self, job_id: str, charged: int) -> None:
+        if charged and (client := self._quotas.client_of(job_id)) is not None:
+            self._metrics.observe_client_tokens(client, charged)
+
+    def restore(self, known: RestoreQuotas) -> None:
+        """Take over an HTTP worker's copy."""
+        self._quotas.merge(known.balances, known.jobs)
+
+    def end(self, job_id: str) -> None:
+        """Remove a job whose HTTP worker has gone."""
+        self._quotas.end(job_id)
+
+    def balances(self) -> list[Balance]:
+        """Return the clients that have used some of their limits per minute."""
+        return self._quotas.balances()

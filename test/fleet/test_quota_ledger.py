@@ -1,0 +1,92 @@
+"""The ledger of API keys' limits over several engines and HTTP workers, with engines that come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from rwkv_batch.errors import ServiceError
+from test.fleet.quota_world import FULL, ROWS, TOKENS, World
+
+SEEDS = 40
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_key_pays_once_for_what_it_uses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With engines that join late, full queues and lost engines, every token is charged once."""
+    world = World(seed, monkeypatch)
+    world.start(0, world.rng.randrange(2))
+    for step in range(120):
+        world.act()
+        if seed % 3:
+            world.check_rows()
+        elif step % 30 == 29:  # what the others know of the ledger is up to date
+            world.connect_all()
+            world.settle()
+            world.kill(world.rng.randrange(2))
+            world.settle()
+    world.connect_all()
+    world.finish()
+    assert not any(isinstance(request.answer, ServiceError) and request.tokens for request in world.requests)
+    spent = world.spent()
+    assert spent + world.remaining() == TOKENS
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_that_no_engine_admitted_count_when_sent_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is lost before it reads the requests of a key. The next one admits as many rows as the key may have."""
+    world = World(seed, monkeypatch)
+    world.start(0)
+    world.settle()
+    requests = [world.submit(number % 2, rows=4, max_tokens=2) for number in range(15)]
+    world.kill(0)
+    world.start(0)
+    while world.deliver_one():
+        world.check_rows()
+    world.settle()
+    refused = [request for request in requests if isinstance(request.answer, ServiceError)]
+    assert len(refused) == 14 and all("6 at once" in str(request.answer) for request in refused)
+    world.finish()
+    assert world.spent() == 4 * 2 + 2
+
+
+def test_a_key_that_has_used_all_stays_refused_when_engines_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(1, monkeypatch)
+    world.start(0)
+    world.submit(0, prompt=TOKENS, max_tokens=1)
+    world.finish()
+    for number in (1, 0, 1):
+        world.connect_all()
+        world.settle()
+        for worker in range(2):
+            request = world.submit(worker)
+            world.finish()
+            assert isinstance(request.answer, ServiceError) and "tokens a minute" in str(request.answer)
+        world.kill(number)
+        world.settle()
+
+
+def test_a_request_refused_by_a_full_queue_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    world.connect_all()
+    for engine in world.engines.values():
+        engine.fake.is_full = True
+    for number in range(8):  # some of them by the engine that holds the ledger
+        request = world.submit(number % 2, rows=ROWS, prompt=5)
+        world.settle()
+        assert isinstance(request.answer, ServiceError) and request.answer.info == FULL.info
+    assert world.remaining() == TOKENS
+
+
+def test_a_request_that_no_engine_admitted_waits_for_room_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine is lost after it was counted and before it was admitted. The next engine's queue is full."""
+    world = World(3, monkeypatch)
+    world.start(0)
+    request = world.submit(0)
+    while not world.workers[0]._in_flight_jobs["job0"].member:
+        world.deliver_one()
+    world.kill(0)
+    world.start(0)
+    world.engines[0].fake.is_full = True
+    world.settle()
+    assert isinstance(request.answer, ServiceError) and request.answer.info == FULL.info
+    assert world.remaining() == TOKENS
