@@ -242,7 +242,14 @@ def main() -> None:
             found["seconds"] = round(time.monotonic() - began, 1)
         finally:
             service.close()
-    record = {"program": "bench.chaos.history", "measure": "history", **origin(), "replicas": arguments.replicas, "seed": arguments.seed, **found}
+    record = {
+        "program": "bench.chaos.history",
+        "measure": "history",
+        **origin(),
+        "replicas": arguments.replicas,
+        "seed": arguments.seed,
+        **found,
+    }
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
