@@ -30,7 +30,7 @@ import numpy as np
 from bench.tools.pool_bench import TURN_TOKENS, Bench, HostArena
 from state_pool.layout import ZERO_SLOT
 from state_pool.pool import StatePool
-from state_pool.session_page import Tier
+from state_pool.session_key import Tier
 
 GROUP = 64
 SECONDS = 6.0

@@ -13,7 +13,7 @@ import msgspec
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import Usage
-from state_pool.session_page import SessionPage
+from state_pool.session_key import SessionPage
 
 Answer = TypeVar("Answer")
 Reply = Callable[[Answer | ServiceError], None]

@@ -16,7 +16,7 @@ from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.state_library import StateLibrary
 from state_pool.errors import PoolError
 from state_pool.pool import StatePool
-from state_pool.session_page import SessionPage
+from state_pool.session_key import SessionPage
 
 logger = logging.getLogger(__name__)
 

@@ -102,3 +102,7 @@ class DatabaseTimeout(PoolError):  # noqa: N818 - names what happened, as the me
 
 class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session database cannot be opened: locked, read-only, truncated or of a newer schema."""
+
+
+class SessionCorrupted(SessionUnusable):
+    """Stored rows contradict their checksums or each other. The session must be quarantined."""

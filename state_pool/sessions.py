@@ -7,43 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
 from state_pool.errors import InvalidSessionId
 from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.origins import LoadedAdapter, Origin, TunedState
-from state_pool.session_page import Tier
-
-LINEAR = -1
-"""Dialogue number of a plain session. Dialogues of a branching session are numbered from 1."""
-ROOT = 0
-"""The empty dialogue that every branching session starts from. It always exists and is never stored."""
-
-
-class SessionKey(NamedTuple):
-    """A session's name and dialogue number."""
-
-    session_id: str
-    dialogue: int = LINEAR
-
-    @property
-    def display_name(self) -> str:
-        """The name in lists: "s" for the plain session, "s:2" for dialogue 2. Never parsed."""
-        return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
-
-
-class Fence(NamedTuple):
-    """The right to write a session's next turn when engines share the database. Every commit compares it."""
-
-    session_id: str
-    dialogue: int
-    """LINEAR: the plain session, held by one engine at a time. ROOT: all dialogues, until a delete."""
-    epoch: int
-    """Number of this holding; never reused."""
-    parent: int | None = None
-    """Row of the parent that a new dialogue reads. It must not have been deleted."""
+from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier
 
 
 def checked_key(session_id: str) -> SessionKey:

@@ -42,7 +42,7 @@ from rwkv_batch.ipc import server  # noqa: F401 - as a real engine does
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Load
 from rwkv_batch.tokenizer import Tokenizer
-from state_pool.session_page import SessionPage
+from state_pool.session_key import SessionPage
 
 STEP_S = 0.01
 SAY_CHUNK_BYTES = 7

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from state_pool.config import PoolConfig
-from state_pool.sessions import LINEAR, Lease, LeaseState
+from state_pool.session_key import LINEAR
+from state_pool.sessions import Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, config_in
 
 SESSIONS = 10

@@ -14,7 +14,8 @@ from bench.tools.pool_driver import PoolDriver
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
-from state_pool.sessions import Lease, Session, SessionKey
+from state_pool.session_key import SessionKey
+from state_pool.sessions import Lease, Session
 
 STATE_WORDS = 32
 

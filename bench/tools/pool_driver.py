@@ -9,7 +9,7 @@ from collections.abc import Callable
 from state_pool.config import PoolConfig
 from state_pool.layout import Arena
 from state_pool.pool import StatePool
-from state_pool.session_page import SessionPage
+from state_pool.session_key import SessionPage
 from state_pool.sessions import Lease, LeaseState
 
 

@@ -13,7 +13,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.fleet.stats import merged_metrics, merged_status
-from state_pool.session_page import SessionEntry, SessionPage
+from state_pool.session_key import SessionEntry, SessionPage
 
 MAX_LISTED_SESSIONS = 100_000
 """Maximum sessions that each engine lists for one page, if engines have separate sessions."""

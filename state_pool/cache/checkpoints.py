@@ -8,10 +8,10 @@ from typing import Protocol
 
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
-from state_pool.disk.store import Store
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import HostState
-from state_pool.sessions import LINEAR, Fence, Session
+from state_pool.session_key import LINEAR, Fence
+from state_pool.sessions import Session
 
 RETRY_DELAY_S = 1.0
 """Delay after a state that the disk did not take. A failed state may fill the space that turns need."""
@@ -25,11 +25,25 @@ class Save(Protocol):
         ...
 
 
+class StateQueue(Protocol):
+    """Where states are queued for the disk (`Store`)."""
+
+    shared: bool
+
+    @property
+    def num_queued_states(self) -> int: ...
+
+    @property
+    def degraded(self) -> str | None: ...
+
+    def submit_state(self, job: Checkpoint, done: Done) -> None: ...
+
+
 class Checkpoints:
     """Starts to store states, and knows which sessions can be rebuilt from the log instead."""
 
     def __init__(
-        self, config: PoolConfig, store: Store | None, save: Save, on_stale: Callable[[Session], None]
+        self, config: PoolConfig, store: StateQueue | None, save: Save, on_stale: Callable[[Session], None]
     ) -> None:
         """`on_stale`: called when another engine has the session, so this engine's state of it is outdated."""
         self._on_stale = on_stale
@@ -44,13 +58,13 @@ class Checkpoints:
     @property
     def busy(self) -> bool:
         """Whether a state is being stored. Others should wait unless they must not."""
-        return self._store is not None and self._store.writer.queued[1] + self._saving > 0
+        return self._store is not None and self._store.num_queued_states + self._saving > 0
 
     @property
     def _has_room(self) -> bool:
         if self._store is None:
             return False
-        return self._store.writer.queued[1] + self._saving < self._config.transfer_states
+        return self._store.num_queued_states + self._saving < self._config.transfer_states
 
     def is_due(self, session: Session) -> bool:
         """Whether the session's log is too long or has a gap; a stored state fixes both."""

@@ -16,7 +16,7 @@ from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.layout import HostState, pack_tokens
 from state_pool.origins import NO_BASE
-from state_pool.session_page import Tier
+from state_pool.session_key import Tier
 
 MIN_TOKENS = KEY_TOKENS
 """Shortest prefix that is cached. Entries are looked up by this many tokens."""

@@ -7,8 +7,7 @@ import time
 
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
-from state_pool.disk.operations import Loaded
-from state_pool.disk.reader import LoadResult
+from state_pool.disk.operations import Loaded, LoadResult
 from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound
 from state_pool.layout import HostState
 from state_pool.origins import NO_BASE, Origin, TunedState, is_mixture

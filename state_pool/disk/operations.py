@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from state_pool.disk.checkpoint_store import CheckpointStoreUnavailable
 from state_pool.disk.state_store import ServerUnavailable
-from state_pool.errors import DirectoryUnreachable, PoolError, TurnInDoubt, TurnNotStored
+from state_pool.errors import DirectoryUnreachable, PoolError, SessionUnusable, TurnInDoubt, TurnNotStored
 from state_pool.layout import HostState, Layout
 from state_pool.origins import Origin
-from state_pool.session_page import SessionEntry, Tier
-from state_pool.sessions import Fence, SessionKey
+from state_pool.session_key import Fence, SessionEntry, SessionKey, Tier
 
 Deliver = Callable[[Callable[[], None]], None]
 """Passes a callback to the engine thread."""
@@ -157,6 +156,9 @@ class Loaded:
     bytes_read: int
     num_tokens: int
     """Tokens of state and replay together, from the same read: more turns may have been logged after the request."""
+
+
+LoadResult = Loaded | SessionUnusable
 
 
 @dataclass(frozen=True, slots=True)

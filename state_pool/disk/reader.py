@@ -19,6 +19,7 @@ from state_pool.disk.operations import (
     Deliver,
     ListQuery,
     Loaded,
+    LoadResult,
     ObjectLocation,
     StoredParts,
     StoredSession,
@@ -28,19 +29,23 @@ from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
-from state_pool.disk.verify import Loader, SessionCorrupted
-from state_pool.errors import DatabaseReadFailed, DirectoryUnreachable, SessionReadFailed, SessionUnusable
+from state_pool.disk.verify import Loader
+from state_pool.errors import (
+    DatabaseReadFailed,
+    DirectoryUnreachable,
+    SessionCorrupted,
+    SessionReadFailed,
+    SessionUnusable,
+)
 from state_pool.layout import Arena, InvalidStateValues, reshard_state
-from state_pool.session_page import SessionEntry
-from state_pool.sessions import SessionKey
+from state_pool.session_key import SessionEntry, SessionKey
 
 logger = logging.getLogger(__name__)
 
-LoadResult = Loaded | SessionUnusable
-OnLoaded = Callable[[LoadResult], None]
 ListResult = tuple[list[SessionEntry], int | None]
 """(a page of the list, the number of all sessions if requested)"""
 LookupFailed = DatabaseReadFailed | DirectoryUnreachable
+OnLoaded = Callable[[LoadResult], None]
 OnListed = Callable[[ListResult | LookupFailed], None]
 OnFound = Callable[[list[StoredSession] | LookupFailed], None]
 """Called with the session, then those that it is rebuilt from, nearest first; empty: there is none."""

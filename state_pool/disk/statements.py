@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state_pool.disk.directory import check_fence
 from state_pool.disk.operations import Append, ListQuery, SessionRow, StoredObject
 from state_pool.disk.state_store import Connection
+from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.origins import format_origin
-from state_pool.session_page import SessionEntry, Tier
-from state_pool.sessions import ROOT, SessionKey
+from state_pool.session_key import ROOT, Fence, SessionEntry, SessionKey, Tier
 
 
 def stored_turn(connection: Connection, session: SessionRow) -> int:
@@ -292,3 +291,31 @@ def read_setting(connection: Connection, name: str) -> str | None:
 def count_sessions(connection: Connection) -> int:
     """Number of stored sessions. Reads only an index."""
     return int(connection.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])
+
+
+def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
+    """Raises StaleEpoch or SessionNotFound if the writer has lost the session or the parent dialogue.
+
+    `ends_turn`: the transaction ends the session's turn, so another may start.
+    """
+    if fence is None:
+        return
+    changed = connection.execute(
+        "UPDATE directory SET busy = busy * ? WHERE session_id = ? AND dialogue = ? AND epoch = ?",
+        (int(not ends_turn), fence.session_id, fence.dialogue, fence.epoch),
+    )
+    if changed.rowcount != 1:
+        raise stale_epoch_error(fence)
+    if fence.parent is not None:
+        # An update, so that no delete removes the parent before this transaction ends.
+        parent = connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (fence.parent,))
+        if parent.rowcount != 1:
+            raise SessionNotFound(f"a dialogue of {fence.session_id!r} was deleted while a turn read it")
+
+
+def stale_epoch_error(fence: Fence) -> StaleEpoch:
+    """Return the error for a write whose fence is outdated."""
+    return StaleEpoch(
+        f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
+        "the turn is not kept; send it again"
+    )

@@ -24,7 +24,8 @@ from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.expiry import UsageTimes
 from state_pool.layout import Arena, part_sizes
-from state_pool.sessions import Session, SessionIndex, SessionKey
+from state_pool.session_key import SessionKey
+from state_pool.sessions import Session, SessionIndex
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,11 @@ class Store:
         """The error of a dead thread, or None. Its jobs never finish."""
         objects_failure = None if self._objects is None else self._objects.failure
         return self.writer.failure or self._reader.failure or objects_failure
+
+    @property
+    def num_queued_states(self) -> int:
+        """Number of states that wait to be written."""
+        return self.writer.queued[1]
 
     @property
     def has_room_for_state(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from state_pool.disk.operations import ObjectLocation, StoredObject, StoredParts
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
-from state_pool.errors import SessionUnusable
+from state_pool.errors import SessionCorrupted, SessionUnusable
 from state_pool.layout import (
     CHUNKS_PER_STATE,
     LAYOUT_VERSION,
@@ -24,10 +24,6 @@ from state_pool.layout import (
 )
 
 _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
-
-
-class SessionCorrupted(SessionUnusable):
-    """Stored rows contradict their checksums or each other. The session must be quarantined."""
 
 
 class Loader:

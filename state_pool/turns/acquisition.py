@@ -20,7 +20,8 @@ from state_pool.errors import (
     SessionBusy,
     SessionUnusable,
 )
-from state_pool.sessions import ROOT, Fence, Lease, LeaseState, Session, SessionIndex, SessionKey
+from state_pool.session_key import ROOT, Fence, SessionKey
+from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 
 POLL_INTERVAL_S = 0.03
 """Time between two attempts for a session that another engine runs a turn of."""

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from state_pool.cache.checkpoints import build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
-from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, StoredSession
-from state_pool.disk.reader import LoadResult, LookupFailed
+from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, LoadResult, StoredSession
+from state_pool.disk.reader import LookupFailed
 from state_pool.disk.store import CompletionQueue, Store, build_session
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.layout import ZERO_SLOT, HostState, InvalidStateValues, reshard_state
 from state_pool.origins import Adapters, is_mixture, join_fingerprint, split_fingerprint
 from state_pool.session_file import InvalidSessionFile, SessionFile
-from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
+from state_pool.session_key import LINEAR, SessionKey
+from state_pool.sessions import OnDurable, PendingTurn, Session, SessionIndex, checked_key
 
 MAX_CONCURRENT = 2
 """Concurrent exports and imports; each holds a state in host memory."""

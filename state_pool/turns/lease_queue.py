@@ -7,11 +7,16 @@ from collections import deque
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
-from state_pool.disk.operations import Loaded, Quarantined
-from state_pool.disk.reader import LoadResult
+from state_pool.disk.operations import Loaded, LoadResult, Quarantined
 from state_pool.disk.store import Store
-from state_pool.disk.verify import SessionCorrupted
-from state_pool.errors import AdapterNotFound, OriginMismatch, PoolError, SessionReadFailed, SessionUnusable
+from state_pool.errors import (
+    AdapterNotFound,
+    OriginMismatch,
+    PoolError,
+    SessionCorrupted,
+    SessionReadFailed,
+    SessionUnusable,
+)
 from state_pool.origins import Adapters, Origin, adapter_mismatch, is_mixture
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 

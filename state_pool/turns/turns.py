@@ -24,17 +24,8 @@ from state_pool.errors import (
     TurnNotStored,
 )
 from state_pool.origins import Adapters, Origin, adapter_mismatch
-from state_pool.sessions import (
-    ROOT,
-    Lease,
-    LeaseState,
-    OnDurable,
-    PendingTurn,
-    Session,
-    SessionIndex,
-    SessionKey,
-    checked_key,
-)
+from state_pool.session_key import ROOT, SessionKey
+from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
 from state_pool.turns.acquisition import Acquisition
 from state_pool.turns.lease_queue import LeaseQueue, origin_mismatch
 

@@ -19,7 +19,7 @@ from rwkv_batch.ipc.client import EngineClient, unix_connector
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.ipc.wire import UsageReport
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Usage
-from state_pool.session_page import SessionEntry, SessionPage, Tier
+from state_pool.session_key import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
 
 WAIT_S = 60.0

@@ -10,7 +10,7 @@ from rwkv_batch.calls import ListSessions
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.request import Delta, JobEvents
-from state_pool.session_page import SessionEntry, SessionPage, Tier
+from state_pool.session_key import SessionEntry, SessionPage, Tier
 from test.fleet.fake_clients import (
     FakeClient,
     FakeFleet,

@@ -23,7 +23,7 @@ from rwkv_batch.request import (
 )
 from sampling.params import SamplingParams
 from state_pool.session_file import SessionFile, decode
-from state_pool.sessions import LINEAR, SessionKey
+from state_pool.session_key import LINEAR, SessionKey
 from test.simulation.device import ALPHABET, fold
 from test.simulation.history import History
 from test.simulation.judge import Judge, Submission

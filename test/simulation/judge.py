@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job
-from state_pool.sessions import SessionKey
+from state_pool.session_key import SessionKey
 from test.simulation.history import History
 from test.simulation.oracle import Answer, predict, predict_scores, prompt_of
 from test.simulation.violation import demand

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rwkv_batch.core.sequence import Sequence
-from state_pool.sessions import Session, SessionKey
+from state_pool.session_key import SessionKey
+from state_pool.sessions import Session
 from test.simulation.device import fold
 from test.simulation.history import Beginning, History
 from test.simulation.oracle import Answer, predict

@@ -36,7 +36,8 @@ from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.origins import is_mixture
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
-from state_pool.sessions import LeaseState, SessionKey
+from state_pool.session_key import SessionKey
+from state_pool.sessions import LeaseState
 from test.simulation.clients import Clients
 from test.simulation.device import TOKENIZER, Device, Runner, fold, read_slots
 from test.simulation.faults import Faults, Settings, connection_class

@@ -19,7 +19,7 @@ import numpy as np
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.session_file import SessionFile, decode
-from state_pool.sessions import LINEAR
+from state_pool.session_key import LINEAR
 from test.failing_calls import FailingCalls
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
 from test.pool_integrity import integrity_faults

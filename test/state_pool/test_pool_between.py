@@ -11,7 +11,8 @@ import pytest
 
 from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
-from state_pool.sessions import Lease, LeaseState, SessionKey
+from state_pool.session_key import SessionKey
+from state_pool.sessions import Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_session, get_store
 from test.pool_integrity import integrity_faults
 from test.state_pool.test_pool_portable import export

@@ -18,7 +18,7 @@ import pytest
 
 from state_pool.crash_points import POINTS
 from state_pool.disk import checkpoint_objects
-from state_pool.sessions import LINEAR
+from state_pool.session_key import LINEAR
 from test.pool_child import crash_config
 from test.pool_fakes import Driver, FakeArena, expected_state
 

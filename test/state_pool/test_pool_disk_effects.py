@@ -16,7 +16,7 @@ from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
 from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionReadFailed
 from state_pool.layout import ZERO_SLOT
-from state_pool.sessions import SessionKey
+from state_pool.session_key import SessionKey
 from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
 from test.pool_integrity import integrity_faults
 from test.state_pool.stored_sessions import raw, write_three

@@ -11,7 +11,7 @@ import pytest
 
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.sessions import SessionKey
+from state_pool.session_key import SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, get_session, get_store
 from test.state_pool.test_pool_prefix import Prompts
 

@@ -12,7 +12,7 @@ import pytest
 from state_pool.disk import checkpoint_objects, worker_threads
 from state_pool.disk.folder import FolderStore
 from state_pool.errors import SessionUnusable, TurnNotStored
-from state_pool.session_page import Tier
+from state_pool.session_key import Tier
 from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_session
 from test.pool_integrity import integrity_faults

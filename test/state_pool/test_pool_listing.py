@@ -19,8 +19,8 @@ from state_pool.config import PoolConfig
 from state_pool.errors import DatabaseReadFailed, DatabaseTimeout, PoolFull, SessionTooLarge
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
-from state_pool.session_page import SessionPage, Tier
-from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
+from state_pool.session_key import LINEAR, SessionKey, SessionPage, Tier
+from state_pool.sessions import Session, SessionIndex
 from test.harness import call, make_request, run, started_engine, tiny_model, turn
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
 from test.state_pool.listing_cost import growth, measure

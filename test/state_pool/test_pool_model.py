@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
-from state_pool.sessions import LINEAR, Lease, LeaseState
+from state_pool.session_key import LINEAR
+from state_pool.sessions import Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
 from test.pool_integrity import integrity_faults
 from test.state_pool.prefix_model import MAX_ROWS, Prompts

@@ -12,8 +12,8 @@ import pytest
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.errors import DialogueNotFound, InvalidSessionId, SessionBusy, SessionNotFound
-from state_pool.session_page import Tier
-from state_pool.sessions import LeaseState, Session, SessionIndex, SessionKey
+from state_pool.session_key import SessionKey, Tier
+from state_pool.sessions import LeaseState, Session, SessionIndex
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
 from test.pool_integrity import integrity_faults
 

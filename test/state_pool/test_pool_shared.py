@@ -15,7 +15,7 @@ from state_pool.disk.membership import Membership
 from state_pool.disk.operations import Release
 from state_pool.errors import SessionBusy, SessionNotFound, StaleEpoch
 from state_pool.session_file import SessionFile, decode
-from state_pool.session_page import Tier
+from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
 from state_pool.turns import acquisition
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_store, idle_writer

@@ -14,7 +14,7 @@ from state_pool.disk import reconnect
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.errors import PoolLost, SessionReadFailed, SessionUnusable, TurnNotStored
-from state_pool.sessions import SessionKey
+from state_pool.session_key import SessionKey
 from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, expected_state, fold, get_store
 
 
