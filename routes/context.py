@@ -228,12 +228,6 @@ class Context:
     wakeups: ReaderWakeups = field(default_factory=ReaderWakeups)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))
-    status_wait_s: float | None = 2.0
-    """How long to wait before a status is sent; None: until the end.
-
-    An answer that fails or ends within this time has its true status. A longer one starts with status 200, because only
-    a write shows whether the client is still connected.
-    """
     files: Store | None = None
     """Files and batches. None: not configured."""
     session_files: TransferLimiter = field(

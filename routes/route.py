@@ -32,7 +32,9 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
-_MESSAGES_KEY = re.compile(rb'"messages"\s*:')
+_MAX_SEARCHED = 65536
+"""Length of a body's beginning in which its prompt's key is searched, if it is no JSON or was not parsed."""
+_PROMPT_KEY = re.compile(r'"(messages|contents)"\s*:')
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Route:
     """Requires no password."""
     error_format: ErrorFormat = NATIVE_ERRORS
     conversation_error_format: ErrorFormat | None = None
-    """Error format for a body with `messages`. None: as for others."""
+    """Error format for a body with `messages` and without `contents`. None: as for others."""
     errors: tuple[ErrorKind, ...] = ()
     """Errors of this route, in addition to those that its other fields imply."""
     content_type: str = JSON
@@ -92,12 +94,12 @@ class Route:
         """Return the error format for a body: its JSON value, or its bytes, which may be no JSON."""
         if self.conversation_error_format is None:
             return self.error_format
-        if isinstance(body, str):
-            body = body.encode()
-        has_messages = (
-            _MESSAGES_KEY.search(body) if isinstance(body, bytes) else isinstance(body, dict) and "messages" in body
-        )
-        return self.conversation_error_format if has_messages else self.error_format
+        if isinstance(body, bytes | str):
+            start = body[:_MAX_SEARCHED]
+            keys = set(_PROMPT_KEY.findall(start if isinstance(start, str) else start.decode("utf-8", "replace")))
+        else:
+            keys = {"messages", "contents"} & body.keys() if isinstance(body, dict) else set()
+        return self.conversation_error_format if keys == {"messages"} else self.error_format
 
 
 logger = logging.getLogger(__name__)
@@ -154,7 +156,7 @@ async def with_defaults_applied(context: Context, parsed: object) -> object:
 async def full_response(context: Context, route: Route, data: object, characters: int = 0) -> HttpResponse:
     """Return the route's answer to a body that did not come by HTTP. Never a stream.
 
-    `context.status_wait_s` must be None. `set_current_request` must have set the task's request context.
+    `set_current_request` must have set the task's request context.
     """
     response = await response_or_error(route, _run_handler(context, route, data, characters), lambda: data)
     if isinstance(response, StreamedResponse):

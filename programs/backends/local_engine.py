@@ -55,7 +55,7 @@ class LocalEngine:
         except StartupError as error:
             raise RunError(str(error)) from None
         config = self._settings.http
-        self._context = Context(self._engine, config, RequestLimiter(1), Readiness(0), status_wait_s=None)
+        self._context = Context(self._engine, config, RequestLimiter(1), Readiness(0))
         self._context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
         return min(_MAX_IN_FLIGHT, self._engine.max_running * _REQUESTS_PER_SLOT)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import aiohttp
+from aiohttp import AddrInfoType
 
 from programs.backends.backend import UNREACHABLE, Reply
 from programs.record import RunError
 
-_READ_TIMEOUT_S = 60.0
-"""Read timeout. A slow answer sends blanks in between."""
+_CONNECT_TIMEOUT_S = 60.0
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""Seconds and probes until a host that has vanished is noticed. A slow answer sends nothing, so reads have no limit."""
 _IN_FLIGHT = 256
 _OK, _FAILED = 200, 500
 
@@ -26,8 +29,8 @@ class RemoteService:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_READ_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
-            connector = aiohttp.TCPConnector(limit=0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, timeout=timeout, connector=connector, trust_env=True
             )
@@ -62,7 +65,7 @@ class RemoteService:
             return Reply(UNREACHABLE, f"the service at {self._url} cannot be reached ({_error_text(error)})")
         status = answer.status
         if status == _OK and not (isinstance(value, dict) and "error" not in value):
-            status = _FAILED  # the failure came after the status
+            status = _FAILED  # of another server, or an error of an older service
         usage = value.get("usage") or {} if isinstance(value, dict) else {}
         tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         wait = answer.headers.get("Retry-After", "")
@@ -72,6 +75,15 @@ class RemoteService:
         """See Backend."""
         if self._session is not None:
             await self._session.close()
+
+
+def _keepalive_socket(address: AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 def _parse_body(body: bytes) -> Any:

@@ -37,15 +37,18 @@ INTRODUCTION = (
     "letters, digits and `. : / + = @ - _`. Errors repeat it as `request_id`.",
     "**Streams.** A stream consists of server-sent events and ends with `data: [DONE]`. An error within a stream is "
     'the event `data: {"error": …}`.',
-    "**Status.** An error before the answer begins has its HTTP status. A stream begins when the request is admitted; "
-    "a session's turn begins with its first token. Other answers begin when they are complete. After two seconds every "
-    "answer begins with status 200.",
+    "**Status.** An error before the answer begins has its HTTP status. Answers without a stream begin when they are "
+    "complete. A stream begins when the request is admitted. The stream of a session's turn begins with its first "
+    "token, or after two seconds.",
     "**Errors.** Native routes answer with `error` as text. Routes of OpenAI's API answer with OpenAI's error object. "
     "`/v1/chat/completions` and `/v2/chat/completions` do so for a body with `messages`.",
-    '**Errors after status 200.** They are an event of the stream, or the JSON body `{"error": …}`. So check for '
-    "`error` first.",
-    "**Timeouts.** The server writes a heartbeat or white space every 0.25 s to detect disconnected clients. So a read "
-    "timeout of the client never expires. Use `timeout_s`.",
+    '**Errors after status 200.** In a stream they are the event `data: {"error": …}`. So check for `error` first. '
+    "In an answer of several rows, a failed row has `error` in its choice.",
+    "**Timeouts.** A stream has a heartbeat every 0.25 s, so a read timeout of the client never expires. An answer "
+    "without a stream sends nothing until it is complete. Give clients and proxies a longer read timeout than the "
+    "answer takes, or use a stream. `timeout_s` limits the answer itself.",
+    "**Disconnects.** A request ends within a second after its client has closed the connection. A client that only "
+    "shuts down its sending side counts as gone.",
     "**Sessions.** A turn that is cancelled or ends with `timeout` does not change its session. If the engine is lost "
     "during a turn, the turn may have been stored. The error says how to check.",
 )

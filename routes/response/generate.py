@@ -20,6 +20,7 @@ import msgspec
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.reader_wakeups import Mailbox
+from routes.request.jobs import offload_if_large
 from routes.request_context import current_request
 from routes.response.http_response import (
     DONE,
@@ -108,6 +109,7 @@ class OutputDecoder:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_EVENTS = 50_000
+_LOGPROB_BYTES = 100
 
 
 class EventStream:
@@ -172,6 +174,11 @@ class EventStream:
         """Wait for the last event; return whether it has arrived. No limit if `timeout_s` is None."""
         await asyncio.wait([self._finished], timeout=timeout_s)
         return self._finished.done()
+
+    def num_waiting_bytes(self) -> int:
+        """Return about how many bytes of JSON the waiting events become."""
+        deltas = [delta for events in self._mailbox.items for delta in events.deltas]
+        return sum(len(delta.text) + _LOGPROB_BYTES * len(delta.logprobs or ()) for delta in deltas)
 
     def wait_on_thread(self, timeout_s: float) -> bool:
         """Like `wait_finished`, for threads other than the event loop's."""
@@ -263,6 +270,8 @@ def _future_callback(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any
 
 HEARTBEAT_INTERVAL_S = 0.25
 """Longest pause between two writes. A write shows whether the client is still connected."""
+START_WAIT_S = 2.0
+"""How long a stream waits for the first output of a session's turn before its status is sent."""
 HEARTBEAT = b": hb\n\n"
 BLANK = b" "
 
@@ -361,7 +370,7 @@ class SseChunks:
 
 
 class JsonChunks:
-    """A JSON answer that sends white space until the value is ready, as JSON allows."""
+    """A JSON answer whose head is sent. It sends white space until the value is ready, as JSON allows."""
 
     def __init__(self, stream: EventStream, make: Callable[[], HttpResponse]) -> None:
         self._stream = stream
@@ -414,8 +423,12 @@ async def run_full(
     output_decoder: OutputDecoder,
     full_body: Callable[[list[RowResult]], Any],
     error_format: ErrorFormat,
+    head_after_s: float | None = None,
 ) -> HandlerResponse:
-    """Run a job and answer with one JSON value, built by `full_body` from its rows."""
+    """Run a job and answer with one JSON value, built by `full_body` from its rows. The status waits for the result.
+
+    head_after_s: time after which the head is sent with status 200, for clients that give up without one
+    """
     events = await submit(context, job)
 
     def make() -> HttpResponse:
@@ -423,17 +436,17 @@ async def run_full(
             return HttpResponse(to_json(full_body(_results(events, output_decoder, job.num_rows))))
         except ServiceError as error:
             return error_response(error.info, error_format)
-        except Exception:  # the status may be sent already: the client gets an error body
+        except Exception:  # the head may be sent already: the client gets an error body
             logger.exception("an answer could not be written")
             return error_response(_INTERNAL_ERROR, error_format)
 
     try:
-        is_finished = await events.wait_finished(context.status_wait_s)
-    except asyncio.CancelledError:
+        is_finished = await events.wait_finished(head_after_s)
+    except asyncio.CancelledError:  # nobody will read the answer
         events.close()
         raise
     if is_finished:
-        return make()
+        return await offload_if_large(events.num_waiting_bytes(), make)
     return StreamedResponse(JsonChunks(events, make), JSON)
 
 
@@ -444,7 +457,11 @@ async def run(
     if not stream:
         return await run_full(context, job, output_decoder, formatter.full_body, formatter.error_format)
     events = await submit(context, job)
-    first_events = await events.wait_started(context.status_wait_s)
+    try:
+        first_events = await events.wait_started(START_WAIT_S)
+    except asyncio.CancelledError:
+        events.close()
+        raise
     if first_events is not None and (error := _immediate_error(first_events, job.num_rows)) is not None:
         events.close()
         raise ServiceError.from_info(error)

@@ -140,6 +140,8 @@ logger = logging.getLogger("access")
 
 DONE, CLIENT_DISCONNECTED = "done", "client_left"
 """Outcomes of requests, in addition to the error kinds."""
+CLIENT_CLOSED_REQUEST = 499
+"""Status of a request whose client left before its answer, in log and metrics. nginx has the same."""
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
 """Polled every few seconds, so they are logged at level debug."""
 

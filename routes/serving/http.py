@@ -5,6 +5,7 @@ Handlers run on Robyn's event loop and never block it. No other module uses Roby
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ from routes.response.http_response import (
 )
 from routes.route import Route, Upload, model_context, response_or_error, with_defaults_applied
 from routes.serving.access import (
+    CLIENT_CLOSED_REQUEST,
     CLIENT_DISCONNECTED,
     DONE,
     ClientIdentity,
@@ -42,6 +44,7 @@ from routes.serving.access import (
     grant,
     log_access,
 )
+from routes.serving.connections import cancelled_if_left, find
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
@@ -258,7 +261,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
     identity = ClientIdentity(context.config)
 
     async def handler(request: Request) -> RobynReply:
-        address = identity.client(request.ip_addr, request.headers.get)
+        connection = find(request.ip_addr)
+        address = identity.client(_peer(request), request.headers.get)
         request_context = _start_request(request, route.path, address)
         try:
             active_request = ActiveRequest(context, request_context, address, route.is_generation)
@@ -266,7 +270,12 @@ def wrap(context: Context, route: Route) -> RobynHandler:
             refusal = error_response(error.info, route.error_format_for(request.body))
             report(context, request_context, refusal.status, error.info.kind)
             return _full_response(context, request_context, refusal)
-        reply = await response_or_error(route, _run(context, route, request), lambda: request.body)
+        try:
+            with cancelled_if_left(connection if route.is_generation else None):
+                reply = await response_or_error(route, _run(context, route, request), lambda: request.body)
+        except asyncio.CancelledError:
+            request_context.error_kind = CLIENT_DISCONNECTED
+            reply = HttpResponse(b"", CLIENT_CLOSED_REQUEST)
         if isinstance(reply, StreamedResponse):
             request_context.is_stream = reply.content_type == SSE
             return _streaming_response(context, reply, active_request)
@@ -277,6 +286,12 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         return _full_response(context, request_context, reply)
 
     return handler
+
+
+def _peer(request: Request) -> str | None:
+    """Return the address of the socket's peer."""
+    connection = find(request.ip_addr)
+    return request.ip_addr if connection is None else connection.peer
 
 
 def _start_request(request: Request, route: str, client: str) -> RequestContext:
@@ -295,7 +310,7 @@ def _fallback_handler(context: Context, routes: Iterable[Route]) -> RobynHandler
         table[route.path].add(route.method)
 
     async def handler(request: Request) -> RobynReply:
-        request_context = _start_request(request, UNKNOWN_ROUTE, identity.client(request.ip_addr, request.headers.get))
+        request_context = _start_request(request, UNKNOWN_ROUTE, identity.client(_peer(request), request.headers.get))
         answer = _fallback_response(table, request)
         report(context, request_context, answer.status, request_context.error_kind or DONE)
         return _full_response(context, request_context, answer)

@@ -22,9 +22,10 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from robyn import Headers, Robyn
+from robyn import Headers, Robyn, robyn
 
 from native.heap import mmap_large_blocks
 from routes import system, translate, web_page
@@ -36,6 +37,7 @@ from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.serving import preload
 from routes.serving.access import add_request_ids
+from routes.serving.connections import cancel_left, identify_connections
 from routes.serving.http import register
 from routes.serving.listen_socket import serve
 from routes.serving.thread_states import drop_ended
@@ -49,6 +51,8 @@ _HOUSEKEEPING_S = 0.1
 _AFFINITY_RESETS = 100
 _TICKS_PER_THREAD_CLEANUP = 50
 """Housekeeping ticks between two searches for ended threads."""
+_TICKS_PER_DISCONNECT_CHECK = 2
+"""Housekeeping ticks between two searches for clients that have left."""
 _TICKS_PER_USE_REPORT = 5
 """Housekeeping ticks between two reports of used models."""
 _MIN_FINISH_S = 4.5
@@ -160,6 +164,7 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
         target=_follow_supervisor, args=(context, fleet, supervisor, models), name="supervisor", daemon=True
     )
     follow_thread.start()
+    identify_connections(Path(robyn.__file__))
     serve(app, listeners[number])
 
 
@@ -194,6 +199,8 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
 def _housekeeping_tick(tick: int, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> None:
     # Entering Robyn's native side releases the streams of disconnected clients.
     Headers({})
+    if tick % _TICKS_PER_DISCONNECT_CHECK == 0:
+        cancel_left()
     if tick % _TICKS_PER_USE_REPORT == 0 and (used := models.pop_used()):
         supervisor.notify("used", used)
     if tick < _AFFINITY_RESETS:

@@ -80,11 +80,9 @@ export async function request(path, options = {}) {
 
 const posted = (body, signal) => ({ method: "POST", body: JSON.stringify(body), type: "application/json", signal });
 
-/** Send a POST and return its JSON answer. Throws ApiError, also for an error under status 200. */
+/** Send a POST and return its JSON answer. Throws ApiError. */
 export async function post(path, body, signal) {
-  const answer = await (await request(path, posted(body, signal))).json();
-  if (answer.error && !answer.choices) throw new ApiError(answer.error, 200, answer);
-  return answer;
+  return (await request(path, posted(body, signal))).json();
 }
 
 /** Yield the events of a streamed POST. Throws ApiError. An error of one row is an event with `index`. */

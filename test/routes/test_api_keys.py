@@ -352,7 +352,12 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
         endless = json.dumps({**body, "max_tokens": 1_000_000}).encode()
         connection.sendall(raw_request(CHAT, endless, extra=extra))
         assert connection.recv(12) == b"HTTP/1.1 200"
-    names = {"one-stream", "one-mistake", "no-route", "leaver"}
+    with keyed.connect() as connection:
+        extra = f"Authorization: Bearer {FREE}\r\nX-Request-Id: silent-leaver\r\n"
+        endless = json.dumps({**body, "max_tokens": 1_000_000, "stream": False}).encode()
+        connection.sendall(raw_request(CHAT, endless, extra=extra))
+        wait_for(lambda: keyed.status()["running_rows"], 20, "it runs")
+    names = {"one-stream", "one-mistake", "no-route", "leaver", "silent-leaver"}
     wait_for(lambda: names <= {line["request_id"] for line in log_lines(keyed)}, 20, "all lines")
     lines = {line["request_id"]: line for line in log_lines(keyed) if line["request_id"] in names}
     stream = lines["one-stream"]
@@ -364,7 +369,8 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     assert 0 < stream["ttft_s"] <= stream["total_s"] and stream["queue_s"] >= 0
     assert (lines["one-mistake"]["status"], lines["one-mistake"]["outcome"]) == (422, "invalid_field")
     assert (lines["no-route"]["status"], lines["no-route"]["route"]) == (404, "other")
-    assert lines["leaver"]["outcome"] == "client_left"
+    assert (lines["leaver"]["status"], lines["leaver"]["outcome"]) == (200, "client_left")
+    assert (lines["silent-leaver"]["status"], lines["silent-leaver"]["outcome"]) == (499, "client_left")
 
 
 def test_sighup_reloads_the_keys(keyed: Service) -> None:

@@ -63,7 +63,7 @@ class Engine:
 
 def ask(engine: Engine, path: str, body: object, priority: Priority | None = None) -> HttpResponse:
     async def submitted() -> HttpResponse:
-        context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0), status_wait_s=None)  # type: ignore[arg-type]
+        context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
         context.shared[CACHE_KEY] = TranslationCache(0)
         set_current_request(RequestContext(client="somebody", priority=priority))
         return await full_response(context, BY_PATH[path], body)
@@ -114,7 +114,7 @@ def test_a_cancelled_request_cancels_its_job(turns: int) -> None:
     engine = Engine(silent=True)
 
     async def give_up() -> None:
-        context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0), status_wait_s=None)  # type: ignore[arg-type]
+        context = Context(engine, HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
         route = BY_PATH["/v1/chat/completions"]
         asking = asyncio.create_task(full_response(context, route, {"contents": ["a"]}))
         await engine.submitted.wait()

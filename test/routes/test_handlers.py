@@ -13,6 +13,7 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.request.bodies import validate
 from routes.request_context import RequestContext, set_current_request
+from routes.response import generate
 from routes.response.generate import (
     BLANK,
     HEARTBEAT,
@@ -22,14 +23,16 @@ from routes.response.generate import (
     OutputDecoder,
     RowUpdate,
     SseChunks,
+    run_full,
 )
-from routes.response.http_response import DONE, HandlerResponse, HttpResponse
+from routes.response.http_response import DONE, NATIVE_ERRORS, HandlerResponse, HttpResponse, StreamedResponse
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import http
 from routes.serving.access import bearer_grant
 from routes.state import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
+from sampling.params import SamplingParams
 from test.routes.test_dispatch import BY_PATH, Engine, ask
 from test.serving import wait_for
 
@@ -189,13 +192,14 @@ TURN = {"contents": ["a"], "session_id": "s"}
 @pytest.mark.parametrize(
     ("path", "body"), [(CHAT, {"contents": ["a"]}), (STATE, TURN), (STATE, {**TURN, "stream": True})]
 )
-def test_an_engine_lost_before_the_first_token_gives_503(path: str, body: dict[str, Any]) -> None:
-    """Within `status_wait_s` after the admission."""
+def test_an_engine_lost_before_the_first_token_gives_503(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(generate, "START_WAIT_S", 600)
     engine, route = Engine(silent=True), BY_PATH[path]
 
     async def lost() -> HandlerResponse:
         context = context_of(engine)
-        context.status_wait_s = 600
         set_current_request(RequestContext())
         asking = asyncio.ensure_future(response_or_error(route, route.handle(context, validate(route.body, body))))
         await engine.submitted.wait()
@@ -253,6 +257,23 @@ def test_a_stream_has_events_for_failed_rows_and_ends() -> None:
 def test_a_slow_answer_detects_disconnects() -> None:
     chunks = JsonChunks(FakeStream(), lambda: HttpResponse(b"{}"))  # type: ignore[arg-type]
     assert list(chunks) == [BLANK, BLANK, b"{}"]
+
+
+def test_a_head_is_early_only_where_clients_need_it() -> None:
+    engine = Engine(silent=True)
+    job = Job(job_id="j", rows=[GenerateRequest(prompt=[5], max_tokens=1, sampling=SamplingParams())])
+
+    async def answers() -> tuple[HandlerResponse, HandlerResponse]:
+        early = await run_full(context_of(engine), job, OutputDecoder(1), len, NATIVE_ERRORS, head_after_s=0)
+        waiting = asyncio.ensure_future(run_full(context_of(engine), job, OutputDecoder(1), len, NATIVE_ERRORS))
+        engine.submitted.clear()
+        await engine.submitted.wait()
+        engine.sinks[-1](JobEvents(job_id="j", deltas=[], done=True, error=LOST))
+        return early, await waiting
+
+    early, late = asyncio.run(answers())
+    assert isinstance(early, StreamedResponse) and early.content_type == "application/json"
+    assert isinstance(late, HttpResponse) and late.status == 503
 
 
 class Refuses(Engine):

@@ -139,7 +139,7 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
     assert service.get("/").status_code in (200, 404)
     assert "/nowhere" in service.post("/nowhere/deep", {}).json()["error"]
     for path in ("/v1/files", "/v1/files/file-1", "/v1/embeddings", "/v1/batches"):
-        assert f"it is /openai{path} here" in service.get(path).json()["error"]
+        assert f"it is /openai{path} here" in service.get(path).json()["error"]["message"]
     for method in ("GET", "PUT", "DELETE", "PATCH"):
         answer = service.request(method, CHAT)
         assert answer.status_code == 405

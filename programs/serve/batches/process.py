@@ -44,7 +44,7 @@ def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Conn
     store = open_store(config)
     assert store is not None
     fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
-    context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store, status_wait_s=None)
+    context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store)
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     models = ModelRegistry(
         lambda _: None, lambda model: connect_model(context, model, name, fleet.quotas), fleet.update

@@ -1,0 +1,169 @@
+"""Finds the connection of a request, to notice that the client has left while its answer is computed.
+
+Robyn passes only the peer's address to handlers, and it notices a disconnect by a failed write. But a write fixes the
+answer's status, so the socket itself is checked. Robyn's server calls getpeername once per new connection, and every
+request of the connection has its result. `identify_connections` replaces this function in Robyn's library. The result
+becomes an IPv6 address that holds the connection's number, and `find` returns the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import mmap
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv6Address
+from pathlib import Path
+
+_PREFIX = IPv6Address("100::").packed[:8]
+"""No packet has such an address (RFC 6666)."""
+_NUMBER = struct.Struct(">II")
+"""Serial number and descriptor: the second half of the address."""
+_SOCKADDR_IN6 = struct.Struct("=HHI16sI")
+"""Family, port, flow information, address, scope."""
+_HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A client's connection."""
+
+    serial: int
+    descriptor: int
+    inode: int
+    """Identifies the socket. After it is closed, another one may have its descriptor."""
+    peer: str
+    """The peer's address."""
+
+    def is_open(self) -> bool:
+        """Return whether the client is connected. One that has shut down its sending side counts as gone."""
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLRDHUP)
+        if any(events & _HAS_LEFT for _, events in poll.poll(0)):
+            return False
+        try:
+            return os.fstat(self.descriptor).st_ino == self.inode
+        except OSError:  # it was closed just now
+            return False
+
+
+_connections: dict[int, Connection] = {}
+"""By descriptor. A new connection replaces a closed one."""
+_serials = itertools.count()
+_watched: dict[asyncio.Task[object], Connection] = {}
+"""The connection of each running handler that is cancelled if its client leaves."""
+
+
+def find(address: str | None) -> Connection | None:
+    """Return the connection with this address. None for other addresses and for closed connections."""
+    try:
+        packed = IPv6Address(address or "").packed
+    except ValueError:
+        return None
+    serial, descriptor = _NUMBER.unpack(packed[8:])
+    connection = _connections.get(descriptor)
+    is_known = connection is not None and packed[:8] == _PREFIX and connection.serial == serial
+    return connection if is_known else None
+
+
+@contextmanager
+def cancelled_if_left(connection: Connection | None) -> Iterator[None]:
+    """Cancel the current task if the client leaves. None: do nothing."""
+    task = asyncio.current_task()
+    if connection is None or task is None:
+        yield
+        return
+    _watched[task] = connection
+    try:
+        yield
+    finally:
+        del _watched[task]
+
+
+def cancel_left() -> None:
+    """Cancel the tasks whose clients have left. Any thread may call this a few times per second."""
+    for task, connection in list(_watched.items()):
+        if not connection.is_open():
+            task.get_loop().call_soon_threadsafe(_cancel, task)
+
+
+def _cancel(task: asyncio.Task[object]) -> None:
+    if task in _watched:  # else its answer is complete
+        task.cancel()
+
+
+_GETPEERNAME = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_libc = ctypes.CDLL(None, use_errno=True)
+_getpeername = _GETPEERNAME(("getpeername", _libc))
+
+
+@_GETPEERNAME
+def _numbered_peer(descriptor: int, address: int, length: int) -> int:
+    """Like getpeername(2), but write an address that holds the connection's number."""
+    result: int = _getpeername(descriptor, address, length)
+    if result == 0:
+        serial = next(_serials) & 0xFFFF_FFFF
+        peer = _peer_text(ctypes.string_at(address, _SOCKADDR_IN6.size))
+        _connections[descriptor] = Connection(serial, descriptor, os.fstat(descriptor).st_ino, peer)
+        packed = _PREFIX + _NUMBER.pack(serial, descriptor)
+        ctypes.memmove(address, _SOCKADDR_IN6.pack(socket.AF_INET6, 0, 0, packed, 0), _SOCKADDR_IN6.size)
+        ctypes.c_uint32.from_address(length).value = _SOCKADDR_IN6.size
+    return result
+
+
+def _peer_text(sockaddr: bytes) -> str:
+    (family,) = struct.unpack_from("=H", sockaddr)
+    return socket.inet_ntop(family, sockaddr[8:24] if family == socket.AF_INET6 else sockaddr[4:8])
+
+
+def identify_connections(library: Path) -> None:
+    """Replace getpeername in a loaded library. Raises RuntimeError if it does not call it, OSError if Linux refuses."""
+    library = library.resolve()
+    slot = _load_address(library) + _slot_offset(library, b"getpeername")
+    page = ctypes.c_void_p(slot // mmap.PAGESIZE * mmap.PAGESIZE)
+    if _libc.mprotect(page, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(library))
+    ctypes.c_void_p.from_address(slot).value = ctypes.cast(_numbered_peer, ctypes.c_void_p).value
+
+
+def _load_address(library: Path) -> int:
+    """Return the address at which a library was loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) > 5 and Path(fields[5]) == library and int(fields[2], 16) == 0:
+            return int(fields[0].partition("-")[0], 16)
+    raise RuntimeError(f"{library} is not loaded")
+
+
+_SECTION = struct.Struct("<IIQQQQII16x")
+"""Name, type, flags, address, offset, size, link, info."""
+_RELOCATION = struct.Struct("<QII8x")
+"""Offset, type, index of the symbol."""
+_SYMBOL = struct.Struct("<I20x")
+"""Offset of its name."""
+_RELOCATIONS = 4
+"""Type of a section: SHT_RELA."""
+
+
+def _slot_offset(library: Path, function: bytes) -> int:
+    """Return the offset of the pointer to an imported function in a 64-bit ELF library."""
+    file = library.read_bytes()
+    (table,) = struct.unpack_from("<Q", file, 0x28)
+    size, count = struct.unpack_from("<HH", file, 0x3A)
+    sections = [_SECTION.unpack_from(file, table + size * number) for number in range(count)]
+    for _, kind, _, _, start, length, link, _ in sections:
+        if kind != _RELOCATIONS:
+            continue
+        symbols, names = sections[link][4], sections[sections[link][6]][4]
+        for slot, _, symbol in _RELOCATION.iter_unpack(file[start : start + length]):
+            (name,) = _SYMBOL.unpack_from(file, symbols + symbol * _SYMBOL.size)
+            if symbol and file.startswith(function + b"\0", names + name):
+                return int(slot)
+    raise RuntimeError(f"{library.name} does not call {function.decode()}")
