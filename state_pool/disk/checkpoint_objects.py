@@ -18,13 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from state_pool.checkpoint_address import FolderAddress, parse_checkpoint_address
-from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreUnavailable, ListedObject, ObjectNotFound
-from state_pool.disk.folder import FolderStore
+from state_pool.disk.checkpoint_store import (
+    CheckpointStore,
+    CheckpointStoreUnavailable,
+    FolderStore,
+    ListedObject,
+    ObjectNotFound,
+)
 from state_pool.disk.membership import begin_with_retry
 from state_pool.disk.operations import ObjectLocation, StoredObject
 from state_pool.disk.state_store import Connection
-from state_pool.disk.thread import PoolThread
-from state_pool.disk.worker_threads import HUNG_CHECK_INTERVAL_S, JOB_TIMEOUT_S, OnceCallback, WorkerThreads
+from state_pool.disk.worker_threads import HUNG_CHECK_INTERVAL_S, JOB_TIMEOUT_S, OnceCallback, PoolThread, WorkerThreads
 from state_pool.errors import DatabaseUnusable
 from state_pool.layout import HostState, checksum_pieces, part_sizes, split_chunks
 

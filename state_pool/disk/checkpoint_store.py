@@ -1,12 +1,20 @@
-"""Protocol of stores for whole states outside the database: a shared folder or an S3-compatible server.
+"""Stores for whole states outside the database: their protocol, and one in a folder, mostly of a shared mount.
 
 An object is written once under a new key, read whole, and deleted. Only the database knows which objects are in use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import time
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from state_pool.errors import DatabaseUnusable
 
 LIST_BATCH_SIZE = 1000
 """Objects per batch of a listing."""
@@ -55,3 +63,77 @@ class CheckpointStore(Protocol):
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
         """Yield all objects with the key prefix in batches, also half-written ones."""
         ...
+
+
+class FolderStore:
+    """A folder as a `CheckpointStore`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DatabaseUnusable if there is no such folder; it may be a mount that is missing."""
+        self.name = folder.as_uri()
+        self._folder = folder
+        if not folder.is_dir():
+            raise DatabaseUnusable(
+                f"checkpoint store {self.name}: there is no such folder; mount or make it, or name another with "
+                "--checkpoint-store"
+            )
+
+    def prepare(self, key_prefix: str) -> None:
+        """See `CheckpointStore`."""
+        with self._translate_errors():
+            (self._folder / key_prefix).mkdir(exist_ok=True)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `CheckpointStore`. A crash may leave a file that ends in .part."""
+        target = self._folder / key
+        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        with self._translate_errors():
+            try:
+                with part.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.rename(target)
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def get(self, key: str) -> bytes:
+        """See `CheckpointStore`."""
+        with self._translate_errors():
+            try:
+                return (self._folder / key).read_bytes()
+            except FileNotFoundError:
+                raise ObjectNotFound(key) from None
+
+    def delete(self, key: str) -> None:
+        """See `CheckpointStore`."""
+        with self._translate_errors():
+            (self._folder / key).unlink(missing_ok=True)
+
+    def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
+        """See `CheckpointStore`."""
+        with self._translate_errors(), os.scandir(self._folder / key_prefix) as entries:
+            while batch := list(islice(entries, LIST_BATCH_SIZE)):
+                yield [found for entry in batch if (found := _listed(key_prefix, entry)) is not None]
+
+    @contextlib.contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointStoreUnavailable(
+                f"{error.strerror or error}; free space in the folder, or check its mount"
+            ) from None
+
+
+def _listed(key_prefix: str, entry: os.DirEntry[str]) -> ListedObject | None:
+    try:
+        return ListedObject(f"{key_prefix}/{entry.name}", time.time() - entry.stat().st_mtime)
+    except FileNotFoundError:  # deleted meanwhile
+        return None

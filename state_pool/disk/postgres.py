@@ -1,7 +1,8 @@
 """PostgreSQL instead of SQLite: the same statements through a connection with the same interface.
 
 Optional: needs psycopg (requirements-cluster.txt). Errors are raised as those of `sqlite3`, so the callers know one set
-of errors. A server that is down raises `ServerUnavailable`; the next transaction reconnects.
+of errors. A server that is down raises `ServerUnavailable`; the next transaction reconnects. One that is connected but
+silent is given up after a timeout.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psycopg
 
 from state_pool.config import PoolConfig
 from state_pool.database_address import ServerAddress, parse_server_address
@@ -21,10 +24,52 @@ from state_pool.disk.migrations import MIGRATIONS
 from state_pool.disk.state_store import ServerUnavailable
 from state_pool.errors import DatabaseUnusable
 
+if TYPE_CHECKING:
+    from psycopg.abc import PQGen
+
+READ_TIMEOUT_S = 8.0
+"""The kernel drops unacknowledged data after the same time. Lock waits get a quarter of it."""
+_CHECK_INTERVAL_S = 0.1
+
+_Found = TypeVar("_Found")
+
+
+class TimeoutConnection(psycopg.Connection[Any]):
+    """Closes itself with an OperationalError after `read_timeout_s` seconds of waiting without data."""
+
+    read_timeout_s = float("inf")
+    read_timed_out = False
+
+    def wait(self, gen: PQGen[_Found], interval: float = _CHECK_INTERVAL_S, timeout: float | None = None) -> _Found:
+        """See psycopg.Connection. All statements wait here."""
+        return super().wait(self._with_timeout(gen), interval, timeout)
+
+    def _with_timeout(self, steps: PQGen[_Found]) -> PQGen[_Found]:
+        """Run the steps, passing each the socket's readiness, with the timeout."""
+        last_data_at = time.monotonic()
+        try:
+            interest = next(steps)
+            while True:
+                ready = yield interest
+                now = time.monotonic()
+                if ready:
+                    last_data_at = now
+                elif now - last_data_at >= self.read_timeout_s:
+                    self.read_timed_out = True
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError(
+                        f"it is connected but has not answered for {self.read_timeout_s:g} s"
+                    )
+                interest = steps.send(ready)
+        except StopIteration as stop:
+            found: _Found = stop.value
+            return found
+
+
 try:
     import psycopg
 
-    from state_pool.disk.timeout_connection import READ_TIMEOUT_S, TimeoutConnection
+    from state_pool.disk.postgres import READ_TIMEOUT_S, TimeoutConnection
 except ImportError:  # an optional package
     psycopg = None  # type: ignore[assignment]
 

@@ -25,11 +25,10 @@ from state_pool.disk.operations import (
     StoredSession,
     describe_error,
 )
-from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
-from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Loader
+from state_pool.disk.worker_threads import RECONNECT_INTERVAL_S, PoolThread, ReconnectTimeout
 from state_pool.errors import (
     DatabaseReadFailed,
     DirectoryUnreachable,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from state_pool.disk.state_store import Connection
-from state_pool.disk.thread import PoolThread
+from state_pool.disk.worker_threads import PoolThread
 
 WAL_BYTES = 16 << 20
 """Log size that triggers a checkpoint."""

@@ -1,4 +1,4 @@
-"""Threads for a checkpoint store that may hang.
+"""The pool's threads: one that reports its death, several for a checkpoint store, and how long to wait for a server.
 
 Calls to a folder on a hanging mount neither return nor fail, and their threads cannot be interrupted. A waiting job
 fails after `JOB_TIMEOUT_S`. The thread continues with other jobs once the mount is back.
@@ -6,6 +6,7 @@ fails after `JOB_TIMEOUT_S`. The thread continues with other jobs once the mount
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,7 +15,68 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from state_pool.disk.thread import PoolThread
+logger = logging.getLogger(__name__)
+
+
+class PoolThread:
+    """Runs `work` once on a new thread. If that raises, `failure` has the error.
+
+    `work` must catch the errors of single jobs. Any other error is a bug: jobs would wait forever. So the engine thread
+    checks `failure` at every step.
+    """
+
+    def __init__(self, name: str, work: Callable[[], None], on_death: Callable[[], None]) -> None:
+        """`on_death` is called on the dying thread, to wake the engine."""
+        self.failure: str | None = None
+        self._work = work
+        self._on_death = on_death
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread. Returns whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # SystemExit too: without the thread, jobs wait forever
+            name = self._thread.name
+            logger.critical("the thread %s has died", name, exc_info=True)
+            self.failure = f"the thread {name} has died ({type(error).__name__}: {error})"
+            self._on_death()
+
+
+RECONNECT_TIMEOUT_S = 10.0
+"""How long turns wait for a server from its first failure. After that they fail at once."""
+RECONNECT_INTERVAL_S = 0.2
+
+
+class ReconnectTimeout:
+    """Retry state of one thread, shared by all its pending jobs."""
+
+    def __init__(self) -> None:
+        self._lost_at: float | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the last attempt reached the server."""
+        return self._lost_at is None
+
+    def may_retry(self, started_at: float) -> bool:
+        """Whether to try the server once more.
+
+        `started_at`: monotonic time of the first attempt. That attempt may have waited for a server that does not
+        answer.
+        """
+        self._lost_at = self._lost_at or started_at
+        return time.monotonic() <= self._lost_at + RECONNECT_TIMEOUT_S
+
+    def reset(self) -> None:
+        """The server has answered."""
+        self._lost_at = None
+
 
 JOB_TIMEOUT_S = 60.0
 """Limit per job. S3 requests with their retries end earlier."""

@@ -33,13 +33,11 @@ from state_pool.disk.operations import (
     is_environment_error,
     reported_error,
 )
-from state_pool.disk.reconnect import RECONNECT_INTERVAL_S, ReconnectTimeout
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerUnavailable, StateStore
-from state_pool.disk.state_writes import StateWrites
+from state_pool.disk.state_writes import StateWrites, Uploads
 from state_pool.disk.statements import GarbageState
-from state_pool.disk.thread import PoolThread
-from state_pool.disk.uploads import Uploads
 from state_pool.disk.wal import WriteAheadLog
+from state_pool.disk.worker_threads import RECONNECT_INTERVAL_S, PoolThread, ReconnectTimeout
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.layout import Layout
 

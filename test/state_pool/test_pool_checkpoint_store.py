@@ -14,8 +14,7 @@ import pytest
 
 from state_pool.disk import checkpoint_objects, reader, s3, wal
 from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
-from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreUnavailable
-from state_pool.disk.folder import FolderStore
+from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreUnavailable, FolderStore
 from state_pool.disk.operations import ObjectLocation, StoredObject
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import StateRow, put_state
@@ -119,7 +118,7 @@ def test_old_objects_without_a_row_are_swept(engines: Engines, tmp_path: Path, m
     two.until(lambda: has_swept(two))
     assert len(stored_keys(two)) == 4  # young objects might belong to another engine that has not committed yet
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
-    monkeypatch.setattr("state_pool.disk.folder.LIST_BATCH_SIZE", 2)
+    monkeypatch.setattr("state_pool.disk.checkpoint_store.LIST_BATCH_SIZE", 2)
     three = restarted(two, engines)
     three.until(lambda: objects_of(three).stats.orphans == 3 and objects_of(three)._sweeping is None)
     assert stored_keys(three) == named_keys(tmp_path)
@@ -136,7 +135,7 @@ def test_sweep_ends_when_the_database_is_down(
     for number in range(6):
         objects._store.put(f"{objects._key_prefix}/{number:016x}-left", b"by a crash")
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
-    monkeypatch.setattr("state_pool.disk.folder.LIST_BATCH_SIZE", 2)
+    monkeypatch.setattr("state_pool.disk.checkpoint_store.LIST_BATCH_SIZE", 2)
     requests: list[list[int]] = []
 
     def is_away(connection: Connection, states: list[int]) -> set[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from state_pool.disk import checkpoint_objects, worker_threads
-from state_pool.disk.folder import FolderStore
+from state_pool.disk.checkpoint_store import FolderStore
 from state_pool.errors import SessionUnusable, TurnNotStored
 from state_pool.session_key import Tier
 from state_pool.sessions import LeaseState

@@ -17,7 +17,7 @@ from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
-from state_pool.disk import reconnect
+from state_pool.disk import worker_threads
 from state_pool.disk.database import open_writer
 from state_pool.errors import (
     DatabaseUnusable,
@@ -53,7 +53,7 @@ def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
 def test_turns_wait_for_a_server_that_comes_back(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0)  # starting takes long on a busy machine
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 60.0)  # starting takes long on a busy machine
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.turns.checkout("s"))
@@ -72,7 +72,7 @@ def test_turns_wait_for_a_server_that_comes_back(
 
 
 def test_long_outage_acknowledges_nothing(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 0.5)
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.turns.checkout("s"))
@@ -95,7 +95,7 @@ def test_long_outage_acknowledges_nothing(tmp_path: Path, server: Server, monkey
 
 def test_silent_server_counts_as_unavailable(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "CONNECT_TIMEOUT_S", 2)
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 0.5)
     with linked(postgres.database()) as (address, link):
         one = opened(tmp_path, address)
         one.turn("s", [1])
@@ -196,7 +196,7 @@ def test_commit_in_doubt_is_reported(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, reconnects: bool
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", LosesConnection)
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(LosesConnection, "is_down", False)
     monkeypatch.setattr(LosesConnection, "reconnects", reconnects)
     address = postgres.database()
@@ -232,7 +232,7 @@ def test_session_acquired_in_doubt_is_released(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", LosesAcquireAnswer)
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(LosesConnection, "is_down", False)
     monkeypatch.setattr(LosesConnection, "reconnects", False)
     address = postgres.database()
@@ -329,7 +329,7 @@ def test_load_waits_for_a_restarted_server(
 ) -> None:
     """Loads wait as long as turns do, and then fail with the same error."""
     monkeypatch.setattr(adapter, "Connection", LosesConnectionOnRead)
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", 60.0 if reconnects else 0.5)
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 60.0 if reconnects else 0.5)
     address = server.database()
     one = opened(tmp_path, address)
     one.turn("s", [1, 2])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from state_pool.disk import reconnect
+from state_pool.disk import worker_threads
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.errors import PoolLost, SessionReadFailed, SessionUnusable, TurnNotStored
@@ -123,7 +123,7 @@ def test_reader_reconnects_after_a_lost_connection(tmp_path: Path, times: int) -
 
 def test_reconnect_timeout_fails_all_waiting_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first error counts, not the failed rollback on the lost connection. Later the server is back."""
-    monkeypatch.setattr(reconnect, "RECONNECT_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", -1.0)
     driver = with_cuts(tmp_path, 1)
     with pytest.raises(SessionReadFailed, match=r"does not answer \(terminated by the administrator\).*; try again"):
         driver.state("a")
