@@ -180,6 +180,8 @@ class PendingTurn:
     slot: int | None = None
     """Slot with the state after the turn. None: it was dropped and must be replayed."""
     checked_in: bool = False
+    log_result: Exception | bool | None = None
+    """Of the write of its tokens. None: unknown; True: stored; an exception: not stored."""
     outcome: Exception | bool | None = None
     """None: unknown; True: durable; an exception: not stored."""
 

@@ -72,8 +72,6 @@ class ImportExport:
             raise SessionUnusable(
                 f"session {key.display_name!r} began with a mixture, which has no state to export", session_id
             )
-        if session.slot is None and session.host is None and session.unlogged:
-            raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
         with self._limit_concurrency():
             self._copy_out(session, on_exported)
 

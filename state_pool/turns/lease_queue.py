@@ -149,8 +149,8 @@ class LeaseQueue:
             self._store.load(session.row, lambda result: self._loaded(session, expected, result))
 
     def _may_load(self, session: Session) -> bool:
-        """Whether the disk has all turns, and the reader and host memory have room."""
-        if session.loading or session.unlogged or self._tiers.num_loading >= self._config.transfer_states:
+        """Whether the reader and host memory have room."""
+        if session.loading or self._tiers.num_loading >= self._config.transfer_states:
             return False
         return self._tiers.host_has_room()
 

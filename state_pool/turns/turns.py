@@ -55,6 +55,7 @@ class Turns:
         self._deliver = deliver
         self._stores_states = store is not None and config.durability == "turn"
         self._stores_log = store is not None and config.durability != "turn"
+        self._is_lazy = store is not None and config.durability == "lazy"
         self.acquisition: Acquisition | None = None
         """If the database is shared: acquires sessions before their states are used."""
         if store is not None and store.shared:
@@ -221,12 +222,16 @@ class Turns:
             self._assign_dialogue(lease)
         turn = PendingTurn(session.turn + 1, list(tokens), on_durable)
         session.pending = turn
-        if self._store is not None and self._config.durability == "lazy":
-            self._deliver(lambda: self._set_outcome(session, turn, None))
-        if self._store is not None and self._stores_log and not session.log_broken:
-            session.unlogged += 1
-            self.unlogged[session] = None
-            self._store.submit(_append_job(session, turn), lambda error: self._logged(session, turn, error))
+        if self._store is None or not self._stores_log:
+            return
+        if session.log_broken:
+            turn.log_result = TurnNotStored(
+                "the turn was not stored: the disk refused an earlier turn of this session; send it again in a moment"
+            )
+            return
+        session.unlogged += 1
+        self.unlogged[session] = None
+        self._store.submit(_append_job(session, turn), lambda error: self._logged(session, turn, error))
 
     def _assign_dialogue(self, lease: Lease) -> None:
         """Make a branch the session's newest dialogue."""
@@ -255,7 +260,8 @@ class Turns:
         if self._stores_states:
             self._unsaved.append(lambda: self._store_state(session, turn, slot))
             self.begin_saves()
-        elif self._store is None:  # not earlier: only the state has the turn
+        elif self._store is None or self._is_lazy:  # not earlier: only the state is sure to have the turn
+            session.log_broken = session.log_broken or isinstance(turn.log_result, Exception)
             self._deliver(lambda: self._set_outcome(session, turn, None))
         self._finish_if_complete(session)
 
@@ -270,7 +276,8 @@ class Turns:
     def release(self, lease: Lease) -> None:
         """End the turn without a state; without `record`, the session is unchanged.
 
-        After `record` with a token log the turn stays. The next turn replays its tokens.
+        After `record` with a token log the turn stays once its tokens are logged, also with durability "lazy": no state
+        in memory has the turn. The next turn replays its tokens.
         """
         session, turn = lease.session, lease.session.pending
         self._end_lease(lease)
@@ -286,6 +293,8 @@ class Turns:
             turn.checked_in = True
             if not self._stores_log:
                 self._set_outcome(session, turn, TurnNotStored("the turn was cancelled before its state was stored"))
+            elif self._is_lazy and turn.log_result is not None:
+                self._set_outcome(session, turn, None if turn.log_result is True else turn.log_result)
             self._finish_if_complete(session)
 
     def _end_lease(self, lease: Lease) -> None:
@@ -309,10 +318,11 @@ class Turns:
         session.unlogged -= 1
         if not session.unlogged:
             self.unlogged.pop(session, None)
-        if self._config.durability == "lazy":
-            session.log_broken = session.log_broken or error is not None
-        else:
+        turn.log_result = error or True
+        if not self._is_lazy or (turn.checked_in and turn.slot is None):
             self._set_outcome(session, turn, error)
+        elif turn.checked_in:
+            session.log_broken = session.log_broken or error is not None
 
     def _set_outcome(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
         """Set the turn's outcome. A failure is reported at once, a success when the next turn can read it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
+from state_pool.errors import SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import SessionKey
 from state_pool.sessions import Lease, LeaseState
@@ -221,40 +221,24 @@ def test_session_without_a_committed_turn_is_removed(tmp_path: Path) -> None:
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def given_up(tmp_path: Path) -> Iterator[Driver]:
-    """Durability "lazy": turn 2 of "s" has no state, and its log is not written yet."""
+def test_a_lazy_turn_without_a_state_waits_for_its_log(tmp_path: Path) -> None:
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
+    outcome = Outcome()
     with get_store(driver).writer._changed:
         lease = driver.ready(driver.pool.turns.checkout("s"))
-        driver.pool.turns.record(lease, [2], Outcome())
+        driver.pool.turns.record(lease, [2], outcome)
         driver.pool.turns.release(lease)
-        driver.until(lambda: get_session(driver, "s").turn == 2)
-        yield driver
-    driver.settle()
+        following = driver.pool.turns.checkout("s")
+        driver.pool.poll()
+        assert following.state is LeaseState.WAITING
+        assert not outcome.known
+    driver.ready(following)
+    assert outcome.ok
+    assert np.array_equal(fold(driver.arena.memory[following.read_slot], following.replay), expected_state([1, 2]))
+    driver.pool.turns.release(following)
     driver.pool.close()
-
-
-def test_load_waits_for_the_log(given_up: Driver) -> None:
-    lease = given_up.pool.turns.checkout("s")
-    given_up.pool.poll()
-    assert not get_session(given_up, "s").loading
-    assert lease.state is LeaseState.WAITING
-    writer = get_store(given_up).writer
-    writer._changed.release()
-    try:
-        given_up.ready(lease)
-    finally:
-        writer._changed.acquire()
-    assert np.array_equal(fold(given_up.arena.memory[lease.read_slot], lease.replay), expected_state([1, 2]))
-    given_up.pool.turns.release(lease)
-
-
-def test_export_is_refused_while_the_log_is_written(given_up: Driver) -> None:
-    with pytest.raises(PoolFull, match="is being written; try again"):
-        given_up.pool.import_export.export("s", lambda file: None)
 
 
 def test_slots_go_to_leases_in_order(tmp_path: Path) -> None:

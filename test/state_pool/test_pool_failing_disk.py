@@ -241,3 +241,50 @@ def test_a_full_database_takes_new_sessions_when_all_are_deleted(tmp_path: Path)
     driver.until(lambda: not get_store(driver).has_pending_deletes)
     driver.turn("new", [1])
     driver.pool.close()
+
+
+def log_turn(driver: Driver, name: str, tokens: list[int]) -> Exception | None:
+    """Run a turn whose state is dropped, as a mixture's is. Returns its error."""
+    lease = driver.ready(driver.pool.turns.checkout(name))
+    outcome = Outcome()
+    driver.pool.turns.record(lease, tokens, outcome)
+    driver.pool.turns.release(lease)
+    driver.until(lambda: outcome.known)
+    return outcome.calls[0]
+
+
+@pytest.mark.parametrize("durability", ["log", "lazy"])
+def test_turns_kept_by_tokens_are_stored_after_a_refused_write(tmp_path: Path, durability: str) -> None:
+    """A turn without a state in memory is acknowledged once its tokens are logged, also with "lazy"."""
+    driver = reopen(tmp_path, durability=durability)
+    assert log_turn(driver, "mixed", [1]) is None
+    driver.settle()
+    break_disk(driver, "read-only")
+    assert isinstance(log_turn(driver, "mixed", [2]), TurnNotStored)
+    mend_disk(driver)
+    assert log_turn(driver, "mixed", [3]) is None
+    assert log_turn(driver, "mixed", [4]) is None
+    assert np.array_equal(driver.state("mixed"), expected_state([1, 3, 4], WORDS))
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert np.array_equal(driver.state("mixed"), expected_state([1, 3, 4], WORDS))
+    driver.pool.close()
+
+
+def test_a_turn_kept_by_tokens_behind_a_lost_lazy_turn_is_refused(tmp_path: Path) -> None:
+    """The state in memory has the lost turn. It is stored first."""
+    driver = reopen(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
+    driver.turn("a", [1])
+    driver.settle()
+    break_disk(driver, "read-only")
+    driver.turn("a", [2])
+    driver.settle()
+    error = log_turn(driver, "a", [3])
+    assert isinstance(error, TurnNotStored) and "send it again" in str(error)
+    mend_disk(driver)
+    driver.until(lambda: not get_session(driver, "a").log_broken)
+    assert log_turn(driver, "a", [4]) is None
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert np.array_equal(driver.state("a"), expected_state([1, 2, 4], WORDS))
+    driver.pool.close()
