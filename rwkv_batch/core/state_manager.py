@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.core.mixtures import (
+    ParkedMixtures,
     allocate_members,
+    begin_from,
     check_mixture,
     origin_of,
     pin,
@@ -19,7 +21,6 @@ from rwkv_batch.core.mixtures import (
     release_members,
     release_read_slots,
 )
-from rwkv_batch.core.parked_mixtures import ParkedMixtures, begin_from
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest

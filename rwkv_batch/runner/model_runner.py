@@ -20,16 +20,14 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, LastTokens
-from rwkv_batch.runner.graphs.step import StepGraphs
+from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.host_copy import TokenCopies
-from rwkv_batch.runner.launch_groups import LaunchGroups, are_all_plain, split_prefill_decode
+from rwkv_batch.runner.launch_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads
 from rwkv_batch.runner.memory import Memory
-from rwkv_batch.runner.mixtures import mix_logits, read_slots, write_slots
 from rwkv_batch.runner.model_files import with_adapters
 from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backends
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
-from rwkv_batch.runner.row_inputs import RowInputs, slots_of
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_sampling import (
     DeferredSample,
@@ -104,8 +102,8 @@ class ModelRunner:
         self.graphs = StepGraphs.for_stages(
             stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters
         )
-        self._launch_groups = LaunchGroups(self.graphs, self.pipeline, self._step_sampler, self.pool.adapters)
-        self._inputs = RowInputs(self._launch_groups, self.pipeline.devices[0])
+        self._inputs = RowInputs(self.pool.adapters, self.pipeline.devices[0])
+        self._launch_groups = LaunchGroups(self.graphs, self.pipeline, self._step_sampler, self._inputs)
         self._require_pieces()
         decode = self.graphs.decode
         self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
@@ -307,7 +305,7 @@ class ModelRunner:
             self._launch_mixtures(graphs, step, sequences)
             return
         req_slots = [sequence.req_slot for sequence in sequences]
-        slots, adapters = slots_of(sequences), self._launch_groups.adapters_of(sequences)
+        slots, adapters = slots_of(sequences), self._inputs.adapters_of(sequences)
         unconstrained, constrained = split_by_constraint(step.sampling_rows)
         if unconstrained and self._step_sampler.fits_graphs([sequences[i] for i in unconstrained]):
             sampled_tokens = graphs.run(req_slots, *slots, constrained, adapters, between)
@@ -329,7 +327,7 @@ class ModelRunner:
         req_slots = [sequence.req_slot for sequence in sequences for _ in range(1 + len(sequence.members))]
         reads = [slot for sequence in sequences for slot in read_slots(sequence)]
         writes = [slot for sequence in sequences for slot in write_slots(sequence)]
-        adapters = self._launch_groups.adapters_of(
+        adapters = self._inputs.adapters_of(
             [sequence for sequence in sequences for _ in range(1 + len(sequence.members))]
         )
         logits = mix_logits(graphs.run_logits(req_slots, reads, writes, adapters), step.sampling_rows)

@@ -1,7 +1,7 @@
-"""All graphs of an engine's steps, and the fallback without them.
+"""All graphs of an engine's steps, the fallback without them, and the split of a step's rows into launches.
 
 Graphs need the cuda kernels on every stage and a sampler that can be captured. Without graphs, or after a failed
-capture, steps are launched kernel by kernel.
+capture, steps are launched kernel by kernel. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler, padded_
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.graphs.pieces import piece_layers
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, usable_sizes
-from rwkv_batch.runner.mixtures import num_states
+from rwkv_batch.runner.launch_inputs import RowInputs, num_states
+from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.step_sampling import StepSampler
 from sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -178,3 +180,84 @@ class StepGraphs:
         if between is None or pieces is None or inputs.adapters is not None:
             return None
         return pieces.hidden(inputs, between)
+
+
+class LaunchGroups:
+    """Splits the rows of steps. Engine thread."""
+
+    def __init__(self, graphs: StepGraphs, pipeline: Pipeline, sampling: StepSampler, inputs: RowInputs) -> None:
+        self._graphs = graphs
+        self._pipeline = pipeline
+        self._step_sampler = sampling
+        self._inputs = inputs
+
+    def split(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
+        """Split a step's rows into launches.
+
+        Constrained rows come last, which keeps each group's logits contiguous. With graphs, prefill rows are launched
+        before decode rows, or with them if `mixes` and a mixed graph fits. Rows whose constraint waits for earlier
+        tokens leave their logits in the shared buffer, so their launch is the last. Rows with an adapter that no graph
+        supports come first.
+        """
+        if rows and are_all_plain(rows):
+            return [rows]
+        routed = [row for row in rows if self.is_routed(row)]
+        rows = [row for row in rows if not self.is_routed(row)] if routed else rows
+        mixtures = self._separate_mixtures(rows)
+        if mixtures:
+            separate = {id(row) for row in mixtures}
+            rows = [row for row in rows if id(row) not in separate]
+        if self._graphs.decode is None:
+            parts = [mixtures, sorted(rows, key=_is_constrained)]
+        else:
+            reading, decoding = split_prefill_decode(rows)
+            scored = [row for row in reading if row.scored]  # graphs return logits only
+            reading = [row for row in reading if not row.scored]
+            if mixes and reading and decoding and self.mixed_size(decoding, reading) is not None:
+                reading, decoding = [], decoding + reading
+            parts = [reading, scored, *split_prefill_decode(mixtures), decoding]
+        parts = [[row for row in routed if row.scored], [row for row in routed if not row.scored], *parts]
+        return [part for part in parts if part]
+
+    def is_routed(self, row: ScheduledRow) -> bool:
+        """Return whether the row's adapter prevents the use of graphs."""
+        adapter = row.sequence.adapter
+        return self._graphs.decode is not None and adapter is not None and self._pipeline.is_routed(adapter.slot_index)
+
+    def _separate_mixtures(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
+        """Return the mixtures that need a launch of their own.
+
+        Decoding ones do if their members exceed the rows of a graph.
+        """
+        mixtures = [row for row in rows if row.sequence.members]
+        graphs = self._graphs.decode
+        if not mixtures or graphs is None:
+            return mixtures if any(row.scored for row in rows) else []
+        if num_states(row for row in rows if row.uses_device_token) > graphs.max_rows:
+            return mixtures
+        return [row for row in mixtures if not row.uses_device_token]
+
+    def mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
+        """Return the graph that fits both kinds of rows, if they may share one."""
+        if self._graphs.mixed is None or any(row.sequence.members for row in decoding):
+            return None
+        if self._inputs.adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
+            return None
+        tokens = sum(row.num_tokens for row in reading)
+        size = self._graphs.mixed_size(len(decoding), len(reading), tokens)
+        sampling = (row.sequence for row in [*decoding, *reading] if row.samples and row.sequence.matcher is None)
+        return size if size is not None and self._step_sampler.fits_graphs(sampling) else None
+
+
+def split_prefill_decode(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
+    """Split rows into those whose tokens the host knows and those whose token is on the device."""
+    return [row for row in rows if not row.uses_device_token], [row for row in rows if row.uses_device_token]
+
+
+def are_all_plain(rows: list[ScheduledRow]) -> bool:
+    """Return whether every row is plain (`Sequence.is_plain`): it reads its last sampled token."""
+    return False not in [row.is_plain for row in rows]  # a generator takes twice as long
+
+
+def _is_constrained(row: ScheduledRow) -> bool:
+    return row.sequence.matcher is not None

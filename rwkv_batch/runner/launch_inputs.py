@@ -1,0 +1,108 @@
+"""The inputs of a step's rows: tokens, slots of states and adapters; one device row per member of a state mixture.
+
+The logits of a mixture's members are mixed to those of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from native.tensors import on_device
+from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import NO_SLOT, Sequence
+from rwkv_batch.model.adapter_table import NO_ADAPTER
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.runner.graphs.decode import LastTokens
+from state_pool.origins import Adapters
+
+
+def read_slots(sequence: Sequence) -> list[int]:
+    """Return the slots that the row and its other members read."""
+    return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
+
+
+def write_slots(sequence: Sequence) -> list[int]:
+    """Return the slots that they write, in the same order."""
+    return [sequence.write_slot, *(member.slot for member in sequence.members)]
+
+
+def num_states(rows: Iterable[ScheduledRow]) -> int:
+    """Return the number of device rows: one per member."""
+    return sum(1 + len(row.sequence.members) for row in rows)
+
+
+def mix_logits(logits: Tensor, sampling_rows: list[ScheduledRow]) -> Tensor:
+    """Mix the logits [E, V] of all members to logits [R, V], one row per sampling row.
+
+    A row without members keeps its logits exactly. A mixture's logits are added in the order of its members.
+    """
+    sizes = [1 + len(row.sequence.members) for row in sampling_rows]
+    if len(logits) == len(sizes):
+        return logits
+    first = list(accumulate(sizes, initial=0))[:-1]
+    device = logits.device
+    weights = [[row.sequence.weight, *(member.weight for member in row.sequence.members)] for row in sampling_rows]
+    result = logits[on_device(first, torch.int64, device)]
+    result *= on_device([[row_weights[0]] for row_weights in weights], torch.float32, device)
+    for number in range(1, max(sizes)):
+        rows = [i for i, size in enumerate(sizes) if size > number]
+        at = on_device([first[i] + number for i in rows], torch.int64, device)
+        member_weights = on_device([[weights[i][number]] for i in rows], torch.float32, device)
+        result.index_add_(0, on_device(rows, torch.int64, device), logits[at] * member_weights)
+    return result
+
+
+class RowInputs:
+    """Builds a step's inputs from scheduled rows. Engine thread."""
+
+    def __init__(self, adapters: Adapters, device: torch.device) -> None:
+        """device: of the first layers."""
+        self._adapters = adapters
+        self._device = device
+
+    def build(self, rows: list[ScheduledRow], last_tokens: LastTokens) -> StepInputs:
+        """Return the rows' inputs. Tokens unknown to the host are filled in from `last_tokens`."""
+        reads = [slot for row in rows for slot in read_slots(row.sequence)]
+        writes = [slot for row in rows for slot in write_slots(row.sequence)]
+        if len(reads) > len(rows):  # each member of a mixture is a row
+            rows = [row for row in rows for _ in range(1 + len(row.sequence.members))]
+        sequences = [row.sequence for row in rows]
+        inputs = step_inputs(
+            [
+                row.sequence.token_ids[
+                    row.sequence.num_computed_tokens : row.sequence.num_computed_tokens + row.num_tokens
+                ]
+                for row in rows
+            ],
+            reads,
+            writes,
+            [i for i, row in enumerate(rows) if row.samples],
+        )
+        if (adapters := self.adapters_of(sequences)) is not None:
+            inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
+        pending = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
+        if pending:
+            inputs = inputs.to(self._device)
+            input_tokens = last_tokens.input_tokens
+            req_slots = on_device([sequences[i].req_slot for i in pending], torch.int64, input_tokens.device)
+            at = inputs.cu_seqlens[on_device(pending, torch.int64, inputs.cu_seqlens.device)]
+            inputs.tokens[at] = input_tokens[req_slots].to(inputs.tokens.device)
+        return inputs
+
+    def adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
+        """Return each row's adapter number, 0 for none; None if no row has an adapter."""
+        if not self._adapters.num_refs or all(sequence.adapter is None for sequence in sequences):
+            return None
+        return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]
+
+
+def slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
+    """Return the read and write slots of rows that have read their prompts."""
+    if all(sequence.spare_slot == NO_SLOT and sequence.shared is None for sequence in sequences):
+        slots = [sequence.slot for sequence in sequences]
+        return slots, slots
+    return [sequence.read_slot for sequence in sequences], [sequence.write_slot for sequence in sequences]
