@@ -17,7 +17,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Required for routes that change the service. "": `password` applies."""
     keys_file: str = ""
     """File of API keys and limits; see routes/api_keys.py."""
-    cors_origin: str = "*"
+    cors_origin: tuple[str, ...] = ()
+    """Origins of web pages that may use the service; see routes/serving/browser.py."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names of the service. Empty: checked only on loopback without a secret."""
     max_body_mb: float = 32.0
     max_state_mb: float = 128.0
     """Size of an imported session file."""

@@ -33,6 +33,8 @@ class RequestContext:
     """Limits of the API key."""
     owner: str = ""
     """Name of the API key. The request sees only this owner's files and batches; "" sees all."""
+    allowed_origin: str = ""
+    """Access-Control-Allow-Origin of the answer. "": none."""
     priority: Priority | None = None
     """Priority of all its jobs. None: each job has its own."""
     is_stream: bool = False

@@ -80,6 +80,8 @@ class Route:
     """Models of the stream's events, except errors. Empty if the route does not stream."""
     is_public: bool = False
     """Requires no password."""
+    allows_any_origin: bool = False
+    """Any web page and browser extension may use it, also without a password."""
     error_format: ErrorFormat = NATIVE_ERRORS
     conversation_error_format: ErrorFormat | None = None
     """Error format for a body with `messages` and without `contents`. None: as for others."""

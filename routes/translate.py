@@ -400,6 +400,7 @@ ROUTES = (
         TranslateBody,
         "Translate many texts with greedy sampling.",
         is_generation=True,
+        allows_any_origin=True,
         answer=Translations,
         errors=(ErrorKind.TIMEOUT,),
         example=EXAMPLE,

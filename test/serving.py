@@ -216,7 +216,7 @@ def is_process_alive(pid: int) -> bool:
 def raw_request(path: str, body: bytes, *, length: int | None = None, extra: str = "") -> bytes:
     """Return an HTTP/1.1 POST as bytes. `length`: a Content-Length that may be wrong."""
     size = len(body) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {size}\r\nConnection: close\r\n{extra}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\nConnection: close\r\n{extra}\r\n"
     return head.encode() + body
 
 

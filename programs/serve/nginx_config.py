@@ -15,6 +15,7 @@ import msgspec
 
 from programs.settings import Settings
 from routes.serving.access import PROXY_KEY_HEADER
+from routes.serving.browser import ANY, BrowserRules
 from rwkv_batch.errors import StartupError
 
 logger = logging.getLogger("supervisor")
@@ -59,7 +60,8 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_ports: list[int]
     proxy_key: str
     trusted_proxies: tuple[str, ...]
-    cors_origin: str
+    origins: tuple[str, ...]
+    """Origins whose pages may read nginx's own errors."""
     body_mb: float
     """Largest body of any route in MiB."""
     connections_per_client: int
@@ -81,7 +83,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             worker_ports=[worker.getsockname()[1] for worker in workers],
             proxy_key=http.proxy_key,
             trusted_proxies=http.trusted_proxies,
-            cors_origin=http.cors_origin,
+            origins=BrowserRules(http).origins,
             body_mb=max(http.max_body_mb, http.max_state_mb),
             connections_per_client=per_worker * len(workers),
             stall_timeout_s=http.stall_timeout_s,
@@ -104,6 +106,8 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             servers="".join(f"        server 127.0.0.1:{port} max_fails=0;\n" for port in self.worker_ports),
             idle=_UPSTREAM_IDLE_S,
             listen=f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}",
+            any_origin=_quoted(ANY if ANY in self.origins else ""),
+            origins="".join(f"        {_quoted(one)} {_quoted(one)};\n" for one in self.origins if one != ANY),
             form_paths="|".join(map(re.escape, FORM_PATHS)),
             key_header=PROXY_KEY_HEADER,
             key=self.proxy_key,
@@ -132,7 +136,6 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             native=_quoted(json.dumps({"error": message})),
             openai=_quoted(json.dumps(openai)),
             prefix=_OPENAI_PREFIX,
-            origin=self.cors_origin,
             retry=f"            add_header Retry-After {retry_s} always;\n" if retry_s else "",
         )
 
@@ -177,10 +180,14 @@ http {{
     real_ip_header X-Forwarded-For;
     real_ip_recursive on;
 {trusted}
+    map_hash_bucket_size 512;
     map "$uri $http_content_type" $worker_content_type {{
         default $http_content_type;
         "~*^(?!(?:{form_paths}) ).* multipart/form-data" "";
     }}
+    map $http_origin $allowed_origin {{
+        default {any_origin};
+{origins}    }}
     upstream workers {{
         least_conn;
 {servers}        keepalive 128;
@@ -208,7 +215,7 @@ http {{
 _ERROR = """\
         error_page {status} @own{status};
         location @own{status} {{
-            add_header Access-Control-Allow-Origin "{origin}" always;
+            add_header Access-Control-Allow-Origin $allowed_origin always;
 {retry}            if ($request_uri ~ ^{prefix}) {{
                 return {status} {openai};
             }}

@@ -18,6 +18,7 @@ from programs.settings.values import (
     files,
     folder,
     host,
+    host_names,
     integer,
     ip,
     keys_file,
@@ -25,6 +26,7 @@ from programs.settings.values import (
     named_files,
     networks,
     one_of,
+    origins,
     resident_counts,
     service_name,
     strategy,
@@ -156,7 +158,18 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "password for changes to models, engines, states and adapters; default: the password",
         ),
         Flag("keys_file", keys_file, "TOML file of API keys with names and limits; SIGHUP reloads it"),
-        Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
+        Flag(
+            "cors_origin",
+            origins,
+            "origins of web pages that may use the service, like https://a.example, or *; default: every origin if a "
+            "password or key is required, else only the own page. Translation is open to every origin",
+        ),
+        Flag(
+            "allowed_hosts",
+            host_names,
+            "host names of the service, like api.example or *.example; default: every name, on loopback without a "
+            "password only names of loopback",
+        ),
         Flag("max_body_mb", decimal(0.001, 1024), "largest request body in MiB"),
         Flag("max_state_mb", decimal(0.001, 1000), "largest session file for /state/import in MiB"),
         Flag("max_contents", integer(1, 1_000_000), "maximum prompts per request"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,10 @@ from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.database_address import SCHEMES, parse_server_address
 
 Value = TypeVar("Value", int, float)
+_HOST = r"[\w-]+(?:\.[\w-]+)*"
+_HOST_NAME = re.compile(rf"\*|(?:\*\.)?{_HOST}|[0-9a-f:]+", re.ASCII)
+"""Also an IPv6 address, without brackets."""
+_ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://(?:{_HOST}|\[[0-9a-f:]+\])(?::\d+)?", re.ASCII)
 
 
 class SettingsError(Exception):
@@ -176,6 +181,24 @@ def networks(text: str) -> tuple[str, ...]:
             ipaddress.ip_network(name)
         except ValueError:
             raise SettingsError(f"must list addresses or networks like 10.0.0.0/8,::1, got {name!r}") from None
+    return names
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Splits `https://a.example, http://localhost:3000`, or `*`. Raises SettingsError."""
+    names = tuple(name.strip().lower().rstrip("/") for name in text.split(",") if name.strip())
+    for name in names:
+        if name != "*" and not _ORIGIN.fullmatch(name):
+            raise SettingsError(f"must list origins like https://a.example,http://localhost:3000, or *, got {name!r}")
+    return names
+
+
+def host_names(text: str) -> tuple[str, ...]:
+    """Splits `api.example, *.example`. Raises SettingsError."""
+    names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
+    for name in names:
+        if not _HOST_NAME.fullmatch(name):
+            raise SettingsError(f"must list host names without ports, like api.example,*.example, or *, got {name!r}")
     return names
 
 

@@ -19,6 +19,7 @@ from rwkv_batch.errors import ErrorKind
 _ERRORS = {
     ErrorKind.NOT_JSON: "The body is not valid JSON, or incomplete.",
     ErrorKind.UNAUTHORIZED: "Wrong or missing password or API key.",
+    ErrorKind.FORBIDDEN: "The host or origin is not allowed.",
     ErrorKind.NOT_FOUND: "The path does not exist.",
     ErrorKind.MODEL_NOT_FOUND: "The model is not served.",
     ErrorKind.SESSION_NOT_FOUND: "The session or dialogue does not exist, or was deleted.",
@@ -28,6 +29,7 @@ _ERRORS = {
     ErrorKind.ADAPTER_NOT_FOUND: "The adapter is not loaded.",
     ErrorKind.NAME_TAKEN: "The name is taken.",
     ErrorKind.BODY_TOO_LARGE: "The body is too large.",
+    ErrorKind.UNSUPPORTED_MEDIA_TYPE: "A browser sent another content type.",
     ErrorKind.INVALID_FIELD: "A field is invalid.",
     ErrorKind.OVERLOADED: "Overloaded, or an API key's limit is reached. See Retry-After.",
     ErrorKind.DRAINING: "The service is shutting down.",
@@ -39,7 +41,8 @@ FORM = "x-form"
 _FILE = {"type": "string", "format": "binary"}
 _SCHEMAS_WITHOUT_MODEL = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
 """Schemas of successful answers without a model, by content type. Others are text."""
-_BODY_ERRORS = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
+_FILE_ERRORS = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.UNSUPPORTED_MEDIA_TYPE)
+_BODY_ERRORS = (*_FILE_ERRORS, ErrorKind.INVALID_FIELD)
 _GENERATION_ERRORS = (
     ErrorKind.STATE_NOT_FOUND,
     ErrorKind.ADAPTER_NOT_FOUND,
@@ -154,10 +157,10 @@ def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list
 
 def _errors(route: Route, formats: list[ErrorFormat]) -> dict[str, str]:
     """Return the route's error statuses with their meanings, in ascending order."""
-    kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED,))]
+    kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN))]
     kinds += _BODY_ERRORS if route.body is not None else ()
     kinds += (ErrorKind.INVALID_FIELD,) if route.query is not None else ()
-    kinds += (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE) if route.uploads else ()
+    kinds += _FILE_ERRORS if route.uploads else ()
     kinds += _GENERATION_ERRORS if route.is_generation else ()
     texts: dict[int, list[str]] = {}
     for kind in (kind for kind in _ERRORS if kind in kinds):

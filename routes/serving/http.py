@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import unquote, unquote_plus
 
@@ -44,6 +44,7 @@ from routes.serving.access import (
     grant,
     log_access,
 )
+from routes.serving.browser import BrowserRules
 from routes.serving.connections import cancelled_if_left, find
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -113,22 +114,22 @@ class RobynChunks:
         )
 
 
-def _headers(context: Context, request_context: RequestContext) -> dict[str, str]:
+def _headers(request_context: RequestContext) -> dict[str, str]:
     """Return the headers of every answer: request id and CORS."""
-    return {
-        "Access-Control-Allow-Origin": context.config.cors_origin,
-        "Access-Control-Expose-Headers": f"Retry-After, {REQUEST_ID}",
-        REQUEST_ID: request_context.request_id,
-    }
+    headers = {"Vary": "Origin", REQUEST_ID: request_context.request_id}
+    if request_context.allowed_origin:
+        headers["Access-Control-Allow-Origin"] = request_context.allowed_origin
+        headers["Access-Control-Expose-Headers"] = f"Retry-After, {REQUEST_ID}"
+    return headers
 
 
-def _full_response(context: Context, request_context: RequestContext, answer: HttpResponse) -> Response:
-    headers = _headers(context, request_context) | {"Content-Type": answer.content_type, **answer.headers}
+def _full_response(request_context: RequestContext, answer: HttpResponse) -> Response:
+    headers = _headers(request_context) | {"Content-Type": answer.content_type, **answer.headers}
     return Response(status_code=answer.status, headers=Headers(headers), description=answer.body)
 
 
-def _streaming_response(context: Context, stream: StreamedResponse, active_request: ActiveRequest) -> StreamingResponse:
-    headers = _headers(context, active_request.request_context) | {
+def _streaming_response(stream: StreamedResponse, active_request: ActiveRequest) -> StreamingResponse:
+    headers = _headers(active_request.request_context) | {
         "Content-Type": stream.content_type,
         **stream.headers,
     }
@@ -245,7 +246,8 @@ async def _handler_argument(context: Context, route: Route, request: Request, da
     return await offload_if_large(len(request.body), validate, route.body, data)
 
 
-async def _run(context: Context, route: Route, request: Request) -> HandlerResponse:
+async def _run(context: Context, route: Route, rules: BrowserRules, request: Request) -> HandlerResponse:
+    rules.check(route, request.headers.get)
     data = await _request_data(context, route, request)
     context = await model_context(context, route, data)
     argument = await _handler_argument(context, route, request, data)
@@ -258,32 +260,33 @@ async def _run(context: Context, route: Route, request: Request) -> HandlerRespo
 
 def wrap(context: Context, route: Route) -> RobynHandler:
     """Return the Robyn handler of a route."""
-    identity = ClientIdentity(context.config)
+    identity, rules = ClientIdentity(context.config), BrowserRules(context.config)
 
     async def handler(request: Request) -> RobynReply:
         connection = find(request.ip_addr)
         address = identity.client(_peer(request), request.headers.get)
-        request_context = _start_request(request, route.path, address)
+        origin = rules.allowed_origin(request.headers.get, route.allows_any_origin)
+        request_context = _start_request(request, route.path, address, origin)
         try:
             active_request = ActiveRequest(context, request_context, address, route.is_generation)
         except ServiceError as error:
             refusal = error_response(error.info, route.error_format_for(request.body))
             report(context, request_context, refusal.status, error.info.kind)
-            return _full_response(context, request_context, refusal)
+            return _full_response(request_context, refusal)
         try:
             with cancelled_if_left(connection if route.is_generation else None):
-                reply = await response_or_error(route, _run(context, route, request), lambda: request.body)
+                reply = await response_or_error(route, _run(context, route, rules, request), lambda: request.body)
         except asyncio.CancelledError:
             request_context.error_kind = CLIENT_DISCONNECTED
             reply = HttpResponse(b"", CLIENT_CLOSED_REQUEST)
         if isinstance(reply, StreamedResponse):
             request_context.is_stream = reply.content_type == SSE
-            return _streaming_response(context, reply, active_request)
+            return _streaming_response(reply, active_request)
         reply = _not_modified_or(request, reply)
         request_context.mark_first_byte()
         active_request.release()
         active_request.report(reply.status, request_context.error_kind or DONE)
-        return _full_response(context, request_context, reply)
+        return _full_response(request_context, reply)
 
     return handler
 
@@ -294,26 +297,29 @@ def _peer(request: Request) -> str | None:
     return request.ip_addr if connection is None else connection.peer
 
 
-def _start_request(request: Request, route: str, client: str) -> RequestContext:
+def _start_request(request: Request, route: str, client: str, allowed_origin: str) -> RequestContext:
     """Create the request's context and make it the current one."""
     name = request_id(request.headers.get(REQUEST_ID.lower()))
-    request_context = RequestContext(request_id=name, method=request.method, route=route, client=client)
+    request_context = RequestContext(name, request.method, route, client, allowed_origin=allowed_origin)
     set_current_request(request_context)
     return request_context
 
 
-def _fallback_handler(context: Context, routes: Iterable[Route]) -> RobynHandler:
+def _fallback_handler(context: Context, routes: Sequence[Route]) -> RobynHandler:
     """Return the handler of all other requests: preflights, 405 on a known path, 404."""
-    identity = ClientIdentity(context.config)
+    identity, rules = ClientIdentity(context.config), BrowserRules(context.config)
+    open_paths = {route.path for route in routes if route.allows_any_origin}
     table: dict[str, set[str]] = defaultdict(set)
     for route in routes:
         table[route.path].add(route.method)
 
     async def handler(request: Request) -> RobynReply:
-        request_context = _start_request(request, UNKNOWN_ROUTE, identity.client(_peer(request), request.headers.get))
+        origin = rules.allowed_origin(request.headers.get, request.url.path in open_paths)
+        client = identity.client(_peer(request), request.headers.get)
+        request_context = _start_request(request, UNKNOWN_ROUTE, client, origin)
         answer = _fallback_response(table, request)
         report(context, request_context, answer.status, request_context.error_kind or DONE)
-        return _full_response(context, request_context, answer)
+        return _full_response(request_context, answer)
 
     return handler
 

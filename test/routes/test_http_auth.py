@@ -69,6 +69,24 @@ def test_public_and_protected_paths(locked: Service) -> None:
     assert locked.request("OPTIONS", CHAT).status_code == 204
 
 
+def test_pages_of_every_origin_may_use_the_password(locked: Service) -> None:
+    """A browser never sends it by itself."""
+    headers = {"Origin": "https://a.example", "Content-Type": "application/json"}
+    answers = [
+        locked.request("GET", "/healthz", headers=headers),
+        locked.request("GET", "/nowhere", headers=headers),
+        locked.request("GET", CHAT, headers=headers),
+        locked.request("OPTIONS", CHAT, headers=headers),
+        locked.post(CHAT, {}, headers=headers),
+        *(
+            locked.post(CHAT, body, headers={**headers, "Authorization": f"Bearer {quote(SECRET)}"})
+            for body in ({}, BODY, {**BODY, "stream": True})
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 404, 405, 204, 401, 422, 200, 200]
+    assert all(answer.headers["access-control-allow-origin"] == "*" for answer in answers)
+
+
 def test_the_log_does_not_show_the_password(locked: Service) -> None:
     locked.post(CHAT, {**BODY, "password": SECRET, "temperature": -1})
     assert SECRET not in locked.log.read_text()

@@ -153,7 +153,7 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
 def test_differently_spelt_paths_are_404(service: Service) -> None:
     for target in ("/%2f", "/stat%75s%2f"):
         with service.connect() as connection:
-            connection.sendall(f"GET {target} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert read_all(connection).startswith(b"HTTP/1.1 404"), target
 
 

@@ -179,7 +179,7 @@ def test_malformed_chunks_end_one_worker_at_most(mortal: Service) -> None:
     readers = [Reader(mortal) for _ in range(12)]
     wait_for(lambda: mortal.status()["running_rows"] == 12, 30, "12 streams run")
     jobs = [worker["jobs"] for worker in mortal.status()["processes"]["http_workers"]]
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with mortal.connect() as connection:
         connection.sendall(head + b"zz\r\nnonsense\r\n\r\n")
         read_all(connection)

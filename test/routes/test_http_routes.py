@@ -224,7 +224,7 @@ def test_metrics_are_the_same_from_every_worker(service: Service) -> None:
     assert len(figures) == 1
 
 
-def test_cors_and_preflight_on_every_route(service: Service) -> None:
+def test_preflights_of_every_route(service: Service) -> None:
     paths = service.get("/openapi.json").json()["paths"]
     for path, operations in paths.items():
         preflight = service_options(service, path)
@@ -233,16 +233,6 @@ def test_cors_and_preflight_on_every_route(service: Service) -> None:
             preflight.headers["access-control-allow-methods"].split(", ")
         )
         assert "Authorization" in preflight.headers["access-control-allow-headers"]
-    answers = [
-        service.get("/healthz"),
-        service.get("/nowhere"),
-        service.get(CHAT),
-        service.post(CHAT, {}),
-        service.post(CHAT, {**GREEDY, "contents": ["a"]}),
-        service.post(CHAT, {**GREEDY, "contents": ["a"], "stream": True}),
-    ]
-    assert [answer.status_code for answer in answers] == [200, 404, 405, 422, 200, 200]
-    assert all(answer.headers["access-control-allow-origin"] == "*" for answer in answers)
 
 
 def service_options(service: Service, path: str) -> Any:

@@ -42,7 +42,7 @@ Pieces = list[bytes]
 def head(dice: random.Random, *lines: bytes) -> bytes:
     """Return a request's head with these lines."""
     target = dice.choice([b"GET /healthz", b"POST /v1/chat/completions", b"POST /nowhere", b"GET /", b"DELETE /x"])
-    return b"\r\n".join([target + b" HTTP/1.1", b"Host: t", *lines, b"", b""])
+    return b"\r\n".join([target + b" HTTP/1.1", b"Host: localhost", *lines, b"", b""])
 
 
 def noise(dice: random.Random, length: int) -> bytes:
@@ -77,11 +77,11 @@ def huge_head(dice: random.Random) -> Pieces:
 
 
 def huge_target(dice: random.Random) -> Pieces:
-    return [b"GET /" + b"a" * dice.choice([8000, 20_000, 200_000]) + b" HTTP/1.1\r\nHost: t\r\n\r\n"]
+    return [b"GET /" + b"a" * dice.choice([8000, 20_000, 200_000]) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"]
 
 
 def pipelined(dice: random.Random) -> Pieces:
-    one = b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n"
+    one = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     return [one * dice.randint(2, 60) + dice.choice([b"", b"garbage\r\n\r\n", one[:20]])]
 
 
@@ -109,7 +109,8 @@ def garbage(dice: random.Random) -> Pieces:
 
 def broken_lines(dice: random.Random) -> Pieces:
     lines = [b"GET / HTTP/9.9", b"GET / HTTP/1.1 x", b"GET\x00/ HTTP/1.1", b" GET / HTTP/1.1", b"GET http://[ HTTP/1.1"]
-    return [dice.choice([*lines, b"PRI * HTTP/2.0", b"\x16\x03\x01\x02", b"G" * 70_000]) + b"\r\nHost: t\r\n\r\n"]
+    lines += [b"PRI * HTTP/2.0", b"\x16\x03\x01\x02", b"G" * 70_000]
+    return [dice.choice(lines) + b"\r\nHost: localhost\r\n\r\n"]
 
 
 def slow_bytes(dice: random.Random) -> Pieces:
@@ -118,7 +119,7 @@ def slow_bytes(dice: random.Random) -> Pieces:
 
 
 def left_stream(dice: random.Random) -> Pieces:
-    return [f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(ENDLESS)}\r\n\r\n".encode() + ENDLESS]
+    return [f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(ENDLESS)}\r\n\r\n".encode() + ENDLESS]
 
 
 def upgrades(dice: random.Random) -> Pieces:

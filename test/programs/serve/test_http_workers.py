@@ -23,7 +23,7 @@ from test.serving import START_TIMEOUT_S, Service, children, is_process_alive, r
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1}
 NOTICED = "engine engine-0 is lost"
-MALFORMED = b"GET /healthz HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n"
+MALFORMED = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n"
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,8 @@ NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 3}
 ENDLESS: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1_000_000, "stream": True, "chunk_size": 1}
-HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n".encode()
+PAGE = "https://page.example"
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
 pytestmark = [pytest.mark.proxy, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
 
 
@@ -37,6 +38,7 @@ pytestmark = [pytest.mark.proxy, pytest.mark.skipif(NGINX is None, reason="nginx
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service without a model behind nginx."""
     flags = ("--front", "nginx", "--max-body-mb", "0.01", "--max-state-mb", "0.02", "--max-streams-per-client", "4")
+    flags += ("--cors-origin", PAGE)
     folder = tmp_path_factory.mktemp("proxied")
     running = Service(folder, *flags, "--stall-timeout-s", "1", program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -147,10 +149,12 @@ def test_clients_of_http_1_0_get_a_body_that_ends(proxied: Service) -> None:
 
 
 def test_nginx_errors_have_the_services_format(proxied: Service) -> None:
-    large = proxied.post(CHAT, content=b"x" * 30_000)
+    large = proxied.post(CHAT, content=b"x" * 30_000, headers={"Origin": PAGE})
     assert large.status_code == 413
     assert "--max-body-mb" in large.json()["error"]
-    assert large.headers["access-control-allow-origin"] == "*"
+    assert large.headers["access-control-allow-origin"] == PAGE
+    foreign = proxied.post(CHAT, content=b"x" * 30_000, headers={"Origin": f"{PAGE}.evil"})
+    assert foreign.status_code == 413 and "access-control-allow-origin" not in foreign.headers
     refused = proxied.post("/openai/v1/chat/completions", content=b"x" * 30_000)
     assert refused.status_code == 413
     assert refused.json()["error"]["type"] == "invalid_request_error"
@@ -203,7 +207,7 @@ def test_an_nginx_that_is_killed_is_started_again_without_a_refused_connection(p
 
     def answer() -> bytes:
         with contextlib.suppress(ConnectionResetError):  # taken by a process of the old nginx in its last moment
-            return raw_answer(proxied, b"GET /healthz HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+            return raw_answer(proxied, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return b""
 
     wait_for(answer, 30, "an answer; a refused connection would be an error")
