@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -26,6 +26,8 @@ _READ_BYTES = 1 << 10
 """Compressed bytes per read. They expand to at most 32 MiB."""
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+ReadCheck = Callable[[int, int], None]
+"""Takes the numbers of lines and of decompressed bytes so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,28 @@ class _ZstdReader(io.RawIOBase):
         return count
 
 
+class _CheckedFile:
+    """A compressed file. Checks before each read: a read that decompresses to nothing yields no line."""
+
+    def __init__(self, raw: io.BufferedReader, check: Callable[[], None]) -> None:
+        self._raw = raw
+        self._check = check
+
+    def read(self, size: int = -1) -> bytes:
+        self._check()
+        return self._raw.read(size)
+
+
 class Input:
     """A file, a pipe or standard input, read once."""
 
-    def __init__(self, path: str) -> None:
-        """Raises RunError if it cannot be opened."""
+    def __init__(self, path: str, check: ReadCheck = lambda num_lines, num_bytes: None) -> None:
+        """Raises RunError if it cannot be opened. `check` raises to end the reading."""
         self.path = path
+        self._check = check
+        self._num_lines = 0
+        self._num_bytes = 0
+        """Decompressed bytes that were read."""
         try:
             self._raw = sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=_CHUNK)  # noqa: SIM115
             self._identity = None if is_stream(path) else _file_identity(os.fstat(self._raw.fileno()))
@@ -106,10 +124,11 @@ class Input:
     def _decompressed(self) -> BinaryIO:
         raw = cast(io.BufferedReader, self._raw)
         magic = raw.peek(4)[:4]
+        checked = cast(BinaryIO, _CheckedFile(raw, lambda: self._check(self._num_lines, self._num_bytes)))
         if magic.startswith(_GZIP):
-            return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
+            return io.BufferedReader(gzip.GzipFile(fileobj=checked), _CHUNK)
         if magic == _ZSTD or int.from_bytes(magic, "little") in _SKIPPABLE:
-            return io.BufferedReader(_ZstdReader(raw), _CHUNK)
+            return io.BufferedReader(_ZstdReader(checked), _CHUNK)
         return raw
 
     def fraction(self) -> float | None:
@@ -138,23 +157,29 @@ class Input:
 
     def lines(self) -> Iterator[Line]:
         """Yields every line. Raises RunError if reading fails or the file was changed."""
-        number = 0
         try:
-            while data := self._stream.readline(MAX_LINE_BYTES + 1):
+            while data := self._read_piece(MAX_LINE_BYTES + 1):
                 size = len(data)
                 while not data.endswith(b"\n") and size > MAX_LINE_BYTES:
-                    more = self._stream.readline(_CHUNK)
+                    more = self._read_piece(_CHUNK)
                     size += len(more)
                     if not more or more.endswith(b"\n"):
                         break
                 self._check_unchanged(self._raw.fileno())  # at every line, so that no line of another file is used
-                number += 1
-                if number == 1:
+                self._num_lines += 1
+                if self._num_lines == 1:
                     data = data.removeprefix(_BOM)
-                yield Line(number, data.removesuffix(b"\n").removesuffix(b"\r"), size)
+                yield Line(self._num_lines, data.removesuffix(b"\n").removesuffix(b"\r"), size)
             self._check_unchanged(self._raw.fileno())
         except (OSError, EOFError, zstandard.ZstdError) as error:
-            raise RunError(f"the input {self.path} cannot be read after line {number} ({error})") from None
+            raise RunError(f"the input {self.path} cannot be read after line {self._num_lines} ({error})") from None
+
+    def _read_piece(self, size: int) -> bytes:
+        """Returns the rest of a line, or its next `size` bytes."""
+        piece = self._stream.readline(size)
+        self._num_bytes += len(piece)
+        self._check(self._num_lines, self._num_bytes)
+        return piece
 
     def close(self) -> None:
         """Closes the file."""

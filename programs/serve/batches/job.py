@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from programs.batch.reorder_buffer import ReorderBuffer
 from programs.batch.run import Run
 from programs.batch.sidecar import Sidecar
 from programs.record import Record, RunError
-from programs.serve.batches.lines import BatchFormat, BatchTask, validate_lines
+from programs.serve.batches.lines import MAX_LINES, BatchFormat, BatchTask, validate_lines
 from routes.context import Context
 from routes.file_store import (
     Batch,
@@ -44,6 +46,12 @@ _MAX_REFUSED_S = 3600.0
 _POLL_S = 0.5
 _TTL_S = 30 * 86400
 _MAX_REJECTED = 256
+_MAX_LINES_READ = 2 * MAX_LINES
+"""Lines of a file with its blank ones."""
+_MAX_EXPANSION = 250
+"""Maximum size of a compressed file's lines, as a multiple of the file's size."""
+_MIN_MAX_BYTES, _MAX_BYTES = 64 << 20, 1 << 30
+"""Bounds of that limit in bytes."""
 _MESSAGES = {
     Status.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
     Status.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -96,6 +104,10 @@ class _InputError(Exception):
     """The batch's file cannot be read, now or later; the message says why."""
 
 
+class _StoppedError(Exception):
+    """Nobody needs the lines any more."""
+
+
 class BatchJob:
     """A batch under way."""
 
@@ -105,6 +117,8 @@ class BatchJob:
         self.batch = batch
         self.is_cancelled = batch.status is Status.CANCELLING
         """Set when its owner wants it to end."""
+        self._is_stopped = False
+        """Set when the process ends."""
         self._format = BatchFormat(batch.id)
 
     async def run(self) -> None:
@@ -136,7 +150,14 @@ class BatchJob:
         self.batch = await asyncio.to_thread(self._store.update, self.batch.id, changed)
 
     async def _validate(self) -> None:
-        count, wrong = await asyncio.to_thread(self._validation_errors)
+        try:
+            count, wrong = await asyncio.to_thread(self._validation_errors)
+        except _StoppedError:
+            self.batch = await asyncio.to_thread(self._store.update, self.batch.id, lambda batch: batch)
+            return
+        except asyncio.CancelledError:
+            self._is_stopped = True
+            raise
         if wrong:
             await self._set_status(Status.FAILED, errors=wrong)
             return
@@ -151,7 +172,7 @@ class BatchJob:
         self.is_cancelled = self.batch.status is Status.CANCELLING
 
     def _validation_errors(self) -> tuple[int, list[dict[str, Any]]]:
-        source = self._input()
+        source = self._input(lambda: self.is_cancelled or self._is_stopped)
         try:
             return validate_lines(self._format.read(source.lines()), self.batch.endpoint)
         except RunError:  # its own message names a path of the server
@@ -159,18 +180,38 @@ class BatchJob:
         finally:
             source.close()
 
-    def _input(self) -> Input:
-        """The lines' file. Raises _InputError if it is gone."""
+    def _input(self, is_stopped: Callable[[], bool]) -> Input:
+        """Open the file of lines. Raises _InputError if it is gone.
+
+        Reading raises _InputError above a limit, and _StoppedError.
+        """
+        path, name = self._store.content(self.batch.input_file_id), self.batch.input_file_id
+
+        def check(num_lines: int, num_bytes: int) -> None:
+            if is_stopped():
+                raise _StoppedError
+            if num_lines > _MAX_LINES_READ:
+                raise _InputError(f"the file {name} has more than {_MAX_LINES_READ} lines, blank ones too; split it")
+            if num_bytes > max_bytes:
+                raise _InputError(
+                    f"the file {name} has more than {max_bytes} bytes when decompressed; the limit is "
+                    f"{_MAX_EXPANSION} times its size, but from {_MIN_MAX_BYTES} to {_MAX_BYTES} bytes; split it"
+                )
+
         try:
-            return Input(str(self._store.content(self.batch.input_file_id)))
+            source = Input(str(path), check)
         except RunError:
-            raise _InputError(f"the file {self.batch.input_file_id} was deleted") from None
+            raise _InputError(f"the file {name} was deleted") from None
+        max_bytes = min(_MAX_BYTES, max(_MIN_MAX_BYTES, _MAX_EXPANSION * (source.size or 0)))
+        return source
 
     def _path(self, suffix: str) -> Path:
         return self._store.runs / f"{self.batch.id}{suffix}"
 
     async def _answer(self) -> Status:
         """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
+        if Status.IN_PROGRESS.value not in self.batch.times:  # cancelled before its lines were checked: no results
+            return Status.CANCELLED
         ends_as = self._early_status()
         if ends_as is Status.COMPLETED:
             engine = _Engine(self._context, self.batch)
@@ -189,13 +230,15 @@ class BatchJob:
         return Status.EXPIRED if time.time() >= self.batch.expires_at else Status.COMPLETED
 
     async def _run(self, worker: LineWorker | _RejectingWorker) -> Status:
-        source = self._input()
+        stopped = threading.Event()
+        source = self._input(stopped.is_set)
         files = await asyncio.to_thread(self._open)
         try:
             reorder_buffer = ReorderBuffer(False, files.progress)
             run = Run(self._format.read(source.lines()), worker, files, reorder_buffer, RunStats(source.fraction))
             return await self._watch(asyncio.create_task(run.run()), files, can_stop=isinstance(worker, LineWorker))
         finally:
+            stopped.set()
             files.close()
             source.close()
 

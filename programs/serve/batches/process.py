@@ -11,8 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from programs.record import RunError
@@ -29,7 +29,11 @@ from rwkv_batch.ipc.process import LogStyle, become_child
 logger = logging.getLogger(__name__)
 
 _MAX_BATCHES, _MAX_BATCHES_PER_CLIENT = 8, 4
-"""Batches that run beside each other; others wait."""
+"""Concurrent batches, above the first one of each client."""
+_MAX_CLIENTS = 64
+"""Concurrent batches. A client's first one waits only for this limit."""
+_MAX_THREADS = 4 * _MAX_CLIENTS
+"""Threads that read and write files."""
 _POLL_S = 0.5
 _SWEEP_S = 600.0
 _RETRY_S = 10.0
@@ -63,6 +67,7 @@ def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Conn
 async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, supervisor: Connection) -> None:
     """Run until the supervisor says "drain", or is gone; from when it has said which other models there are."""
     loop, stop, has_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -134,8 +139,10 @@ class BatchRunner:
     def _can_start(self, batch: Batch) -> bool:
         if time.monotonic() < self._retry_at.get(batch.id, 0.0):
             return False
-        of_client = Counter(job.batch.client for job in self._jobs.values())
-        return len(self._jobs) < _MAX_BATCHES and of_client[batch.client] < _MAX_BATCHES_PER_CLIENT
+        num_of_client = sum(job.batch.client == batch.client for job in self._jobs.values())
+        if not num_of_client:
+            return len(self._jobs) < _MAX_CLIENTS
+        return len(self._jobs) < _MAX_BATCHES and num_of_client < _MAX_BATCHES_PER_CLIENT
 
     def _start(self, batch: Batch) -> None:
         self._jobs[batch.id] = BatchJob(self._store, self._context, batch)

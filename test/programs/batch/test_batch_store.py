@@ -57,7 +57,8 @@ def test_expired_and_orphaned_files_are_deleted(tmp_path: Path) -> None:
 def test_uploads_at_one_time_share_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one comes while the first one is written, by another process."""
     first_store, second_store = (Store(tmp_path, 10, 2) for _ in range(2))
-    begun, refusals = [], []
+    begun: list[int] = []
+    refusals: list[str] = []
 
     def upload_another(number: int) -> None:
         if not begun:

@@ -370,4 +370,4 @@ def test_an_unusable_store_is_reported_with_a_remedy(tmp_path: Path, method: str
     assert isinstance(answer, HttpResponse)
     message = json.loads(answer.body)["error"]["message"]
     assert answer.status == 429 and answer.headers["Retry-After"] == "10"
-    assert "cannot be " in message and "Not a directory" in message and "--files-dir" in message
+    assert "cannot be " in message and "File exists" in message and "--files-dir" in message
