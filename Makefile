@@ -1,5 +1,7 @@
 # make serve   the service; ARGS="--model-path FILE" and RWKV_... variables configure it
-# make test    the tests
+# make test    the tests of daily work: five minutes on two cores
+# make test-all    all tests, as in CI
+# make test-long   all tests with more seeds, soaks and faults: hours
 # make lint    formatting, lint and types
 # make docs    the site of the documents in build/site; broken links fail
 # make cluster-demo   three machines on one: a Ray cluster with the demo model, of which a node is killed
@@ -18,14 +20,22 @@ ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
 
-.PHONY: serve test cluster-demo lint docs format install install-dev install-gpu install-nvcc lock release audit clean
+.PHONY: serve test test-all test-long cluster-demo lint docs format install install-dev install-gpu install-nvcc lock release audit clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
 	exec $(BIN)/python app.py $(ARGS)
 
+# More workers than cores, because tests also wait.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)  # much of the time is waiting
+	$(PYTEST) -m "not (slow or browser or cluster or proxy or gpu)" $(TEST_ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(PYTEST) $(TEST_ARGS)
+
+test-long: export RWKV_LONG_TESTS = 1
+test-long: test-all
 
 cluster-demo: $(VENV)/.installed-cluster
 	$(BIN)/python -m test.cluster_demo $(ARGS)

@@ -124,13 +124,17 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the longest files first, as `make test` runs them."""
+    """Sort the longest files first and mark those that are slow."""
     if missing_files := longest_files.missing_files():
         raise pytest.UsageError(f"test/longest_files.py lists missing files: {', '.join(missing_files)}")
     if unlisted_files := longest_files.unlisted_files(items):
         raise pytest.UsageError(f"add these files to SHARING in test/longest_files.py: {', '.join(unlisted_files)}")
     items.sort(key=lambda item: longest_files.sort_key(item.path))
+    for item in items:
+        if longest_files.is_slow(item.path):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

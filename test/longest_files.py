@@ -1,4 +1,4 @@
-"""The order in which test files go to pytest's workers, and the files that share a worker."""
+"""The order in which test files go to pytest's workers, those that are slow, and those that share a worker."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ LONGEST = (
     "routes/test_openai_routes.py",
 )
 """Longest first, below `test/`, so that no long file runs alone at the end. Times: `pytest --durations=400`."""
+DAILY = frozenset(
+    {
+        "engine/test_engine.py",
+        "engine/test_constraints.py",
+        "engine/test_engine_sessions.py",
+        "engine/test_fairness.py",
+        "engine/test_preemption.py",
+        "engine/test_continuations.py",
+        "state_pool/test_pool_shared.py",
+        "state_pool/test_pool_model.py",
+        "model/test_weights.py",
+        "model/test_cpu_kernels.py",
+        "routes/test_openai_routes.py",
+    }
+)
+"""Of the longest, those that `make test` runs too. The others are marked `slow`, as are all below SLOW_FOLDERS."""
+SLOW_FOLDERS = ("bench/", "demo/", "deploy/", "fleet/", "typing/", "routes/web/")
 SHARING = {
     "service": (
         "routes/test_routes_openapi.py",
@@ -138,9 +155,15 @@ def _position(name: str) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+def is_slow(path: Path) -> bool:
+    """Return whether `make test` leaves this file out."""
+    name = path.relative_to(HERE).as_posix()
+    return name.startswith(SLOW_FOLDERS) or (name in LONGEST and name not in DAILY)
+
+
 def missing_files() -> list[str]:
     """Return listed files that do not exist."""
-    return [name for name in (*LONGEST, *GROUPS) if not (HERE / name).exists()]
+    return [name for name in (*LONGEST, *DAILY, *GROUPS) if not (HERE / name).exists()]
 
 
 def unlisted_files(items: Iterable[pytest.Item]) -> list[str]:
