@@ -10,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from rwkv_batch.model.layer import MIX_ORDER
-from rwkv_batch.model.tensor_files import FileError, read_tensors
+from rwkv_batch.model.tensor_files import FileError, read_json_file, read_tensors
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -52,8 +52,8 @@ def read_folder(path: Path) -> dict[str, Tensor]:
     if not index.is_file():
         return dict(read_tensors(path / WHOLE))
     try:
-        shard_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.MsgspecError) as error:
+        shard_of = msgspec.json.decode(read_json_file(index), type=_Index).weight_map
+    except msgspec.MsgspecError as error:
         raise FileError(f"{index} cannot be read ({error}); download the model again") from error
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(shard_of.values())):

@@ -1,7 +1,11 @@
-"""Reads named tensors from `.pth` (`weights_only`) and `.safetensors` files, without running code."""
+"""Maps named tensors of `.pth` and `.safetensors` files, without running code.
+
+Another process finds the tensors in a file (tensor_index.py), because headers and pickles are untrusted.
+"""
 
 from __future__ import annotations
 
+import threading
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PTH, SAFETENSORS = ".pth", ".safetensors"
-MAX_SIZE_FACTOR = 4
-"""Largest size of the tensors relative to the file: some are stored once under two names."""
+from native.sandbox import ENDED, Sandbox
+from rwkv_batch.model.tensor_index import CPU_S, MEMORY_BYTES, Place, TensorIndex
 
+PTH, SAFETENSORS = ".pth", ".safetensors"
 MAX_VALUE = torch.finfo(torch.float16).max
 """Largest valid number in weights."""
+MAX_JSON_BYTES = 4 << 20
+_PROGRAM = "rwkv_batch.model.tensor_index"
+_lock = threading.Lock()
+_sandboxes: list[Sandbox] = []
+"""The idle sandbox process, started on demand."""
 
 
 class FileError(ValueError):
@@ -61,55 +70,59 @@ def read_tensors(path: Path, kind: FileKind = MODEL) -> Mapping[str, Tensor]:
     try:
         with path.open("rb"):
             pass
-        loaded = _read_safetensors(path) if _is_safetensors(path) else _read_pth(path, kind)
     except PermissionError as error:
         raise FileError(f"{kind.noun} {path} cannot be read ({error.strerror}); check its permissions") from error
-    except FileError:
-        raise
-    except Exception as error:  # a damaged file makes the parsers raise almost anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FileError(f"{kind.noun} {path} is damaged or not a weight file ({reason}); download it again") from error
-    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise FileError(f"{kind.noun} {path} is not a dict of tensors; give the weights themselves, not a checkpoint")
-    _check_memory(path, kind, loaded)
-    return loaded
+    index = _index(path)
+    if isinstance(index, str):
+        raise FileError(f"{kind.noun} {path} {index}")
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+        return {place.name: _mapped(storage, place) for place in index.places}
+    except (OSError, RuntimeError) as error:
+        raise FileError(f"{kind.noun} {path} cannot be mapped ({error}); write it to another file") from error
 
 
-def _check_memory(path: Path, kind: FileKind, tensors: Mapping[str, Tensor]) -> None:
-    """Raises FileError for tensors without data of their own, which could take any amount of memory."""
-    held = sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
-    odd = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided or tensor.is_meta]
-    if odd or held > MAX_SIZE_FACTOR * path.stat().st_size:
-        why = f"tensor {odd[0]!r} has no data of its own" if odd else f"its tensors would take {held} bytes"
-        raise FileError(f"{kind.noun} {path} is not a weight file ({why}); save dense, complete tensors")
+def _mapped(storage: Any, place: Place) -> Tensor:
+    """Return a tensor [...] of the file's bytes. Raises RuntimeError if the file became shorter."""
+    own = storage[place.begin : place.begin + place.num_bytes]
+    tensor = torch.empty(0, dtype=getattr(torch, place.dtype))
+    return tensor.set_(own, 0, place.shape, place.strides)
 
 
 def _is_safetensors(path: Path) -> bool:
     return path.suffix == SAFETENSORS or (path.suffix != PTH and not zipfile.is_zipfile(path))
 
 
-def _read_pth(path: Path, kind: FileKind) -> Any:
-    if not zipfile.is_zipfile(path):
-        raise FileError(
-            f"{kind.noun} {path} is not a zip-format .pth (truncated, or saved by torch < 1.6); download it again"
-        )
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _read_safetensors(path: Path) -> Any:
-    from safetensors.torch import load_file
-
-    return load_file(path)
+def _index(path: Path) -> TensorIndex | str:
+    """Return the file's tensors, or a refusal that continues "FILE ..."."""
+    with _lock:
+        sandbox = _sandboxes.pop() if _sandboxes else None
+        if sandbox is not None and not sandbox.is_alive:
+            sandbox.close()
+            sandbox = None
+        sandbox = sandbox or Sandbox(_PROGRAM)
+        try:
+            index: TensorIndex | str = sandbox.call((path.absolute(), _is_safetensors(path)))
+        except ENDED:
+            sandbox.close()
+            return f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to read; save a dict of tensors"
+        _sandboxes.append(sandbox)
+        return index
 
 
 def metadata_of(path: Path) -> dict[str, str]:
     """Return the metadata in a safetensors file's header; {} for other or unreadable files."""
-    from safetensors import SafetensorError, safe_open
+    index = _index(path) if path.is_file() else ""
+    return {} if isinstance(index, str) else index.metadata
 
-    if not path.is_file() or not _is_safetensors(path):
-        return {}
+
+def read_json_file(path: Path) -> bytes:
+    """Return a small file's bytes. Raises FileError."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError):
-        return {}
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error}); download it again") from error
+    if len(content) > MAX_JSON_BYTES:
+        raise FileError(f"{path} has more than {MAX_JSON_BYTES} bytes; it is not the JSON of a model or an adapter")
+    return content

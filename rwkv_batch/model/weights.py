@@ -6,6 +6,7 @@ Reads `.pth` (a dict of tensors, `weights_only`) and `.safetensors` with the sam
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
 from rwkv_batch.model.state import HEAD_SIZE, X070, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
+from rwkv_batch.tokenizer import VOCAB_SIZE
+
+logger = logging.getLogger(__name__)
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
 UNSUPPORTED_MODELS = (
@@ -30,7 +34,8 @@ UNSUPPORTED_MODELS = (
     (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
-PILE_VOCABULARY = 50277
+TABLES = ("emb.weight", "head.weight")
+"""Tensors with a row per token."""
 UNUSED_TENSORS = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
 """Present in some files, but the first layer has no value residual."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -91,12 +96,28 @@ def open_weights(path: str | Path) -> Weights:
 
 def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
     """Check tensors [out, in] and [C] that came from `path`, by their names. Raises WeightsError."""
+    tensors = _without_padding(path, tensors)
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)
     fingerprint = _fingerprint(tensors)
     for tensor in tensors.values():
         release(tensor)  # reading a sample maps many pages
     return Weights(path, tensors, shape, fingerprint)
+
+
+def _without_padding(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors with the vocabulary's rows [V, C] of the tables: others could be sampled, and mean no text."""
+    cut = {name: tensor[:VOCAB_SIZE] for name, tensor in tensors.items() if name in TABLES and len(tensor.shape) == 2}
+    unused = max((len(tensors[name]) - len(tensor) for name, tensor in cut.items()), default=0)
+    if not unused:
+        return tensors
+    logger.warning(
+        "model file %s has %d rows more than the World vocabulary of %d tokens; they are not used",
+        path,
+        unused,
+        VOCAB_SIZE,
+    )
+    return {**tensors, **cut}
 
 
 def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
@@ -146,7 +167,7 @@ def outside_layers(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors outside layers, for all versions."""
     norms = (f"{norm}.{part}" for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias"))
     table = (shape.vocab, shape.width)
-    return {"emb.weight": table, "head.weight": table, **dict.fromkeys(norms, (shape.width,))}
+    return {**dict.fromkeys(TABLES, table), **dict.fromkeys(norms, (shape.width,))}
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -174,11 +195,6 @@ def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None
         raise WeightsError(
             f"model file {path}: 'emb.weight' is {tuple(tensors['emb.weight'].shape)}; "
             f"the width must be a multiple of the head size {shape.head_size}"
-        )
-    if shape.vocab == PILE_VOCABULARY:
-        raise WeightsError(
-            f"model file {path} is a {shape.version} with the Pile vocabulary ({PILE_VOCABULARY} tokens); use "
-            "'World' weights"
         )
     if shape.version == X070:
         expected = expected_shapes(shape)

@@ -11,8 +11,23 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merge_adapters
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
+from rwkv_batch.tokenizer import VOCAB_SIZE
 
+PILE_ROWS = (50277, 50304)
+"""Its tokens, without and with padding."""
 _to_service_error = error_translator("the file could not be checked")
+
+
+def open_model(path: str) -> Weights:
+    """Open a model that has the vocabulary's rows. Raises WeightsError."""
+    weights = open_weights(path)
+    if (rows := weights.shape.vocab) < VOCAB_SIZE:
+        pile = ", as models with the Pile vocabulary have" if rows in PILE_ROWS else ""
+        raise WeightsError(
+            f"model file {path} is a {weights.shape.version} with {rows} rows of tokens{pile}; the World "
+            f"vocabulary has {VOCAB_SIZE}: use 'World' weights"
+        )
+    return weights
 
 
 def with_adapters(weights: Weights, adapters: Sequence[str]) -> Weights:
@@ -41,7 +56,7 @@ class ModelChecks:
 
 def _description(call: CheckModel) -> str:
     try:
-        weights = open_weights(call.file)
+        weights = open_model(call.file)
     except (WeightsError, ValueError) as error:
         raise _invalid_field("file", error) from error
     try:

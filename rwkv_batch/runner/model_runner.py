@@ -17,7 +17,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import Weights, WeightsError, open_weights
+from rwkv_batch.model.weights import Weights, WeightsError
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, LastTokens
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
@@ -25,7 +25,7 @@ from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.launch_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads
 from rwkv_batch.runner.memory import Memory
-from rwkv_batch.runner.model_files import with_adapters
+from rwkv_batch.runner.model_files import open_model, with_adapters
 from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backends
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
 from rwkv_batch.runner.state_copy import PipelineArena
@@ -137,7 +137,7 @@ class ModelRunner:
         """Open the weights and load the layers. Raises StartupError."""
         config = self._config
         try:
-            weights = with_adapters(open_weights(config.model_path), config.adapters)
+            weights = with_adapters(open_model(config.model_path), config.adapters)
             devices = replica_devices(config.devices, config.replica)
             backends = resolve_backends(weights.shape.version, devices, config)
             pipeline = Pipeline(

@@ -7,21 +7,15 @@ limits kills the process and is refused.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, Any
 
+from native.sandbox import ENDED, Sandbox
 from sampling.grammar.constraint import Constraint
 from sampling.grammar.errors import GrammarError
 
 CPU_S = 2
 """CPU seconds per grammar. The process rounds up to a whole second."""
 _PROGRAM = "sampling.grammar.compile_sandbox_process"
-_FOLDER = str(Path(__file__).parents[__name__.count(".")])
 _ENDED = f"takes more than {CPU_S} s or 3 GiB to compile, or is nested too deeply; use fewer rules, nested less deeply"
 
 _UNSTARTED = (
@@ -43,7 +37,7 @@ class CompileSandbox:
         process = self._take_idle() or _Process(self._vocabulary)
         try:
             refusal = process.try_compile(constraint)
-        except (OSError, EOFError, pickle.UnpicklingError):
+        except ENDED:
             process.close()
             raise GrammarError(_ENDED) from None
         self._idle.append(process)
@@ -75,45 +69,21 @@ class _Process:
     """The engine's end of one sandbox process."""
 
     def __init__(self, vocabulary: tuple[list[bytes], int]) -> None:
-        program = f"import sys; sys.path.insert(0, {_FOLDER!r}); from {_PROGRAM} import serve; serve()"
-        command = [sys.executable, "-c", program]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
+        self._sandbox = Sandbox(_PROGRAM)
         try:
-            send(self._to, vocabulary)
-            receive(self._from)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            self._sandbox.call(vocabulary)
+        except ENDED as error:
             self.close()
             raise RuntimeError(_UNSTARTED) from error
 
     def try_compile(self, constraint: Constraint) -> tuple[str, str, str] | None:
-        """Return the refusal (message, place, field), or None.
-
-        Raises OSError or EOFError if the process ended.
-        """
-        send(self._to, constraint)
-        refusal: tuple[str, str, str] | None = receive(self._from)
+        """Return the refusal (message, place, field), or None. Raises one of ENDED if the process ended."""
+        refusal: tuple[str, str, str] | None = self._sandbox.call(constraint)
         return refusal
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._sandbox.is_alive
 
     def close(self) -> None:
-        self._process.kill()
-        for stream in (self._to, self._from):
-            with contextlib.suppress(OSError):
-                stream.close()
-        self._process.wait()
-
-
-def send(stream: IO[bytes], value: Any) -> None:
-    pickle.dump(value, stream)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """Read a value. Raises EOFError at the end of the stream."""
-    return pickle.load(stream)  # noqa: S301 - from our own process, or from the engine
+        self._sandbox.close()

@@ -6,12 +6,12 @@ Exceeding the limit of memory, stack or CPU time ends the process.
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 import threading
 import time
 
-from sampling.grammar.compile_sandbox import CPU_S, receive, send
+from native.sandbox import limit_memory, limit_next_cpu, receive, send
+from sampling.grammar.compile_sandbox import CPU_S
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint
 from sampling.grammar.errors import GrammarError, TooComplexError, exceeds_limit, in_one_line
@@ -26,8 +26,7 @@ MASK_S = 0.25
 
 def serve() -> None:
     """Compile the grammars from standard input until it closes."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_memory(MEMORY_BYTES)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_answer)
     thread.start()
@@ -43,9 +42,7 @@ def _answer() -> None:
     with contextlib.suppress(EOFError):
         while True:
             constraint = receive(source)
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            limit = int(used.ru_utime + used.ru_stime) + 1 + CPU_S
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))  # ends the process
+            limit_next_cpu(CPU_S)
             send(answers, _try_compile(compiler, constraint))
 
 

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "integers": (state_tensors(WKV.to(torch.int32)), "torch.int32, expected floats"),
     "NaN": (state_tensors(one_nan()), "NaN or infinity"),
     "1e30": (state_tensors(WKV * 1e32), "at most 65504 is valid"),
-    "code": ({"blocks.0.att.time_state": Path("/tmp")}, "damaged or not"),
+    "code": ({"blocks.0.att.time_state": Path("/tmp")}, "its pickle uses 'pathlib.PosixPath'"),
 }
 
 

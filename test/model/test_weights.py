@@ -158,8 +158,8 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
     ("tensor", "why"),
     [
         (torch.zeros(1).expand(1 << 20, 64, 64), r"would take 171\d{8} bytes"),
-        (torch.empty(64, 64, device="meta"), "'blocks.0.att.key.weight' has no data of its own"),
-        (torch.eye(64).to_sparse(), "has no data of its own"),
+        (torch.empty(64, 64, device="meta"), "uses 'torch._utils._rebuild_meta_tensor_no_storage'"),
+        (torch.eye(64).to_sparse(), "uses 'torch._utils._rebuild_sparse_tensor'"),
     ],
     ids=["one number for all", "meta", "sparse"],
 )
@@ -221,7 +221,7 @@ class Exploit:
 def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
     target = tmp_path / "executed"
     path = written(tmp_path / "zipped.pth", {**small(), "x": Exploit(target)})
-    with pytest.raises(WeightsError, match="damaged or not a weight file"):
+    with pytest.raises(WeightsError, match=r"not a weight file .its pickle uses 'posix\.system'"):
         open_weights(path)
     bare = tmp_path / "bare.pth"
     bare.write_bytes(pickle.dumps({"x": Exploit(target)}))

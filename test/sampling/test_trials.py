@@ -40,8 +40,8 @@ def test_a_process_that_died_idle_fails_no_grammar() -> None:
     sandbox = CompileSandbox(Tokenizer().byte_table, VOCAB_SIZE)
     sandbox.check(DIGITS)
     (idle,) = sandbox._idle
-    idle._process.kill()
-    idle._process.wait()
+    idle._sandbox._process.kill()
+    idle._sandbox._process.wait()
     sandbox.check(DIGITS)
     assert len(sandbox._idle) == 1 and sandbox._idle[0] is not idle
     sandbox.close()

@@ -20,7 +20,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from torch import Tensor
 
 from rwkv_batch.model.huggingface import native_module
-from rwkv_batch.model.tensor_files import MAX_VALUE, FileError, FileKind, read_tensors
+from rwkv_batch.model.tensor_files import MAX_VALUE, FileError, FileKind, read_json_file, read_tensors
 from rwkv_batch.model.weights import FLOATS
 from rwkv_batch.models_folder import ADAPTER_CONFIG
 
@@ -43,6 +43,7 @@ _PLAIN = re.compile(r"[\w.]+")
 MAX_SCALE = 1000
 _FAR = 1e300
 """Larger integers of JSON are clamped to this."""
+_MAX_PATTERNS = 4096
 _MAX_EXPRESSIONS = 16
 """Largest number of regular expressions. One may take 10 MB and 0.1 s."""
 
@@ -193,8 +194,8 @@ def _config(path: Path) -> Mapping[str, Any]:
     if not path.stem.startswith(_MODEL) or not file.is_file():
         return {}
     try:
-        config = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.MsgspecError) as error:
+        config = msgspec.json.decode(read_json_file(file))
+    except (RecursionError, msgspec.MsgspecError) as error:
         raise FileError(f"{file} cannot be read ({error}); download the adapter again") from error
     if not isinstance(config, dict):
         raise FileError(f"{file} is not a JSON object; download the adapter again")
@@ -217,6 +218,8 @@ def _alphas(file: Path, config: Mapping[str, Any]) -> Alphas:
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise FileError(f"{file}: alpha_pattern must be an object of names with their alphas")
+    if len(patterns) > _MAX_PATTERNS:
+        raise FileError(f"{file}: alpha_pattern has {len(patterns)} names; at most {_MAX_PATTERNS} are allowed")
     if sum(not _PLAIN.fullmatch(pattern) for pattern in patterns) > _MAX_EXPRESSIONS:
         raise FileError(f"{file}: alpha_pattern has more than {_MAX_EXPRESSIONS} regular expressions; use plain names")
     found: list[tuple[str | SchemaValidator, float]] = []

@@ -1,0 +1,73 @@
+"""A child process that answers one call at a time, for work on untrusted input.
+
+The child sets its own limits. If it passes one of them it ends, and the caller gets OSError or EOFError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+_FOLDER = str(Path(__file__).parents[__name__.count(".")])
+ENDED = (OSError, EOFError, pickle.UnpicklingError)
+"""Exceptions of `Sandbox.call` if the process ended."""
+
+
+class Sandbox:
+    """Runs `serve()` of a module in another process. Not thread-safe."""
+
+    def __init__(self, module: str) -> None:
+        program = f"import sys; sys.path.insert(0, {_FOLDER!r}); from {module} import serve; serve()"
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+
+    def call(self, value: Any) -> Any:
+        """Send a value and return the answer. Raises one of ENDED."""
+        send(self._to, value)
+        return receive(self._from)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        for stream in (self._to, self._from):
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._process.wait()
+
+
+def send(stream: IO[bytes], value: Any) -> None:
+    pickle.dump(value, stream)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Read a value. Raises EOFError at the end of the stream."""
+    return pickle.load(stream)  # noqa: S301 - both ends are this program
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit the address space of this process, and write no core files."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def limit_next_cpu(seconds: int) -> None:
+    """End this process if it uses this much more CPU time, rounded up to a whole second."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
