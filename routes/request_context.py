@@ -32,7 +32,7 @@ class RequestContext:
     limits: ClientLimits | None = None
     """Limits of the API key."""
     owner: str = ""
-    """Name of the API key. The request sees only this owner's files and batches; "" sees all."""
+    """Name of the API key. The request sees only this owner's sessions, files and batches; "" sees all."""
     allowed_origin: str = ""
     """Access-Control-Allow-Origin of the answer. "": none."""
     priority: Priority | None = None

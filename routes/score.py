@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
-from routes.request.bodies import ModelFields, PriorityFields, Texts
+from routes.request.bodies import ModelFields, PrefixCacheFields, PriorityFields, Texts
 from routes.request.fields import FixedSamplingFields
 from routes.request.jobs import (
     encode,
@@ -38,7 +38,7 @@ MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have, as in OpenAI's answers."""
 
 
-class ScoreBody(FixedSamplingFields, PriorityFields, ModelFields):
+class ScoreBody(FixedSamplingFields, PriorityFields, PrefixCacheFields, ModelFields):
     """Prompts with candidate texts."""
 
     contents: Texts = Field(min_length=1, description="The prompts. Each is computed once.")
@@ -49,9 +49,6 @@ class ScoreBody(FixedSamplingFields, PriorityFields, ModelFields):
     )
     pad_zero: bool = Field(False, description="Put token 0 before each prompt, which may then be empty.")
     logprobs: bool = Field(False, description="Include the log-probability of each token.")
-    use_prefix_cache: bool = Field(
-        True, description="Start from the cached state of the longest known beginning of the prompt."
-    )
 
     @property
     def candidate_lists(self) -> list[list[str]]:

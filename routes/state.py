@@ -15,6 +15,7 @@ from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, Fields, SessionId
 from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large, row_stops
+from routes.request.tenants import own_id, reachable_ids
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.generate import OutputDecoder, RowResult, RowUpdate, call_engine, run
@@ -38,8 +39,9 @@ from routes.response.response_models import (
 )
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Finish, Job
+from state_pool.owners import owner_of
 from state_pool.session_key import SessionEntry, Tier
 
 PATH = "/state/chat/completions"
@@ -96,7 +98,7 @@ async def state_chat_completions(context: Context, body: TurnBody) -> HandlerRes
 
 async def status(context: Context, body: StatusBody) -> HandlerResponse:
     """List the stored sessions, newest first, with their storage tier."""
-    page = await call_engine(context, ListSessions(body.limit, body.offset))
+    page = await call_engine(context, ListSessions(body.limit, body.offset, current_request().owner))
     counts = {
         "total_sessions": page.total,
         "l1_cache_count": page.in_slots,
@@ -109,7 +111,9 @@ async def status(context: Context, body: StatusBody) -> HandlerResponse:
 
 def _session_entry(entry: SessionEntry) -> dict[str, object]:
     return {
-        "session_id": entry.session_id,
+        "session_id": entry.session_id.removeprefix(own_id("")),
+        "dialogue_idx": entry.dialogue,
+        "owner": owner_of(entry.session_id) or None,
         "cache_level": CACHE_LEVELS[entry.tier],
         "last_updated": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.updated)),
         "timestamp": entry.updated,
@@ -118,8 +122,10 @@ def _session_entry(entry: SessionEntry) -> dict[str, object]:
 
 async def delete(context: Context, body: DeleteBody) -> HandlerResponse:
     """Delete a session from every tier. A running turn of it ends with an error."""
-    name = body.session_id
-    count = await call_engine(context, DeleteSessions(name, body.delete_prefix))
+    name, count = body.session_id, 0
+    for stored_id in reachable_ids(name):
+        if not count or body.delete_prefix:
+            count += await call_engine(context, DeleteSessions(stored_id, body.delete_prefix))
     if not count:
         message = f"Session {name} not found"
         return json_response({"status": "not_found", "message": message, "error": message}, 404)
@@ -205,7 +211,7 @@ async def export_session(context: Context, upload: Upload) -> HandlerResponse:
     include_file = current_request().method != "HEAD"
     release = context.session_files.acquire(current_request().client)
     try:
-        content = await call_engine(context, ExportSession(query.session_id, query.dialogue_idx, include_file))
+        content = await _export(context, query, include_file)
     except BaseException:
         release()
         raise
@@ -216,12 +222,23 @@ async def export_session(context: Context, upload: Upload) -> HandlerResponse:
     return StreamedResponse(FileChunks(io.BytesIO(content), release), FILE, headers)
 
 
+async def _export(context: Context, query: ExportQuery, include_file: bool) -> bytes:
+    """Return the file of the client's own session, or else of the shared one. Raises ServiceError."""
+    own, *shared = reachable_ids(query.session_id)
+    try:
+        return await call_engine(context, ExportSession(own, query.dialogue_idx, include_file))
+    except ServiceError as error:
+        if not shared or error.info.kind is not ErrorKind.SESSION_NOT_FOUND:
+            raise
+    return await call_engine(context, ExportSession(shared[0], query.dialogue_idx, include_file))
+
+
 async def import_session(context: Context, upload: Upload) -> HandlerResponse:
     """Create a session from a file of `/state/export`. The exporting service must have the same model."""
     query: ImportQuery = upload.query
     release = context.session_files.acquire(current_request().client)
     try:
-        num_tokens = await call_engine(context, ImportSession(query.session_id, upload.content))
+        num_tokens = await call_engine(context, ImportSession(own_id(query.session_id), upload.content))
     finally:
         release()
     return json_response({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})

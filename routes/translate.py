@@ -26,6 +26,7 @@ from routes.request import prompts
 from routes.request.bodies import PriorityFields, StateFields, Texts
 from routes.request.fields import FixedSamplingFields
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
+from routes.request.tenants import cache_tenant
 from routes.response.generate import OutputDecoder, RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Translations
@@ -241,27 +242,28 @@ class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
 
 
 class TranslationCache:
-    """The most recently used translations. Thread-safe."""
+    """The most recently used translations, separately for each tenant (`cache_tenant`). Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._texts: OrderedDict[ParagraphKey, str] = OrderedDict()
+        self._texts: OrderedDict[tuple[str, ParagraphKey], str] = OrderedDict()
 
-    def get(self, key: ParagraphKey) -> str | None:
+    def get(self, tenant: str, paragraph: ParagraphKey) -> str | None:
         """Return the cached translation, or None."""
+        key = (tenant, paragraph)
         with self._lock:
             if key not in self._texts:
                 return None
             self._texts.move_to_end(key)
             return self._texts[key]
 
-    def put(self, key: ParagraphKey, text: str) -> None:
+    def put(self, tenant: str, paragraph: ParagraphKey, text: str) -> None:
         """Cache a translation, unless it is too long."""
-        if len(key[2]) + len(text) > _MAX_CACHED_CHARACTERS:
+        if len(paragraph[2]) + len(text) > _MAX_CACHED_CHARACTERS:
             return
         with self._lock:
-            self._texts[key] = text
+            self._texts[tenant, paragraph] = text
             while len(self._texts) > self._size:
                 self._texts.popitem(last=False)
 
@@ -289,7 +291,7 @@ class TranslationPlan:
         }
 
 
-def make_plan(body: TranslateBody, cache: TranslationCache, limit: int) -> TranslationPlan:
+def make_plan(body: TranslateBody, cache: TranslationCache, limit: int, tenant: str = "") -> TranslationPlan:
     """Split a request into paragraphs. Raises ServiceError if there are too many.
 
     Equal paragraphs are translated once.
@@ -310,7 +312,7 @@ def make_plan(body: TranslateBody, cache: TranslationCache, limit: int) -> Trans
         for piece in plan.pieces[-1]:
             if isinstance(piece, str) or piece in plan.known:
                 continue
-            plan.known[piece] = cache.get(piece) or ""
+            plan.known[piece] = cache.get(tenant, piece) or ""
             if not plan.known[piece]:
                 plan.missing.append(piece)
     return plan
@@ -363,11 +365,11 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
     is_cacheable = not (body.state or body.adapter)
     cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)
-    characters = sum(map(len, body.text_list))
+    characters, tenant = sum(map(len, body.text_list)), cache_tenant(context.config)
     if body.source_lang.lower() == AUTO:  # detection is slow even for short texts, and slowest at its first use
-        plan = await asyncio.to_thread(make_plan, body, cache, limit)
+        plan = await asyncio.to_thread(make_plan, body, cache, limit, tenant)
     else:
-        plan = await offload_if_large(characters, make_plan, body, cache, limit)
+        plan = await offload_if_large(characters, make_plan, body, cache, limit, tenant)
     if not plan.missing:
         return json_response(plan.response_body())
     rows = await offload_if_large(characters, _rows, context, plan.missing, body)
@@ -385,7 +387,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
                     "a translation did not end in time; send fewer texts per request, or raise timeout_s",
                 )
             plan.known[key] = clean_answer(row.text)
-            cache.put(key, plan.known[key])
+            cache.put(tenant, key, plan.known[key])
         return plan.response_body()
 
     return await run_full(context, job, OutputDecoder(len(rows)), full_body, NATIVE_ERRORS)

@@ -52,6 +52,14 @@ class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, a
 
     limit: int
     offset: int
+    owner: str = ""
+    """list this owner's sessions and shared ones; "": all"""
+
+
+class FindSession(EngineCall[str | None], tag="session_find", frozen=True, array_like=True):
+    """The first of these ids that a session has; None if there is none."""
+
+    session_ids: tuple[str, ...]
 
 
 class DeleteSessions(EngineCall[int], tag="session_delete", frozen=True, array_like=True):
@@ -208,6 +216,7 @@ AnyCall = (
     GetStatus
     | GetMetrics
     | ListSessions
+    | FindSession
     | DeleteSessions
     | ExportSession
     | ImportSession

@@ -77,8 +77,10 @@ class EngineCalls:
         match call:
             case calls.GetStatus():
                 reply_with(reply, self._status)
-            case calls.ListSessions(limit, offset):
-                self._list_sessions(reply, limit, offset)
+            case calls.ListSessions():
+                self._list_sessions(reply, call)
+            case calls.FindSession(session_ids):
+                self._find_session(reply, session_ids)
             case calls.DeleteSessions(session_id, delete_prefix):
                 self._delete_sessions(reply, session_id, delete_prefix)
             case calls.ExportSession():
@@ -92,14 +94,22 @@ class EngineCalls:
             case _:
                 self._user_files.handle(call, reply)
 
-    def _list_sessions(self, reply: calls.Reply[SessionPage], limit: int, offset: int) -> None:
+    def _find_session(self, reply: calls.Reply[str | None], session_ids: tuple[str, ...]) -> None:
+        """Reply when the pool has found it."""
+
+        def found(session_id: str | Exception | None) -> None:
+            reply(as_service_error(session_id) if isinstance(session_id, Exception) else session_id)
+
+        self._pool.listing.find_first(session_ids, found)
+
+    def _list_sessions(self, reply: calls.Reply[SessionPage], call: calls.ListSessions) -> None:
         """Reply when the pool has read the page."""
 
         def listed(page: SessionPage | Exception) -> None:
             reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
 
         try:
-            self._pool.listing.request(listed, limit, offset)
+            self._pool.listing.request(listed, call.limit, call.offset, call.owner)
         except PoolError as error:
             reply(as_service_error(error, field=None))
 

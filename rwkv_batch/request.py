@@ -181,6 +181,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """whether deltas contain token ids, so that rows can continue on another engine"""
     limits: ClientLimits | None = None
     """of an API key, which the fleet enforces (`QuotaLedger`)"""
+    cache_salt: str = ""
+    """jobs with different salts share no cached prefixes"""
 
     @property
     def num_rows(self) -> int:

@@ -24,6 +24,10 @@ class SessionKey(NamedTuple):
         """The name in lists: "s" for the plain session, "s:2" for dialogue 2. Never parsed."""
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
 
+    def entry(self, tier: Tier, updated: float) -> SessionEntry:
+        """Return its entry in lists. `updated`: Unix time of the last turn."""
+        return SessionEntry(self.display_name, tier, updated, None if self.dialogue == LINEAR else self.dialogue)
+
 
 class Fence(NamedTuple):
     """The right to write a session's next turn when engines share the database. Every commit compares it."""
@@ -56,6 +60,8 @@ class SessionEntry(msgspec.Struct, frozen=True):
     tier: Tier
     updated: float
     """Unix time of the last turn."""
+    dialogue: int | None = None
+    """Number of the dialogue; None for a plain session. A session's id may equal a dialogue's display name."""
 
 
 class SessionPage(msgspec.Struct, frozen=True, kw_only=True):

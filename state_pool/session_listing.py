@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any, Generic, TypeVar
 
 from state_pool.disk.operations import ListQuery
 from state_pool.disk.reader import ListResult, LookupFailed
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import DatabaseTimeout, PoolFull
+from state_pool.owners import is_visible
 from state_pool.session_key import SessionEntry, SessionPage
 from state_pool.sessions import Session, SessionIndex
 
@@ -21,22 +22,27 @@ TIMEOUT_S = 5.0
 
 OnListed = Callable[[SessionPage | Exception], None]
 """Called once, on the engine thread, from `StatePool.poll`."""
+_Outcome = TypeVar("_Outcome")
 Unlogged = Callable[[], Iterable[Session]]
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    """A caller that waits for a page."""
+OnFound = Callable[[str | Exception | None], None]
+"""Called once, on the engine thread."""
 
-    on_listed: OnListed
+
+@dataclass(eq=False, slots=True)
+class _Request(Generic[_Outcome]):
+    """A caller that waits for the database."""
+
+    on_outcome: Callable[[_Outcome | Exception], None]
     deadline: float
     is_answered: bool = False
 
-    def answer(self, outcome: SessionPage | Exception) -> None:
+    def answer(self, outcome: _Outcome | Exception) -> None:
         """Report the first outcome; ignore later ones."""
         if not self.is_answered:
             self.is_answered = True
-            self.on_listed(outcome)
+            self.on_outcome(outcome)
 
 
 class SessionListing:
@@ -48,51 +54,75 @@ class SessionListing:
         self._store = store
         self._deliver = deliver
         self._unlogged = unlogged
-        self._requests: dict[_Request, None] = {}
+        self._requests: dict[_Request[SessionPage], None] = {}
+        self._lookups: dict[_Request[str | None], None] = {}
 
     @property
     def pending(self) -> bool:
-        return any(not request.is_answered for request in self._requests)
+        requests: Iterable[_Request[Any]] = (*self._requests, *self._lookups)
+        return any(not request.is_answered for request in requests)
 
-    def request(self, on_listed: OnListed, limit: int = 100, offset: int = 0) -> None:
-        """List a page of sessions, newest first, with counts by tier.
+    def find_first(self, session_ids: Sequence[str], on_found: OnFound) -> None:
+        """Find the first of these ids that a session has.
+
+        `on_found` is called once with the id or None, or with an error as of `request`. Callers bound the number.
+        """
+        if self._store is None or not self._store.shared:
+            on_found(next(filter(self._index.has_id, session_ids), None))
+            return
+        request: _Request[str | None] = _Request(on_found, time.monotonic() + TIMEOUT_S)
+        self._lookups[request] = None
+
+        def found(outcome: str | LookupFailed | None) -> None:
+            del self._lookups[request]
+            request.answer(outcome)
+
+        self._store.find_first(session_ids, found)
+
+    def request(self, on_listed: OnListed, limit: int = 100, offset: int = 0, owner: str = "") -> None:
+        """List a page of the sessions that `owner` sees, newest first, with counts by tier. "" sees all.
 
         `on_listed` is called once from `StatePool.poll` with a `SessionPage`, DatabaseReadFailed,
         DirectoryUnreachable, or DatabaseTimeout after `TIMEOUT_S`. Raises PoolFull when too many lists are being read.
         """
         if self._store is None:  # every session is in memory, and the sizes of L1 and L2 bound their number
-            existing = (session for session in reversed(self._index) if session.exists)
-            entries = [_entry_of(session) for session in islice(existing, offset, offset + limit)]
-            self._deliver(lambda: on_listed(self._page(entries)))
+            entries = [_entry_of(session) for session in self._visible(reversed(self._index), owner)]
+            self._deliver(lambda: on_listed(self._page(entries[offset : offset + limit], owner, len(entries))))
             return
         if len(self._requests) >= MAX_PENDING_LISTS:
             raise PoolFull(f"{MAX_PENDING_LISTS} lists of sessions are being read already; try again in a moment")
-        request = _Request(on_listed, time.monotonic() + TIMEOUT_S)
+        request: _Request[SessionPage] = _Request(on_listed, time.monotonic() + TIMEOUT_S)
         self._requests[request] = None
+        is_counted = self._store.shared or bool(owner)
         tiers = {session.row: session.tier for session in self._in_memory()}
-        query = ListQuery(limit, offset, tiers, self._newer_than_disk(), counted=self._store.shared)
-        self._store.list_sessions(query, lambda outcome: self._listed(request, outcome))
+        query = ListQuery(limit, offset, tiers, self._newer_than_disk(owner), counted=is_counted, owner=owner)
+        self._store.list_sessions(query, lambda outcome: self._listed(request, owner, outcome))
 
     def expire(self, now: float) -> None:
         """Fail requests past their deadline. They count as pending until the reader answers them."""
-        for request in self._requests:
+        requests: Iterable[_Request[Any]] = (*self._requests, *self._lookups)
+        for request in requests:
             if now > request.deadline:
                 request.answer(
                     DatabaseTimeout(
-                        f"the session database has not listed its sessions within {TIMEOUT_S:g} s; "
+                        f"the session database has not looked up its sessions within {TIMEOUT_S:g} s; "
                         "its disk is slow or busy: try again later"
                     )
                 )
 
-    def _listed(self, request: _Request, outcome: ListResult | LookupFailed) -> None:
+    def _listed(self, request: _Request[SessionPage], owner: str, outcome: ListResult | LookupFailed) -> None:
         del self._requests[request]
-        request.answer(outcome if isinstance(outcome, Exception) else self._page(*outcome))
+        if isinstance(outcome, Exception):
+            request.answer(outcome)
+        else:
+            entries, counted = outcome
+            request.answer(self._page(entries, owner, counted))
 
-    def _page(self, entries: list[SessionEntry], counted: int | None = None) -> SessionPage:
-        """`counted`: sessions in a shared database. L1 and L2 count this engine's only."""
+    def _page(self, entries: list[SessionEntry], owner: str, counted: int | None) -> SessionPage:
+        """`counted`: the owner's sessions, or those in a shared database. L1 and L2 count this engine's only."""
         total = self._index.num_existing if counted is None else counted
-        l1 = sum(session.exists for session in self._index.l1)
-        l2 = sum(session.exists for session in self._index.l2)
+        l1 = sum(1 for _ in self._visible(self._index.l1, owner))
+        l2 = sum(1 for _ in self._visible(self._index.l2, owner))
         return SessionPage(
             total=total, in_slots=l1, in_host_memory=l2, on_disk=max(0, total - l1 - l2), sessions=entries
         )
@@ -101,14 +131,18 @@ class SessionListing:
         yield from self._index.l1
         yield from self._index.l2
 
-    def _newer_than_disk(self) -> dict[int, SessionEntry]:
+    @staticmethod
+    def _visible(sessions: Iterable[Session], owner: str) -> Iterator[Session]:
+        return (session for session in sessions if session.exists and is_visible(session.key.session_id, owner))
+
+    def _newer_than_disk(self, owner: str) -> dict[int, SessionEntry]:
         """Sessions by row whose newest turn may not be in the database. All are in memory or being logged.
 
         The index has no others: a session leaves memory only once it is stored completely, or it is refused as lost.
         """
         behind = [session for session in self._in_memory() if session.log_broken and session.dirty]
-        return {session.row: _entry_of(session) for session in (*behind, *self._unlogged()) if session.exists}
+        return {session.row: _entry_of(session) for session in self._visible((*behind, *self._unlogged()), owner)}
 
 
 def _entry_of(session: Session) -> SessionEntry:
-    return SessionEntry(session.key.display_name, session.tier, session.updated)
+    return session.key.entry(session.tier, session.updated)

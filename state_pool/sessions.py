@@ -13,6 +13,7 @@ from sortedcontainers import SortedList
 from state_pool.errors import InvalidSessionId
 from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.origins import LoadedAdapter, Origin, TunedState
+from state_pool.owners import has_prefix
 from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier
 
 
@@ -238,6 +239,10 @@ class SessionIndex:
         """Return the session of that name; it may have no committed turn."""
         return self._by_key.get(key)
 
+    def has_id(self, session_id: str) -> bool:
+        """Return whether there is a session or a dialogue with this id."""
+        return SessionKey(session_id) in self._by_key or session_id in self._dialogues
+
     def add(self, session: Session) -> None:
         """Add a session as the most recently used."""
         self._by_key[session.key] = session
@@ -300,7 +305,7 @@ class SessionIndex:
 
         - by id, with all dialogues
         - else by display name
-        - with `prefix`: all whose display name starts with it
+        - with `prefix`: all whose display name starts with it; see `has_prefix`
         """
         if prefix:
             return self._with_prefix(session_id)
@@ -312,7 +317,8 @@ class SessionIndex:
 
     def _with_prefix(self, prefix: str) -> list[Session]:
         """Find sessions by display-name prefix. The cost depends on the matches only."""
-        keys = takewhile(lambda key: key.session_id.startswith(prefix), self._names.irange((prefix,)))
+        beginning = takewhile(lambda key: key.session_id.startswith(prefix), self._names.irange((prefix,)))
+        keys = [key for key in beginning if has_prefix(key.session_id, prefix)]
         dialogues = self._dialogues.get(prefix.rpartition(":")[0], {}).values() if ":" in prefix else ()
         return [self._by_key[key] for key in keys] + [s for s in dialogues if s.key.display_name.startswith(prefix)]
 

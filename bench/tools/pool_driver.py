@@ -53,10 +53,10 @@ class PoolDriver:
         self.until(take)
         return found[0]
 
-    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
+    def list_sessions(self, limit: int = 100, offset: int = 0, owner: str = "") -> SessionPage:
         """Wait for a page of the session list. Raises its error."""
         pages: list[SessionPage | Exception] = []
-        self.pool.listing.request(pages.append, limit, offset)
+        self.pool.listing.request(pages.append, limit, offset, owner)
         self.until(lambda: bool(pages))
         if isinstance(pages[0], Exception):
             raise pages[0]

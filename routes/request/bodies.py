@@ -210,7 +210,20 @@ class StreamOptions(Fields):
     include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
 
 
-class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, MixtureFields):
+class PrefixCacheFields(Body):
+    """Use of cached prefixes."""
+
+    use_prefix_cache: bool = Field(
+        True, description="Start from the cached state of the longest known beginning of the prompt."
+    )
+    cache_salt: str = Field(
+        "",
+        max_length=256,
+        description="Share cached prefixes only with requests of the same key that have the same salt.",
+    )
+
+
+class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, PrefixCacheFields, MixtureFields):
     """Fields of every route that generates text."""
 
     max_tokens: int = Field(8192, ge=1, description="Maximum number of generated tokens per row.")
@@ -234,9 +247,6 @@ class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, MixtureFi
         None, ge=0, lt=2**64, description="Answer i, as numbered in the reply, is sampled with seed + i."
     )
     ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
-    use_prefix_cache: bool = Field(
-        True, description="Start from the cached state of the longest known beginning of the prompt."
-    )
 
     def sampling(self, seed: int) -> SamplingParams:
         """Return the row's sampling parameters: temperature only, by the Gumbel-max method."""

@@ -18,7 +18,15 @@ import msgspec
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import DEFAULT_STOPS, BatchBody, GenerationBody, ModelFields, PriorityFields, PromptBody
+from routes.request.bodies import (
+    DEFAULT_STOPS,
+    BatchBody,
+    GenerationBody,
+    ModelFields,
+    PrefixCacheFields,
+    PriorityFields,
+    PromptBody,
+)
 from routes.request_context import current_request
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
@@ -306,6 +314,7 @@ def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, samp
         timeout_s=body.timeout_s,
         label=label,
         priority=body.requested_priority,
+        cache_salt=body.cache_salt if isinstance(body, PrefixCacheFields) else "",
     )
 
 

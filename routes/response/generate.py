@@ -21,6 +21,7 @@ from routes.config import HttpConfig
 from routes.context import Context
 from routes.reader_wakeups import Mailbox
 from routes.request.jobs import offload_if_large
+from routes.request.tenants import prefix_salt, reachable_ids
 from routes.request_context import current_request
 from routes.response.http_response import (
     DONE,
@@ -35,9 +36,9 @@ from routes.response.http_response import (
     sse,
     to_json,
 )
-from rwkv_batch.calls import Answer, EngineCall
+from rwkv_batch.calls import Answer, EngineCall, FindSession
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
-from rwkv_batch.request import Finish, Job, JobEvents, TokenLogprob
+from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, TokenLogprob
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -209,8 +210,10 @@ async def submit(context: Context, job: Job) -> EventStream:
     request_context = current_request()
     job = msgspec.structs.replace(
         job,
+        rows=[await _with_stored_id(context, row) for row in job.rows],
         client=request_context.client,
         limits=request_context.limits,
+        cache_salt=prefix_salt(context.config, job.cache_salt),
         priority=request_context.priority or job.priority,
         timeout_s=time_limit(context.config, job.timeout_s),
     )
@@ -227,6 +230,16 @@ async def submit(context: Context, job: Job) -> EventStream:
     finally:
         del admission  # see `call_engine`
     return stream
+
+
+async def _with_stored_id(context: Context, row: GenerateRequest) -> GenerateRequest:
+    """Return the row with the stored id of its session, if it has one. A key's unknown id is a new session of it."""
+    if row.session is None:
+        return row
+    session_ids = reachable_ids(row.session.session_id)
+    found = await call_engine(context, FindSession(session_ids)) if len(session_ids) > 1 else None
+    turn = msgspec.structs.replace(row.session, session_id=found or session_ids[0])
+    return msgspec.structs.replace(row, session=turn)
 
 
 def time_limit(config: HttpConfig, given: float | None) -> float | None:

@@ -160,7 +160,11 @@ class Translations(BaseModel):
 class KeptSession(BaseModel):
     """A session, or one dialogue of it."""
 
-    session_id: str
+    session_id: str = Field(
+        description="The id, and for a dialogue `:` and its number. Others' ids begin with `owner=`."
+    )
+    dialogue_idx: int | None = Field(description="Number of the dialogue. null for a session without branches.")
+    owner: str | None = Field(description="Name of the API key that the session belongs to. null: it is shared.")
     cache_level: Literal["L1 (VRAM)", "L2 (RAM)", "Database (Disk)"]
     last_updated: str = Field(description="Local time of the last turn.")
     timestamp: float = Field(description="Unix time of the last turn in seconds.")

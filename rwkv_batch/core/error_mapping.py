@@ -26,6 +26,7 @@ from state_pool.errors import (
     StateNotFound,
     TurnInDoubt,
 )
+from state_pool.owners import without_owner
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ def as_service_error(
         given = error.given if default_field or error.given is not None else given
         field = default_field or field
         kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
-        message = f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error)
+        message = without_owner(f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error))
+        given = without_owner(given) if isinstance(given, str) else given
         return ServiceError(kind, message, field=field, given=given, retry_after_s=retry_after_s)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
     return ServiceError(ErrorKind.INTERNAL, message, field=field, given=given)

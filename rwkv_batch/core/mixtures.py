@@ -17,6 +17,7 @@ from rwkv_batch.core.sequence import NO_SLOT, Member, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from state_pool.origins import Origin, TunedState, mixed_origin
+from state_pool.owners import without_owner
 from state_pool.pool import StatePool
 from state_pool.sessions import Lease
 
@@ -33,7 +34,7 @@ def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
             "a mixture cannot continue a session on this server, which stores no token logs. "
             "Set state_db, and durability to log or lazy"
         )
-        raise _invalid_field(message, request.session.session_id)
+        raise _invalid_field(message, without_owner(request.session.session_id))
     if request.prompt_logprobs is not None or request.candidates:
         raise _invalid_field("a mixture cannot be combined with prompt_logprobs or candidates", None)
 

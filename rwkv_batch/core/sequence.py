@@ -16,8 +16,9 @@ from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
+from state_pool.cache.prefix_cache import NO_PREFIX_BASE
 from state_pool.layout import ZERO_SLOT
-from state_pool.origins import NO_BASE, LoadedAdapter, TunedState
+from state_pool.origins import LoadedAdapter, TunedState
 from state_pool.sessions import Lease
 
 
@@ -155,7 +156,7 @@ class Sequence:
     weight: float = 1.0
     adapter: LoadedAdapter | None = None
     """its adapter; None: none, or not known until its session's lease is ready"""
-    base: int = NO_BASE
+    base: bytes = NO_PREFIX_BASE
     """number of its initial state and adapter: only rows with the same number may share a prefix"""
     lease: Lease | None = None
     session_reported: bool = False

@@ -25,6 +25,7 @@ from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, Sh
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
+from state_pool.cache.prefix_cache import prefix_base
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.origins import NO_BASE, TunedState
 from state_pool.pool import StatePool
@@ -94,7 +95,8 @@ class StateManager:
             elif state:
                 sequence.tuned = self.pool.tuned.acquire(state)
             number = NO_BASE if sequence.tuned is None else sequence.tuned.number
-            sequence.base = self.pool.adapters.base(number, sequence.adapter)
+            number = self.pool.adapters.base(number, sequence.adapter)
+            sequence.base = prefix_base(number, sequence.job.spec.cache_salt)
         except PoolError as error:
             raise as_service_error(error, given=_session_of(sequence)) from error
         if _may_share_prefix(sequence):

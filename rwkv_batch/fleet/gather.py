@@ -45,7 +45,10 @@ def gather(
             if limit + offset > MAX_LISTED_SESSIONS:
                 reply(_offset_error(limit, offset))
             else:
-                _call_members(calls.ListSessions(limit + offset, 0), reply, members, _page(limit, offset, shared=False))
+                first_rows = msgspec.structs.replace(call, limit=limit + offset, offset=0)
+                _call_members(first_rows, reply, members, _page(limit, offset, shared=False))
+        case calls.FindSession(session_ids):
+            _call_members(call, reply, members, lambda answers: _first_found(session_ids, answers))
         case calls.DeleteSessions() | calls.CancelJobs() | calls.CountJobs():
             _call_members(call, reply, members, lambda answers: sum(value for _, value in answers))
         case calls.AddState() | calls.RemoveState() | calls.AddAdapter() | calls.RemoveAdapter():
@@ -93,6 +96,11 @@ def _first(answers: list[tuple[Member, Any]]) -> Any:
     return answers[0][1]
 
 
+def _first_found(session_ids: tuple[str, ...], answers: list[tuple[Member, Any]]) -> str | None:
+    found = {value for _, value in answers}
+    return next((session_id for session_id in session_ids if session_id in found), None)
+
+
 def _offset_error(limit: int, offset: int) -> ServiceError:
     message = (
         f"offset: limit + offset is {limit + offset}, the maximum is {MAX_LISTED_SESSIONS} because each engine has its "
@@ -109,12 +117,13 @@ def _page(limit: int, offset: int, shared: bool) -> Combine:
 
     def combine(answers: list[tuple[Member, Any]]) -> SessionPage:
         pages: list[SessionPage] = [value for _, value in answers]
-        found: dict[str, SessionEntry] = {}
+        found: dict[tuple[str, int | None], SessionEntry] = {}
         for page in pages:
             for entry in page.sessions:
-                known = found.get(entry.session_id)
+                key = (entry.session_id, entry.dialogue)
+                known = found.get(key)
                 if known is None or entry.updated > known.updated:
-                    found[entry.session_id] = entry
+                    found[key] = entry
         newest = sorted(found.values(), key=lambda entry: entry.updated, reverse=True)
         if shared:
             total = max(page.total for page in pages)

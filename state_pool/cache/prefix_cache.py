@@ -6,6 +6,8 @@ token where a prompt departs from earlier ones.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,6 +25,22 @@ MIN_TOKENS = KEY_TOKENS
 _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 _BASES = 1 << 31
 """Values from here on are not token ids; they encode the base."""
+_SALT_WORDS = struct.Struct("<4I")
+NO_PREFIX_BASE = b""
+"""Base of prompts without a state, an adapter and a salt."""
+
+
+def prefix_base(number: int, salt: str) -> bytes:
+    """Return the base of prompts. Prompts with different bases share nothing.
+
+    number: of the state that the tokens follow (`TunedState.number`)
+    salt: separates clients that must not see each other's hits, as vLLM's `cache_salt`; "" for none
+    """
+    words = [] if number == NO_BASE else [number]
+    if salt:
+        digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_SALT_WORDS.size).digest()
+        words += _SALT_WORDS.unpack(digest)
+    return pack_tokens([_BASES | word for word in words])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +65,17 @@ class _Entry:
         return (len(self.ids) - _base_bytes(self.ids)) // TOKEN_BYTES
 
 
-def _pack_prompt(tokens: Sequence[int], base: int) -> bytes:
-    """Pack token ids with their base in front. Prompts with different bases share nothing."""
-    return pack_tokens(tokens if base == NO_BASE else [_BASES + base, *tokens])
+def _pack_prompt(tokens: Sequence[int], base: bytes) -> bytes:
+    """Pack token ids with their base in front."""
+    return base + pack_tokens(tokens)
 
 
 def _base_bytes(ids: bytes) -> int:
     """Bytes of the base before the first token id. Packed little-endian."""
-    return TOKEN_BYTES if ids[TOKEN_BYTES - 1 : TOKEN_BYTES] >= b"\x80" else 0
+    at = 0
+    while ids[at + TOKEN_BYTES - 1 : at + TOKEN_BYTES] >= b"\x80":
+        at += TOKEN_BYTES
+    return at
 
 
 @dataclass(slots=True)
@@ -67,11 +88,7 @@ class PrefixCounters:
 
 
 class PrefixCache:
-    """Owns the entries. `Tiers` provides slots and copies.
-
-    `base` is the number of the state that the tokens follow (`TunedState.number`). Prompts share a prefix only with
-    equal bases.
-    """
+    """Owns the entries. `Tiers` provides slots and copies. `base`: see `prefix_base`."""
 
     def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
         self.counters = PrefixCounters()
@@ -101,7 +118,7 @@ class PrefixCache:
         """(entries in slots, entries in host memory)"""
         return len(self._l1), len(self._l2)
 
-    def match(self, tokens: Sequence[int], base: int = NO_BASE) -> PrefixHit | None:
+    def match(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> PrefixHit | None:
         """Return the longest cached prefix that leaves at least one token to compute. Its slot is pinned."""
         if not self._buckets or len(tokens) <= MIN_TOKENS:
             self.counters.misses += self.enabled
@@ -118,12 +135,12 @@ class PrefixCache:
         """The row has stopped reading the slot."""
         self._tiers.unpin(hit.slot)
 
-    def observe(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
+    def observe(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> None:
         """Announce a prompt. Optional: lets prompts that wait together share a prefill."""
         if self.enabled and len(tokens) > MIN_TOKENS:
             self._recent.add(_pack_prompt(tokens, base))
 
-    def cache_points(self, tokens: Sequence[int], observed: bool = False, base: int = NO_BASE) -> list[int]:
+    def cache_points(self, tokens: Sequence[int], observed: bool = False, base: bytes = NO_PREFIX_BASE) -> list[int]:
         """Return the position, if any, where prefill should pause and call `offer`. At most one.
 
         This is where the prompt departs from earlier ones, at the point that would have saved the most tokens beyond
@@ -145,7 +162,7 @@ class PrefixCache:
         self._wait_decisions.clear()
         return [(at - _base_bytes(ids)) // TOKEN_BYTES]
 
-    def should_wait(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
+    def should_wait(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> bool:
         """Whether a longer prefix than the cached one is being computed."""
         if not self._in_progress or len(tokens) <= MIN_TOKENS:
             return False
@@ -156,7 +173,7 @@ class PrefixCache:
             answer = self._wait_decisions[id(tokens)] = self._longest(ids) < longest < len(ids)
         return answer
 
-    def abandon(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
+    def abandon(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> None:
         """The state after `tokens`, promised by `cache_points`, will not be offered."""
         self._in_progress.pop(_pack_prompt(tokens, base), None)
         self._wait_decisions.clear()
@@ -170,7 +187,7 @@ class PrefixCache:
         """Bytes of the longest cached prefix shorter than `ids`."""
         return next((len(entry.ids) for entry in self._prefixes_of(ids)), 0)
 
-    def offer(self, tokens: Sequence[int], slot: int, base: int = NO_BASE) -> PrefixHit | None:
+    def offer(self, tokens: Sequence[int], slot: int, base: bytes = NO_PREFIX_BASE) -> PrefixHit | None:
         """Cache the state after `tokens`, which the caller's slot holds.
 
         The cache takes the slot and pins it for the caller, who may still read it but must write to another. None:

@@ -10,11 +10,11 @@ from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Relea
 from state_pool.disk.state_store import Connection
 from state_pool.expiry import Gap, UsageTimes
 from state_pool.origins import parse_origin
+from state_pool.owners import matching_prefix
 from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey
 
 NO_ENGINE = 0
 """Holder of entries that any engine may write."""
-_MAX_CHAR = "\U0010ffff"
 
 _COLUMNS = (
     "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
@@ -126,8 +126,8 @@ def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
     """
     # The directory first: this waits for turns that are committing. Then their rows.
     if job.prefix:
-        beginning = (job.session_id, job.session_id + _MAX_CHAR)
-        connection.execute("DELETE FROM directory WHERE session_id >= ? AND session_id < ?", beginning)
+        condition, values = matching_prefix(job.session_id)
+        connection.execute(f"DELETE FROM directory WHERE {condition}", values)
         found = _rows_with_prefix(connection, job.session_id)
     else:
         connection.execute("DELETE FROM directory WHERE session_id = ?", (job.session_id,))
@@ -152,9 +152,8 @@ def _rows_of(connection: Connection, session_id: str) -> list[int]:
 
 
 def _rows_with_prefix(connection: Connection, prefix: str) -> list[int]:
-    rows = connection.execute(
-        "SELECT id FROM sessions WHERE session_id >= ? AND session_id < ? AND hidden = 0", (prefix, prefix + _MAX_CHAR)
-    )
+    condition, values = matching_prefix(prefix)
+    rows = connection.execute(f"SELECT id FROM sessions WHERE {condition} AND hidden = 0", values)
     found = [int(row) for (row,) in rows.fetchall()]
     if ":" in prefix:
         owner = prefix.rpartition(":")[0]

@@ -175,6 +175,8 @@ class ListQuery:
     """Rows to leave out, since their delete is not on disk yet."""
     counted: bool = False
     """Whether to count the sessions too, because memory does not know all of them."""
+    owner: str = ""
+    """Leave out other owners' sessions. "": list all."""
 
 
 @dataclass(frozen=True, slots=True)

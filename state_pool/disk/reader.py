@@ -7,7 +7,7 @@ import logging
 import queue
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -26,7 +26,7 @@ from state_pool.disk.operations import (
     describe_error,
 )
 from state_pool.disk.state_store import Connection, ServerUnavailable
-from state_pool.disk.statements import count_sessions, keys_used, list_sessions
+from state_pool.disk.statements import count_sessions, first_stored, keys_used, list_sessions
 from state_pool.disk.verify import Loader
 from state_pool.disk.worker_threads import RECONNECT_INTERVAL_S, PoolThread, ReconnectTimeout
 from state_pool.errors import (
@@ -46,6 +46,7 @@ ListResult = tuple[list[SessionEntry], int | None]
 LookupFailed = DatabaseReadFailed | DirectoryUnreachable
 OnLoaded = Callable[[LoadResult], None]
 OnListed = Callable[[ListResult | LookupFailed], None]
+OnFirst = Callable[[str | LookupFailed | None], None]
 OnFound = Callable[[list[StoredSession] | LookupFailed], None]
 """Called with the session, then those that it is rebuilt from, nearest first; empty: there is none."""
 
@@ -122,6 +123,10 @@ class Reader:
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Queue a page of the list. The pool bounds the number."""
         self._jobs.put(lambda: self._list(query, on_listed))
+
+    def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
+        """Queue a search for the first of these ids that a session has."""
+        self._jobs.put(lambda: self._find_first(session_ids, on_found))
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
         """Queue a lookup of a session."""
@@ -233,10 +238,14 @@ class Reader:
     def _list(self, query: ListQuery, on_listed: OnListed) -> Callable[[], None]:
         def listed() -> ListResult:
             sessions = list_sessions(self._connection, query)
-            return sessions, count_sessions(self._connection) if query.counted else None
+            return sessions, count_sessions(self._connection, query) if query.counted else None
 
         page = _lookup(listed, "list its sessions")
         return lambda: on_listed(page)
+
+    def _find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> Callable[[], None]:
+        found = _lookup(lambda: first_stored(self._connection, session_ids), "look a session up")
+        return lambda: on_found(found)
 
     def _find(self, key: SessionKey, on_found: OnFound) -> Callable[[], None]:
         found = _lookup(lambda: find_session(self._connection, key), "look a session up")

@@ -14,6 +14,7 @@ from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.origins import format_origin
+from state_pool.owners import visible_to
 from state_pool.session_key import ROOT, Fence, SessionEntry, SessionKey, Tier
 
 
@@ -179,14 +180,15 @@ def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry
     """Return a page of the sessions, newest first, with the newer entries from memory merged in."""
     newer = list(query.newer.values())
     first = max(0, query.offset - len(newer))  # at least this many rows precede the page
+    condition, values = visible_to(query.owner)
     rows = connection.execute(
         "SELECT id, session_id, dialogue, updated FROM sessions INDEXED BY sessions_by_updated "
-        "WHERE hidden = 0 AND id NOT IN (SELECT value FROM json_each(?)) "
+        f"WHERE hidden = 0 AND id NOT IN (SELECT value FROM json_each(?)) AND {condition} "
         "ORDER BY updated DESC, id DESC LIMIT ? OFFSET ?",
-        (json.dumps([*query.newer, *query.deleted]), query.offset + query.limit - first, first),
+        (json.dumps([*query.newer, *query.deleted]), *values, query.offset + query.limit - first, first),
     )
     stored = [
-        SessionEntry(SessionKey(session_id, dialogue).display_name, query.tiers.get(row, Tier.DISK), updated)
+        SessionKey(session_id, dialogue).entry(query.tiers.get(row, Tier.DISK), updated)
         for row, session_id, dialogue, updated in rows
     ]
     merged = sorted([*newer, *stored], key=lambda entry: entry.updated, reverse=True) if newer else stored
@@ -288,9 +290,21 @@ def read_setting(connection: Connection, name: str) -> str | None:
     return None if found is None else str(found[0])
 
 
-def count_sessions(connection: Connection) -> int:
-    """Number of stored sessions. Reads only an index."""
-    return int(connection.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])
+def count_sessions(connection: Connection, query: ListQuery) -> int:
+    """Number of all sessions that the query would list."""
+    condition, values = visible_to(query.owner)
+    stored = connection.execute(
+        "SELECT count(*) FROM sessions "
+        f"WHERE hidden = 0 AND id NOT IN (SELECT value FROM json_each(?)) AND {condition}",
+        (json.dumps([*query.newer, *query.deleted]), *values),
+    )
+    return len(query.newer) + int(stored.fetchone()[0])
+
+
+def first_stored(connection: Connection, session_ids: Sequence[str]) -> str | None:
+    """Return the first of these ids that a stored session has."""
+    statement = "SELECT 1 FROM sessions WHERE session_id = ? AND hidden = 0 LIMIT 1"
+    return next((name for name in session_ids if connection.execute(statement, (name,)).fetchone()), None)
 
 
 def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:

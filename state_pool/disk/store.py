@@ -8,7 +8,7 @@ import logging
 import queue
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from state_pool.config import DEFAULT_SESSION_TTL_S, PoolConfig
@@ -17,7 +17,7 @@ from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import read_usage_times, stored_sessions
 from state_pool.disk.membership import Membership, remove_all_engines
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, SmallJob, StoredSession
-from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
+from state_pool.disk.reader import OnFirst, OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.statements import read_setting
 from state_pool.disk.writer import Writer
@@ -191,6 +191,10 @@ class Store:
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Queue a session to load."""
         self._reader.load(row, on_loaded)
+
+    def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
+        """Find the first of these ids that a stored session has."""
+        self._reader.find_first(session_ids, on_found)
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
         """Queue a lookup of a session that memory may not know."""

@@ -24,6 +24,7 @@ from state_pool.errors import (
     TurnNotStored,
 )
 from state_pool.origins import Adapters, Origin, adapter_mismatch
+from state_pool.owners import has_prefix
 from state_pool.session_key import ROOT, SessionKey
 from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
 from state_pool.turns.acquisition import Acquisition
@@ -393,7 +394,7 @@ class Turns:
         to_delete = self._index.matching(session_id, delete_prefix)
         for lease in list(self._branches):
             name = lease.session.key.session_id
-            if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in to_delete:
+            if name == session_id or (delete_prefix and has_prefix(name, session_id)) or lease.source in to_delete:
                 self._discard(lease.session)
         if self.acquisition is None:
             self.remove(to_delete, on_durable)

@@ -23,11 +23,12 @@ from state_pool.session_key import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
 
 WAIT_S = 60.0
-PAGE = SessionPage(total=4, in_slots=1, in_host_memory=1, on_disk=2, sessions=[SessionEntry("s:2", Tier.HOST, 1234.5)])
+PAGE = SessionPage(total=4, in_slots=1, in_host_memory=1, on_disk=2, sessions=[SessionEntry("s:2", Tier.HOST, 1.5, 2)])
 ANSWERS: dict[Any, Any] = {
     calls.GetStatus(): {"running_rows": 0, "jobs": {"/v1": 2}},
     calls.GetMetrics(): 'rwkv_jobs{label="/v1"} 2.0',
     calls.ListSessions(10, 0): PAGE,
+    calls.FindSession(("owner=anna/s", "s")): "s",
     calls.DeleteSessions("s", True): 3,
     calls.ExportSession("s", 2): b"\xff\x00bytes",
     calls.ImportSession("s", b"\xff\x00bytes"): 7,

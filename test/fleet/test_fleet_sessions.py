@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rwkv_batch.calls import ListSessions
+from rwkv_batch.calls import FindSession, ListSessions
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
 from rwkv_batch.request import Delta, JobEvents
@@ -85,3 +85,36 @@ def test_an_unshared_session_stays_with_its_engine(two_engines: FakeFleet) -> No
         home.send_text(b"", [], ends=True)
         home.jobs.clear()
     assert homes == {"engine-0", "engine-1"}
+
+
+class Finding(FakeClient):
+    """Finds the sessions of its engine."""
+
+    def call(self, call: Any, reply: Any) -> None:
+        known = {"engine-0": {"s"}, "engine-1": {"owner=anna/s"}}[self.name]
+        reply(next((name for name in call.session_ids if name in known), None))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_first_id_that_any_engine_knows_is_found(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    use_fake_clients(monkeypatch, Finding)
+    fleet, _ = make_fleet(FleetLimits(shares_sessions=shares))
+    answers: list[Any] = []
+    for session_ids in (("owner=anna/s", "s"), ("owner=bert/s", "s"), ("owner=bert/t", "t")):
+        fleet.call(FindSession(session_ids), answers.append)
+    assert answers == ["owner=anna/s", "s", None]
+
+
+class Colliding(FakeClient):
+    """Lists a session whose id is the name of another engine's dialogue."""
+
+    def call(self, call: Any, reply: Any) -> None:
+        entry = SessionEntry("fam:1", Tier.DISK, 1.0, 1 if self.name == "engine-0" else None)
+        reply(SessionPage(total=1, in_slots=0, in_host_memory=0, on_disk=1, sessions=[entry]))
+
+
+def test_a_dialogue_and_a_session_of_its_name_are_both_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_clients(monkeypatch, Colliding)
+    fleet, _ = make_fleet(FleetLimits(shares_sessions=False))
+    page = page_of(fleet, 5, 0)
+    assert page.total == 2 and {one.dialogue for one in page.sessions} == {1, None}

@@ -12,7 +12,7 @@ import pytest
 from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.disk import statements
-from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
+from state_pool.disk.operations import Append, Checkpoint, Delete, ListQuery, SessionRow
 from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionReadFailed
 from state_pool.layout import ZERO_SLOT
@@ -208,7 +208,7 @@ def test_a_parent_stays_while_a_dialogue_needs_it(connection: sqlite3.Connection
     put(connection, 2, parent=1)
     assert statements.delete_sessions(connection, [1]) == []
     assert ids(connection) == [1, 2]
-    assert statements.count_sessions(connection) == 1
+    assert statements.count_sessions(connection, ListQuery(0, 0, {}, {})) == 1
     put_state(connection, 2)
     assert [old.state for old in statements.sweep_hidden(connection)] == [101]
     assert ids(connection) == [2]
