@@ -11,11 +11,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 PREFIX = "rwkv-"
 """Prefix of their names."""
 _LOCK = "owner.lock"
+STALE_FILE_S = 3600.0
+"""Unfinished files older than this belong to dead processes."""
 
 
 class TemporaryFolder:
@@ -57,3 +60,11 @@ def _remove_unowned(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
+
+
+def remove_stale_files(folder: Path) -> None:
+    """Remove a folder's hidden files that dead processes left unfinished; those of live ones are younger."""
+    with contextlib.suppress(OSError):  # no folder, no permission, or another process removes them too
+        for temp_path in folder.glob(".*"):
+            if time.time() - temp_path.stat().st_mtime > STALE_FILE_S:
+                temp_path.unlink()

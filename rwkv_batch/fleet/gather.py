@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from rwkv_batch import calls
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.fleet.stats import merged_metrics, merged_status
+from rwkv_batch.ipc.served_model import ModelStatus
 from state_pool.session_key import SessionEntry, SessionPage
 
 MAX_LISTED_SESSIONS = 100_000
@@ -52,6 +53,9 @@ def gather(
         case calls.DeleteSessions() | calls.CancelJobs() | calls.CountJobs():
             _call_members(call, reply, members, lambda answers: sum(value for _, value in answers))
         case calls.AddState() | calls.RemoveState() | calls.AddAdapter() | calls.RemoveAdapter():
+            if missing := [member.name for member in all_members if _is_missing(member)]:
+                reply(_missing_error(missing))
+                return
             _call_members(call, reply, members, _first, require_all=True)
         case calls.ExportSession(session_id) | calls.ImportSession(session_id):
             at = session_member(session_id)
@@ -90,6 +94,19 @@ def _call_members(
 
     for number, member in enumerate(members):
         member.client.call(call, lambda value, number=number: collect(number, value))  # type: ignore[misc]
+
+
+def _is_missing(member: Member) -> bool:
+    """Return whether an engine is not connected but may serve soon. It may have read its files before this call."""
+    return not member.client.is_connected and member.info.status in (ModelStatus.LOADING, ModelStatus.READY)
+
+
+def _missing_error(names: list[str]) -> ServiceError:
+    message = (
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} being started, and every engine must know a "
+        "tuned state or adapter; retry in 2 s"
+    )
+    return ServiceError.from_info(ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message, retry_after_s=2.0))
 
 
 def _first(answers: list[tuple[Member, Any]]) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from native.private_files import make_private, make_private_folder
+from native.temporary_folder import remove_stale_files
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.error_mapping import as_service_error
@@ -74,11 +75,11 @@ class StateLibrary(FileLibrary[StateInfo]):
                 raise StartupError(f"--state {entry}: {error}") from error
         if self._folder is not None and self._folder.is_dir():
             make_private(self._folder)
+            remove_stale_files(self._folder)
         kept = sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []
         self._open_mixtures()
         for path in kept:
-            if not STATE_NAME.fullmatch(path.stem):  # an unfinished file of an earlier process
-                path.unlink()
+            if not STATE_NAME.fullmatch(path.stem):  # unfinished; another engine may be writing it
                 continue
             if path.stem in self._infos:
                 logger.warning("state %s of --state replaces the one kept in %s", path.stem, path)
@@ -258,7 +259,7 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
     """Write bytes to a temporary file for the time of the block."""
     if folder is not None:
         make_private_folder(folder)
-    with tempfile.NamedTemporaryFile(suffix=".state", dir=folder) as file:
+    with tempfile.NamedTemporaryFile(prefix=".", suffix=".state", dir=folder) as file:
         file.write(content)
         file.flush()
         yield Path(file.name)
@@ -289,7 +290,7 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
 
 
 def _temp_path_in(folder: Path) -> Path:
-    """Return a temporary name in a folder; the next start deletes leftovers."""
+    """Return a temporary name in a folder; a later start deletes leftovers."""
     return folder / f".{uuid.uuid4().hex}{_STATE_SUFFIX}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 import stat
 from collections.abc import Iterator
@@ -294,11 +295,16 @@ def test_states_of_requests_survive_a_restart(model: Path, tmp_path: Path) -> No
         call(engine, "state_remove", name="gone")
         text = run(engine, make_request("go", state="sent", ignore_eos=True)).texts[0]
     assert stat.S_IMODE((tmp_path / "s.db.states").stat().st_mode) == 0o700
-    (tmp_path / "s.db.states" / ".half.safetensors").write_bytes(b"half")
+    left, being_written = tmp_path / "s.db.states" / ".left.safetensors", tmp_path / "s.db.states" / ".now.safetensors"
+    for half in (left, being_written):
+        half.write_bytes(b"half")
+    os.utime(left, (0, 0))
     (tmp_path / "s.db.states").chmod(0o755)
     with engine_with_states(model, db, states=()) as engine:
         assert [(info.name, info.file) for info in call(engine, "state_list")] == [("sent", "sent")]
         assert run(engine, make_request("go", state="sent", ignore_eos=True)).texts[0] == text
+    assert not left.exists(), "of a process that was killed"
+    being_written.unlink()  # of another engine, which a start must not disturb
     assert [path.name for path in (tmp_path / "s.db.states").iterdir()] == ["sent.safetensors"]
     assert stat.S_IMODE((tmp_path / "s.db.states").stat().st_mode) == 0o700
     other = write_random_model(tmp_path / "other.pth", layers=2, width=128)

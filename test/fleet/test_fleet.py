@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rwkv_batch.calls import AddAdapter, AddState, RemoveAdapter, RemoveState
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet import member
 from rwkv_batch.fleet.fleet import FleetLimits
@@ -219,6 +220,25 @@ def test_a_draining_engine_gets_no_jobs_and_a_removed_one_loses_its_jobs(two_eng
     first.lose()
     client_with_job([other]).send_text(b"a", [1], ends=True)
     assert running.texts == {0: b"a"}
+
+
+@pytest.mark.parametrize("call", [AddState("s"), RemoveState("s"), AddAdapter("a", "a.pth"), RemoveAdapter("a")])
+def test_a_change_of_states_reaches_all_engines_or_none(two_engines: FakeFleet, call: Any) -> None:
+    """A starting engine has read its files, perhaps before the change."""
+    fleet, engines = two_engines
+    answers: list[Any] = []
+    for status in (ModelStatus.READY, ModelStatus.LOADING):
+        fleet.update([engine_info("engine-0"), engine_info("engine-1", status)])
+        engines[1].connect(False)
+        fleet.call(call, answers.append)
+        refusal = answers.pop()
+        assert refusal.info.kind is ErrorKind.ENGINE_LOST and "engine-1 is being started" in refusal.info.message
+        assert refusal.info.retry_after_s and not engines[0].received_calls
+    fleet.update([engine_info("engine-0"), engine_info("engine-1", ModelStatus.FAILED)])
+    fleet.call(call, answers.append)
+    engines[1].connect()
+    fleet.call(call, answers.append)
+    assert answers == [True, True] and (len(engines[0].received_calls), len(engines[1].received_calls)) == (2, 1)
 
 
 def test_a_silent_engine_is_dropped(two_engines: FakeFleet) -> None:

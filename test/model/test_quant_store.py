@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import write_random_model
+from native.temporary_folder import STALE_FILE_S
 from rwkv_batch.model import loader
 from rwkv_batch.model.quant.formats import Format, Quantised, quantise
-from rwkv_batch.model.quant.store import STALE_TEMP_S
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
@@ -123,7 +123,7 @@ def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, made: 
     left, being_written = folder / ".writing-left", folder / ".writing-now"
     for half in (left, being_written):
         half.write_bytes(b"half")
-    long_ago = time.time() - 2 * STALE_TEMP_S
+    long_ago = time.time() - 2 * STALE_FILE_S
     os.utime(left, (long_ago, long_ago))
     made.clear()
     logits(path, "int8")

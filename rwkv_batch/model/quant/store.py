@@ -8,11 +8,9 @@ damaged file is replaced. If the folder cannot be written, every start quantises
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import tempfile
-import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from native.temporary_folder import remove_stale_files
 from rwkv_batch.model.quant.formats import Format, Quantised
 
 logger = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ VERSION = 1
 """Version of formats.py in the folder's name."""
 CHECKSUM = "crc32"
 """Key in a file's metadata: see `_checksum`."""
-STALE_TEMP_S = 3600.0
-"""Unfinished files older than this belong to dead processes."""
 
 
 class QuantStore:
@@ -43,7 +40,7 @@ class QuantStore:
         self.folder = weights_path / suffix if is_folder else weights_path.with_name(f"{weights_path.stem}.{suffix}")
         self._usable = is_folder or weights_path.is_file()
         self._can_write = self._usable
-        self._remove_stale_temps()
+        remove_stale_files(self.folder)
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
         """Load a quantised tensor to the CPU; None if it is missing, unreadable or does not fit."""
@@ -98,13 +95,6 @@ class QuantStore:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
-
-    def _remove_stale_temps(self) -> None:
-        """Remove unfinished files of dead processes; those of live ones are younger."""
-        with contextlib.suppress(OSError):  # no folder, or no permission
-            for temp_path in self.folder.glob(".*"):
-                if time.time() - temp_path.stat().st_mtime > STALE_TEMP_S:
-                    temp_path.unlink()
 
 
 def _checksum(name: str, tensors: Mapping[str, Tensor]) -> str:
