@@ -11,11 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.error_mapping import describe_error
+from rwkv_batch.core.error_mapping import (
+    SHUTDOWN_ERROR,
+    describe_error,
+    draining_error,
+    engine_lost_error,
+    out_of_memory_error,
+)
 from rwkv_batch.core.grammar_compile_queue import GrammarCompileQueue, Grammars
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.prefill_interleaver import BetweenPieces, PrefillInterleaver
@@ -34,7 +40,7 @@ from rwkv_batch.runner.adapter_library import AdapterLibrary
 from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
-from rwkv_batch.runner.step_sampling import InFlightStep
+from rwkv_batch.runner.step_sampling import InFlightStep, Step
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
@@ -45,19 +51,6 @@ POLL_S = 0.002
 """Seconds between polls of the pool while copies or writes run and no row does."""
 IDLE_POLL_S = 0.25
 """The same while nothing runs."""
-
-
-class Step(NamedTuple):
-    """A launched step: its separately launched parts, in order."""
-
-    number: int
-    parts: list[InFlightStep]
-
-    @property
-    def samples_first_token(self) -> bool:
-        """Whether an interactive row samples its first token in it, as far as the host knows."""
-        rows = (row for part in self.parts for row in part.rows)
-        return any(row.samples and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
 
 class Engine:
@@ -161,7 +154,7 @@ class Engine:
             reply(self._unavailable_error())
 
     def _unavailable_error(self) -> ServiceError:
-        return ServiceError.from_info(self._fatal_error) if self._fatal_error else _draining_error()
+        return ServiceError.from_info(self._fatal_error) if self._fatal_error else draining_error()
 
     def _admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
         if self._draining or self._fatal_error is not None:
@@ -199,7 +192,7 @@ class Engine:
             self._load()
         except BaseException as error:  # noqa: BLE001 - SystemExit too: `start` waits for the result
             self._failure = error
-            self._fatal_error = _engine_lost_error(f"the engine did not start: {describe_error(error)}")
+            self._fatal_error = engine_lost_error(f"the engine did not start: {describe_error(error)}")
             self._inbox.close()
             return
         finally:
@@ -236,16 +229,16 @@ class Engine:
                     self._wake.clear()
             self._inbox.close()
             self._inbox.run_all()
-            self.jobs.fail_all(_SHUTDOWN_ERROR)
+            self.jobs.fail_all(SHUTDOWN_ERROR)
             self._session_transfer.close()
             self._grammar_queue.close()
             self._user_files.close()
             self.model_runner.pool.close()
             self.jobs.deliver()
-            self.jobs.abandon_all(_SHUTDOWN_ERROR)
+            self.jobs.abandon_all(SHUTDOWN_ERROR)
         except Exception as error:  # every job must end, and the supervisor replaces the process
             logger.critical("the engine's thread died", exc_info=True)
-            self._fatal_error = _engine_lost_error(f"the engine died ({describe_error(error)}) and is being restarted")
+            self._fatal_error = engine_lost_error(f"the engine died ({describe_error(error)}) and is being restarted")
             self._inbox.close()
             self.jobs.abandon_all(self._fatal_error)
             self._inbox.run_all()
@@ -399,34 +392,6 @@ class Engine:
             raise error
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {describe_error(error)}")
         if self.model_runner.is_out_of_memory(error):
-            info = _out_of_memory_error(rows)
+            info = out_of_memory_error(len(rows), sum(row.num_tokens for row in rows))
         for job in dict.fromkeys(row.sequence.job for row in rows if self.jobs.affects_live_job(row.sequence)):
             self.jobs.fail(job, info)
-
-
-def _engine_lost_error(message: str) -> ErrorInfo:
-    return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
-
-
-def _out_of_memory_error(rows: list[ScheduledRow]) -> ErrorInfo:
-    tokens = sum(row.num_tokens for row in rows)
-    message = (
-        f"out of device memory: a step of {len(rows)} rows and {tokens} tokens did not fit; "
-        "retry in 5 s, send fewer rows at once, or lower prefill_tokens_per_step"
-    )
-    return ErrorInfo(kind=ErrorKind.OVERLOADED, message=message, retry_after_s=5)
-
-
-_SHUTDOWN_ERROR = ErrorInfo(
-    kind=ErrorKind.DRAINING,
-    message="the service was shut down before this answer was complete (drain_timeout_s); send the request again",
-    retry_after_s=5,
-)
-
-
-def _draining_error() -> ServiceError:
-    return ServiceError(
-        ErrorKind.DRAINING,
-        "the service is shutting down and accepts no new requests; retry in 5 s",
-        retry_after_s=5,
-    )

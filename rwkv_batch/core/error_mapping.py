@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from state_pool.errors import (
     AdapterMismatch,
     AdapterNotFound,
@@ -108,3 +108,33 @@ def error_translator(
         return ServiceError(ErrorKind.INTERNAL, f"{failure}: {type(error).__name__}: {error}")
 
     return translate
+
+
+def engine_lost_error(message: str) -> ErrorInfo:
+    """Return the error of jobs whose engine ended."""
+    return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
+
+
+def out_of_memory_error(rows: int, tokens: int) -> ErrorInfo:
+    """Return the error of jobs whose step of this size did not fit."""
+    message = (
+        f"out of device memory: a step of {rows} rows and {tokens} tokens did not fit; "
+        "retry in 5 s, send fewer rows at once, or lower prefill_tokens_per_step"
+    )
+    return ErrorInfo(kind=ErrorKind.OVERLOADED, message=message, retry_after_s=5)
+
+
+SHUTDOWN_ERROR = ErrorInfo(
+    kind=ErrorKind.DRAINING,
+    message="the service was shut down before this answer was complete (drain_timeout_s); send the request again",
+    retry_after_s=5,
+)
+
+
+def draining_error() -> ServiceError:
+    """Return the error of requests during a drain."""
+    return ServiceError(
+        ErrorKind.DRAINING,
+        "the service is shutting down and accepts no new requests; retry in 5 s",
+        retry_after_s=5,
+    )

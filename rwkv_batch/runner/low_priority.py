@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from native.cores import cores
 from native.priority import at_low_priority
 
 CORES_PER_THREAD = 8
@@ -39,3 +40,8 @@ def run_at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) ->
         return at_low_priority(on_few_threads, only_idle_cores)
     finally:
         set_compute_threads(threads)
+
+
+def threads_per_replica(replicas: int) -> int:
+    """Return the compute threads per engine if several share the cores; 0 for a single engine."""
+    return max(1, cores() // replicas) if replicas > 1 else 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import Tensor
 
 from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.mixed import max_decode_rows, min_gathered_prefill_tokens
 from rwkv_batch.runner.pipeline import Pipeline
-from state_pool.layout import FIRST_FREE_SLOT
+from state_pool.layout import DUMMY_SLOT, FIRST_FREE_SLOT, ZERO_SLOT
 
 CPU_ROWS = 256
 GPU_JUMP_FORWARD_ROWS = 32
@@ -108,3 +110,41 @@ class Memory:
         pool = self._config.pool
         tuned = min(len(self._config.states), pool.state_slots)
         return pool.l1_sessions + pool.prefix_cache_slots + tuned + FIRST_FREE_SLOT
+
+
+def allocate_slots(pipeline: Pipeline, num_slots: int) -> None:
+    """Allocate the slots of all stages. Raises StartupError if they do not fit."""
+    try:
+        pipeline.allocate_slots(num_slots)
+    except (RuntimeError, MemoryError) as error:
+        raise StartupError(
+            f"Out of memory: {num_slots} slots of {pipeline.slot_bytes >> 10} KiB do not fit ({error}). "
+            "Lower --max-running."
+        ) from error
+
+
+def run_all_prompt_sizes(pipeline: Pipeline, limits: Limits, logits: Tensor | None, decode_tokens: int) -> None:
+    """Run a step of every size from the zero state into the dummy slot. Raises StartupError if one does not fit.
+
+    The longest step with the most logits comes first, so later steps fit into its memory.
+
+    logits [rows, V]: receives the logits, or None; decode_tokens: of each row in the same step.
+    """
+    longest, chunk, rows = limits.prefill_tokens_per_step, limits.prefill_chunk, limits.rows_in_step
+    sizes = [2**i for i in reversed(range(longest.bit_length()))]
+    steps = [[max(1, longest // rows) + decode_tokens] * rows]
+    steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
+    try:
+        for lengths in steps:
+            prompts, count = [[0] * length for length in lengths], len(lengths)
+            sampling_rows = list(range(min(count, rows)))
+            inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, sampling_rows)
+            pipeline.forward(inputs, logits)
+        for device in dict.fromkeys(pipeline.devices):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"Out of GPU memory: a step of {sum(steps[0])} tokens in {rows} rows does not fit. Lower --max-running "
+            f"(now {limits.max_running}), --prefill-tokens-per-step (now {longest}) or --gpu-memory-utilization."
+        ) from error

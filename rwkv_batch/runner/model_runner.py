@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native.cores import cores
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
-from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import Weights, WeightsError
+from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, LastTokens
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.launch_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
-from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads
-from rwkv_batch.runner.memory import Memory
-from rwkv_batch.runner.model_files import open_model, with_adapters
-from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backends
+from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads, threads_per_replica
+from rwkv_batch.runner.memory import Memory, allocate_slots, run_all_prompt_sizes
+from rwkv_batch.runner.pipeline import load_pipeline
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_sampling import (
@@ -42,7 +39,6 @@ from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_ON_FIRST_USE
 from sampling.sampler import Sampler
 from state_pool.errors import DatabaseUnusable
-from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
 
 logger = logging.getLogger(__name__)
@@ -61,8 +57,9 @@ class ModelRunner:
             set_compute_threads(threads)
         self.tokenizer = Tokenizer()
         make_byte_tables()
+        load = partial(load_pipeline, config)
         low_priority = partial(run_at_low_priority, only_idle_cores=config.only_idle_cores)
-        self.weights, self.pipeline = low_priority(self._load) if config.loads_at_low_priority else self._load()
+        self.weights, self.pipeline = low_priority(load) if config.loads_at_low_priority else load()
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
@@ -84,7 +81,8 @@ class ModelRunner:
         yields_cores = (
             config.loads_at_low_priority and not self._gpus
         )  # a GPU's memory must be allocated on the thread with its streams
-        low_priority(self._allocate_slots) if yields_cores else self._allocate_slots()
+        allocate = partial(allocate_slots, self.pipeline, self._num_slots)
+        low_priority(allocate) if yields_cores else allocate()
         try:
             self.arena = PipelineArena(self.pipeline)
             self.pool = StatePool(self.arena, config.pool, wake)
@@ -115,14 +113,6 @@ class ModelRunner:
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
 
-    def _require_pieces(self) -> None:
-        """Raises StartupError if batch_step_layers is set but steps cannot be launched in pieces."""
-        layers = self._config.batch_step_layers
-        if layers > 0 and not self.has_pieces:
-            reason = self.graphs.refusal or f"the layers are on {self.device_names()} or streamed from host memory"
-            needs = "needs decode graphs and one GPU that keeps all layers"
-            raise StartupError(f"batch_step_layers {layers} {needs}: {reason}; leave it out")
-
     def _make_logits(self) -> Tensor | None:
         """Allocate the logits of a CPU's steps, each used up before the next step.
 
@@ -133,38 +123,9 @@ class ModelRunner:
             return None
         return torch.empty(self.limits.rows_in_step, self.vocab)
 
-    def _load(self) -> tuple[Weights, Pipeline]:
-        """Open the weights and load the layers. Raises StartupError."""
-        config = self._config
-        try:
-            weights = with_adapters(open_model(config.model_path), config.adapters)
-            devices = replica_devices(config.devices, config.replica)
-            backends = resolve_backends(weights.shape.version, devices, config)
-            pipeline = Pipeline(
-                weights,
-                devices,
-                config.dtype,
-                backends["kernels"],
-                backends["wkv_state"],
-                config.layers,
-                resident=config.resident,
-            )
-        except (WeightsError, ValueError) as error:
-            raise StartupError(str(error)) from error
-        return weights, pipeline
-
     def device_names(self) -> list[str]:
         """Return the names of the stages' devices."""
         return [str(device) for device in self.pipeline.devices]
-
-    def _allocate_slots(self) -> None:
-        try:
-            self.pipeline.allocate_slots(self._num_slots)
-        except (RuntimeError, MemoryError) as error:
-            raise StartupError(
-                f"Out of memory: {self._num_slots} slots of {self.pipeline.slot_bytes >> 10} KiB do not fit ({error}). "
-                "Lower --max-running."
-            ) from error
 
     @cached_property
     def _copies(self) -> TokenCopies:
@@ -178,35 +139,22 @@ class ModelRunner:
         depth = self.steps_in_flight
         return LastTokens(self.limits.num_req_slots, first, last, depth, is_read=depth > 1)
 
-    def _warm_up(self) -> None:
-        """Run every kind of step once, so that no request waits for a capture, a compile or an allocation.
+    def _require_pieces(self) -> None:
+        """Raises StartupError if batch_step_layers is set but steps cannot be launched in pieces."""
+        layers = self._config.batch_step_layers
+        if layers > 0 and not self.has_pieces:
+            reason = self.graphs.refusal or f"the layers are on {self.device_names()} or streamed from host memory"
+            needs = "needs decode graphs and one GPU that keeps all layers"
+            raise StartupError(f"batch_step_layers {layers} {needs}: {reason}; leave it out")
 
-        Prompts are read from the zero state into the dummy slot. The longest step with the most logits comes first, so
-        later steps fit into its memory.
-        """
+    def _warm_up(self) -> None:
+        """Run every kind of step once, so that no request waits for a capture, a compile or an allocation."""
         started = time.perf_counter()
         for name in COMPILED_ON_FIRST_USE:
             self.sampler(name)
         self.graphs.warm_up(adapters=bool(self._config.served_adapters))
-        longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
         decode_tokens = 0 if self.graphs.decode is not None else 1  # one token per decode row
-        sizes = [2**i for i in reversed(range(longest.bit_length()))]
-        steps = [[max(1, longest // rows) + decode_tokens] * rows]
-        steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
-        try:
-            for lengths in steps:
-                prompts, count = [[0] * length for length in lengths], len(lengths)
-                sampling_rows = list(range(min(count, rows)))
-                inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, sampling_rows)
-                self.pipeline.forward(inputs, self._logits)
-            for device in self._gpus:
-                torch.cuda.synchronize(device)
-        except torch.OutOfMemoryError as error:
-            raise StartupError(
-                f"Out of GPU memory: a step of {sum(steps[0])} tokens in {rows} rows does not fit. Lower --max-running "
-                f"(now {self.limits.max_running}), --prefill-tokens-per-step (now {longest}) or "
-                "--gpu-memory-utilization."
-            ) from error
+        run_all_prompt_sizes(self.pipeline, self.limits, self._logits, decode_tokens)
         logger.info(
             "warm-up took %.1f s; MiB besides weights and slots: %s", time.perf_counter() - started, self.work_mib()
         )
@@ -447,8 +395,3 @@ class ModelRunner:
             "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
         }
-
-
-def threads_per_replica(replicas: int) -> int:
-    """Return the compute threads per engine if several share the cores; 0 for a single engine."""
-    return max(1, cores() // replicas) if replicas > 1 else 0

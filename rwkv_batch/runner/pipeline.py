@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.adapters.per_row import ServedAdapter
 from rwkv_batch.model.state import X070
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.weights import Weights
+from rwkv_batch.model.weights import Weights, WeightsError
 from rwkv_batch.runner.layer_split import split_layers
 from rwkv_batch.runner.links import copy_to_device
+from rwkv_batch.runner.model_files import open_model, with_adapters
 from rwkv_batch.runner.stage import Stage, precision_for
 
 DEVICE = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<number>[0-9]{1,18}))?")
@@ -202,3 +204,23 @@ def resolve_device(name: str) -> torch.device:
             "change --pp-devices, for example to cpu"
         )
     return torch.device("cuda", number)
+
+
+def load_pipeline(config: EngineConfig) -> tuple[Weights, Pipeline]:
+    """Open the weights and load the layers. Raises StartupError."""
+    try:
+        weights = with_adapters(open_model(config.model_path), config.adapters)
+        devices = replica_devices(config.devices, config.replica)
+        backends = resolve_backends(weights.shape.version, devices, config)
+        pipeline = Pipeline(
+            weights,
+            devices,
+            config.dtype,
+            backends["kernels"],
+            backends["wkv_state"],
+            config.layers,
+            resident=config.resident,
+        )
+    except (WeightsError, ValueError) as error:
+        raise StartupError(str(error)) from error
+    return weights, pipeline

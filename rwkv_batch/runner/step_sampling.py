@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,19 @@ class InFlightStep:
     def deferred_rows(self) -> list[ScheduledRow]:
         """The constrained rows that have not sampled yet."""
         return [] if self.deferred is None else [self.sampling_rows[i] for i in self.deferred.indices]
+
+
+class Step(NamedTuple):
+    """A launched step: its separately launched parts, in order."""
+
+    number: int
+    parts: list[InFlightStep]
+
+    @property
+    def samples_first_token(self) -> bool:
+        """Whether an interactive row samples its first token in it, as far as the host knows."""
+        rows = (row for part in self.parts for row in part.rows)
+        return any(row.samples and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
 
 class StepSampler:

@@ -20,7 +20,6 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc import server
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.runner.low_priority import CORES_PER_THREAD, run_at_low_priority
-from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.step_sampling import StepSampler
 from test.harness import make_request, run, started_engine, tiny_model
@@ -72,7 +71,7 @@ def test_loading_runs_at_low_priority(
 
         monkeypatch.setattr(owner, name, noted)
 
-    for owner, name in ((ModelRunner, "_load"), (Pipeline, "allocate_slots"), (StepSampler, "sampler")):
+    for owner, name in ((Pipeline, "__init__"), (Pipeline, "allocate_slots"), (StepSampler, "sampler")):
         noting(owner, name)
     noting(Pipeline, "forward")
     usual = priority()
@@ -85,7 +84,7 @@ def test_loading_runs_at_low_priority(
         )
     back = (os.SCHED_OTHER, min(19, usual[1] + NICENESS)) if loads_at_low_priority else usual
     back = (os.SCHED_IDLE, usual[1]) if only_idle else back
-    assert seen == {"_load": back, "allocate_slots": back, "sampler": back, "forward": usual}
+    assert seen == {"__init__": back, "allocate_slots": back, "sampler": back, "forward": usual}
 
 
 def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

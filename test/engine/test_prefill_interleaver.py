@@ -14,9 +14,8 @@ from rwkv_batch.core.prefill_interleaver import MAX_INTERLEAVED_STEPS, PrefillIn
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
 from rwkv_batch.core.shares import Limits
-from rwkv_batch.engine import Step
 from rwkv_batch.runner.graphs.pieces import MIN_PARAMETERS, Pieces, piece_layers
-from rwkv_batch.runner.step_sampling import InFlightStep
+from rwkv_batch.runner.step_sampling import InFlightStep, Step
 from test.engine.test_scheduler import Slots, job, read
 
 PIECES = 16

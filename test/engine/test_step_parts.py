@@ -18,7 +18,7 @@ from torch import Tensor
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
-from rwkv_batch.engine import Engine, Step
+from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
@@ -26,7 +26,7 @@ from rwkv_batch.request import GenerateRequest, Priority, PromptLogprobs
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import LastTokens
 from rwkv_batch.runner.model_runner import ModelRunner
-from rwkv_batch.runner.step_sampling import InFlightStep
+from rwkv_batch.runner.step_sampling import InFlightStep, Step
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda import input_projections as cuda_input_projections
-from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_mm_dtypes
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.packed_weights import scaled_mm_dtypes
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.quantised_rows import PartialSums, QuantisedMix, QuantisedRows, quantise_rows, sum_partials
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS

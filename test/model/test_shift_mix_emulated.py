@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import cublas_fp8, packed_weights, quantised_rows, quantised_weights, skinny_quant
+from rwkv_batch.kernels.cuda import packed_weights, quantised_rows, quantised_weights, skinny_quant
 from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
 from rwkv_batch.kernels.cuda.linear import Gemm
 from rwkv_batch.kernels.cuda.ops import CudaOps
@@ -70,7 +70,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
     monkeypatch.setattr(cuda_shift_mix, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
-    monkeypatch.setattr(cublas_fp8, "scaled_mm_dtypes", lambda device: (torch.float16,))
+    monkeypatch.setattr(packed_weights, "scaled_mm_dtypes", lambda device: (torch.float16,))
     monkeypatch.setattr(packed_weights, "fits_weight_only", lambda *args: False)
     found = CudaOps()
     found.workspaces[CPU] = Workspace(

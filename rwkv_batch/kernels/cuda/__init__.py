@@ -2,8 +2,9 @@
 
 * `ops.py`: a layer's pieces; `shift_mix.py`, `input_projections.py`, `fused_input_projections.py`, `channel_mix.py`
 * `layer.py`, `linear.py`, `quant_linear.py`: a loaded layer; `workspace.py`: scratch memory
-* `hopper_gemm*.py`, `hopper_quantised_launch.py`, `skinny_quant.py`, `cublas_fp8.py`: GEMMs
+* `hopper_gemm*.py`, `hopper_quantised_launch.py`, `skinny_quant.py`: GEMMs
 * `quantised_gemm.py`: chooses the GEMM for quantised weights
-* `packed_weights.py`, `quantised_weights.py`: quantised weights; `quantised_rows.py`: quantised rows and partial sums
+* `packed_weights.py`, `quantised_weights.py`: quantised weights, cuBLAS
+* `quantised_rows.py`: quantised rows and partial sums
 * `adapters.py`: an adapter per row; `library.py`: the compiled kernels
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.cublas_fp8 import has_fp8_gemm
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_GROUP
-from rwkv_batch.kernels.cuda.packed_weights import check_shape, pack
+from rwkv_batch.kernels.cuda.packed_weights import check_shape, has_fp8_gemm, pack
 from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
 from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
 from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda.cublas_fp8 import scaled_mm
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, prepare_hopper_gemm
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, fits_hopper_fp8, hopper_fp8_returns_fp32, launch_hopper_fp8
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE, Int8Gemm, launch_hopper_int8
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import launch_weight_only
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import num_splits
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
+from rwkv_batch.kernels.cuda.packed_weights import scaled_mm
 from rwkv_batch.kernels.cuda.quantised_rows import PartialSums, QuantisedRows, quantise_rows
 from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.cublas_fp8 import has_fp8_gemm
 from rwkv_batch.kernels.cuda.hopper_gemm import prepare_hopper_gemm
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import TWO_PART_DTYPE
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE, pitch_of
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import fits_two_part_gemm, num_splits
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
-from rwkv_batch.kernels.cuda.packed_weights import Packed
+from rwkv_batch.kernels.cuda.packed_weights import Packed, has_fp8_gemm
 from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
 from rwkv_batch.model.quant.formats import Format
 
