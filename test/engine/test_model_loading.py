@@ -65,9 +65,9 @@ def test_loading_runs_at_low_priority(
     def noting(owner: type, name: str) -> None:
         plain = getattr(owner, name)
 
-        def noted(*arguments: object) -> object:
+        def noted(*arguments: object, **named: object) -> object:
             seen.setdefault(name, priority())
-            return plain(*arguments)
+            return plain(*arguments, **named)
 
         monkeypatch.setattr(owner, name, noted)
 
