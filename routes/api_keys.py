@@ -13,12 +13,14 @@ The file is TOML, one table per key:
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -102,11 +104,17 @@ class KeysFile:
     def __init__(self, path: str = "") -> None:
         """`path`: --keys-file, "" for none. There are no keys until `read`."""
         self._path = path
+        self._is_read = False
         self.keys: tuple[ApiKey, ...] = ()
 
     @property
     def is_configured(self) -> bool:
         return bool(self._path)
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Return the names of the keys. None if they are not known: there is no file, or it was never valid."""
+        return frozenset(key.name for key in self.keys) if self._is_read else None
 
     def read(self) -> None:
         """Reload the file. The current keys stay if it is invalid."""
@@ -114,6 +122,7 @@ class KeysFile:
             return
         try:
             self.keys = load_keys(self._path)
+            self._is_read = True
         except KeysError as error:
             logger.error("--keys-file %s; %d keys stay in force", error, len(self.keys))
         else:
@@ -127,9 +136,40 @@ class KeyRing:
         """`is_configured`: whether there is a keys file."""
         self.is_configured = is_configured
         self._keys: list[tuple[str, ApiKey]] = []
+        self._digests: frozenset[str] = frozenset()
+        self._handlers: dict[asyncio.Task[object], str] = {}
+        """Running handlers, and the digest of each one's key."""
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Put other keys in force. Handlers whose key is removed are cancelled."""
         self._keys = [(key.digest, key) for key in keys]
+        self._digests = frozenset(digest for digest, _ in self._keys)
+        for task, digest in list(self._handlers.items()):
+            if not self.is_in_force(digest):
+                task.get_loop().call_soon_threadsafe(self._cancel, task)
+
+    def is_in_force(self, digest: str) -> bool:
+        """Return whether requests of the key with this digest may continue. "": not sent with a key."""
+        return not digest or digest in self._digests
+
+    @contextmanager
+    def cancelled_if_removed(self, digest: str) -> Iterator[None]:
+        """Cancel the current task if its key is removed. The task finds it with `is_in_force`."""
+        task = asyncio.current_task()
+        if task is None or not digest:
+            yield
+            return
+        self._handlers[task] = digest
+        if not self.is_in_force(digest):  # it was removed just now
+            task.cancel()
+        try:
+            yield
+        finally:
+            del self._handlers[task]
+
+    def _cancel(self, task: asyncio.Task[object]) -> None:
+        if task in self._handlers:  # else its answer is complete
+            task.cancel()
 
     def find(self, given: str) -> ApiKey | None:
         """Return the key with this value, or None. Takes the same time for every wrong value."""

@@ -31,6 +31,8 @@ class RequestContext:
     """Name of the API key, else the address."""
     limits: ClientLimits | None = None
     """Limits of the API key."""
+    key_digest: str = ""
+    """SHA-256 of the API key."""
     owner: str = ""
     """Name of the API key. The request sees only this owner's sessions, files and batches; "" sees all."""
     allowed_origin: str = ""

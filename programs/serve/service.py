@@ -36,7 +36,6 @@ from rwkv_batch.fleet.actors.address import ClusterAddress
 from rwkv_batch.fleet.actors.plan import ClusterPlan
 from rwkv_batch.ipc.engine_main import engine_process
 from rwkv_batch.ipc.process import LogStyle
-from rwkv_batch.ipc.served_model import ServedModel
 
 logger = logging.getLogger("supervisor")
 
@@ -104,8 +103,8 @@ class Supervisor:
             self._batches = Child("batches", self._http_forks, batches_process, (settings.http, style))
         self._has_logged_serving = False
         self._wake_read, self._wake_write = os.pipe()
-        self._sent_to_batches: tuple[object, tuple[ServedModel, ...]] = (None, ())
-        """The batch process and the last list of engines that it received."""
+        self._sent_to_batches: tuple[object, ...] = ()
+        """The batch process, and the names of keys and the list of engines that it received."""
         self._started: set[Child] = set()
         self._signals = 0
 
@@ -164,21 +163,23 @@ class Supervisor:
                 self._start(child)
         self._engines.poll()
         self._log_serving()
-        self._send_models_to_batches()
+        self._update_batches()
         self._workers.poll()
         waitables = [self._wake_read, *self._workers.waitables, *self._engines.waitables]
         waitables += [one for child in self._single_processes() for one in child.waitables]
         if self._wake_read in wait(waitables, timeout=self._next_start_s()) and _RELOAD in os.read(self._wake_read, 64):
             self._workers.reload()
 
-    def _send_models_to_batches(self) -> None:
-        """Sends the list of engines to the batch process when either changes."""
+    def _update_batches(self) -> None:
+        """Sends the names of keys and the list of engines to the batch process when one of the three changes."""
         if self._batches is None or not self._batches.is_alive:
             return
-        message = (self._batches.process, self._engines.registered)
+        names, engines = self._workers.keys.names, self._engines.registered
+        message = (self._batches.process, names, engines)
         if message != self._sent_to_batches:
             self._sent_to_batches = message
-            self._batches.send_command(("models", self._engines.registered))
+            self._batches.send_command(("keys", names))
+            self._batches.send_command(("models", engines))
 
     def _start(self, child: Child) -> None:
         """Starts a process. If that fails, for example without a fork server, a retry follows."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -20,13 +19,12 @@ from routes.request.bodies import validate
 from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
-from routes.response.generate import BLANK, HEARTBEAT
 from routes.response.http_response import (
     NATIVE_ERRORS,
     OPENAI_ERRORS,
     PREFIX,
     SSE,
-    Chunks,
+    ErrorFormat,
     HandlerResponse,
     HttpResponse,
     StreamedResponse,
@@ -42,76 +40,20 @@ from routes.serving.access import (
     anonymous_grant,
     bearer_grant,
     grant,
-    log_access,
 )
+from routes.serving.active_requests import KEY_REMOVED, ActiveRequest, RobynChunks, report
 from routes.serving.browser import BrowserRules
 from routes.serving.connections import cancelled_if_left, find
-from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.ipc.wire import Observe
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 UNKNOWN_ROUTE = "other"
 """Name of unknown paths in metrics."""
 _UNAUTHORIZED = ErrorInfo(kind=ErrorKind.UNAUTHORIZED, message="Unauthorized: invalid or missing password")
-_HEARTBEATS = (HEARTBEAT, BLANK)
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
 RobynHandler = Callable[[Request], Awaitable[RobynReply]]
-
-
-class ActiveRequest:
-    """A request counted by the limiter until its last byte; then it is reported and logged."""
-
-    def __init__(self, context: Context, request_context: RequestContext, client: str, is_generation: bool) -> None:
-        """Raises ServiceError at a limit. `client`: the address."""
-        self.request_context = request_context
-        self._context = context
-        self._client = client
-        context.limiter.acquire(is_generation, client)
-
-    def release(self) -> None:
-        """Release the limiter. Call once."""
-        self._context.limiter.release(self._client)
-
-    def report(self, status: int, outcome: str) -> None:
-        report(self._context, self.request_context, status, outcome)
-
-
-def report(context: Context, request_context: RequestContext, status: int, outcome: str) -> None:
-    seconds = time.monotonic() - request_context.started
-    context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
-    if context.config.access_log:
-        log_access(request_context, status, outcome)
-
-
-class RobynChunks:
-    """A stream for Robyn, which drops it when the client disconnects. This ends the job."""
-
-    def __init__(self, chunks: Chunks, active_request: ActiveRequest) -> None:
-        self._chunks = chunks
-        self._active_request = active_request
-
-    def __iter__(self) -> RobynChunks:
-        return self
-
-    def __next__(self) -> bytes:
-        keep_state()
-        request_context = self._active_request.request_context
-        set_current_request(request_context)
-        chunk = next(self._chunks)
-        if chunk not in _HEARTBEATS:
-            request_context.mark_first_byte()
-        return chunk
-
-    def __del__(self) -> None:
-        self._active_request.release()  # first: a client that sees the end of its rows finds its slot free
-        self._chunks.close()
-        self._active_request.report(
-            200,
-            (self._active_request.request_context.error_kind or DONE) if self._chunks.ended else CLIENT_DISCONNECTED,
-        )
 
 
 def _headers(request_context: RequestContext) -> dict[str, str]:
@@ -128,12 +70,14 @@ def _full_response(request_context: RequestContext, answer: HttpResponse) -> Res
     return Response(status_code=answer.status, headers=Headers(headers), description=answer.body)
 
 
-def _streaming_response(stream: StreamedResponse, active_request: ActiveRequest) -> StreamingResponse:
+def _streaming_response(
+    stream: StreamedResponse, active_request: ActiveRequest, error_format: Callable[[], ErrorFormat]
+) -> StreamingResponse:
     headers = _headers(active_request.request_context) | {
         "Content-Type": stream.content_type,
         **stream.headers,
     }
-    chunks: Any = RobynChunks(stream.chunks, active_request)  # Robyn iterates any iterator
+    chunks: Any = RobynChunks(stream, active_request, error_format)  # Robyn iterates any iterator
     return StreamingResponse(chunks, headers=Headers(headers), media_type=stream.content_type)
 
 
@@ -178,7 +122,7 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
     if access.key is not None:
         request_context = current_request()
         request_context.client, request_context.limits = access.key.name, access.key.limits
-        request_context.owner = access.key.name
+        request_context.owner, request_context.key_digest = access.key.name, access.key.digest
     return _query(request) if route.body is None else data
 
 
@@ -249,6 +193,11 @@ async def _handler_argument(context: Context, route: Route, request: Request, da
 async def _run(context: Context, route: Route, rules: BrowserRules, request: Request) -> HandlerResponse:
     rules.check(route, request.headers.get)
     data = await _request_data(context, route, request)
+    with context.keys.cancelled_if_removed(current_request().key_digest if route.is_generation else ""):
+        return await _handle(context, route, request, data)
+
+
+async def _handle(context: Context, route: Route, request: Request, data: object) -> HandlerResponse:
     context = await model_context(context, route, data)
     argument = await _handler_argument(context, route, request, data)
     if route.is_generation or route.waits_for_engine:
@@ -277,11 +226,15 @@ def wrap(context: Context, route: Route) -> RobynHandler:
             with cancelled_if_left(connection if route.is_generation else None):
                 reply = await response_or_error(route, _run(context, route, rules, request), lambda: request.body)
         except asyncio.CancelledError:
-            request_context.error_kind = CLIENT_DISCONNECTED
-            reply = HttpResponse(b"", CLIENT_CLOSED_REQUEST)
+            if active_request.has_key_in_force:
+                request_context.error_kind = CLIENT_DISCONNECTED
+                reply = HttpResponse(b"", CLIENT_CLOSED_REQUEST)
+            else:
+                request_context.error_kind = KEY_REMOVED.kind
+                reply = error_response(KEY_REMOVED, route.error_format_for(request.body))
         if isinstance(reply, StreamedResponse):
             request_context.is_stream = reply.content_type == SSE
-            return _streaming_response(reply, active_request)
+            return _streaming_response(reply, active_request, lambda: route.error_format_for(request.body))
         reply = _not_modified_or(request, reply)
         request_context.mark_first_byte()
         active_request.release()

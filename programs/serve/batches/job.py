@@ -108,6 +108,10 @@ class _StoppedError(Exception):
     """Nobody needs the lines any more."""
 
 
+class _KeyRemovedError(Exception):
+    """The batch's API key is not in force."""
+
+
 class BatchJob:
     """A batch under way."""
 
@@ -117,6 +121,8 @@ class BatchJob:
         self.batch = batch
         self.is_cancelled = batch.status is Status.CANCELLING
         """Set when its owner wants it to end."""
+        self.is_key_removed = False
+        """Set when its owner's API key is not in force."""
         self._is_stopped = False
         """Set when the process ends."""
         self._format = BatchFormat(batch.id)
@@ -127,8 +133,12 @@ class BatchJob:
             await self._run_steps()
         except _InputError as error:
             await self.fail(str(error), "invalid_file")
+        except _KeyRemovedError:
+            await self.fail(f"the API key {self.batch.owner} was removed from --keys-file", "api_key_removed")
 
     async def _run_steps(self) -> None:
+        if self.batch.status is not Status.FINALIZING:
+            self._check_key()
         if self.batch.status is Status.VALIDATING:
             await self._validate()
         if self.batch.status in (Status.IN_PROGRESS, Status.CANCELLING):
@@ -136,6 +146,10 @@ class BatchJob:
             await self._set_status(Status.FINALIZING, ends_as=ends_as)
         if self.batch.status is Status.FINALIZING:
             await self._finalise()
+
+    def _check_key(self) -> None:
+        if self.is_key_removed:
+            raise _KeyRemovedError
 
     async def fail(self, message: str, code: str = "internal") -> None:
         """End it for a fault that no later try mends. What was answered is kept as its results. Raises OSError."""
@@ -153,6 +167,7 @@ class BatchJob:
         try:
             count, wrong = await asyncio.to_thread(self._validation_errors)
         except _StoppedError:
+            self._check_key()
             self.batch = await asyncio.to_thread(self._store.update, self.batch.id, lambda batch: batch)
             return
         except asyncio.CancelledError:
@@ -172,7 +187,7 @@ class BatchJob:
         self.is_cancelled = self.batch.status is Status.CANCELLING
 
     def _validation_errors(self) -> tuple[int, list[dict[str, Any]]]:
-        source = self._input(lambda: self.is_cancelled or self._is_stopped)
+        source = self._input(lambda: self.is_cancelled or self.is_key_removed or self._is_stopped)
         try:
             return validate_lines(self._format.read(source.lines()), self.batch.endpoint)
         except RunError:  # its own message names a path of the server
@@ -219,12 +234,15 @@ class BatchJob:
                 engine, BatchTask(), _RETRY, max_busy_retries=_MAX_BUSY_RETRIES, max_refused_s=_MAX_REFUSED_S
             )
             ends_as = await self._run(worker)
+        self._check_key()
         if ends_as is not Status.COMPLETED:
             await self._run(_RejectingWorker(ends_as))
         return ends_as
 
     def _early_status(self) -> Status:
         """How it ends if it must not go on; COMPLETED if it may."""
+        if self.is_key_removed:
+            return Status.FAILED
         if self.is_cancelled:
             return Status.CANCELLED
         return Status.EXPIRED if time.time() >= self.batch.expires_at else Status.COMPLETED

@@ -41,8 +41,8 @@ _RETRY_S = 10.0
 
 
 def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Connection) -> None:
-    """Main function of the process. The supervisor is sent ("started", None), and sends ("models", the engines there
-    are) and "drain".
+    """Main function of the process. The supervisor is sent ("started", None), and sends ("keys", names of the
+    API keys or None), ("models", the engines there are) and "drain".
     """
     become_child(name, style)
     store = open_store(config)
@@ -65,15 +65,19 @@ def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Conn
 
 
 async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, supervisor: Connection) -> None:
-    """Run until the supervisor says "drain", or is gone; from when it has said which other models there are."""
+    """Run until the supervisor says "drain", or is gone; from when it has said which keys and models there are."""
     loop, stop, has_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
             while (message := supervisor.recv()) != "drain":
-                models.update(message[1])
-                loop.call_soon_threadsafe(has_models.set)
+                match message:
+                    case ("keys", names):
+                        loop.call_soon_threadsafe(runner.set_key_names, names)
+                    case ("models", table):
+                        models.update(table)
+                        loop.call_soon_threadsafe(has_models.set)
         loop.call_soon_threadsafe(stop.set)
         loop.call_soon_threadsafe(has_models.set)
 
@@ -93,10 +97,15 @@ class BatchRunner:
         self._jobs: dict[str, BatchJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._retry_at: dict[str, float] = {}
+        self._key_names: frozenset[str] | None = None
         self._swept = 0.0
         self._offset = time.time() - time.monotonic()
         self._store_error = ""
         """Why the store could not be looked at last time."""
+
+    def set_key_names(self, names: frozenset[str] | None) -> None:
+        """Set the names of the API keys in force. None: not known. Batches of other keys end at the next look."""
+        self._key_names = names
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run what there is until `stop`; what is under way then goes on at the next start."""
@@ -127,18 +136,23 @@ class BatchRunner:
         before = set(self._jobs)
         for batch in await asyncio.to_thread(self._store.active_batches):
             job = self._jobs.get(batch.id)
+            is_key_removed = bool(batch.owner) and self._key_names is not None and batch.owner not in self._key_names
             if job is not None:
                 job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
-            elif batch.id not in before and self._can_start(batch):  # what has just ended may have been read before
+                job.is_key_removed = job.is_key_removed or is_key_removed
+            elif batch.id not in before and self._can_start(batch, is_key_removed):  # it may have just ended
                 self._start(batch)
+                self._jobs[batch.id].is_key_removed = is_key_removed
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
             # A clock that is set ahead while this runs deletes nobody's files.
             await asyncio.to_thread(self._store.sweep, min(time.time(), self._offset + time.monotonic()))
 
-    def _can_start(self, batch: Batch) -> bool:
+    def _can_start(self, batch: Batch, is_key_removed: bool) -> bool:
         if time.monotonic() < self._retry_at.get(batch.id, 0.0):
             return False
+        if is_key_removed:  # its start is its end
+            return True
         num_of_client = sum(job.batch.client == batch.client for job in self._jobs.values())
         if not num_of_client:
             return len(self._jobs) < _MAX_CLIENTS

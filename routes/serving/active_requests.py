@@ -1,0 +1,95 @@
+"""A request until its last byte: the limiter, the metrics, the log, and the end of streams whose key is removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from routes.context import Context
+from routes.request_context import RequestContext, set_current_request
+from routes.response.generate import BLANK, HEARTBEAT
+from routes.response.http_response import DONE as END
+from routes.response.http_response import SSE, ErrorFormat, StreamedResponse, sse, to_json
+from routes.serving.access import CLIENT_DISCONNECTED, DONE, log_access
+from routes.serving.thread_states import keep_state
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.ipc.wire import Observe
+
+KEY_REMOVED = ErrorInfo(
+    kind=ErrorKind.UNAUTHORIZED,
+    message="the API key of this request was removed from --keys-file while it ran; repeat it with another key",
+)
+
+
+class ActiveRequest:
+    """A request counted by the limiter until its last byte; then it is reported and logged."""
+
+    def __init__(self, context: Context, request_context: RequestContext, client: str, is_generation: bool) -> None:
+        """Raises ServiceError at a limit. `client`: the address."""
+        self.request_context = request_context
+        self._context = context
+        self._client = client
+        context.limiter.acquire(is_generation, client)
+
+    def release(self) -> None:
+        """Release the limiter. Call once."""
+        self._context.limiter.release(self._client)
+
+    @property
+    def has_key_in_force(self) -> bool:
+        return self._context.keys.is_in_force(self.request_context.key_digest)
+
+    def report(self, status: int, outcome: str) -> None:
+        report(self._context, self.request_context, status, outcome)
+
+
+def report(context: Context, request_context: RequestContext, status: int, outcome: str) -> None:
+    seconds = time.monotonic() - request_context.started
+    context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
+    if context.config.access_log:
+        log_access(request_context, status, outcome)
+
+
+class RobynChunks:
+    """A stream for Robyn, which drops it when the client disconnects. This ends the job."""
+
+    def __init__(
+        self, stream: StreamedResponse, active_request: ActiveRequest, error_format: Callable[[], ErrorFormat]
+    ) -> None:
+        self._chunks = stream.chunks
+        self._is_sse = stream.content_type == SSE
+        self._active_request = active_request
+        self._error_format = error_format
+        self._is_key_removed = False
+
+    def __iter__(self) -> RobynChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        keep_state()
+        request_context = self._active_request.request_context
+        set_current_request(request_context)
+        if self._is_key_removed:
+            raise StopIteration
+        if not self._active_request.has_key_in_force:
+            self._is_key_removed = True
+            request_context.error_kind = KEY_REMOVED.kind
+            return self._end_of_removed_key()
+        chunk = next(self._chunks)
+        if chunk not in (HEARTBEAT, BLANK):
+            request_context.mark_first_byte()
+        return chunk
+
+    def _end_of_removed_key(self) -> bytes:
+        body = self._error_format().body(KEY_REMOVED)
+        return sse(body) + END if self._is_sse else b"\n" + to_json(body) + b"\n"
+
+    def __del__(self) -> None:
+        self._active_request.release()  # first: a client that sees the end of its rows finds its slot free
+        self._chunks.close()
+        self._active_request.report(
+            200,
+            (self._active_request.request_context.error_kind or DONE)
+            if self._chunks.ended or self._is_key_removed
+            else CLIENT_DISCONNECTED,
+        )
