@@ -94,6 +94,7 @@ SHARING = {
         "routes/test_http_routes.py",
         "routes/test_http_session_files.py",
         "routes/test_lm_eval.py",
+        "routes/test_openai_errors.py",
         "routes/test_openai_node.py",
         "routes/test_responses.py",
         "routes/test_routes_answers.py",

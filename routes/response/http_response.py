@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 import msgspec
 
 from routes.request_context import current_request
-from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind
 from rwkv_batch.line_breaks import escape_line_breaks
 
 HTTP_STATUS = {
@@ -116,6 +116,8 @@ def error_response(info: ErrorInfo, error_format: ErrorFormat) -> HttpResponse:
         headers["Retry-After"] = "1"
     if info.kind is ErrorKind.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
+    if MAY_BE_KEPT in info.message or info.kind is ErrorKind.SESSION_UNUSABLE:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send the turn again by themselves
     return HttpResponse(to_json(error_format.body(info)), error_format.statuses[info.kind], JSON, headers)
 
 

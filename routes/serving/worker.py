@@ -164,7 +164,10 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
         target=_follow_supervisor, args=(context, fleet, supervisor, models), name="supervisor", daemon=True
     )
     follow_thread.start()
-    identify_connections(Path(robyn.__file__))
+    try:
+        identify_connections(Path(robyn.__file__))
+    except (OSError, RuntimeError) as error:  # serve all the same: such answers are computed to their end
+        logger.warning("a client that leaves before an answer without a stream is not noticed: %s", error)
     serve(app, listeners[number])
 
 

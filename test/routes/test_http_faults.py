@@ -226,6 +226,7 @@ def test_an_engine_lost_before_the_first_token_gives_an_error(fake: Service, str
     waiting.join()
     assert dying.status_code == 503 and answers[0].status_code in ((200, 503) if stream else (503,))
     assert all("the engine process was lost" in answer.text for answer in (dying, answers[0]))
+    assert dying.headers.get("x-should-retry") == ("false" if stream else None)
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")
 
 
