@@ -57,7 +57,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     translate_cache: int = 4096
     """Translations cached per HTTP worker. 0: none."""
     share_prefix_cache: bool = False
-    """Whether API keys share cached prefixes and translations."""
+    """Whether API keys share cached prefixes, grammars and translations."""
     files_dir: str = "auto"
     """Folder of files and batches. auto: next to the sessions' database, if there is one. none: no files."""
     files_max_gb: float = 10.0

@@ -181,8 +181,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """whether deltas contain token ids, so that rows can continue on another engine"""
     limits: ClientLimits | None = None
     """of an API key, which the fleet enforces (`QuotaLedger`)"""
+    tenant: str = ""
+    """whose cached prefixes and grammars the job may use; "" for those of all clients without a key"""
     cache_salt: str = ""
-    """jobs with different salts share no cached prefixes"""
+    """jobs of one tenant with different salts share no cached prefixes"""
+
+    @property
+    def prefix_salt(self) -> str:
+        """Separates its cached prefixes from those of other tenants and salts."""
+        return f"{self.tenant}\0{self.cache_salt}" if self.tenant or self.cache_salt else ""
 
     @property
     def num_rows(self) -> int:

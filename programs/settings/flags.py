@@ -158,7 +158,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "password for changes to models, engines, states and adapters; default: the password",
         ),
         Flag("keys_file", keys_file, "TOML file of API keys with names and limits; SIGHUP reloads it"),
-        Flag("share_prefix_cache", boolean, "keys share cached prompt prefixes and translations"),
+        Flag("share_prefix_cache", boolean, "keys share cached prompt prefixes, grammars and translations"),
         Flag(
             "cors_origin",
             origins,

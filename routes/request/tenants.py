@@ -1,4 +1,4 @@
-"""What belongs to a request's API key: its session ids, cached prefixes and translations.
+"""What belongs to a request's API key: its session ids and caches.
 
 An API key's session ids are a name space of that key. A key also reaches a session without an owner, if it has none of
 that id. Clients without a key use stored ids.
@@ -23,11 +23,5 @@ def reachable_ids(session_id: str) -> tuple[str, ...]:
 
 
 def cache_tenant(config: HttpConfig) -> str:
-    """Return the key whose cached prefixes and translations the request may use; "" for shared ones."""
+    """Return the key whose cached prefixes, grammars and translations the request may use; "" for shared ones."""
     return "" if config.share_prefix_cache else current_request().owner
-
-
-def prefix_salt(config: HttpConfig, cache_salt: str) -> str:
-    """Return the salt of a request's cached prefixes. Two tenants have no salt in common."""
-    tenant = cache_tenant(config)
-    return f"{tenant}\0{cache_salt}" if tenant or cache_salt else ""

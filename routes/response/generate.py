@@ -21,7 +21,7 @@ from routes.config import HttpConfig
 from routes.context import Context
 from routes.reader_wakeups import Mailbox
 from routes.request.jobs import offload_if_large
-from routes.request.tenants import prefix_salt, reachable_ids
+from routes.request.tenants import cache_tenant, reachable_ids
 from routes.request_context import current_request
 from routes.response.http_response import (
     DONE,
@@ -213,7 +213,7 @@ async def submit(context: Context, job: Job) -> EventStream:
         rows=[await _with_stored_id(context, row) for row in job.rows],
         client=request_context.client,
         limits=request_context.limits,
-        cache_salt=prefix_salt(context.config, job.cache_salt),
+        tenant=cache_tenant(context.config),
         priority=request_context.priority or job.priority,
         timeout_s=time_limit(context.config, job.timeout_s),
     )

@@ -30,7 +30,7 @@ _to_service_error = error_translator("the grammar could not be compiled")
 Grammars = Mapping[Constraint, "Grammar"]
 THREADS = 2
 MAX_WAITING_GROUPS = 256
-"""Groups that wait to be compiled. The jobs of a group have the same constraints."""
+"""Groups that wait to be compiled. The jobs of a group have one client, hence one tenant, and the same constraints."""
 MAX_WAITING_GROUPS_PER_CLIENT = 64
 MAX_WAITING_JOBS = 4096
 """Jobs that wait, in all groups."""
@@ -75,7 +75,7 @@ class GrammarCompileQueue:
         `then` may run on another thread and must not block.
         """
         constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
-        cached = self._cached_grammars(constraints)
+        cached = self._cached_grammars(constraints, job.tenant)
         if len(cached) == len(constraints):
             self._add_mask_threads_later(job, cached)
             then(cached)
@@ -121,11 +121,11 @@ class GrammarCompileQueue:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _cached_grammars(self, constraints: frozenset[Constraint]) -> dict[Constraint, Grammar]:
+    def _cached_grammars(self, constraints: frozenset[Constraint], tenant: str) -> dict[Constraint, Grammar]:
         compiler = self._compiler
         if compiler is None:
             return {}
-        found = {constraint: compiler.cached(constraint) for constraint in constraints}
+        found = {constraint: compiler.cached(constraint, tenant) for constraint in constraints}
         return {constraint: grammar for constraint, grammar in found.items() if grammar and not grammar.is_too_slow}
 
     def _serve_next(self) -> None:
@@ -137,7 +137,7 @@ class GrammarCompileQueue:
         error: BaseException | None = None
         try:
             if not all(waiting.is_cancelled for waiting in group):
-                grammars = self._compile(group[0].constraints)
+                grammars = self._compile(group[0].constraints, group[0].job.tenant)
                 self._add_mask_threads(grammars, _rows_of([waiting.job for waiting in group]))
         except BaseException as caught:  # noqa: BLE001 - the job needs a reply in any case
             error = caught
@@ -161,12 +161,12 @@ class GrammarCompileQueue:
             for waiting in group:
                 self._done(waiting, {}, self._closed_error())
 
-    def _compile(self, constraints: frozenset[Constraint]) -> dict[Constraint, Grammar]:
+    def _compile(self, constraints: frozenset[Constraint], tenant: str) -> dict[Constraint, Grammar]:
         compiler = self._get_compiler()
         grammars = {}
         for constraint in constraints:
             try:
-                grammars[constraint] = compiler.compile(constraint)
+                grammars[constraint] = compiler.compile(constraint, tenant)
             except GrammarError as error:
                 raise _refused(constraint, error) from error
         return grammars

@@ -96,7 +96,7 @@ class StateManager:
                 sequence.tuned = self.pool.tuned.acquire(state)
             number = NO_BASE if sequence.tuned is None else sequence.tuned.number
             number = self.pool.adapters.base(number, sequence.adapter)
-            sequence.base = prefix_base(number, sequence.job.spec.cache_salt)
+            sequence.base = prefix_base(number, sequence.job.spec.prefix_salt)
         except PoolError as error:
             raise as_service_error(error, given=_session_of(sequence)) from error
         if _may_share_prefix(sequence):

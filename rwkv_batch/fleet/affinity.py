@@ -34,5 +34,5 @@ def prefix_key(job: Job) -> str:
     row = job.rows[0]
     if len(row.prompt) < PREFIX_TOKENS:
         return ""
-    beginning = f"{job.cache_salt}\0{row.state}\0{row.prompt[:PREFIX_TOKENS]}"
+    beginning = f"{job.prefix_salt}\0{row.state}\0{row.prompt[:PREFIX_TOKENS]}"
     return hashlib.blake2b(beginning.encode(), digest_size=12).hexdigest()

@@ -69,31 +69,35 @@ class GrammarCompiler:
         self._lexer_lock = threading.Lock()
         self._vocabulary = make_vocabulary(byte_table, encode, vocab)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
-        """key -> the grammar and its number of characters"""
+        self._cache: OrderedDict[tuple[str, object], tuple[Grammar, int]] = OrderedDict()
+        """(tenant, key) -> the grammar and its number of characters"""
         self._characters = 0
 
-    def cached(self, constraint: Constraint) -> Grammar | None:
-        """Return the grammar if it is in the cache."""
+    def cached(self, constraint: Constraint, tenant: str = "") -> Grammar | None:
+        """Return the grammar if it is in the tenant's cache."""
+        key = (tenant, constraint.key)
         with self._lock:
-            entry = self._cache.get(constraint.key)
+            entry = self._cache.get(key)
             if entry is None:
                 return None
-            self._cache.move_to_end(constraint.key)
+            self._cache.move_to_end(key)
             return entry[0]
 
-    def compile(self, constraint: Constraint) -> Grammar:
-        """Return the compiled grammar. Raises GrammarError with the place of the error."""
+    def compile(self, constraint: Constraint, tenant: str = "") -> Grammar:
+        """Return the compiled grammar, from the tenant's cache or for it. Raises GrammarError with the error's place.
+
+        Tenants share no grammars: the time of a request would tell one whether another had sent the same.
+        """
         if constraint.size > MAX_SOURCE_CHARACTERS:
             raise GrammarError(f"has {constraint.size} characters; send at most {MAX_SOURCE_CHARACTERS}")
-        found = self.cached(constraint)
+        found = self.cached(constraint, tenant)
         if found is None:
             if self._sandbox is not None:
                 self._sandbox.check(constraint)
             started = time.thread_time()
             start = self._matcher(constraint)
             found = Grammar(start, constraint.field, time.thread_time() - started)
-            self._add_to_cache(constraint, found)
+            self._add_to_cache((tenant, constraint.key), constraint.size, found)
         if found.is_too_slow:
             raise GrammarError("its masks take too long to compute; write it with less ambiguity")
         return found
@@ -153,11 +157,11 @@ class GrammarCompiler:
     def _new_matcher(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
 
-    def _add_to_cache(self, constraint: Constraint, grammar: Grammar) -> None:
+    def _add_to_cache(self, key: tuple[str, object], size: int, grammar: Grammar) -> None:
         with self._lock:
-            if constraint.key not in self._cache:
-                self._characters += constraint.size
-            self._cache[constraint.key] = grammar, constraint.size
+            if key not in self._cache:
+                self._characters += size
+            self._cache[key] = grammar, size
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -29,10 +29,10 @@ class SlowCompiler:
         self.begun = threading.Semaphore(0)
         self.order: list[str] = []
 
-    def cached(self, constraint: Constraint) -> None:
+    def cached(self, constraint: Constraint, tenant: str) -> None:
         return None
 
-    def compile(self, constraint: Constraint) -> str:
+    def compile(self, constraint: Constraint, tenant: str) -> str:
         self.order.append(constraint.source)
         self.begun.release()
         assert self.may.acquire(timeout=WAIT_S)
@@ -182,4 +182,16 @@ def test_a_process_that_cannot_be_started_is_reported(monkeypatch: pytest.Monkey
     clients.make_request("one", "b+")
     clients.wait(2)
     assert not isinstance(clients.received["b+"], ServiceError)
+    clients.queue.close()
+
+
+def test_tenants_share_no_grammars() -> None:
+    """A compiled grammar answers at once, which would tell one tenant what another sent."""
+    clients = Clients(GrammarCompiler(Tokenizer().byte_table, list, VOCAB_SIZE))
+    for number, tenant in enumerate(("anna", "anna", "bert", "", "")):
+        clients.make_request(f"client {tenant}", f"job {number}", source="[0-9]+", tenant=tenant)
+        clients.wait(number + 1)
+    anna, again, bert, one, other = [clients.received[f"job {number}"][0] for number in range(5)]
+    assert anna is again and one is other
+    assert len({anna, bert, one}) == 3
     clients.queue.close()
