@@ -32,6 +32,8 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
     """None: a linear turn; n: fork a new dialogue from dialogue n of this session (0: the empty root)"""
     wait: bool = True
     """whether to queue behind a running turn of the session, or fail with SESSION_BUSY"""
+    max_replayed_tokens: int | None = None
+    """maximum tokens of the session to read again, because no stored state contains them; None: no limit"""
     expected_tokens: int | None = None
     """
     for a turn resumed after the loss of its engine: the session's tokens before the turn
@@ -269,6 +271,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """the `num_tokens` tokens, with `Job.return_token_ids`"""
     session_tokens: int | None = None
     """length of the session before its turn, sent when the turn begins, with `Job.return_token_ids`"""
+    replayed_tokens: int = 0
+    """sent with it: tokens of the session that are read again, because no stored state contains them"""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -281,9 +285,14 @@ class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """failure of the whole job; unfinished rows get no Finish"""
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens to charge to the client."""
+    def num_sampled(self) -> int:
+        """Sampled tokens."""
         return sum(delta.num_tokens for delta in self.deltas)
+
+    @property
+    def num_replayed(self) -> int:
+        """Tokens of its session that are read again."""
+        return sum(delta.replayed_tokens for delta in self.deltas)
 
 
 def attempt_id(job_id: str, attempt: int) -> str:

@@ -279,7 +279,13 @@ async def as_turn(
         raise invalid(field, f"a session takes exactly one prompt per request, got {len(rows)}", len(rows))
     resume_ids = without_padding(rows[0].prompt) if resume == prompt else None
     ids = await offload_if_large(len(resume), _resume_ids, context, resume, resume_ids, field)
-    turn = SessionTurn(session_id=session_id, resume_prompt=ids, branch_from=branch_from, wait=wait)
+    turn = SessionTurn(
+        session_id=session_id,
+        resume_prompt=ids,
+        branch_from=branch_from,
+        wait=wait,
+        max_replayed_tokens=context.config.max_request_tokens,
+    )
     return [msgspec.structs.replace(rows[0], session=turn)]
 
 

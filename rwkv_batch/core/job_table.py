@@ -122,7 +122,8 @@ class JobTable:
         The client learns this before the turn can be recorded, so that no turn runs twice.
         """
         if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
-            sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens))
+            replayed = sequence.replayed_tokens
+            sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens, replayed_tokens=replayed))
             self._changed[sequence.job] = None
             self._has_turn_starts = True
 

@@ -148,6 +148,10 @@ class Parked:
     """number of these tokens that the states have read"""
     slots: list[int]
 
+    def is_for(self, lease: Lease, num_members: int) -> bool:
+        """Return whether a turn of the session may continue from these slots."""
+        return lease.exists and self.token_ids == lease.replay and len(self.slots) == num_members
+
 
 class ParkedMixtures:
     """Slots of the mixtures of idle sessions, freed under pressure. The tokens restore the states."""
@@ -176,10 +180,15 @@ class ParkedMixtures:
         parked = None if lease.branch else self._parked.pop(lease.session.key.session_id, None)
         if parked is None:
             return None
-        if lease.exists and parked.token_ids == lease.replay and len(parked.slots) == num_members:
+        if parked.is_for(lease, num_members):
             return parked
         self._free(parked)
         return None
+
+    def num_computed_tokens(self, lease: Lease, num_members: int) -> int:
+        """Return how many of the session's tokens the parked slots have read; 0 if there are none for this lease."""
+        parked = None if lease.branch else self._parked.get(lease.session.key.session_id)
+        return parked.num_computed_tokens if parked is not None and parked.is_for(lease, num_members) else 0
 
     def drop_oldest(self) -> bool:
         """Free the slots parked longest ago. Returns False if none are parked."""

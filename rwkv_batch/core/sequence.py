@@ -185,6 +185,8 @@ class Sequence:
     """consecutive steps that it skipped to repay"""
     discarded_sample_step: int = -1
     """number of the last step whose sampled token is discarded because jump-forward appended it first"""
+    replayed_tokens: int = 0
+    """tokens of its session that it reads again, because no stored state contains them"""
     turn_start: int = 0
     """index of this turn's first token in `token_ids`; the tokens before it replay the session"""
 

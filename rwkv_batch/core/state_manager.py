@@ -107,11 +107,27 @@ class StateManager:
         if sequence.lease is None:
             return None
         if sequence.phase is Phase.WAITING and sequence.lease.state is LeaseState.READY:
-            return _already_stored_error(sequence, sequence.lease.num_tokens)
+            return _already_stored_error(sequence, sequence.lease.num_tokens) or self._replay_error(sequence)
         if sequence.lease.state is not LeaseState.FAILED:
             return None
         error = sequence.lease.error or SessionNotFound("the session was deleted while its turn ran")
         return as_service_error(error, given=_session_of(sequence))
+
+    def _replay_error(self, sequence: Sequence) -> ServiceError | None:
+        """Return an error if the turn would read too many tokens of its session again."""
+        lease, turn = sequence.lease, sequence.request.session
+        assert lease is not None and turn is not None
+        limit = turn.max_replayed_tokens
+        if limit is None or len(lease.replay) <= limit or not lease.exists:
+            return None
+        num_tokens = len(lease.replay) - self.parked.num_computed_tokens(lease, 1 + len(sequence.members))
+        if num_tokens <= limit:
+            return None
+        message = (
+            f"session_id: {num_tokens} tokens of the session are in no stored state and must be read again, "
+            f"the limit is {limit} (--max-request-tokens); start another session"
+        )
+        return ServiceError(ErrorKind.INVALID_FIELD, message, field="session_id", given=num_tokens)
 
     # The scheduler's SlotSource ------------------------------------------------------------------------------
 
@@ -175,13 +191,15 @@ class StateManager:
         if lease.exists:
             sequence.token_ids = [*lease.replay, *turn.resume_prompt]
             sequence.turn_start = len(lease.replay)
-            sequence.cached_tokens = lease.num_tokens
+            sequence.replayed_tokens = len(lease.replay)
+            sequence.cached_tokens = lease.num_tokens - len(lease.replay)
             sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
         sequence.adapter = lease.adapter  # held by the lease
         if sequence.members:
             sequence.cached_tokens = 0
             if (parked := self.parked.take(lease, 1 + len(sequence.members))) is not None:
                 begin_from(sequence, parked, self.pool)
+                sequence.replayed_tokens -= parked.num_computed_tokens
             return
         # The lease protects the slot until the turn ends.
         sequence.shared = SharedSlot(lease.read_slot, lambda: None)

@@ -279,7 +279,7 @@ class Fleet:
             self._on_lost(in_flight_job, attempt, events.error)
             return
         if in_flight_job.is_counted:
-            self.quotas.charge(in_flight_job.job.job_id, events.num_tokens)
+            self.quotas.charge(in_flight_job.job.job_id, events)
         if events.done:
             self._forget(in_flight_job)
         in_flight_job.forward(events)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.fleet.progress import Progress
+from rwkv_batch.fleet.progress import Progress, without_turn_starts
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, attempt_id
 
@@ -76,7 +76,7 @@ class InFlightJob:
             was_admitted=self.is_admitted,
             limits=None,
             timeout_s=timeout_s,
-            return_token_ids=self.can_resume,
+            return_token_ids=self.can_resume or self.usage is not None,
         )
 
     def report_admission(self, refusal: ServiceError | None) -> None:
@@ -92,6 +92,7 @@ class InFlightJob:
         """Record events and pass them on."""
         if self.can_resume:
             events = self._progress.record(events)
+        events = without_turn_starts(events)
         if events.deltas or events.done:
             self._sink(events)
 

@@ -43,6 +43,13 @@ class RowProgress:
         self.has_ended = delta.finish is not None
 
 
+def without_turn_starts(events: JobEvents) -> JobEvents:
+    """Return the events without the deltas that only say that a turn begins."""
+    if not any(delta.session_tokens is not None for delta in events.deltas):
+        return events
+    return msgspec.structs.replace(events, deltas=[delta for delta in events.deltas if delta.session_tokens is None])
+
+
 class Progress:
     """A job's rows, over all engines that ran it. One thread at a time."""
 
@@ -59,9 +66,6 @@ class Progress:
             events = msgspec.structs.replace(events, deltas=deltas)
         for delta in events.deltas:
             self._rows[delta.row].record(delta)
-        if any(delta.session_tokens is not None for delta in events.deltas):
-            deltas = [delta for delta in events.deltas if delta.session_tokens is None]
-            events = msgspec.structs.replace(events, deltas=deltas)
         return events
 
     def remaining_job(self) -> Job | None:

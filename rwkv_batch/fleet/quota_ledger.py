@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from rwkv_batch.calls import AcquireQuota
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.fleet.member import Member
-from rwkv_batch.ipc.quotas import Balance, Quotas
+from rwkv_batch.ipc.quotas import Balance, CountedJob, Quotas
 from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
-from rwkv_batch.request import Usage
+from rwkv_batch.request import JobEvents, Usage
 
 Members = Callable[[], Sequence[Member]]
 
@@ -71,9 +71,9 @@ class QuotaLedger:
                     self._connection = -1  # the new one gets this job, too
         on_answer(answer)
 
-    def charge(self, job_id: str, tokens: int) -> None:
-        """Charge further tokens of a job. The holder learns it with the next `poll`."""
-        if self._copy.charge_more(job_id, tokens):
+    def charge(self, job_id: str, events: JobEvents) -> None:
+        """Charge a job's new tokens. The holder learns it with the next `poll`."""
+        if self._copy.charge_more(job_id, events.num_sampled, events.num_replayed) is not None:
             self._has_changed = True
             self._unreported[job_id] = None
 
@@ -88,7 +88,7 @@ class QuotaLedger:
             job = self._copy.end(job_id, refund)
             self._has_changed = True
             if holder is not None and job is not None:
-                holder.client.report_usage(UsageReport(job_id, job.tokens, True, refund))
+                holder.client.report_usage(_report(job, done=True, refund=refund))
 
     def poll(self) -> None:
         """Report new tokens to the holder and learn its balances."""
@@ -100,7 +100,7 @@ class QuotaLedger:
             unreported, self._unreported = self._unreported, {}
             jobs = [job for job in self._copy.jobs() if job.usage.job_id in unreported] if unreported else []
             if jobs:
-                holder.client.report_usage(*(UsageReport(job.usage.job_id, job.tokens) for job in jobs))
+                holder.client.report_usage(*(_report(job) for job in jobs))
 
     def _take_balances(self, balances: list[Balance]) -> None:
         """Update the copy. A report that may lack this process's own changes raises no balance."""
@@ -132,5 +132,9 @@ class QuotaLedger:
         self._has_changed = True
         jobs = self._copy.jobs()
         if before is not None and before is not holder:
-            before.client.report_usage(*(UsageReport(job.usage.job_id, job.tokens, True) for job in jobs))
+            before.client.report_usage(*(_report(job, done=True) for job in jobs))
         holder.client.report_usage(RestoreQuotas(self._copy.balances(), jobs))
+
+
+def _report(job: CountedJob, done: bool = False, refund: bool = False) -> UsageReport:
+    return UsageReport(job.usage.job_id, job.sampled, job.replayed, done, refund)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.quotas import Balance, Quotas
+from rwkv_batch.ipc.quotas import Balance, CountedJob, Quotas
 from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
 from rwkv_batch.request import JobEvents, Usage, original_id
 
@@ -26,7 +26,7 @@ class HeldLedger:
 
     def report(self, report: UsageReport) -> None:
         """Charge a job's tokens that are not charged yet, and remove it at its end."""
-        self._observe(report.job_id, self._quotas.charge(report.job_id, report.tokens))
+        self._observe(self._quotas.charge(report.job_id, report.sampled, report.replayed))
         if report.done:
             self._quotas.end(report.job_id, report.refund)
 
@@ -35,13 +35,13 @@ class HeldLedger:
         if not self._quotas.has_jobs:
             return
         job_id = original_id(events.job_id)
-        self._observe(job_id, self._quotas.charge_more(job_id, events.num_tokens))
+        self._observe(self._quotas.charge_more(job_id, events.num_sampled, events.num_replayed))
         if events.done and events.error is None:
             self._quotas.end(job_id)
 
-    def _observe(self, job_id: str, charged: int) -> None:
-        if charged and (client := self._quotas.client_of(job_id)) is not None:
-            self._metrics.observe_client_tokens(client, charged)
+    def _observe(self, charged: CountedJob | None) -> None:
+        if charged is not None:
+            self._metrics.observe_client_tokens(charged.usage.client, charged.sampled, charged.replayed)
 
     def restore(self, known: RestoreQuotas) -> None:
         """Take over an HTTP worker's copy."""

@@ -235,7 +235,7 @@ class Metrics:
         )
         self._client_tokens = Counter(
             "rwkv_client_tokens",
-            "Tokens of prompts and answers, by API key.",
+            "Tokens of prompts and answers, and of sessions that were read again, by API key.",
             ["client", "kind"],
             registry=self._registry,
         )
@@ -274,9 +274,11 @@ class Metrics:
         if not is_refused:
             self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
 
-    def observe_client_tokens(self, client: str, completion_tokens: int) -> None:
-        """Count a client's sampled tokens."""
-        self._client_tokens.labels(client, "completion").inc(completion_tokens)
+    def observe_client_tokens(self, client: str, sampled: int, replayed: int) -> None:
+        """Count a client's sampled tokens, and those of its sessions that were read again."""
+        self._client_tokens.labels(client, "completion").inc(sampled)
+        if replayed:
+            self._client_tokens.labels(client, "replayed").inc(replayed)
 
     def observe_events(self, events: Sequence[JobEvents]) -> None:
         self._times.observe(events, time.monotonic())

@@ -34,8 +34,10 @@ class CountedJob(msgspec.Struct, array_like=True):
     """A job that counts against its client's limits."""
 
     usage: Usage
-    tokens: int = 0
-    """charged tokens, without those of its prompt"""
+    sampled: int = 0
+    """charged sampled tokens"""
+    replayed: int = 0
+    """charged tokens of its session that were read again"""
 
 
 @dataclass(slots=True)
@@ -88,10 +90,6 @@ class Quotas:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._jobs
 
-    def client_of(self, job_id: str) -> str | None:
-        job = self._jobs.get(job_id)
-        return None if job is None else job.usage.client
-
     @property
     def has_jobs(self) -> bool:
         return bool(self._jobs)
@@ -118,24 +116,26 @@ class Quotas:
         client.spend(1, usage.prompt_tokens)
         self._jobs[usage.job_id] = CountedJob(usage)
 
-    def charge(self, job_id: str, total: int) -> int:
-        """Charge a job's tokens since its start, except its prompt. Returns how many were not charged yet."""
+    def charge(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
+        """Charge a job's tokens since its start. Returns those not charged yet, None if there are none."""
         with self._lock:
             job = self._jobs.get(job_id)
-            return 0 if job is None else self._charge(job, total - job.tokens)
+            return None if job is None else self._charge(job, sampled - job.sampled, replayed - job.replayed)
 
-    def charge_more(self, job_id: str, tokens: int) -> int:
-        """Charge further tokens of a job. Returns how many were charged."""
+    def charge_more(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
+        """Charge further tokens of a job. Returns them, None if there are none."""
         with self._lock:
             job = self._jobs.get(job_id)
-            return 0 if job is None else self._charge(job, tokens)
+            return None if job is None else self._charge(job, sampled, replayed)
 
-    def _charge(self, job: CountedJob, tokens: int) -> int:
-        if tokens <= 0:
-            return 0
-        job.tokens += tokens
-        self._clients[job.usage.client].spend(0, tokens * job.usage.states)
-        return tokens
+    def _charge(self, job: CountedJob, sampled: int, replayed: int) -> CountedJob | None:
+        charged = CountedJob(job.usage, max(0, sampled), max(0, replayed))
+        if not (charged.sampled or charged.replayed):
+            return None
+        job.sampled += charged.sampled
+        job.replayed += charged.replayed
+        self._clients[job.usage.client].spend(0, (charged.sampled + charged.replayed) * job.usage.states)
+        return charged
 
     def end(self, job_id: str, refund: bool = False) -> CountedJob | None:
         """Remove a job and return it, if it counts.
@@ -148,7 +148,7 @@ class Quotas:
                 client = self._clients[job.usage.client]
                 client.rows -= job.usage.rows
                 if refund:
-                    client.spend(-1, -job.usage.prompt_tokens - job.tokens * job.usage.states)
+                    client.spend(-1, -job.usage.prompt_tokens)
             return job
 
     # Copies ----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Quotas:
     def jobs(self) -> list[CountedJob]:
         """Return a copy of all jobs that count."""
         with self._lock:
-            return [CountedJob(job.usage, job.tokens) for job in self._jobs.values()]
+            return [CountedJob(job.usage, job.sampled, job.replayed) for job in self._jobs.values()]
 
     def merge(self, balances: Iterable[Balance], jobs: Iterable[CountedJob] = ()) -> None:
         """Take over what another copy knows. Of two levels the lower one counts, so a repetition changes nothing."""

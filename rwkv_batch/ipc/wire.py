@@ -87,8 +87,10 @@ class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     """Usage of a job that counts against limits here (`AcquireQuota`)."""
 
     job_id: str
-    tokens: int
-    """all tokens since its start, without those of its prompt"""
+    sampled: int
+    """all sampled tokens since its start"""
+    replayed: int = 0
+    """all tokens of its session that were read again"""
     done: bool = False
     refund: bool = False
     """no engine admitted it, so it costs nothing"""

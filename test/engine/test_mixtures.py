@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from demo.random_weights import write_random_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.progress import Progress
-from rwkv_batch.request import GenerateRequest, JobEvents, PromptLogprobs
+from rwkv_batch.request import Finish, GenerateRequest, JobEvents, PromptLogprobs
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
@@ -288,6 +289,31 @@ def test_sessions_of_mixtures_continue_parked_evicted_and_after_a_restart(
         with pytest.raises(ServiceError, match="which has no state to export"):
             call(engine, "session_export", session_id="one")
         engine.state_manager.parked.clear()
+
+
+def test_tokens_that_are_read_again_are_reported_and_bounded(model: Path, tmp_path: Path) -> None:
+    """Nothing is parked, so each turn reads its whole session."""
+    pool = {"state_db": str(tmp_path / "s.db"), "l1_sessions": 0}
+    with engine_with_states(model, pool=pool) as engine:
+
+        def turn_with(limit: int) -> Finish:
+            asked = turn("s", SAID[1], mixture=MIXES[1], **GREEDY)
+            session = msgspec.structs.replace(asked.session, max_replayed_tokens=limit)
+            received = run(engine, msgspec.structs.replace(asked, session=session), return_token_ids=True)
+            replayed.append(sum(events.num_replayed for events in received.events))
+            return received.finishes[0]
+
+        replayed: list[int] = []
+        lengths = [0]
+        for _ in range(3):
+            finish = turn_with(limit=lengths[-1])
+            assert finish.error is None and finish.cached_tokens == 0
+            lengths.append(finish.prompt_tokens + finish.completion_tokens)
+        assert replayed == lengths[:3]
+        refused = turn_with(limit=lengths[-1] - 1).error
+        assert refused is not None and (refused.kind, refused.field) == (ErrorKind.INVALID_FIELD, "session_id")
+        assert f"{lengths[-1]} tokens of the session" in refused.message and "--max-request-tokens" in refused.message
+        assert turn_with(limit=lengths[-1]).error is None, "the session is as it was"
 
 
 def test_a_kept_turn_of_a_lost_engine_does_not_run_again(model: Path, tmp_path: Path) -> None:

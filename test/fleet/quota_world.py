@@ -50,8 +50,8 @@ class Request:
         self.answer, self.done = refusal or True, refusal is not None
 
     def sink(self, events: JobEvents) -> None:
-        assert not self.done and events.error is None
-        self.tokens += events.num_tokens
+        assert not self.done and events.error is None and not events.num_replayed
+        self.tokens += events.num_sampled
         self.done = events.done
 
 
@@ -77,6 +77,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.jobs: dict[str, tuple[Job, Any, int]] = {}
         self.is_full = False
+        self.replayed_tokens = 0
+        """tokens of its session that each job reads again before its first token"""
         self.load = Load(0, 0)
 
     def on_delivered(self, callback: Any) -> None: ...
@@ -88,6 +90,9 @@ class FakeEngine:
         on_admitted(None)
         left = job.rows[0].max_tokens - sum(len(row.resumed.token_ids) for row in job.rows if row.resumed)
         self.jobs[job.job_id] = job, sink, left
+        if self.replayed_tokens:
+            begins = Delta(0, b"", 0, session_tokens=99, replayed_tokens=self.replayed_tokens)
+            sink(JobEvents(job_id=job.job_id, deltas=[begins]))
 
     def cancel(self, job_id: str) -> None:
         if job_id in self.jobs:

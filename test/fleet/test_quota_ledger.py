@@ -90,3 +90,25 @@ def test_a_request_that_no_engine_admitted_waits_for_room_like_any_other(monkeyp
     world.settle()
     assert isinstance(request.answer, ServiceError) and request.answer.info == FULL.info
     assert world.remaining() == TOKENS
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("resubmit", [0, 2])
+def test_tokens_of_a_session_that_are_read_again_are_charged(
+    number: int, resubmit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine that holds the ledger, or by another one. The client receives nothing of it."""
+    world = World(4, monkeypatch)
+    for fleet in world.workers:
+        fleet._limits = fleet._limits._replace(resubmit=resubmit)
+    world.connect_all()
+    world.settle()
+    world.kill(1 - number)
+    world.engines[number].fake.replayed_tokens = 30
+    for fleet in world.workers:
+        fleet.quotas.poll()
+    request = world.submit(0)
+    world.finish()
+    world.engines[number].fake.replayed_tokens = 0
+    assert request.answer is True and world.spent() == 5
+    assert world.remaining() == TOKENS - 5 - 30

@@ -134,7 +134,7 @@ def test_rows_are_counted_while_they_run() -> None:
     assert refusal is not None and refusal.kind is ErrorKind.OVERLOADED and refusal.retry_after_s
     assert "3 rows in progress" in refusal.message and "4 at once" in refusal.message
     assert quotas.count(usage("c", limits)) is None
-    assert quotas.charge_more("a", 1) == 1
+    assert quotas.charge_more("a", 1)
     assert quotas.count(usage("e", limits)) is not None
     quotas.charge("a", 1)
     assert quotas.end("a")
@@ -161,10 +161,10 @@ def test_a_mixture_counts_each_state_against_the_limits() -> None:
     clock = Clock()
     quotas, limits = Quotas(clock), ClientLimits(tokens_per_minute=60)
     assert quotas.count(usage("mixed", limits, mixed)) is None
-    quotas.charge("mixed", 20)
+    quotas.charge("mixed", 20, 7)
     assert quotas.end("mixed")
     refusal = quotas.count(usage("b", limits))
-    assert refusal is not None and refusal.retry_after_s == pytest.approx(3 * 3 * 2 + 20 * 3 - 60 + 1)
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(3 * 3 * 2 + (20 + 7) * 3 - 60 + 1)
 
 
 def test_limits_per_minute_of_requests_and_tokens() -> None:

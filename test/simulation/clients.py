@@ -163,6 +163,7 @@ class Clients:
             timeout_s=timeout,
             client=self._rng.choice(("", "one", "two", "two")),
             priority=self._rng.choice((Priority.AUTO, Priority.AUTO, Priority.BATCH)),
+            return_token_ids=True,
         )
         rows = [(request, i) for request in requests for i in range(request.num_rows)]
         submission = Submission(job, self._world.tasks.now, rows)
@@ -296,6 +297,7 @@ class Clients:
                 not submission.texts.get(row), f"{submission.job.job_id} row {row}: its prompt is scored after its text"
             )
             submission.scores.setdefault(row, []).extend(entry.logprob for entry in delta.prompt_logprobs)
+        submission.replayed += delta.replayed_tokens
         submission.texts[row] = submission.texts.get(row, b"") + delta.text
         submission.tokens[row] = submission.tokens.get(row, 0) + delta.num_tokens
         if delta.finish is not None:

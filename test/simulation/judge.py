@@ -33,6 +33,8 @@ class Submission:
     texts: dict[int, bytes] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)
+    replayed: int = 0
+    """tokens of its session that are charged because they are read again"""
     finishes: dict[int, Finish] = field(default_factory=dict)
     cancelled: bool = False
     done: bool = False
@@ -172,11 +174,10 @@ class Judge:
         turn = self._world.ledger.turns[submission.sequences[row]]
         demand(turn.reported and turn.kept, f"{name}: an acknowledged turn is not kept")
         prompt = request.session.resume_prompt if turn.before else request.prompt
-        cached = len(turn.before) if request.mixture else finish.cached_tokens
-        reported = (finish.prompt_tokens, cached)
+        reported = (finish.prompt_tokens, finish.cached_tokens + submission.replayed)
         demand(
             reported == (len(turn.before) + len(prompt), len(turn.before)),
-            f"{name}: {reported} prompt and cached tokens",
+            f"{name}: {reported} tokens of the prompt, and tokens of the session, cached or charged",
         )
         if request.session.branch_from is not None:
             demand(finish.dialogue_idx == turn.session.key.dialogue, f"{name}: dialogue {finish.dialogue_idx}")

@@ -81,6 +81,9 @@ class CheckedStateManager(StateManager):
                 demand(state == history.stored, f"{lease.session.key} does not hold its history")
         demand(device.mark_of(sequence) == began.mark, "a row has another adapter than it should")
         begun = History(sequence.token_ids[: sequence.num_computed_tokens], began)
+        if lease is not None and lease.exists:
+            read_again = sequence.turn_start - sequence.num_computed_tokens
+            demand(sequence.replayed_tokens == read_again, f"{read_again} tokens of {lease.session.key} are read again")
         if lease is None or sequence.members:
             found = tuple(device.memory[slot] for slot in read_slots(sequence))
             demand(found == begun.states, f"a row begins from something else after {len(begun)} tokens")
