@@ -276,10 +276,10 @@ def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monke
     entered, gate = threading.Event(), threading.Event()
     compile_grammar = GrammarCompiler.compile
 
-    def held(self: GrammarCompiler, constraint: Constraint) -> Any:
+    def held(self: GrammarCompiler, *arguments: Any) -> Any:
         entered.set()
         assert gate.wait(60)
-        return compile_grammar(self, constraint)
+        return compile_grammar(self, *arguments)
 
     monkeypatch.setattr(GrammarCompiler, "compile", held)
     with started_engine(model) as engine:
