@@ -17,6 +17,8 @@ from state_pool.layout import HostState
 
 NO_BASE = 0
 """Number of the zero state among the bases of rows."""
+NO_PREFIX_BASE = b""
+"""Base of prompts without a state, an adapter and a salt."""
 _MIXTURE = "mixture-"
 """Prefix of a mixture's digest. Digests of files are hexadecimal, so they differ."""
 

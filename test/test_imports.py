@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -27,6 +29,14 @@ FLOORS = {
 OWN = [*FLOORS, "demo", "bench", "test"]
 UPWARDS = {("programs.settings.model_file", "demo"), ("rwkv_batch", "programs")}
 """The two exceptions: the demo model is the default; `from rwkv_batch import LLM` comes from the library."""
+
+MAX_DEPTH = 19
+"""Modules in the longest import chain, without UPWARDS."""
+MAX_FILES = 22
+"""Python files in a folder."""
+MAX_LINES = 400
+"""Lines of a module."""
+MIN_MEDIAN_LINES = 100
 
 ROOMS = {
     # The engine. Files in no folder are shared types: requests, calls, errors, settings, the tokenizer.
@@ -243,6 +253,28 @@ def test_no_circles() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_import_chains_are_short() -> None:
+    files = dict(entry for package in FLOORS for entry in modules(package))
+
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        targets = imported_modules(files[name]) - {name}
+        below = (chain(target) for target in targets if (name, target.partition(".")[0]) not in UPWARDS)
+        return (name, *max(below, key=len, default=()))
+
+    longest = max((chain(name) for name in files), key=len)
+    assert len(longest) <= MAX_DEPTH, f"{len(longest)} modules: {' -> '.join(longest)}"
+
+
+def test_folders_and_modules_are_of_a_readable_size() -> None:
+    files = [file for package in FLOORS for _, file in modules(package)]
+    folders = Counter(file.parent for file in files)
+    assert not {folder.relative_to(ROOT): count for folder, count in folders.items() if count > MAX_FILES}
+    lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert not {file.relative_to(ROOT): count for file, count in lines.items() if count > MAX_LINES}
+    assert median(count for file, count in lines.items() if file.name != "__init__.py") >= MIN_MEDIAN_LINES
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
-from state_pool.cache.prefix_cache import NO_PREFIX_BASE
 from state_pool.layout import ZERO_SLOT
-from state_pool.origins import LoadedAdapter, TunedState
+from state_pool.origins import NO_PREFIX_BASE, LoadedAdapter, TunedState
 from state_pool.sessions import Lease
 
 

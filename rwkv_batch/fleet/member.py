@@ -1,4 +1,4 @@
-"""One engine of a fleet: its link, its load, its availability."""
+"""One engine of a fleet: its link by Unix socket or as a Ray actor, its load, its availability."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import time
 from collections.abc import Callable
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
-from rwkv_batch.fleet.dial import dial
+from rwkv_batch.fleet.actors.address import PREFIX, parse_address
 from rwkv_batch.fleet.routing import load_of
-from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.client import Connect, EngineClient, unix_connector
 from rwkv_batch.ipc.served_model import ModelStatus, ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD
 from rwkv_batch.request import Job, Load
+
+
+def dial(address: str) -> Connect:
+    """Return a connector to a `ServedModel`'s address."""
+    if not address.startswith(PREFIX):
+        return unix_connector(address)
+    from rwkv_batch.fleet.actors.link import actor_connector
+
+    return actor_connector(parse_address(address))
+
 
 POLL_INTERVAL_S = 0.25
 MAX_SILENT_POLLS = 8

@@ -17,7 +17,7 @@ from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, PromptHisto
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.layout import HostState, pack_tokens
-from state_pool.origins import NO_BASE
+from state_pool.origins import NO_BASE, NO_PREFIX_BASE
 from state_pool.session_key import Tier
 
 MIN_TOKENS = KEY_TOKENS
@@ -26,8 +26,6 @@ _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 _BASES = 1 << 31
 """Values from here on are not token ids; they encode the base."""
 _SALT_WORDS = struct.Struct("<4I")
-NO_PREFIX_BASE = b""
-"""Base of prompts without a state, an adapter and a salt."""
 
 
 def prefix_base(number: int, salt: str) -> bytes:

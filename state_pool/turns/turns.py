@@ -295,7 +295,7 @@ class Turns:
             if not self._stores_log:
                 self._set_outcome(session, turn, TurnNotStored("the turn was cancelled before its state was stored"))
             elif self._is_lazy and turn.log_result is not None:
-                self._set_outcome(session, turn, None if turn.log_result is True else turn.log_result)
+                self._set_outcome(session, turn, turn.log_result if isinstance(turn.log_result, Exception) else None)
             self._finish_if_complete(session)
 
     def _end_lease(self, lease: Lease) -> None:
