@@ -6,6 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import GenerateRequest
+from rwkv_batch.tokenizer import END_OF_TEXT
+from sampling.grammar.errors import GrammarError, NoTokenLeftError
 from state_pool.errors import (
     AdapterMismatch,
     AdapterNotFound,
@@ -138,3 +141,21 @@ def draining_error() -> ServiceError:
         "the service is shutting down and accepts no new requests; retry in 5 s",
         retry_after_s=5,
     )
+
+
+def grammar_failure(request: GenerateRequest, error: GrammarError) -> ErrorInfo:
+    """Return the error of a row whose grammar cannot continue."""
+    constraint = request.constraint
+    assert constraint is not None
+    field = constraint.field or constraint.form
+    message = f"{field}: {error}"
+    if isinstance(error, NoTokenLeftError) and (banned := _num_banned(request)):
+        message = f"logit_bias: it bans {banned} tokens, and with them every token that {field} allows next; ban fewer"
+        field = "logit_bias"
+    return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field=field)
+
+
+def _num_banned(request: GenerateRequest) -> int:
+    """Number of tokens that the client banned, without the end token that `ignore_eos` bans."""
+    bias = request.sampling.logit_bias
+    return sum(value == float("-inf") for value in bias.values()) - (request.ignore_eos and END_OF_TEXT in bias)

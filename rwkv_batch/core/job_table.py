@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from rwkv_batch.core.error_mapping import grammar_failure
 from rwkv_batch.core.grammar_compile_queue import Grammars
 from rwkv_batch.core.jump_forward import jump_forward
 from rwkv_batch.core.row_builder import RowBuilder
@@ -21,9 +22,9 @@ from rwkv_batch.core.sequence import NO_SLOT, PENDING, Phase, RunningJob, Sequen
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
-from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
+from rwkv_batch.request import Delta, FinishReason, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
-from sampling.grammar.errors import GrammarError, NoTokenLeftError
+from sampling.grammar.errors import GrammarError
 from sampling.grammar.matcher import Matcher
 
 DEADLINES_KEPT = 64
@@ -265,16 +266,7 @@ class JobTable:
         job.live.pop(sequence)
         sequence.output.flush_held_text()
         for row in range(sequence.row, sequence.row + sequence.fork_count):
-            finish = Finish(
-                reason=reason,
-                prompt_tokens=sequence.prompt_tokens,
-                completion_tokens=len(sequence.output.tokens),
-                cached_tokens=sequence.cached_tokens,
-                queue_s=sequence.queue_s,
-                error=error,
-                session_id=sequence.request.session.session_id if sequence.request.session else None,
-                dialogue_idx=sequence.dialogue_idx,
-            )
+            finish = sequence.finish(reason, error)
             delta = sequence.output.pop_delta(finish)
             assert delta is not None
             delta = msgspec.structs.replace(delta, row=row)
@@ -348,16 +340,7 @@ class JobTable:
 
     def fail_grammar(self, sequence: Sequence, error: GrammarError) -> None:
         """End a row's job because its grammar cannot continue."""
-        constraint = sequence.request.constraint
-        assert constraint is not None
-        field = constraint.field or constraint.form
-        message = f"{field}: {error}"
-        if isinstance(error, NoTokenLeftError) and (banned := _num_banned(sequence.request)):
-            message = (
-                f"logit_bias: it bans {banned} tokens, and with them every token that {field} allows next; ban fewer"
-            )
-            field = "logit_bias"
-        self.fail(sequence.job, ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field=field))
+        self.fail(sequence.job, grammar_failure(sequence.request, error))
 
     def _rows_of(self, job: RunningJob) -> list[Sequence]:
         """Rows that have not ended, and ended rows that still read."""
@@ -412,9 +395,3 @@ class JobTable:
         if not self._jobs and (self._leased or self._scheduler.has_work):
             problems.append("rows are left without a job")
         return problems
-
-
-def _num_banned(request: GenerateRequest) -> int:
-    """Number of tokens that the client banned, without the end token that `ignore_eos` bans."""
-    bias = request.sampling.logit_bias
-    return sum(value == float("-inf") for value in bias.values()) - (request.ignore_eos and END_OF_TEXT in bias)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from rwkv_batch.core.grammar_compile_queue import Grammars
 from rwkv_batch.core.output import RowOutput
+from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.protocol import Sink
-from rwkv_batch.request import Delta, GenerateRequest, Job
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
 from state_pool.layout import ZERO_SLOT
 from state_pool.origins import NO_PREFIX_BASE, LoadedAdapter, TunedState
@@ -316,3 +317,16 @@ class Sequence:
         if self.last_sample_step > oldest or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:
             return False
         return self.lease is None or self.spare_slot != NO_SLOT
+
+    def finish(self, reason: FinishReason, error: ErrorInfo | None = None) -> Finish:
+        """Return the row's end, as the client gets it."""
+        return Finish(
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(self.output.tokens),
+            cached_tokens=self.cached_tokens,
+            queue_s=self.queue_s,
+            error=error,
+            session_id=self.request.session.session_id if self.request.session else None,
+            dialogue_idx=self.dialogue_idx,
+        )

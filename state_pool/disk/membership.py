@@ -168,3 +168,18 @@ def _new_engine_number(connection: Connection) -> int:
     return max(
         int(last), 1 + (int(row) >> ROW_BITS), 1 + (max(int(state), int(chunk) // CHUNKS_PER_STATE) >> STATE_BITS)
     )
+
+
+def begin_write(connection: Connection, member: Membership | None) -> None:
+    """Begin a write transaction.
+
+    An engine that others removed rejoins under a new number. Fences protect its work.
+    """
+    if member is None:
+        connection.execute("BEGIN IMMEDIATE")
+        return
+    begin_with_retry(connection)
+    if not member.is_registered:
+        connection.execute("ROLLBACK")
+        member.join()
+        begin_with_retry(connection)

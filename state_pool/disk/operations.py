@@ -262,6 +262,23 @@ class StagingQueue:
         return removed
 
 
+@dataclass(slots=True)
+class WriterStats:
+    """Counters of the writer thread. Other threads only read them."""
+
+    commits: int = 0
+    turns: int = 0
+    states: int = 0
+    state_bytes: int = 0
+    failures: int = 0
+    used_bytes: int = 0
+    """Bytes of the database in use, without free pages."""
+    object_bytes: int = 0
+    """Bytes of states in a checkpoint store."""
+    degraded: str | None = None
+    """The last write error; None after a success."""
+
+
 def is_environment_error(error: Exception) -> bool:
     """Whether the cause is outside the job, so that an immediate retry would fail too."""
     return isinstance(error, sqlite3.Error) and any(

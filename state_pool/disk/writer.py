@@ -8,27 +8,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from state_pool.crash_points import reach
 from state_pool.disk import directory, statements
 from state_pool.disk.checkpoint_objects import CheckpointObjects
-from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_with_retry, first_state_number
+from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_write, first_state_number
 from state_pool.disk.operations import (
-    Acquire,
     Append,
     Checkpoint,
     Delete,
-    DeleteNamed,
-    DeleteOldest,
     Deliver,
     Done,
-    Quarantined,
-    Release,
     SmallJob,
     StagedState,
     StagingQueue,
+    WriterStats,
     describe_error,
     is_environment_error,
     reported_error,
@@ -51,23 +46,6 @@ _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 _RECOUNT_INTERVAL_S = 60.0
 """Interval for counting object bytes anew, to include other engines' changes."""
-
-
-@dataclass(slots=True)
-class WriterStats:
-    """Counters of the writer thread. Other threads only read them."""
-
-    commits: int = 0
-    turns: int = 0
-    states: int = 0
-    state_bytes: int = 0
-    failures: int = 0
-    used_bytes: int = 0
-    """Bytes of the database in use, without free pages."""
-    object_bytes: int = 0
-    """Bytes of states in a checkpoint store."""
-    degraded: str | None = None
-    """The last write error; None after a success."""
 
 
 class Writer:
@@ -253,9 +231,9 @@ class Writer:
         garbage: list[GarbageState] = []
 
         def write() -> None:
-            self._begin()
+            begin_write(self._connection, self.member)
             for job in jobs:
-                garbage.extend(self._apply(job))
+                garbage.extend(directory.apply(self._connection, job, self._fingerprint, self.member))
             reach("before_commit")
             self._commit()
             reach("after_commit")
@@ -267,45 +245,6 @@ class Writer:
         self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
         return None
-
-    def _begin(self) -> None:
-        """Begin a write transaction.
-
-        An engine that others removed rejoins under a new number. Fences protect its work.
-        """
-        if self.member is None:
-            self._connection.execute("BEGIN IMMEDIATE")
-            return
-        begin_with_retry(self._connection)
-        if not self.member.is_registered:
-            self._connection.execute("ROLLBACK")
-            self.member.join()
-            begin_with_retry(self._connection)
-
-    def _apply(self, job: SmallJob) -> list[GarbageState]:
-        """Run a job's statements. Returns the states that it makes garbage."""
-        connection = self._connection
-        match job:
-            case Append():
-                reach("before_append")
-                statements.append_turn(connection, job, self._fingerprint)
-                reach("after_append")
-            case Delete():
-                reach("before_delete")
-                return statements.delete_sessions(connection, job.rows)
-            case Quarantined():
-                connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
-            case Acquire():
-                assert self.member is not None
-                directory.acquire(connection, job, self.member.number, self.member.new_epoch())
-            case Release():
-                directory.release(connection, job)
-            case DeleteNamed():
-                reach("before_delete")
-                return statements.delete_sessions(connection, directory.remove_named(connection, job))
-            case DeleteOldest():
-                return statements.delete_sessions(connection, directory.remove_oldest(connection, job))
-        return []
 
     def _try(self, work: Callable[[], None]) -> Exception | None:
         """Run `work`. On an error, roll back and return the error; the thread continues."""
@@ -325,7 +264,7 @@ class Writer:
 
     def _heartbeat(self, member: Membership) -> None:
         """Write a heartbeat. The partial states of lost engines become garbage."""
-        self._begin()
+        begin_write(self._connection, self.member)
         lost = member.heartbeat()
         self._connection.execute("COMMIT")
         for engine in lost:
@@ -340,7 +279,7 @@ class Writer:
             return
         try:
             self._states.split(staging)
-            self._begin()
+            begin_write(self._connection, self.member)
             written = self._states.put_chunks(staging, lambda: not self._small_jobs)
             replaced = [] if staging.chunks else self._states.publish(staging)
             self._commit()
@@ -388,7 +327,7 @@ class Writer:
         """Delete a few garbage chunks, so that turns do not wait."""
         state = self._garbage[0]
         try:
-            self._begin()
+            begin_write(self._connection, self.member)
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             hidden = statements.sweep_hidden(self._connection) if empty and len(self._garbage) == 1 else []
             self._connection.execute("COMMIT")
