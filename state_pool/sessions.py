@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from sortedcontainers import SortedList
 
+from state_pool.crash_points import reach
 from state_pool.errors import InvalidSessionId
 from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.origins import LoadedAdapter, Origin, TunedState
@@ -186,6 +187,13 @@ class PendingTurn:
     outcome: Exception | bool | None = None
     """None: unknown; True: durable; an exception: not stored."""
 
+    def notify(self, error: Exception | None) -> None:
+        """Report the outcome to the engine, once."""
+        on_durable, self.on_durable = self.on_durable, None
+        if on_durable is not None:
+            on_durable(error)
+            reach("after_acknowledgement")
+
 
 class DialogueNumbers:
     """Largest dialogue numbers of sessions whose dialogues may all be deleted.
@@ -225,6 +233,12 @@ class SessionIndex:
         """Sessions that no model must read; see `mark_unusable`."""
         self.num_existing = 0
         self._numbers = DialogueNumbers()
+        self._last_row = 0
+
+    def new_row(self) -> int:
+        """Return an unused row number of a pool without a database."""
+        self._last_row += 1
+        return self._last_row
 
     def __len__(self) -> int:
         return len(self._by_key)

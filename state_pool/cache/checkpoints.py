@@ -11,7 +11,7 @@ from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import HostState
 from state_pool.session_key import LINEAR, Fence
-from state_pool.sessions import Session
+from state_pool.sessions import PendingTurn, Session
 
 RETRY_DELAY_S = 1.0
 """Delay after a state that the disk did not take. A failed state may fill the space that turns need."""
@@ -168,3 +168,10 @@ def mark_stored(session: Session, row: SessionRow) -> None:
     session.parent = None  # needed only by a dialogue without a stored state
     if row.turn == session.turn:
         session.log_broken = False
+
+
+def append_job(session: Session, turn: PendingTurn) -> Append:
+    """Return the job that logs a turn."""
+    num_tokens = session.num_tokens + len(turn.tokens)
+    row = build_session_row(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time())
+    return Append(row, turn.tokens, session.fence)

@@ -42,7 +42,28 @@ class LeaseQueue:
         self._index = index
         self._tiers = tiers
         self._store = store
+        self._is_shared = store is not None and store.shared
         self._waiting: deque[Lease] = deque()
+
+    def check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
+        """Raises StateNotFound, AdapterNotFound, or OriginMismatch, AdapterMismatch for a session that started
+        otherwise.
+        """
+        origin = self._tuned.get(state).origin if state else mixture
+        loaded_adapter = self._adapters.get(adapter) if adapter else None
+        if session is None or not session.exists or self._is_shared:
+            return
+        error = origin_mismatch(session, origin) or adapter_mismatch(
+            session.key.display_name, session.adapter, loaded_adapter
+        )
+        if error is not None:
+            raise error
+
+    def acquire_resources(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
+        """Acquire the tuned state and the adapter that the lease names, until its end."""
+        lease.tuned, lease.mixture = self._tuned.acquire(state) if state else None, mixture
+        lease.adapter = self._adapters.acquire(adapter) if adapter else None
+        return lease
 
     @property
     def pending(self) -> bool:

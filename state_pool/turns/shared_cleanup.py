@@ -1,13 +1,17 @@
-"""Deletes expired and excess sessions of a shared database: one engine does it for all. Engine thread only."""
+"""Deletes of sessions on disk, and those of expired and excess ones of a shared database. Engine thread only.
+
+Of a shared database, one engine deletes for all.
+"""
 
 from __future__ import annotations
 
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
-from state_pool.disk.operations import DeleteOldest
-from state_pool.disk.store import Store
+from state_pool.crash_points import reach
+from state_pool.disk.operations import Delete, DeleteOldest
+from state_pool.disk.store import CompletionQueue, Store
 from state_pool.expiry import Expiry
-from state_pool.sessions import Session, SessionIndex
+from state_pool.sessions import OnDurable, Session, SessionIndex
 
 _MAX_DELETES_PER_JOB = 256
 _MAX_IDLE_SESSIONS = 4096
@@ -60,3 +64,35 @@ class SharedCleanup:
     def _may_forget(session: Session) -> bool:
         in_memory = session.slot is not None or session.host is not None
         return not (in_memory or session.busy or session.loading or session.moving or session.unlogged)
+
+
+class RowDeletes:
+    """Deletes sessions' rows on disk and retries failed deletes."""
+
+    def __init__(self, store: Store | None, deliver: CompletionQueue) -> None:
+        self._store = store
+        self._deliver = deliver
+        self._undeleted: list[tuple[int, ...]] = []
+        """Deletes that failed on disk, to be retried."""
+
+    def delete(self, rows: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
+        """Delete sessions on disk. Failed deletes are retried, also at shutdown."""
+        if self._store is None or not rows:
+            if on_durable is not None:
+                self._deliver(lambda: on_durable(None))
+            return
+
+        def done(error: Exception | None) -> None:
+            if error is None:
+                reach("after_delete")
+            else:
+                self._undeleted.append(rows)
+            if on_durable is not None:
+                on_durable(error)
+
+        self._store.submit(Delete(rows), done)
+
+    def retry(self) -> None:
+        undeleted, self._undeleted = self._undeleted, []
+        for rows in undeleted:
+            self.delete(rows)

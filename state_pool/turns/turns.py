@@ -6,12 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from state_pool.cache.checkpoints import build_session_row, mark_stored
+from state_pool.cache.checkpoints import append_job, build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
-from state_pool.crash_points import reach
-from state_pool.disk.operations import Append, Delete, DeleteNamed
+from state_pool.disk.operations import DeleteNamed
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import (
     DialogueNotFound,
@@ -23,12 +22,13 @@ from state_pool.errors import (
     StaleEpoch,
     TurnNotStored,
 )
-from state_pool.origins import Adapters, Origin, adapter_mismatch
+from state_pool.origins import Adapters, Origin
 from state_pool.owners import has_prefix
 from state_pool.session_key import ROOT, SessionKey
 from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
 from state_pool.turns.acquisition import Acquisition
-from state_pool.turns.lease_queue import LeaseQueue, origin_mismatch
+from state_pool.turns.lease_queue import LeaseQueue
+from state_pool.turns.shared_cleanup import RowDeletes
 
 OnDeleted = Callable[[int | Exception], None]
 
@@ -67,11 +67,9 @@ class Turns:
         """Leases of dialogues without a number yet, so that a delete finds them."""
         self._unsaved: deque[Callable[[], bool]] = deque()
         """Turns (durability "turn") that wait for the writer's queue. Each returns whether it is done waiting."""
-        self._undeleted: list[tuple[int, ...]] = []
-        """Deletes that failed on disk, to be retried."""
+        self.row_deletes = RowDeletes(store, deliver)
         self.unlogged: dict[Session, None] = {}
         """Sessions with turns on their way to the log."""
-        self._next_row = 0
 
     @property
     def pending(self) -> bool:
@@ -113,39 +111,19 @@ class Turns:
             return self._checkout_branch(session_id, branch_from, state, adapter, mixture)
         key = checked_key(session_id)
         session = self._index.get(key)
-        self._check_origin(session, state, adapter, mixture)
+        self.lease_queue.check_origin(session, state, adapter, mixture)
         if session is None:
             self._refuse_when_full()
             now = time.time()
-            session = Session(key, self._new_row_id(), now, now)
+            session = Session(key, self._index.new_row() if self._store is None else self._store.next_row(), now, now)
             self._index.add(session)
         if session.unusable is not None and self.acquisition is None:
             raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
-        lease = self._acquire_resources(Lease(session, session, wait=wait), state, adapter, mixture)
+        lease = self.lease_queue.acquire_resources(Lease(session, session, wait=wait), state, adapter, mixture)
         session.queue.append(lease)
         self.start_next_turn(session)
-        return lease
-
-    def _check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
-        """Raises StateNotFound, AdapterNotFound, or OriginMismatch, AdapterMismatch for a session that started
-        otherwise.
-        """
-        origin = self._tuned.get(state).origin if state else mixture
-        loaded_adapter = self._adapters.get(adapter) if adapter else None
-        if session is None or not session.exists or self.acquisition is not None:
-            return
-        error = origin_mismatch(session, origin) or adapter_mismatch(
-            session.key.display_name, session.adapter, loaded_adapter
-        )
-        if error is not None:
-            raise error
-
-    def _acquire_resources(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
-        """Acquire the tuned state and the adapter that the lease names, until its end."""
-        lease.tuned, lease.mixture = self._tuned.acquire(state) if state else None, mixture
-        lease.adapter = self._adapters.acquire(adapter) if adapter else None
         return lease
 
     def _checkout_branch(self, session_id: str, parent: int, state: str, adapter: str, mixture: Origin | None) -> Lease:
@@ -158,12 +136,18 @@ class Turns:
                 raise DialogueNotFound(session_id, parent)
             if source.unusable is not None:
                 raise SessionUnusable(f"session {source.key.display_name!r}: {source.unusable}")
-        self._check_origin(source, state, adapter, mixture)
+        self.lease_queue.check_origin(source, state, adapter, mixture)
         self._refuse_when_full()
         now = time.time()
         # Its number is assigned when the turn is recorded, because several branches may run at once.
-        dialogue = Session(SessionKey(session_id, ROOT), self._new_row_id(), now, now, parent=source)
-        lease = self._acquire_resources(Lease(dialogue, source, branch=True), state, adapter, mixture)
+        dialogue = Session(
+            SessionKey(session_id, ROOT),
+            self._index.new_row() if self._store is None else self._store.next_row(),
+            now,
+            now,
+            parent=source,
+        )
+        lease = self.lease_queue.acquire_resources(Lease(dialogue, source, branch=True), state, adapter, mixture)
         dialogue.active = lease
         self._branches[lease] = None
         if self.acquisition is None:
@@ -183,12 +167,6 @@ class Turns:
                 f"the session database holds its limit of {self._config.state_db_max_gb:g} GB and takes no new "
                 "session; delete some, or raise --state-db-max-gb"
             )
-
-    def _new_row_id(self) -> int:
-        if self._store is not None:
-            return self._store.next_row()
-        self._next_row += 1
-        return self._next_row
 
     def start_next_turn(self, session: Session) -> None:
         """Start the next waiting turn if none is running. Remove a session without turns."""
@@ -232,7 +210,7 @@ class Turns:
             return
         session.unlogged += 1
         self.unlogged[session] = None
-        self._store.submit(_append_job(session, turn), lambda error: self._logged(session, turn, error))
+        self._store.submit(append_job(session, turn), lambda error: self._logged(session, turn, error))
 
     def _assign_dialogue(self, lease: Lease) -> None:
         """Make a branch the session's newest dialogue."""
@@ -271,7 +249,7 @@ class Turns:
         if session.deleted:
             return True
         return self._tiers.checkpoints.store_turn(
-            session, slot, _append_job(session, turn), lambda error: self._set_outcome(session, turn, error)
+            session, slot, append_job(session, turn), lambda error: self._set_outcome(session, turn, error)
         )
 
     def release(self, lease: Lease) -> None:
@@ -333,7 +311,7 @@ class Turns:
         turn.outcome = error or True
         session.acquired = session.acquired and error is not None  # the commit has released it
         if error is not None:
-            _notify(turn, error)
+            turn.notify(error)
         self._finish_if_complete(session)
 
     def _finish_if_complete(self, session: Session) -> None:
@@ -345,7 +323,7 @@ class Turns:
         session.active = None
         if turn.outcome is True and not session.deleted:
             self._commit_turn(session, turn)
-            _notify(turn, None)
+            turn.notify(None)
         elif turn.slot is not None:
             self._tiers.slots.drop_ref(turn.slot)
         self.start_next_turn(session)
@@ -409,7 +387,7 @@ class Turns:
     def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
         for session in to_delete:
             self._discard(session)
-        self.delete_rows(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
+        self.row_deletes.delete(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
 
     def _discard(self, session: Session) -> None:
         session.deleted = True
@@ -423,39 +401,3 @@ class Turns:
             self._deliver(lambda: self._set_outcome(session, turn, error))
         self._tiers.forget(session)
         self._index.remove(session)
-
-    def delete_rows(self, rows: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
-        """Delete sessions on disk. Failed deletes are retried, also at shutdown."""
-        if self._store is None or not rows:
-            if on_durable is not None:
-                self._deliver(lambda: on_durable(None))
-            return
-
-        def done(error: Exception | None) -> None:
-            if error is None:
-                reach("after_delete")
-            else:
-                self._undeleted.append(rows)
-            if on_durable is not None:
-                on_durable(error)
-
-        self._store.submit(Delete(rows), done)
-
-    def retry_deletes(self) -> None:
-        undeleted, self._undeleted = self._undeleted, []
-        for rows in undeleted:
-            self.delete_rows(rows)
-
-
-def _notify(turn: PendingTurn, error: Exception | None) -> None:
-    """Report the outcome to the engine, once."""
-    on_durable, turn.on_durable = turn.on_durable, None
-    if on_durable is not None:
-        on_durable(error)
-        reach("after_acknowledgement")
-
-
-def _append_job(session: Session, turn: PendingTurn) -> Append:
-    num_tokens = session.num_tokens + len(turn.tokens)
-    row = build_session_row(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time())
-    return Append(row, turn.tokens, session.fence)
