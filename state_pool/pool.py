@@ -21,8 +21,8 @@ from state_pool.origins import Adapters
 from state_pool.session_listing import SessionListing
 from state_pool.sessions import Session, SessionIndex
 from state_pool.status import pool_stats
+from state_pool.turns.deletes import SharedCleanup
 from state_pool.turns.import_export import ImportExport
-from state_pool.turns.shared_cleanup import SharedCleanup
 from state_pool.turns.turns import Turns
 
 _HOUSEKEEPING_S = 0.25

@@ -27,8 +27,8 @@ from state_pool.owners import has_prefix
 from state_pool.session_key import ROOT, SessionKey
 from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
 from state_pool.turns.acquisition import Acquisition
+from state_pool.turns.deletes import RowDeletes
 from state_pool.turns.lease_queue import LeaseQueue
-from state_pool.turns.shared_cleanup import RowDeletes
 
 OnDeleted = Callable[[int | Exception], None]
 
@@ -65,7 +65,7 @@ class Turns:
             )
         self._branches: dict[Lease, None] = {}
         """Leases of dialogues without a number yet, so that a delete finds them."""
-        self._unsaved: deque[Callable[[], bool]] = deque()
+        self.unsaved: deque[Callable[[], bool]] = deque()
         """Turns (durability "turn") that wait for the writer's queue. Each returns whether it is done waiting."""
         self.row_deletes = RowDeletes(store, deliver)
         self.unlogged: dict[Session, None] = {}
@@ -75,12 +75,7 @@ class Turns:
     def pending(self) -> bool:
         """Whether a turn or a lease waits for work that `poll` starts."""
         is_acquiring = self.acquisition is not None and self.acquisition.pending
-        return self.unsaved or self.lease_queue.pending or is_acquiring
-
-    @property
-    def unsaved(self) -> bool:
-        """Whether checked-in turns still have to be queued for the writer."""
-        return bool(self._unsaved)
+        return bool(self.unsaved) or self.lease_queue.pending or is_acquiring
 
     # -- checkout --------------------------------------------------------------------------------------
 
@@ -237,7 +232,7 @@ class Turns:
         turn.checked_in = True
         self._end_lease(lease)
         if self._stores_states:
-            self._unsaved.append(lambda: self._store_state(session, turn, slot))
+            self.unsaved.append(lambda: self._store_state(session, turn, slot))
             self.begin_saves()
         elif self._store is None or self._is_lazy:  # not earlier: only the state is sure to have the turn
             session.log_broken = session.log_broken or isinstance(turn.log_result, Exception)
@@ -344,8 +339,8 @@ class Turns:
 
     def begin_saves(self) -> None:
         """Queue waiting turns for the writer, in order, as far as there is room."""
-        while self._unsaved and self._unsaved[0]():
-            self._unsaved.popleft()
+        while self.unsaved and self.unsaved[0]():
+            self.unsaved.popleft()
 
     # -- deletes ---------------------------------------------------------------------------------------
 
