@@ -5,10 +5,11 @@ The file is TOML, one table per key:
     [[key]]
     name = "team-a"                 # for logs, metrics and limits; letters, digits and . _ @ -, no address
     key = "sk-8f0c…"                # or its SHA-256, to keep the secret out of the file:
-    # sha256 = "9f86d081…"          # printf %s "$KEY" | sha256sum
+    # sha256 = "…"                  # printf %s "$KEY" | sha256sum
     rows = 64                       # running at the same time; limits are optional
     tokens_per_minute = 100000      # prompts and answers
     requests_per_minute = 600       # generation requests
+    admin = true                    # may do what the admin password may; default: false
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     requests_per_minute: _Limit | None = None
+    admin: bool = False
+    """Whether it may use the admin routes, and sees everyone's files, batches and figures."""
 
     @property
     def limits(self) -> ClientLimits:

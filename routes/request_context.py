@@ -35,6 +35,8 @@ class RequestContext:
     """SHA-256 of the API key."""
     owner: str = ""
     """Name of the API key. The request sees only this owner's sessions, files and batches; "" sees all."""
+    is_admin: bool = False
+    """Whether it may see the names, counts and paths of the service."""
     allowed_origin: str = ""
     """Access-Control-Allow-Origin of the answer. "": none."""
     priority: Priority | None = None

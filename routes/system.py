@@ -20,6 +20,7 @@ from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
 from routes.request.jobs import offload_if_large
+from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import NATIVE_ERRORS, OPENAI_ERRORS, HandlerResponse, HttpResponse, json_response
 from routes.response.response_models import Detokenized, Health, Status, TokenCount, Tokenized, TokenizerInfo
@@ -32,6 +33,18 @@ from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 
 OPENAPI_KEY = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
+_PUBLIC_FIELDS = (
+    "model",
+    "model_version",
+    "model_shape",
+    "parameters",
+    "fingerprint",
+    "devices",
+    "dtype",
+    "wkv_state",
+    "max_running",
+)
+"""Fields of the status for everyone. Others have names, counts or paths of other clients and the machine."""
 _SERVING_FIELDS = ("dtype", "wkv_state", "kernels", "devices")
 """Fields of a model's status that describe how it is served."""
 _STATUS_TIMEOUT_S = 2.0
@@ -93,8 +106,15 @@ async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return model, devices, samplers, rows, pool and processes, and the models loaded at run time."""
+    """Return model, devices, samplers, rows, pool and processes, and the models loaded at run time.
+
+    Without admin rights, the answer describes only the model and how it is served.
+    """
     status_fields = await call_engine(context, GetStatus())
+    if not current_request().is_admin:
+        shown = {name: status_fields[name] for name in _PUBLIC_FIELDS if name in status_fields}
+        used = {name: {"used": status_fields.get(name, {}).get("used", {})} for name in ("samplers", "kernels")}
+        return json_response(shown | used)
     jobs = status_fields["jobs"].get(BIG_BATCH_LABEL, 0)
     others = [] if context.models is None else context.models.registered
     models = await asyncio.gather(*(_model_status(context, model) for model in others))
@@ -264,7 +284,14 @@ ROUTES = (
         errors=_ENGINE_ERRORS,
     ),
     Route(
-        "GET", "/metrics", metrics, None, "Metrics for Prometheus.", content_type="text/plain", errors=_ENGINE_ERRORS
+        "GET",
+        "/metrics",
+        metrics,
+        None,
+        "Metrics for Prometheus.",
+        content_type="text/plain",
+        errors=_ENGINE_ERRORS,
+        is_admin=True,
     ),
     Route(
         "POST",

@@ -104,6 +104,8 @@ class Service:
             )
         self.url = f"http://127.0.0.1:{self.port}"
         self.headers: dict[str, str] = {}
+        self.admin_headers: dict[str, str] = {}
+        """For /status, if the others have no admin rights."""
 
     def wait(self, condition: Callable[[], Any], timeout_s: float) -> None:
         """Wait for `condition`. Fails at once if the service has ended."""
@@ -148,7 +150,7 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """Return the /status document."""
-        response = self.get("/status")
+        response = self.request("GET", "/status", headers={**self.headers, **self.admin_headers})
         response.raise_for_status()
         value: dict[str, Any] = response.json()
         return value

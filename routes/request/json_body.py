@@ -11,21 +11,22 @@ import pydantic_core
 from routes.request.fields import error_field_name, error_value
 from rwkv_batch.errors import ErrorKind, ServiceError
 
-MAX_VALUES = 2_000_000
-"""Limit of list entries and object members. It is high because prompts may be token ids."""
+OTHER_VALUES = 1 << 16
+"""List entries and object members that a body may have besides token ids."""
 MAX_NAMES = 200_000
 """Limit of lists, objects and their keys. As Python objects they take thirty times their size in the body."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-def parse_json(body: bytes) -> object:
-    """Parse the body. Raises ServiceError: 400 if it is not JSON, 413 if it has too many values, 422 for lone
-    surrogates.
+def parse_json(body: bytes, max_tokens: int) -> object:
+    """Parse the body of a request of at most `max_tokens` token ids.
+
+    Raises ServiceError: 400 if it is not JSON, 413 if it has too many values, 422 for lone surrogates.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise ServiceError(ErrorKind.NOT_JSON, "the body is empty; send a JSON object, {} at least")
-    _check_size(body)
+    _check_size(body, max_tokens + OTHER_VALUES)
     try:
         # "keys" only: pydantic never frees its string cache, which would hold clients' texts and passwords.
         return pydantic_core.from_json(body, allow_inf_nan=True, cache_strings="keys")
@@ -39,9 +40,9 @@ def parse_json(body: bytes) -> object:
     raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
 
 
-def _check_size(body: bytes) -> None:
+def _check_size(body: bytes, max_values: int) -> None:
     """Check the number of values before parsing. Raises ServiceError (body too large)."""
-    if body.count(b",") <= MAX_VALUES and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_NAMES:
+    if body.count(b",") <= max_values and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_NAMES:
         return
     # Some of these marks may be inside strings: count without strings.
     values = names = strings = at = 0
@@ -50,13 +51,13 @@ def _check_size(body: bytes) -> None:
         names += sum(body.count(mark, at, string.start()) for mark in (b"[", b"{", b":"))
         strings += 1
         at = string.end()
-        if max(values, strings - MAX_NAMES) > MAX_VALUES or names > MAX_NAMES:
+        if max(values, strings - MAX_NAMES) > max_values or names > MAX_NAMES:
             break
     values += body.count(b",", at)
     names += sum(body.count(mark, at) for mark in (b"[", b"{", b":"))
     for count, limit, what in (
-        (values, MAX_VALUES, "values in lists and objects"),
-        (strings, MAX_VALUES + MAX_NAMES, "texts"),
+        (values, max_values, "values in lists and objects"),
+        (strings, max_values + MAX_NAMES, "texts"),
         (names, MAX_NAMES, "lists, objects and names in them"),
     ):
         if count > limit:

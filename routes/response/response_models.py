@@ -385,7 +385,10 @@ class TokenCount(BaseModel):
 
 
 class Status(BaseModel):
-    """Status of the service. Fields not listed here may change between versions."""
+    """Status of the service. Fields not listed here may change between versions.
+
+    Without admin rights: model, devices, samplers, kernels and other fields about the model.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -393,19 +396,20 @@ class Status(BaseModel):
     devices: list[str]
     samplers: dict[str, Any] = Field(description="`used` samplers by name, and reasons for `refused` ones.")
     kernels: dict[str, Any] = Field(description="`used` kernels, and reasons for `refused` ones.")
-    running_rows: int
-    waiting_rows: int
-    free_slots: int
-    pool: dict[str, Any] = Field(description="Sizes of the tiers, counters and disk errors.")
-    generated_tokens_per_s: float = Field(description="Mean of the last ten seconds.")
-    computed_tokens_per_s: float = Field(
-        description="Tokens computed by the model, prompts included. Mean of the last ten seconds."
+    running_rows: int | None = None
+    waiting_rows: int | None = None
+    free_slots: int | None = None
+    pool: dict[str, Any] | None = Field(None, description="Sizes of the tiers, counters and disk errors.")
+    generated_tokens_per_s: float | None = Field(None, description="Mean of the last ten seconds.")
+    computed_tokens_per_s: float | None = Field(
+        None, description="Tokens computed by the model, prompts included. Mean of the last ten seconds."
     )
-    drawn_tokens_per_s: float = Field(description="Older name of generated_tokens_per_s.")
-    read_tokens_per_s: float = Field(description="Older name of computed_tokens_per_s.")
-    models: list[dict[str, Any]] = Field(
+    drawn_tokens_per_s: float | None = Field(None, description="Older name of generated_tokens_per_s.")
+    read_tokens_per_s: float | None = Field(None, description="Older name of computed_tokens_per_s.")
+    models: list[dict[str, Any]] | None = Field(
+        None,
         description="Models loaded at run time with their status. Ready ones have dtype, wkv_state, kernels "
-        "and devices."
+        "and devices.",
     )
     engines: list[dict[str, Any]] = Field(
         [], description="The engines of the service's own model: status, process, devices, load and sessions."
@@ -413,4 +417,4 @@ class Status(BaseModel):
     prompt_backlog_s: float = Field(
         0.0, description="Estimated seconds to compute the waiting prompts, for the engine with the longest wait."
     )
-    processes: dict[str, Any]
+    processes: dict[str, Any] | None = None

@@ -20,11 +20,14 @@ from routes.api_keys import ApiKey
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.request_context import RequestContext, current_request
+from rwkv_batch.errors import ErrorKind, ServiceError
 
 PROXY_KEY_HEADER = "x-rwkv-front"
 """Header with the secret key of our own nginx."""
 _FORWARDED = "x-forwarded-for"
 _UNKNOWN = "unknown"
+MAX_ANONYMOUS_BYTES = 1 << 16
+"""A larger body is not searched for a password."""
 _IPV6_PREFIX = 64
 """Network size that a provider gives one customer. It counts as one client."""
 
@@ -89,38 +92,49 @@ class Grant:
     """Permission to run a request, and its API key."""
 
     key: ApiKey | None = None
+    is_admin: bool = False
+    """Whether it may also use the routes that change the service, and see all of /status."""
 
 
-_UNRESTRICTED = Grant()
-
-
-def anonymous_grant(context: Context, is_admin: bool = False) -> Grant | None:
+def anonymous_grant(context: Context) -> Grant | None:
     """Return what anyone may do: everything if there is neither password nor keys."""
     config = context.config
-    expected = config.password or context.keys.is_configured or (is_admin and config.admin_password)
-    return None if expected else _UNRESTRICTED
+    if config.password or context.keys.is_configured:
+        return None
+    return Grant(is_admin=not config.admin_password)
 
 
-def bearer_grant(context: Context, header: str | None, is_admin: bool = False) -> Grant | None:
+def bearer_grant(context: Context, header: str | None) -> Grant | None:
     """Return what the `Authorization` header permits."""
     scheme, _, token = (header or "").partition(" ")
-    if scheme.lower() != "bearer":
-        return None
-    return grant(context, token.strip(), is_admin, is_header=True)
+    return grant(context, token.strip(), is_header=True) if scheme.lower() == "bearer" else None
 
 
-def grant(context: Context, secret: str, is_admin: bool = False, is_header: bool = False) -> Grant | None:
+def grant(context: Context, secret: str, is_header: bool = False) -> Grant | None:
     """Return what a secret permits. It may be a key, the password or the admin password."""
     config = context.config
-    passwords = [config.admin_password or config.password] if is_admin else [config.password, config.admin_password]
     # Compare with every password, so that the time does not depend on the result.
-    matches = [
-        bool(expected) and _equal(_decode_secret(secret, expected, is_header), expected) for expected in passwords
-    ]
-    found = context.keys.find(secret)
-    if found is not None and not is_admin:
-        return Grant(found)
-    return _UNRESTRICTED if any(matches) else None
+    is_password, is_admin = (
+        bool(expected) and _equal(_decode_secret(secret, expected, is_header), expected)
+        for expected in (config.password, config.admin_password)
+    )
+    key = context.keys.find(secret)
+    if is_password or is_admin:
+        return Grant(is_admin=is_admin or not config.admin_password)
+    return None if key is None else Grant(key, key.admin)
+
+
+def unauthorized(access: Grant | None, *, has_large_body: bool = False) -> ServiceError:
+    """Return the error for a request with this permission, which is not enough."""
+    if access is None:
+        message = "Unauthorized: invalid or missing password"
+        if has_large_body:
+            message += f"; a body above {MAX_ANONYMOUS_BYTES} bytes needs it as a header, Authorization: Bearer"
+    elif access.key is not None:
+        message = f"Unauthorized: the key {access.key.name!r} has no admin rights; use a key that has them"
+    else:
+        message = "Unauthorized: this route needs the admin password"
+    return ServiceError(ErrorKind.UNAUTHORIZED, message)
 
 
 def _decode_secret(secret: str, expected: str, is_header: bool) -> str:

@@ -35,11 +35,13 @@ from routes.serving.access import (
     CLIENT_CLOSED_REQUEST,
     CLIENT_DISCONNECTED,
     DONE,
+    MAX_ANONYMOUS_BYTES,
     ClientIdentity,
     Grant,
     anonymous_grant,
     bearer_grant,
     grant,
+    unauthorized,
 )
 from routes.serving.active_requests import KEY_REMOVED, ActiveRequest, RobynChunks, report
 from routes.serving.browser import BrowserRules
@@ -49,7 +51,6 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 UNKNOWN_ROUTE = "other"
 """Name of unknown paths in metrics."""
-_UNAUTHORIZED = ErrorInfo(kind=ErrorKind.UNAUTHORIZED, message="Unauthorized: invalid or missing password")
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
@@ -106,34 +107,43 @@ def _query(request: Request) -> dict[str, str]:
 
 async def _request_data(context: Context, route: Route, request: Request) -> object:
     """Authenticate the request and return its data. Raises ServiceError."""
-    access = Grant() if route.is_public else anonymous_grant(context, route.is_admin)
-    access = access or bearer_grant(context, request.headers.get("authorization"), route.is_admin)
-    if route.uploads and access is None:
-        raise ServiceError.from_info(_UNAUTHORIZED)  # a file has no field for a password
+    header = request.headers.get("authorization")
+    access = Grant() if route.is_public else bearer_grant(context, header) or anonymous_grant(context)
+    is_authorized = access is not None and (access.is_admin or not route.is_admin)
     data = None
-    if not route.uploads and (route.body is not None or access is None):
+    is_large = _length(request) > MAX_ANONYMOUS_BYTES
+    if not is_authorized and (is_large or route.uploads):  # a file has no field for a password
+        raise unauthorized(access, has_large_body=is_large)
+    if not route.uploads and (route.body is not None or not is_authorized):
         read = _form_data if route.takes_form and _is_form(request) else _json_data
-        data = await read(context, request, access is not None)
-    if access is None:
+        data = await read(context, request, access, is_authorized)
+    if not is_authorized:
         given = data.get("password") if isinstance(data, dict) else None
-        access = grant(context, given, route.is_admin) if isinstance(given, str) else None
-    if access is None:
-        raise ServiceError.from_info(_UNAUTHORIZED)
+        access = (grant(context, given) if isinstance(given, str) else None) or access
+    if access is None or (route.is_admin and not access.is_admin):
+        raise unauthorized(access)
+    request_context = current_request()
+    request_context.is_admin = access.is_admin
     if access.key is not None:
-        request_context = current_request()
         request_context.client, request_context.limits = access.key.name, access.key.limits
-        request_context.owner, request_context.key_digest = access.key.name, access.key.digest
+        request_context.owner = "" if access.is_admin else access.key.name
+        request_context.key_digest = access.key.digest
     return _query(request) if route.body is None else data
+
+
+def _length(request: Request) -> int:
+    """Return the length of the body, as announced or as received, whichever is larger."""
+    announced = request.headers.get("content-length") or ""
+    return max(int(announced) if announced.isdecimal() else 0, len(request.body))
 
 
 def _is_form(request: Request) -> bool:
     return (request.headers.get("content-type") or "").lower().startswith("multipart/form-data")
 
 
-async def _form_data(context: Context, request: Request, is_authorized: bool) -> object:
+async def _form_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> object:
     """Return the fields of a form, and its one file as `content`."""
-    content_length, limit = request.headers.get("content-length") or "", context.config.max_state_bytes
-    length = max(int(content_length) if content_length.isdecimal() else 0, len(request.body))
+    length, limit = _length(request), context.config.max_state_bytes
     if length > limit:
         raise ServiceError(
             ErrorKind.BODY_TOO_LARGE, f"the body has {length} bytes, the limit is {limit} (--max-state-mb)"
@@ -146,16 +156,15 @@ async def _form_data(context: Context, request: Request, is_authorized: bool) ->
     return {"filename": name, **request.form_data, "content": bytes(files[0]) if files else b""}
 
 
-async def _json_data(context: Context, request: Request, is_authorized: bool) -> object:
+async def _json_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> object:
     try:
         if _is_form(request):  # Robyn has parsed it and its bytes are lost
             raise ServiceError(ErrorKind.NOT_JSON, "the body is a form (multipart/form-data); send JSON")
         body = _body_bytes(request, context.config.max_body_bytes)
-        return await offload_if_large(len(body), parse_json, body)
+        return await offload_if_large(len(body), parse_json, body, context.config.max_request_tokens)
     except ServiceError as error:
-        # Without authentication, errors about the body are not revealed, except its size.
-        if not is_authorized and error.info.kind is not ErrorKind.BODY_TOO_LARGE:
-            raise ServiceError.from_info(_UNAUTHORIZED) from None
+        if not is_authorized:  # nothing else is said about the body
+            raise unauthorized(access) from None
         encoding = request.headers.get("content-encoding")
         if encoding and error.info.kind is ErrorKind.NOT_JSON:
             message = f"{error.info.message}; it has Content-Encoding {encoding[:50]}: send it uncompressed"

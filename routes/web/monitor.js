@@ -14,10 +14,13 @@ const PATIENCE_MS = 10_000;
 export const service = createStore({ state: "starting", reason: "", status: null, metrics: null, at: 0, restarts: 0 });
 
 async function look() {
-  const ask = (path) => request(path, { signal: AbortSignal.timeout(PATIENCE_MS) });
+  const ask = (path, options) => request(path, { ...options, signal: AbortSignal.timeout(PATIENCE_MS) });
   const [status, metrics] = await Promise.all([
     ask("/status").then((response) => response.json()),
-    ask("/metrics").then((response) => response.text()),
+    ask("/metrics", { quiet: true }).then(
+      (response) => response.text(),
+      (error) => (error.status === 401 ? "" : Promise.reject(error)), // only administrators get it
+    ),
   ]);
   service.set((known) => {
     const before = known.status?.processes?.engine?.pid;

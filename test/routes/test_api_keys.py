@@ -31,7 +31,7 @@ from test.harness import make_request
 from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
-PLAIN, FREE, HASHED, NARROW = "plain-key-1", "plain-key-2", "plain-key-3", "plain-key-4"
+PLAIN, FREE, HASHED, NARROW, CHIEF = "plain-key-1", "plain-key-2", "plain-key-3", "plain-key-4", "plain-key-5"
 FILE = f"""
 [[key]]
 name = "few"
@@ -52,6 +52,11 @@ rows = 2
 name = "hashed"
 sha256 = "{hashlib.sha256(HASHED.encode()).hexdigest()}"
 tokens_per_minute = 40
+
+[[key]]
+name = "chief"
+key = "{CHIEF}"
+admin = true
 """
 
 
@@ -62,7 +67,8 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
-    few, free, _, hashed = load_keys(written(tmp_path, FILE))
+    few, free, _, hashed, chief = load_keys(written(tmp_path, FILE))
+    assert chief.admin and not few.admin
     assert few.limits == ClientLimits(rows=2, requests_per_minute=6)
     assert free.limits == ClientLimits()
     assert hashed.limits == ClientLimits(tokens_per_minute=40)
@@ -258,7 +264,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("keyed")
     flags = ("--http-workers", "2", "--keys-file", written(folder, FILE), "--log-format", "json")
     running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers = {"Authorization": f"Bearer {FREE}"}
+    running.headers, running.admin_headers = bearer(FREE), bearer(CHIEF)
     try:
         yield running.wait_ready()
     finally:
@@ -292,6 +298,28 @@ def test_keys_do_not_affect_each_other(keyed: Service) -> None:
     assert keyed.post("/v1/states", {**body, "password": FREE}).status_code == 401
 
 
+def test_names_counts_and_paths_need_admin_rights(keyed: Service) -> None:
+    body = {"contents": ["a"], "max_tokens": 1}
+    assert keyed.post(CHAT, body, headers=bearer(NARROW)).status_code == 200
+    figures, status = (keyed.request("GET", path, headers=bearer(CHIEF)) for path in ("/metrics", "/status"))
+    assert 'client="narrow"' in figures.text and "processes" in status.json()
+    for path in ("/metrics", "/status"):
+        shown = keyed.get(path)
+        for secret in ("narrow", "chief", str(keyed.state_db.parent), '"pid"', "rows"):
+            assert secret not in shown.text.replace("max_running", ""), (path, secret)
+    assert keyed.get("/status").json()["model"] == status.json()["model"]
+
+
+def test_a_key_without_admin_rights_is_told_so(keyed: Service) -> None:
+    for headers in (bearer(FREE), {}):
+        refused = keyed.post("/v1/states", {"name": "x", "file": "x.pth", "password": FREE}, headers=headers)
+        assert refused.status_code == 401
+        assert "'free' has no admin rights" in refused.json()["error"]
+        assert "password" not in refused.json()["error"], "it has no use for one"
+    for secret in (bearer(CHIEF), {}):
+        assert keyed.post("/v1/states", {"password": CHIEF}, headers={**bearer("-"), **secret}).status_code == 422
+
+
 def test_a_key_cancels_only_its_own_requests(keyed: Service) -> None:
     endless = json.dumps({"contents": ["a"], "max_tokens": 1_000_000}).encode()
     with keyed.connect() as others, keyed.connect() as own:
@@ -320,7 +348,7 @@ def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> No
     assert "the key few may send 6 requests a minute" in refused.json()["error"]
     assert 1 <= int(refused.headers["retry-after"]) <= 10
     assert keyed.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200, "another key is not concerned"
-    figures = keyed.get("/metrics").text
+    figures = keyed.request("GET", "/metrics", headers=bearer(CHIEF)).text
     assert re.search(r'rwkv_client_requests_total\{client="few",outcome="refused"\} \d', figures)
     taken = sum(answer.status_code == 200 for answer in answers)
     assert re.search(rf'rwkv_client_tokens_total\{{client="few",kind="completion"\}} {taken}\b', figures)

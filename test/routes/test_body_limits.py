@@ -33,7 +33,7 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     models = (BigBatchBody, ChatBody, CompletionBody, CountBody, FimBody, PromptBody, TranslateBody)
     known = {one.__name__: one for one in models}
     try:
-        validate(known[model], parse_json(body))
+        validate(known[model], parse_json(body, 1 << 20))
     except ServiceError as error:
         return error.info.kind.value, error.info.field, len(json.dumps([error.info.message, error.info.given]))
     return "taken", None, 0
@@ -43,7 +43,7 @@ def test_clients_texts_are_not_cached() -> None:
     """pydantic's string cache would keep them."""
     from routes.request.json_body import parse_json
 
-    first, second = (parse_json(b'{"password": "secret"}') for _ in range(2))
+    first, second = (parse_json(b'{"password": "secret"}', 9) for _ in range(2))
     assert isinstance(first, dict) and isinstance(second, dict)
     assert first["password"] is not second["password"]
 

@@ -27,8 +27,9 @@ from routes.response.generate import (
 )
 from routes.response.http_response import DONE, NATIVE_ERRORS, HandlerResponse, HttpResponse, StreamedResponse
 from routes.route import Upload, full_response, response_or_error
-from routes.serving import http
+from routes.serving import active_requests, http
 from routes.serving.access import bearer_grant
+from routes.serving.browser import BrowserRules
 from routes.state import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
@@ -84,7 +85,7 @@ class Chunks:
 @pytest.fixture
 def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
     """A request that started a second ago."""
-    monkeypatch.setattr(http, "keep_state", lambda: None)  # this thread belongs to Python
+    monkeypatch.setattr(active_requests, "keep_state", lambda: None)  # this thread belongs to Python
     request_context = RequestContext(client="somebody")
     request_context.started -= 1
     return http.ActiveRequest(context_of(Engine()), request_context, "10.0.0.1", True)
@@ -157,7 +158,7 @@ def test_requests_that_wait_for_the_engine_are_refused_at_shutdown() -> None:
 
     async def run_request() -> HandlerResponse:
         set_current_request(RequestContext())
-        return await http._run(context, BY_PATH[CHAT], Request())  # type: ignore[arg-type]
+        return await http._run(context, BY_PATH[CHAT], BrowserRules(context.config), Request())  # type: ignore[arg-type]
 
     context = Context(engine, HttpConfig(), RequestLimiter(8), ComesLate(0))  # type: ignore[arg-type]
     with pytest.raises(ServiceError) as refused:

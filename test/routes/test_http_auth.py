@@ -60,6 +60,24 @@ def test_the_password_comes_before_validation(locked: Service) -> None:
     assert locked.post(CHAT, {"contents": 7, "password": SECRET}).status_code == 422
 
 
+def test_a_body_of_a_stranger_is_read_up_to_64_kib(locked: Service) -> None:
+    """A larger one needs the password as a header, which decides before the body is read."""
+    small, large = ({**BODY, "contents": ["a" * size], "password": SECRET} for size in (60_000, 70_000))
+    assert locked.post(CHAT, small).status_code == 200
+    refused = locked.post(CHAT, large)
+    assert refused.status_code == 401 and "Authorization: Bearer" in refused.json()["error"]
+    assert locked.post(CHAT, large, headers={"Authorization": f"Bearer {quote(SECRET)}"}).status_code == 200
+    for limit_mb in (20, 50):  # also above --max-body-mb
+        assert locked.post(CHAT, content=b"[" + b"1," * (limit_mb << 19)).status_code == 401
+
+
+def test_the_number_of_values_is_limited_by_the_token_limit(locked: Service) -> None:
+    headers = {"Authorization": f"Bearer {quote(SECRET)}"}
+    values = b",".join([b"1"] * 1_200_000)
+    refused = locked.post("/openai/v1/completions", content=b'{"prompt": [' + values + b"]}", headers=headers)
+    assert refused.status_code == 413 and "values in lists" in refused.json()["error"]["message"]
+
+
 def test_public_and_protected_paths(locked: Service) -> None:
     assert locked.get("/healthz").status_code == 200
     assert locked.get("/health").status_code == 200
@@ -110,6 +128,11 @@ def test_bearer_token(tiny_model: Path, tmp_path: Path) -> None:
 def test_routes_that_change_the_service_require_the_admin_password(locked: Service) -> None:
     for secret, status in ((SECRET, 401), ("", 401), (BOSS, 422)):
         assert locked.post("/v1/states", {**STATE, "password": secret}).status_code == status
+    both = {"Authorization": f"Bearer {quote(SECRET)}"}
+    assert "admin password" in locked.post("/v1/states", STATE, headers=both).json()["error"]
+    assert locked.post("/v1/states", {**STATE, "password": BOSS}, headers=both).status_code == 422
+    assert locked.request("GET", "/metrics", headers=both).status_code == 401
+    assert "processes" not in locked.request("GET", "/status", headers=both).json()
     headers = {"Authorization": f"Bearer {BOSS}"}
     assert locked.post("/v1/states", STATE, headers=headers).status_code == 422
     assert locked.request("GET", "/status", headers=headers).status_code == 200

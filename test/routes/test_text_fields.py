@@ -71,7 +71,7 @@ def test_other_fields_have_the_same_wording(body: dict[str, Any], message: str) 
 
 def test_errors_show_text_without_utf8_form() -> None:
     with pytest.raises(ServiceError, match="session_id: must be text with a UTF-8 form") as caught:
-        parse_json(b'{"contents": ["a"], "session_id": "a\\ud800"}')
+        parse_json(b'{"contents": ["a"], "session_id": "a\\ud800"}', 9)
     assert (caught.value.info.field, caught.value.info.given) == ("session_id", "a\\ud800")
 
 

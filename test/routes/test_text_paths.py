@@ -107,7 +107,7 @@ def bodies(text: str) -> None:
     for model, form in forms.items():
         for raw in (json.dumps(form).encode(), text.encode("utf-8", "surrogatepass")):
             try:
-                validate(model, parse_json(raw))
+                validate(model, parse_json(raw, 9))
             except ServiceError as error:
                 assert len(error.info.message) + len(str(error.info.given)) < 2000
 

@@ -112,5 +112,6 @@ export function Dashboard({ visible }) {
     </div>`}
     ${status?.engines?.length > 1 && html`<${Engines} engines=${status.engines} />`}
     ${status && html`<${Machine} status=${status} />`}
+    ${status && !status.processes && html`<p>${t("dash.admin")}</p>`}
   </div>`;
 }

@@ -160,6 +160,7 @@ export default {
   "dash.saved": "tokens saved",
   "dash.devices": "Devices",
   "dash.engines": "Engines",
+  "dash.admin": "All figures need the admin password or a key with admin rights.",
   "dash.engine": "Engine",
   "dash.state": "Status",
   "dash.process": "Process",

@@ -153,6 +153,7 @@ export default {
   "dash.saved": "节省的词元",
   "dash.devices": "设备",
   "dash.engines": "引擎",
+  "dash.admin": "完整数据需要管理员密码，或有管理权限的密钥。",
   "dash.engine": "引擎",
   "dash.state": "状态",
   "dash.process": "进程",
