@@ -184,6 +184,14 @@ def _streams(service: Service) -> int:
     return 0
 
 
+def test_a_client_that_leaves_before_its_answer_is_noticed(proxied: Service) -> None:
+    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
+    with proxied.connect() as connection:
+        connection.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "max_tokens": 1}).encode()))
+        wait_for(lambda: proxied.status()["running_rows"] == 1, 10, "the row runs")
+    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "the row is cancelled")
+
+
 def test_a_client_that_reads_nothing_is_disconnected(proxied: Service) -> None:
     wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
     with proxied.connect() as connection:

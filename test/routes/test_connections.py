@@ -1,0 +1,81 @@
+"""Connections by the address that Robyn gives to handlers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from routes.serving import connections
+from routes.serving.connections import Connection, find
+
+Accept = Callable[[str], tuple[socket.socket, socket.socket]]
+
+
+@pytest.fixture
+def accept() -> Iterator[Accept]:
+    """Open a connection to an address of this machine; returns the client's and the server's socket."""
+    with ExitStack() as opened:
+
+        def connect(host: str) -> tuple[socket.socket, socket.socket]:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = opened.enter_context(socket.create_server((host, 0), family=family))
+            client = opened.enter_context(socket.create_connection(listener.getsockname()[:2]))
+            return client, opened.enter_context(listener.accept()[0])
+
+        yield connect
+
+
+def address_of(server: socket.socket) -> str:
+    """Return what Robyn passes on: the result of the replaced getpeername."""
+    buffer, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+    place, size = ctypes.addressof(buffer), ctypes.addressof(length)
+    assert connections._numbered_peer(server.fileno(), place, size) == 0
+    assert (int.from_bytes(buffer.raw[:2], "little"), length.value) == (socket.AF_INET6, 28)
+    return socket.inet_ntop(socket.AF_INET6, buffer.raw[8:24])
+
+
+def found(server: socket.socket) -> Connection:
+    connection = find(address_of(server))
+    assert connection is not None
+    return connection
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connection_is_open_until_its_client_leaves(accept: Accept, host: str) -> None:
+    client, server = accept(host)
+    connection = found(server)
+    assert (connection.peer, connection.is_open()) == (host, True)
+    client.sendall(b"more of the request")
+    assert connection.is_open()
+    client.close()
+    assert not connection.is_open()
+
+
+def test_a_descriptor_that_is_used_again_is_another_connection(accept: Accept) -> None:
+    _, server = accept("127.0.0.1")
+    other_client, other = accept("127.0.0.1")
+    address = address_of(server)
+    connection = find(address)
+    assert connection is not None and connection.is_open()
+    os.dup2(other.fileno(), server.fileno())
+    assert not connection.is_open()
+    assert found(server).is_open() and find(address) is None
+    other_client.close()
+
+
+@pytest.mark.parametrize("address", [None, "", "unknown", "127.0.0.1", "::1", "100::", "100::ffff:ffff:0:26", "2001:db8::26"])
+def test_other_addresses_are_no_connections(address: str | None) -> None:
+    assert find(address) is None
+
+
+def test_a_failed_call_fails() -> None:
+    with socket.socket() as unconnected:
+        buffer, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+        assert (
+            connections._numbered_peer(unconnected.fileno(), ctypes.addressof(buffer), ctypes.addressof(length)) == -1
+        )
