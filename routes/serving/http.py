@@ -62,7 +62,7 @@ def _headers(request_context: RequestContext) -> dict[str, str]:
     headers = {"Vary": "Origin", REQUEST_ID: request_context.request_id}
     if request_context.allowed_origin:
         headers["Access-Control-Allow-Origin"] = request_context.allowed_origin
-        headers["Access-Control-Expose-Headers"] = f"Retry-After, {REQUEST_ID}"
+        headers["Access-Control-Expose-Headers"] = f"Retry-After, X-Should-Retry, {REQUEST_ID}"
     return headers
 
 

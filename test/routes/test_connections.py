@@ -68,7 +68,9 @@ def test_a_descriptor_that_is_used_again_is_another_connection(accept: Accept) -
     other_client.close()
 
 
-@pytest.mark.parametrize("address", [None, "", "unknown", "127.0.0.1", "::1", "100::", "100::ffff:ffff:0:26", "2001:db8::26"])
+@pytest.mark.parametrize(
+    "address", [None, "", "unknown", "127.0.0.1", "::1", "100::", "100::ffff:ffff:0:26", "2001:db8::26"]
+)
 def test_other_addresses_are_no_connections(address: str | None) -> None:
     assert find(address) is None
 
