@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -32,6 +32,8 @@ MAX_PARTS = 1024
 """Most parts of a state; a pipeline of n devices has 2 n."""
 MAX_TOKENS = 1 << 48
 """Most tokens of a session; sums stay within 64 bits."""
+_PIECE = 1 << 16
+"""Characters or token ids that are processed at once, in about a millisecond."""
 _MAX_SIZE = 1 << 40
 _MAX_MESSAGE = 300
 _NAMES = {
@@ -91,7 +93,7 @@ class SessionFile:
                 "fingerprint": self.fingerprint,
                 "layout_version": str(LAYOUT_VERSION),
                 "num_tokens": str(self.num_tokens),
-                "replay": json.dumps(self.replay, separators=(",", ":")),
+                "replay": f"[{','.join(_id_texts(self.replay, ','))}]",
                 "checksum": _checksum(self),
             }
         }
@@ -154,7 +156,7 @@ def _decode(data: bytes) -> SessionFile:
         found = f"{_truncated_repr(metadata.format)} of layout {_truncated_repr(metadata.layout_version)}"
         raise ValueError(f"its format is {found}, not {known}")
     layout, parts = _parts(msgspec.convert(header, dict[str, _Part]), memoryview(data)[8 + length :])
-    replay = msgspec.json.decode(metadata.replay, type=list[_TokenId])
+    replay = _parse_replay(metadata.replay)
     if not parts and not replay:
         raise ValueError("it holds neither a state nor tokens")
     file = SessionFile(metadata.fingerprint, _num_tokens(metadata.num_tokens, replay, parts), replay, layout, parts)
@@ -163,6 +165,25 @@ def _decode(data: bytes) -> SessionFile:
     for name, part in parts.items():
         _check_finite(name, _NAMES[layout[name][0]], part)
     return file
+
+
+def _parse_replay(text: str) -> list[int]:
+    """Parse token ids in pieces. Parsing holds Python's lock, which the engine needs meanwhile."""
+    body = text[1:-1]
+    if len(body) <= _PIECE:
+        return msgspec.json.decode(text, type=list[_TokenId])
+    if not (text.startswith("[") and text.endswith("]")) or text.endswith(",]"):
+        raise ValueError("its replay is not a list of token ids")
+    ids: list[int] = []
+    at = 0
+    while at < len(body):
+        comma = body.find(",", at + _PIECE)
+        end = len(body) if comma < 0 else comma
+        if not (piece := msgspec.json.decode(f"[{body[at:end]}]", type=list[_TokenId])):
+            raise ValueError("its replay has two commas without a token id")
+        ids += piece
+        at = end + 1
+    return ids
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
@@ -237,17 +258,34 @@ def _check_finite(name: str, dtype: str, data: bytes) -> None:
 
 def _checksum(file: SessionFile) -> str:
     """Hash all content, and all metadata that decides where the session fits."""
-    metadata = [FORMAT, LAYOUT_VERSION, file.fingerprint, file.num_tokens, file.replay]
-    digest = hashlib.blake2b(json.dumps(metadata).encode(), digest_size=16)
+    metadata = json.dumps([FORMAT, LAYOUT_VERSION, file.fingerprint, file.num_tokens])
+    digest = hashlib.blake2b(metadata[:-1].encode() + b", ", digest_size=16)
+    _update_with_ids(digest, file.replay)
+    digest.update(b"]")
     for name in sorted(file.parts):
         digest.update(json.dumps([name, *file.layout[name]]).encode())
         digest.update(file.parts[name])
     return digest.hexdigest()
 
 
+def _update_with_ids(digest: hashlib.blake2b, ids: Sequence[int]) -> None:
+    """Hash the JSON of token ids."""
+    digest.update(b"[")
+    for number, piece in enumerate(_id_texts(ids, ", ")):
+        digest.update(f", {piece}".encode() if number else piece.encode())
+    digest.update(b"]")
+
+
+def _id_texts(ids: Sequence[int], separator: str) -> Iterator[str]:
+    """Yield the texts of token ids in pieces, so that other threads run between them."""
+    for at in range(0, len(ids), _PIECE // 8):
+        yield separator.join(map(str, ids[at : at + _PIECE // 8]))
+
+
 def _checksum_1(file: SessionFile) -> str:
     """The checksum of "rwkv-session-1". Fields outside it are still bounded and checked against the model."""
-    digest = hashlib.blake2b(json.dumps(file.replay).encode(), digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
+    _update_with_ids(digest, file.replay)
     for name in sorted(file.parts):
         digest.update(name.encode())
         digest.update(file.parts[name])

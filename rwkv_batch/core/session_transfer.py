@@ -13,6 +13,7 @@ from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.errors import ServiceError
 from state_pool.pool import StatePool
 from state_pool.session_file import InvalidSessionFile, SessionFile, decode
+from state_pool.turns.import_export import FittedFile
 
 _to_service_error = error_translator("the session file could not be read or written", {InvalidSessionFile: "body"})
 
@@ -45,14 +46,14 @@ class SessionTransfer:
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Reply with the session's number of tokens once it is durable."""
 
-        def decoded(file: SessionFile) -> None:
+        def fitted(file: FittedFile) -> None:
             if not self._put(lambda: self._import(pool, reply, session_id, file)):
                 reply(self._closed_error())
 
-        self._thread.run(reply, lambda: decode(content), decoded)
+        self._thread.run(reply, lambda: pool.import_export.fit(decode(content)), fitted)
 
     @staticmethod
-    def _import(pool: StatePool, reply: Reply[int], session_id: str, file: SessionFile) -> None:
+    def _import(pool: StatePool, reply: Reply[int], session_id: str, file: FittedFile) -> None:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error, given=session_id))
 

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from state_pool.cache.checkpoints import build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
@@ -25,6 +26,17 @@ MAX_CONCURRENT = 2
 
 OnExported = Callable[[SessionFile | Exception], None]
 """Called once, on the engine thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedFile:
+    """A session file that this model can continue."""
+
+    host: HostState | None
+    replay: list[int]
+    num_tokens: int
+    adapter_digest: str
+    """"": no adapter"""
 
 
 class ImportExport:
@@ -136,15 +148,28 @@ class ImportExport:
             SessionFile(join_fingerprint(arena.fingerprint, session.adapter), num_tokens, replay, layout, parts)
         )
 
-    def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
-        """Create a session from an exported one. `on_durable` is called once from `StatePool.poll`.
+    def fit(self, file: SessionFile) -> FittedFile:
+        """Check a file against the model and copy its state. Any thread: it takes long.
 
-        Raises InvalidSessionFile (another model or state layout), SessionBusy (the id is taken), PoolFull,
-        InvalidSessionId, SessionUnusable, AdapterNotFound.
+        Raises InvalidSessionFile (another model or state layout), SessionUnusable.
         """
         arena = self._tiers.arena
         fingerprint, digest = split_fingerprint(file.fingerprint)
         dataclasses.replace(file, fingerprint=fingerprint).check(arena.fingerprint, arena.layout, arena.vocab)
+        try:
+            host = arena.host_state(reshard_state(file.parts, file.layout, arena.layout)) if file.parts else None
+        except InvalidStateValues as error:
+            raise InvalidSessionFile(f"{error}; export the session from where it works") from None
+        except ValueError as error:
+            raise SessionUnusable(f"the state does not fit this model: {error}") from None
+        return FittedFile(host, file.replay, file.num_tokens, digest)
+
+    def import_session(self, session_id: str, file: FittedFile, on_durable: OnDurable) -> None:
+        """Create a session from an exported one. `on_durable` is called once from `StatePool.poll`.
+
+        Raises SessionBusy (the id is taken), PoolFull, InvalidSessionId, AdapterNotFound.
+        """
+        digest = file.adapter_digest
         adapter = self._adapters.find_by_digest(digest, f"file for session {session_id!r}") if digest else None
         key = checked_key(session_id)
         self._forget_idle(key)
@@ -152,12 +177,6 @@ class ImportExport:
             raise _name_taken_error(key)
         if not self._tiers.host_has_room() or (self._store is not None and not self._store.has_room_for_state):
             raise PoolFull("too many states are being moved; try again in a moment")
-        try:
-            host = arena.host_state(reshard_state(file.parts, file.layout, arena.layout)) if file.parts else None
-        except InvalidStateValues as error:
-            raise InvalidSessionFile(f"{error}; export the session from where it works") from None
-        except ValueError as error:
-            raise SessionUnusable(f"the state does not fit this model: {error}") from None
         with self._limit_concurrency():
             now = time.time()
             session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
@@ -166,10 +185,10 @@ class ImportExport:
             self._index.add(session)
 
             def done(error: Exception | None) -> None:
-                self._imported(session, host, file, error, on_durable)
+                self._imported(session, file, error, on_durable)
 
-            self._acquire(session, lambda: self._write(session, host, file, done), done)
-            self._tiers.num_loading += host is not None
+            self._acquire(session, lambda: self._write(session, file, done), done)
+            self._tiers.num_loading += file.host is not None
 
     def _forget_idle(self, key: SessionKey) -> None:
         """Drop an idle session from memory: a shared database decides whether it exists."""
@@ -196,12 +215,12 @@ class ImportExport:
 
         self._store.submit(job, acquired)
 
-    def _write(self, session: Session, host: HostState | None, file: SessionFile, done: OnDurable) -> None:
+    def _write(self, session: Session, file: FittedFile, done: OnDurable) -> None:
         """Write the state, then the tokens after it as a turn in the log."""
         if self._store is None:
             self._deliver(lambda: done(None))
             return
-        store, turn = self._store, 0 if host is None else 1
+        store, turn = self._store, 0 if file.host is None else 1
         state = build_session_row(session, turn=turn, num_tokens=file.num_tokens - len(file.replay))
         following = build_session_row(session, turn=turn + 1, num_tokens=file.num_tokens)
 
@@ -211,26 +230,25 @@ class ImportExport:
             else:
                 done(error)
 
-        if host is None:
+        if file.host is None:
             stored(None)
         else:
-            store.submit_state(Checkpoint(state, host, fence=session.fence, shared=store.shared), stored)
+            store.submit_state(Checkpoint(state, file.host, fence=session.fence, shared=store.shared), stored)
 
     def _imported(
         self,
         session: Session,
-        host: HostState | None,
-        file: SessionFile,
+        file: FittedFile,
         error: Exception | None,
         on_durable: OnDurable,
     ) -> None:
-        self._tiers.num_loading -= host is not None
+        self._tiers.num_loading -= file.host is not None
         self._num_active -= 1
         session.pending = None
         if session.deleted:
             error = SessionNotFound(f"session {session.key.display_name!r} was deleted while it was imported")
         elif error is None:
-            self._add_imported(session, host, file)
+            self._add_imported(session, file)
         elif self._store is not None:
             self._delete_rows((session.row,))
             session.row = (
@@ -239,14 +257,14 @@ class ImportExport:
         on_durable(error)
         self._start_next_turn(session)
 
-    def _add_imported(self, session: Session, host: HostState | None, file: SessionFile) -> None:
-        if host is not None and self._store is not None:
+    def _add_imported(self, session: Session, file: FittedFile) -> None:
+        if file.host is not None and self._store is not None:
             mark_stored(session, build_session_row(session, turn=1, num_tokens=file.num_tokens - len(file.replay)))
-        session.turn = (host is not None) + bool(file.replay)
+        session.turn = (file.host is not None) + bool(file.replay)
         session.num_tokens = file.num_tokens
         self._index.num_existing += session.exists
         self._index.touch(session, time.time())
-        self._tiers.add_loaded(session, Loaded(host, file.replay, 0, file.num_tokens))
+        self._tiers.add_loaded(session, Loaded(file.host, file.replay, 0, file.num_tokens))
 
     @contextmanager
     def _limit_concurrency(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import pytest
 
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.runner.state_copy import PipelineArena
 from state_pool.config import PoolConfig
 from state_pool.session_file import SessionFile
 from state_pool.turns.import_export import MAX_CONCURRENT, ImportExport
@@ -58,6 +59,23 @@ def test_a_check_without_a_file_encodes_none(model: Path, monkeypatch: pytest.Mo
             assert call(engine, "session_export", session_id="s", include_file=False) == b""
         with pytest.raises(ServiceError, match="nobody"):
             call(engine, "session_export", session_id="nobody", include_file=False)
+
+
+def test_a_state_is_checked_and_copied_off_the_engines_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other requests wait for that thread."""
+    threads: set[str] = set()
+    whole = PipelineArena.host_state
+
+    def host_state(arena: PipelineArena, parts: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return whole(arena, parts)
+
+    monkeypatch.setattr(PipelineArena, "host_state", host_state)
+    with started_engine(model) as engine:
+        run(engine, turn("s", "User: one"))
+        content = call(engine, "session_export", session_id="s")
+        assert call(engine, "session_import", session_id="t", content=content) > 0
+    assert len(threads) == 1 and "session-files" in threads.pop()
 
 
 def test_calls_during_shutdown_are_refused() -> None:

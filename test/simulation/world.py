@@ -35,9 +35,9 @@ from state_pool.errors import PoolLost
 from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.origins import is_mixture
 from state_pool.pool import StatePool
-from state_pool.session_file import SessionFile
 from state_pool.session_key import SessionKey
 from state_pool.sessions import LeaseState
+from state_pool.turns.import_export import FittedFile
 from test.simulation.clients import Clients
 from test.simulation.device import TOKENIZER, Device, Runner, fold, read_slots
 from test.simulation.faults import Faults, Settings, connection_class
@@ -128,9 +128,10 @@ class CheckedPool(StatePool):
         self.world.ledger.begin(sequence, tokens, self.world.beginning(sequence.request))
         record(lease, tokens, on_durable)
 
-    def _import_session(self, import_session: Any, session_id: str, file: SessionFile, on_durable: Any) -> None:
+    def _import_session(self, import_session: Any, session_id: str, file: FittedFile, on_durable: Any) -> None:
         ledger, key = self.world.ledger, SessionKey(session_id)
-        state = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
+        parts = {} if file.host is None else file.host.parts()
+        state = int.from_bytes(b"".join(parts[name] for name in ("a.wkv", "a.shift") if name in parts), "little")
         carried = ledger.carried(state, file.replay)
         ledger.arrived.add(session_id)
 

@@ -80,7 +80,9 @@ class Script:
             history = self.acknowledged.get((name, LINEAR), [])
             self.unknown.setdefault((target, LINEAR), []).append(history)
             outcome = Outcome()
-            driver.pool.import_export.import_session(target, decode(found[0].encode()), outcome)
+            driver.pool.import_export.import_session(
+                target, driver.pool.import_export.fit(decode(found[0].encode())), outcome
+            )
             driver.until(lambda: outcome.known)
             if outcome.calls[0] is not None:
                 raise outcome.calls[0]

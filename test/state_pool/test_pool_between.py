@@ -319,7 +319,7 @@ def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_sta
         patched.setattr(store, "submit", refuse)
         if not stores_state:
             patched.setattr(store, "submit_state", refuse)
-        driver.pool.import_export.import_session("t", file, outcome)
+        driver.pool.import_export.import_session("t", driver.pool.import_export.fit(file), outcome)
         lease = driver.pool.turns.checkout("t")
         driver.until(lambda: outcome.known)
         driver.pool.poll()
@@ -360,7 +360,7 @@ def test_imports_one_after_another(tmp_path: Path) -> None:
     data = export(driver, "a")
     for number in range(4):
         outcome = Outcome()
-        driver.pool.import_export.import_session(f"t{number}", decode(data), outcome)
+        driver.pool.import_export.import_session(f"t{number}", driver.pool.import_export.fit(decode(data)), outcome)
         driver.until(lambda: outcome.known)  # noqa: B023
         assert outcome.ok
     assert not driver.pool.import_export.pending

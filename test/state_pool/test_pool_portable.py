@@ -34,7 +34,7 @@ def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
 def import_session(driver: Driver, name: str, data: bytes) -> None:
     """Import a file durably."""
     outcome = Outcome()
-    driver.pool.import_export.import_session(name, decode(data), outcome)
+    driver.pool.import_export.import_session(name, driver.pool.import_export.fit(decode(data)), outcome)
     driver.until(lambda: outcome.known)
     assert outcome.ok, outcome.calls
 
@@ -95,16 +95,16 @@ def test_refused_exports_and_imports(tmp_path: Path) -> None:
     driver.turn("s", [1])
     data = export(driver, "s")
     with pytest.raises(SessionBusy, match="already"):
-        driver.pool.import_export.import_session("s", decode(data), Outcome())
+        driver.pool.import_export.import_session("s", driver.pool.import_export.fit(decode(data)), Outcome())
     with pytest.raises(SessionNotFound):
         driver.pool.import_export.export("nobody", print)
     driver.pool.close()
     other = Driver(FakeArena(fingerprint="model-b"), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(InvalidSessionFile, match="another model"):
-        other.pool.import_export.import_session("t", decode(data), Outcome())
+        other.pool.import_export.import_session("t", other.pool.import_export.fit(decode(data)), Outcome())
     wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(InvalidSessionFile, match="has the layout"):
-        wide.pool.import_export.import_session("t", decode(data), Outcome())
+        wide.pool.import_export.import_session("t", wide.pool.import_export.fit(decode(data)), Outcome())
     for damaged in (b"", data[:20], data[:-1], data + b"x", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"):
         with pytest.raises(InvalidSessionFile):
             decode(damaged)
@@ -135,12 +135,12 @@ def test_turn_waits_for_a_running_import(tmp_path: Path) -> None:
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
     outcome = Outcome()
-    driver.pool.import_export.import_session("t", file, outcome)
+    driver.pool.import_export.import_session("t", driver.pool.import_export.fit(file), outcome)
     lease = driver.ready(driver.pool.turns.checkout("t"))
     assert outcome.ok
     assert lease.exists
     driver.pool.turns.release(lease)
-    driver.pool.import_export.import_session("u", file, Outcome())
+    driver.pool.import_export.import_session("u", driver.pool.import_export.fit(file), Outcome())
     driver.delete("u")
     driver.settle()
     assert driver.list_sessions().total == 2
@@ -197,7 +197,7 @@ def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
     file = SessionFile("model-a", 3, [1, 1000, 999], {}, {})
     with pytest.raises(InvalidSessionFile, match=r"token id 1000 at position 1 .* vocabulary of 1000"):
-        driver.pool.import_export.import_session("t", decode(file.encode()), Outcome())
+        driver.pool.import_export.import_session("t", driver.pool.import_export.fit(decode(file.encode())), Outcome())
     import_session(driver, "t", SessionFile("model-a", 2, [1, 999], {}, {}).encode())
     assert driver.list_sessions().total == 1
     driver.pool.close()
@@ -302,7 +302,7 @@ def test_failed_import_start_is_not_counted(tmp_path: Path, monkeypatch: pytest.
         with monkeypatch.context() as patched:
             patched.setattr(driver.pool._store, "submit_state", fails)
             with pytest.raises(RuntimeError):
-                driver.pool.import_export.import_session(f"t{i}", file, Outcome())
+                driver.pool.import_export.import_session(f"t{i}", driver.pool.import_export.fit(file), Outcome())
     import_session(driver, "u", file.encode())
     driver.pool.close()
 

@@ -404,7 +404,7 @@ def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Serv
         lambda: one.pool.turns.delete_counted("a\x00b", False, answers.append),
         lambda: one.pool.turns.delete_counted("a\x00", True, answers.append),
         lambda: one.pool.import_export.export("a\x00b", answers.append),
-        lambda: one.pool.import_export.import_session("a\x00b", file, answers.append),
+        lambda: one.pool.import_export.import_session("a\x00b", one.pool.import_export.fit(file), answers.append),
     ):
         with pytest.raises(InvalidSessionId, match=r"U\+0000"):
             ask()

@@ -296,10 +296,10 @@ def test_export_and_import_on_any_engine(engines: Engines) -> None:
     assert isinstance(got[0], SessionFile)
     file = decode(got[0].encode())
     taken, brought = Outcome(), Outcome()
-    one.pool.import_export.import_session("s", file, taken)
+    one.pool.import_export.import_session("s", one.pool.import_export.fit(file), taken)
     one.until(lambda: taken.known)
     assert isinstance(taken.calls[0], SessionBusy)
-    one.pool.import_export.import_session("copy", file, brought)
+    one.pool.import_export.import_session("copy", one.pool.import_export.fit(file), brought)
     one.until(lambda: brought.known)
     assert brought.ok
     two.turn("copy", [4])

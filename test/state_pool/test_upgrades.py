@@ -160,7 +160,7 @@ def test_a_session_file_of_an_earlier_version_is_imported(tmp_path: Path, schema
     file = decode((DATA / f"session-{schema}.safetensors").read_bytes())
     driver = opened(tmp_path)
     answers: list[object] = []
-    driver.pool.import_export.import_session("new", file, answers.append)
+    driver.pool.import_export.import_session("new", driver.pool.import_export.fit(file), answers.append)
     driver.until(lambda: bool(answers))
     assert np.array_equal(driver.state("new"), expected_state([1, 2, 3])), answers
     driver.pool.close()
