@@ -15,13 +15,8 @@ _OTHERS = 0o077
 
 
 def open_private(path: Path | str, flags: int = os.O_RDWR) -> int:
-    """Open a file and return its descriptor. A new file, and one of this user, is closed to other users.
-
-    Raises OSError.
-    """
-    descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-    make_private(Path(path))
-    return descriptor
+    """Open a file and return its descriptor. A new file is closed to other users. Raises OSError."""
+    return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
 
 def write_private(path: Path, content: bytes) -> None:

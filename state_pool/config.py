@@ -30,6 +30,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which an unused session is deleted; 0: never. None: `DEFAULT_SESSION_TTL_S`, or never in a
     database whose sessions were stored before there was an expiry.
     """
+    migrate_backup: bool = True
+    """Keep a copy of an SQLite file before a newer version changes its schema, if the disk has room."""
     state_db_max_gb: float = 0.0
     """Size limit of the database; 0: unlimited."""
     state_db_full: str = "evict"

@@ -70,6 +70,7 @@ ROOMS = {
     "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.status "
     "state_pool.session_listing",
     "state_pool.salvage": "state_pool.disk",
+    "state_pool.backup": "state_pool.disk",
     # HTTP. Files in no folder are endpoints, like those in openai.
     "routes.config": "",
     "routes.reader_wakeups": "",

@@ -327,6 +327,11 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "database that an earlier version began",
         ),
         Flag(
+            "migrate_backup",
+            boolean,
+            "keep a copy of the SQLite file as FILE.schema-N before a migration, if the disk has room",
+        ),
+        Flag(
             "state_db_max_gb",
             decimal(0, 1e6),
             "maximum size of the database and its checkpoint store in GiB; 0: unlimited",

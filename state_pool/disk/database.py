@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import sqlite3
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from native.private_files import make_private, open_private
 from state_pool.config import PoolConfig
+from state_pool.disk.copies import check_copy, keep_copy, mark_closed, mark_open
 from state_pool.disk.migrations import migrate
 from state_pool.disk.process_lock import BUSY_TIMEOUT_S, ProcessLock
 from state_pool.disk.state_store import Connection
@@ -17,6 +20,9 @@ from state_pool.errors import DatabaseUnusable
 
 _PAGE_BYTES = 8192
 _HEADER = b"SQLite format 3\x00"
+_MIN_FREE_BYTES = 1 << 20
+_APPLICATION_ID = int.from_bytes(b"RWKV")
+"""In the file's header."""
 
 
 class SqliteStore:
@@ -32,6 +38,7 @@ class SqliteStore:
         self.engine = config.engine
         self.shared = bool(config.engine)
         self._synchronous = config.synchronous
+        self._migrate_backup = config.migrate_backup
         _check_file(self._path)
         self._lock = ProcessLock(self._path, config.service) if self.shared else ProcessLock(self._path)
 
@@ -42,7 +49,7 @@ class SqliteStore:
 
     def open_writer(self) -> sqlite3.Connection:
         """See `StateStore`."""
-        connection = open_writer(self._path, self._synchronous)
+        connection = open_writer(self._path, self._synchronous, keeps_copy=self._migrate_backup, is_first=self.is_first)
         if not self._lock.is_on_path:
             connection.close()
             raise DatabaseUnusable(
@@ -51,6 +58,10 @@ class SqliteStore:
         if self.shared:
             disable_busy_wait(connection)
         return connection
+
+    def before_close(self, connection: Connection) -> None:
+        """See `StateStore`."""
+        mark_closed(connection)
 
     def open_reader(self) -> sqlite3.Connection:
         """See `StateStore`."""
@@ -119,17 +130,27 @@ class WritingConnection(sqlite3.Connection):
         return [(file.st_dev, file.st_ino) for file in found]
 
 
-def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
+def open_writer(path: str, synchronous: str, *, keeps_copy: bool = False, is_first: bool = False) -> sqlite3.Connection:
     """Open the only connection that writes, with the schema up to date.
+
+    - `keeps_copy`: keep a copy before a migration
+    - `is_first`: no other engine has the file open, so marks in it are of an earlier service
 
     Raises DatabaseUnusable, naming the file, the fault and the remedy.
     """
     _check_file(path)
     if not Path(path).exists():
         os.close(open_private(path))  # SQLite gives its log the same mode
+    log = Path(f"{path}-wal")
+    had_log = log.exists() and log.stat().st_size > 0
     connection = _connect(path, WritingConnection)
     try:
-        connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
+        connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # before the first write, which fixes it
+        _check_application(connection, path)
+        for end in ("", "-wal", "-shm", ".lock"):
+            if (file := Path(f"{path}{end}")).exists():
+                make_private(file)
+        was_in_wal_mode = connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         _expect(connection, "PRAGMA journal_mode=WAL", "wal", path)
         # The checkpointer thread moves the log into the file, so no commit waits for that.
         connection.execute("PRAGMA wal_autocheckpoint=0")
@@ -138,7 +159,11 @@ def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("COMMIT")
         _check_length(connection, path)
-        migrate(connection, path)
+        if is_first and was_in_wal_mode:  # a copy that SQLite made with VACUUM INTO is not
+            check_copy(connection, path, had_log=had_log)
+        migrate(connection, path, partial(keep_copy, connection, path) if keeps_copy else None)
+        if is_first:
+            mark_open(connection, path)
     except sqlite3.Error as error:
         connection.close()
         raise wrap_error(error, path) from error
@@ -181,13 +206,25 @@ def _check_file(path: str) -> None:
                 f"{target.stat().st_mode & 0o7777:04o}, this process runs as {_user_name(os.geteuid())}); fix its "
                 'permissions, name another file with --state-db, or keep sessions in memory only with --state-db ""'
             )
-    for target in files:
-        make_private(target)
     if file.exists() and file.stat().st_size > 0:
         with file.open("rb") as stream:
             head = stream.read(len(_HEADER))
         if head != _HEADER:
             raise DatabaseUnusable(f"session database {path} is not an SQLite file; name another with --state-db")
+
+
+def _check_application(connection: sqlite3.Connection, path: str) -> None:
+    """Mark a new file as ours. Raises DatabaseUnusable for the database of another program, which stays unchanged."""
+    found = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    if found == _APPLICATION_ID:
+        return
+    columns = {name for (name,) in connection.execute("SELECT name FROM pragma_table_info('schema_migrations')")}
+    is_empty = connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+    if found != 0 or not (is_empty or columns == {"version", "name", "applied"}):
+        raise DatabaseUnusable(
+            f"session database {path} is an SQLite file of another program; name another file with --state-db"
+        )
+    connection.execute(f"PRAGMA application_id={_APPLICATION_ID}")
 
 
 def _user_name(number: int) -> str:
@@ -219,10 +256,18 @@ def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
         remedy = "another process holds a lock on it: close it, or name another file with --state-db"
     elif "readonly" in text or "unable to open" in text:
         remedy = "make the file and its folder writable, or name another with --state-db"
-    elif "full" in text:
-        remedy = "free space on the disk"
+    elif "full" in text or ("I/O" in text and _is_disk_full(path)):
+        remedy = "no space is left on its disk: free some"
     elif "malformed" in text or "not a database" in text:
-        remedy = "restore it from a backup, or salvage what is left with `python -m state_pool.salvage`"
+        remedy = (
+            "restore it from a backup, or salvage what is left with `python -m state_pool.salvage`; if it is a copy of "
+            "a running database, make it with `python -m state_pool.backup`"
+        )
     else:
         remedy = "check the disk"
     return DatabaseUnusable(f"session database {path}: {text}; {remedy}")
+
+
+def _is_disk_full(path: str) -> bool:
+    """SQLite reports an I/O error if it cannot extend its log's index."""
+    return shutil.disk_usage(Path(path).parent).free < _MIN_FREE_BYTES

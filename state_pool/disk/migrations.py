@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
+from collections.abc import Callable
 
 from state_pool.errors import DatabaseUnusable
+
+logger = logging.getLogger(__name__)
 
 _SESSIONS = """
 CREATE TABLE sessions(
@@ -117,8 +121,10 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 SCHEMA_VERSION = len(MIGRATIONS)
 
 
-def migrate(connection: sqlite3.Connection, path: str) -> int:
+def migrate(connection: sqlite3.Connection, path: str, keep_copy: Callable[[int], None] | None = None) -> int:
     """Migrate the database to `SCHEMA_VERSION`. Returns the version it had.
+
+    `keep_copy`: called before a migration with that version.
 
     Raises DatabaseUnusable if a newer version of this program wrote it.
     """
@@ -132,8 +138,15 @@ def migrate(connection: sqlite3.Connection, path: str) -> int:
             f"session database {path} has schema {found}, this version knows up to {SCHEMA_VERSION}: "
             "start the newer version, or name another file with --state-db"
         )
+    started_at = time.monotonic()
+    if 0 < found < SCHEMA_VERSION:
+        logger.info("session database %s has schema %d: migrating it to %d", path, found, SCHEMA_VERSION)
+        if keep_copy is not None:
+            keep_copy(found)
     for version in range(found + 1, SCHEMA_VERSION + 1):
         _apply(connection, version)
+    if 0 < found < SCHEMA_VERSION:
+        logger.info("migrated %s to schema %d in %.1f s", path, SCHEMA_VERSION, time.monotonic() - started_at)
     return found
 
 

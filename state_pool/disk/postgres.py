@@ -8,6 +8,7 @@ silent is given up after a timeout.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sqlite3
@@ -73,6 +74,8 @@ try:
 except ImportError:  # an optional package
     psycopg = None  # type: ignore[assignment]
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 3
 _SIZE_INTERVAL_S = 5.0
 _SQL_REPLACEMENTS = (
@@ -121,6 +124,9 @@ class PostgresStore:
         with connection.without_timeouts():  # changing large tables takes long
             migrate(connection, self.name)
         return connection
+
+    def before_close(self, connection: state_store.Connection) -> None:
+        """See `StateStore`: a server has no file to mark."""
 
     def open_reader(self) -> state_store.Connection:
         """See `StateStore`."""
@@ -289,6 +295,8 @@ def migrate(connection: Connection, display_name: str) -> None:
             f"session database {display_name} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
             "start the newer version, or name another database with --state-db"
         )
+    if 0 < found < len(MIGRATIONS):
+        logger.info("session database %s has schema %d: migrating it to %d", display_name, found, len(MIGRATIONS))
     for version, (name, statements) in enumerate(MIGRATIONS[found:], found + 1):
         for statement in statements:
             connection.execute(_to_postgres(statement))

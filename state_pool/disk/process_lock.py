@@ -38,7 +38,11 @@ class ProcessLock:
         self._path = path
         self._service = service
         self._file = _open(path, path)
-        self._owner_file = os.fdopen(_open(path, f"{path}.lock", os.O_RDWR | os.O_APPEND), "a+b")
+        try:
+            self._owner_file = os.fdopen(_open(path, f"{path}.lock", os.O_RDWR | os.O_APPEND), "a+b")
+        except BaseException:
+            os.close(self._file)
+            raise
         started_at = time.monotonic()
         try:
             while not self._take():

@@ -53,6 +53,10 @@ class StateStore(Protocol):
         """Open the only connection that writes, with the schema up to date."""
         ...
 
+    def before_close(self, connection: Connection) -> None:
+        """Record that this engine closes the database. Call within the writer's last transaction."""
+        ...
+
     def open_reader(self) -> Connection:
         """Open a connection that only reads. Its transactions see one snapshot."""
         ...

@@ -1,0 +1,122 @@
+"""Whole copies of a database file, and recognition of broken ones that were made from a running database."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+from native.private_files import open_private
+from state_pool.disk.state_store import Connection
+from state_pool.disk.statements import read_setting
+from state_pool.errors import DatabaseUnusable
+
+logger = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 64 << 20
+"""Space that a copy before a migration must leave on the disk."""
+_OPEN_FILE = "open_file"
+"""Setting with the inode of the file while a service has it open."""
+
+
+def copy_database(source: sqlite3.Connection, target: Path) -> None:
+    """Write a whole copy, also while a service writes. Other users cannot read it.
+
+    Raises sqlite3.Error, OSError.
+    """
+    part = target.with_name(f"{target.name}.part")
+    part.unlink(missing_ok=True)
+    os.close(open_private(part))
+    try:
+        source.execute("VACUUM INTO ?", (str(part),))
+        with contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
+            if _has_settings(copy):
+                copy.execute("DELETE FROM pool_settings WHERE name = ?", (_OPEN_FILE,))
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.rename(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def keep_copy(connection: sqlite3.Connection, path: str, schema: int) -> None:
+    """Copy the database before a migration, if the disk has room. Raises sqlite3.Error, OSError."""
+    target = Path(f"{path}.schema-{schema}")
+    num_bytes = _used_bytes(connection)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes + _RESERVE_BYTES:
+        logger.warning(
+            "no copy of %s is kept before its migration: it needs %d MB, the disk has %d MB free; an older version "
+            "cannot open the migrated file",
+            path,
+            num_bytes >> 20,
+            free >> 20,
+        )
+        return
+    copy_database(connection, target)
+    logger.info(
+        "the database before its migration is kept as %s (%d MB): an older version can open that copy; delete it when "
+        "you no longer need it, or start with --migrate-backup off to keep none",
+        target,
+        num_bytes >> 20,
+    )
+
+
+def _used_bytes(connection: sqlite3.Connection) -> int:
+    names = ("page_count", "freelist_count", "page_size")
+    pages, free, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
+    return (pages - free) * size
+
+
+def mark_open(connection: sqlite3.Connection, path: str) -> None:
+    """Record that a service has this file open, in the file itself. Call after the migration."""
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("INSERT OR REPLACE INTO pool_settings VALUES (?, ?)", (_OPEN_FILE, _inode(path)))
+    connection.execute("COMMIT")
+    connection.execute("PRAGMA wal_checkpoint(PASSIVE)")  # a copy of the file without its log has the mark
+
+
+def mark_closed(connection: Connection) -> None:
+    """Remove the mark, unless other engines have the file open."""
+    connection.execute("DELETE FROM pool_settings WHERE name = ? AND NOT EXISTS (SELECT 1 FROM engines)", (_OPEN_FILE,))
+
+
+def check_copy(connection: sqlite3.Connection, path: str, *, had_log: bool) -> None:
+    """Recognise a file that was copied while a service wrote it.
+
+    - `had_log`: whether its write-ahead log was there before this process opened it
+
+    Raises DatabaseUnusable for a copy with damaged pages. Warns if the log is missing: then turns may be.
+    """
+    inode = read_setting(connection, _OPEN_FILE) if _has_settings(connection) else None
+    if inode is None:
+        return
+    if inode != _inode(path):
+        fault = " ".join(str(connection.execute("PRAGMA quick_check(1)").fetchone()[0]).split())  # has line breaks
+        if fault != "ok":
+            raise DatabaseUnusable(
+                f"session database {path} is a broken copy, made while a service wrote the original ({fault}); copy it "
+                "again with `python -m state_pool.backup ORIGINAL COPY`, or salvage what is left with `python -m "
+                "state_pool.salvage`"
+            )
+    if not had_log:
+        logger.warning(
+            "session database %s was open when it was copied or when its service was killed, and its log %s-wal is "
+            "missing: if you copied it with cp, its last turns and sessions are missing. `python -m state_pool.backup "
+            "ORIGINAL COPY` makes a whole copy of a running database",
+            path,
+            path,
+        )
+
+
+def _inode(path: str) -> str:
+    return str(Path(path).stat().st_ino)
+
+
+def _has_settings(connection: sqlite3.Connection) -> bool:
+    """Whether the schema has settings. Earlier schemas have no mark."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'pool_settings'").fetchone() is not None
