@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from state_pool.backup import backup
 from state_pool.disk import copies
+from state_pool.disk.copies import backup
 from state_pool.disk.database import open_writer
 from state_pool.errors import DatabaseUnusable
 from test.pool_fakes import Driver
