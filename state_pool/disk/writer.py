@@ -265,7 +265,7 @@ class Writer:
             raise CommitInDoubt(str(error)) from error
 
     def _mark_closed(self) -> None:
-        begin_with_retry(self._connection)
+        begin_write(self._connection, None)
         self._database.before_close(self._connection)
         self._connection.execute("COMMIT")
 
