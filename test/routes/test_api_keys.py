@@ -429,3 +429,27 @@ def test_sighup_reloads_the_keys(keyed: Service) -> None:
     file.write_text(FILE)
     keyed.process.send_signal(signal.SIGHUP)
     wait_for(lambda: all_answer("brand-new-key", 401) and all_answer(FREE, 200), 20, "the old file is in force")
+
+
+def test_a_key_that_has_used_its_tokens_stays_refused_when_an_engine_is_lost(tmp_path: Path) -> None:
+    """Whichever of the two engines held the ledger. The key would have to wait for more than an hour."""
+    flags = ("--replicas", "2", "--http-workers", "2", "--keys-file", written(tmp_path, FILE), "--engine-wait-s", "60")
+    service = Service(tmp_path, *flags, "--admin-password", "boss", program="test/fake_app.py", PYTHONPATH=".")
+    service.headers = bearer("boss")
+    try:
+        service.wait_ready()
+        body = {"contents": ["a"], "max_tokens": 4000, "chunk_size": 4000, "stream": True}
+        used = service.post(CHAT, body, headers=bearer(HASHED))
+        assert used.status_code == 200, used.text
+        for name in ("engine-0", "engine-1"):
+            service.wait(lambda: all(one["status"] == "ready" for one in service.status()["engines"]), 60)
+            for _ in range(6):
+                refused = service.post(CHAT, body, headers=bearer(HASHED))
+                assert refused.status_code == 429 and "40 tokens a minute" in refused.text
+            engines = {one["engine"]: one["pid"] for one in service.status()["engines"]}
+            os.kill(engines.pop(name), signal.SIGKILL)
+            assert service.post(CHAT, body, headers=bearer(HASHED)).status_code == 429
+        other = service.post(CHAT, {**body, "max_tokens": 1}, headers=bearer(FREE))
+        assert other.status_code == 200, "another key is not concerned"
+    finally:
+        service.close()
