@@ -166,8 +166,7 @@ class Writer:
             self._rounds += 1
         if self.member is not None:
             self._try(self.member.leave)  # if it fails, others notice the timeout
-        if not self._database.is_server:
-            self._try(self._mark_closed)
+        self._try(partial(self._database.before_close, self._connection))
         self._log.close()
         self._connection.close()
 
@@ -263,11 +262,6 @@ class Writer:
             self._connection.execute("COMMIT")
         except ServerUnavailable as error:
             raise CommitInDoubt(str(error)) from error
-
-    def _mark_closed(self) -> None:
-        begin_write(self._connection, None)
-        self._database.before_close(self._connection)
-        self._connection.execute("COMMIT")
 
     def _heartbeat(self, member: Membership) -> None:
         """Write a heartbeat. The partial states of lost engines become garbage."""
