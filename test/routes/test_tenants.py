@@ -12,8 +12,21 @@ import pytest
 
 from test.serving import Service, wait_for
 
-ANNA, BERT, ADMIN = "key-of-anna", "key-of-bert", "password-of-admin"
-FILE = f'[[key]]\nname = "anna"\nkey = "{ANNA}"\n\n[[key]]\nname = "bert"\nkey = "{BERT}"\n'
+ANNA, BERT, ROOT, ADMIN = "key-of-anna", "key-of-bert", "key-of-root", "password-of-admin"
+FILE = f"""
+[[key]]
+name = "anna"
+key = "{ANNA}"
+
+[[key]]
+name = "bert"
+key = "{BERT}"
+
+[[key]]
+name = "root"
+key = "{ROOT}"
+admin = true
+"""
 TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 LONG = "A tenant's own instructions, which no other tenant may guess by their time. " * 6
 
@@ -99,7 +112,7 @@ def clients(keyed: Service) -> Clients:
     return anna, bert, admin
 
 
-def test_a_key_has_its_own_sessions(clients: Clients) -> None:
+def test_a_key_has_its_own_sessions(keyed: Service, clients: Clients) -> None:
     anna, bert, admin = clients
     first = anna.say("chat").json()
     assert anna.branch("tree").json()["dialogue_idx"] == 1
@@ -116,7 +129,7 @@ def test_a_key_has_its_own_sessions(clients: Clients) -> None:
     assert anna.sessions() == [("chat", None, "anna"), ("tree:1", 1, "anna")]
     assert bert.sessions() == [("chat", None, "bert")]
     listed = [("owner=anna/chat", None, "anna"), ("owner=anna/tree:1", 1, "anna"), ("owner=bert/chat", None, "bert")]
-    assert admin.sessions() == listed
+    assert admin.sessions() == Client(keyed, ROOT).sessions() == listed
     assert admin.export("owner=anna/chat").content == anna.export("chat").content
     assert admin.delete("owner=anna/chat").status_code == 200
     assert anna.sessions() == [("tree:1", 1, "anna")]
