@@ -18,6 +18,7 @@ from programs.serve.cluster_engines import ClusterEngines
 from programs.serve.engines import Engines
 from programs.serve.fork_context import ForkedContext
 from routes.api_keys import KeysFile
+from routes.serving.stream_guard import GuardedStreams
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.watchdog import Watchdog
@@ -77,6 +78,7 @@ class HttpWorkers:
     keys: KeysFile
     engines: Engines | ClusterEngines
     target: Any = http_process
+    streams: GuardedStreams | None = None
     workers: list[Worker] = field(default_factory=list)
     failures: int = 0
     next_template: float = 0.0
@@ -198,6 +200,8 @@ class HttpWorkers:
 
     def _reap(self, worker: Worker) -> None:
         self.workers.remove(worker)
+        if self.streams is not None and worker.child.process is not None and worker.child.process.pid is not None:
+            self.streams.end(worker.child.process.pid)
         self._send_readiness()  # first, because the others report ready until they hear of it
         was_forked, cause = worker.child.was_forked, worker.child.reap()
         if worker.serves:

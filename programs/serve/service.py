@@ -31,6 +31,7 @@ from programs.serve.nginx_process import nginx_process
 from programs.settings import Settings
 from routes.api_keys import KeysFile
 from routes.file_store import NONE, has_store
+from routes.serving.stream_guard import GuardedStreams
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.address import ClusterAddress
 from rwkv_batch.fleet.actors.plan import ClusterPlan
@@ -89,11 +90,12 @@ class Supervisor:
         spawn = multiprocessing.get_context("spawn")
         self._engines = self._make_engines(engine_factory, style, spawn)
         sockets = self._listeners.workers
-        http = (settings.http, style, sockets)
+        streams = GuardedStreams()
+        http = (settings.http, style, sockets, streams.worker_link)
         keys = KeysFile(settings.http.keys_file)
         keys.read()
         self._http_forks = fork_context()
-        self._workers = HttpWorkers(self._http_forks, http, len(sockets), keys, self._engines, http_target)
+        self._workers = HttpWorkers(self._http_forks, http, len(sockets), keys, self._engines, http_target, streams)
         self._nginx: Child | None = None
         if self._listeners.front is not None:
             config = NginxConfig.build(settings, sockets)

@@ -11,6 +11,8 @@ from routes.response.generate import BLANK, HEARTBEAT
 from routes.response.http_response import DONE as END
 from routes.response.http_response import SSE, ErrorFormat, StreamedResponse, sse, to_json
 from routes.serving.access import CLIENT_DISCONNECTED, DONE, log_access
+from routes.serving.connections import Connection
+from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc.wire import Observe
@@ -19,6 +21,11 @@ KEY_REMOVED = ErrorInfo(
     kind=ErrorKind.UNAUTHORIZED,
     message="the API key of this request was removed from --keys-file while it ran; repeat it with another key",
 )
+_WORKER_LOST = ErrorInfo(
+    kind=ErrorKind.INTERNAL, message="the HTTP worker process of this stream was lost; repeat the request"
+)
+GUARD_KEY = "stream_guard"
+"""Key of the `StreamGuard` in `Context.shared`."""
 
 
 class ActiveRequest:
@@ -34,6 +41,10 @@ class ActiveRequest:
     def release(self) -> None:
         """Release the limiter. Call once."""
         self._context.limiter.release(self._client)
+
+    @property
+    def guard(self) -> StreamGuard | None:
+        return self._context.shared.get(GUARD_KEY)
 
     @property
     def has_key_in_force(self) -> bool:
@@ -54,13 +65,22 @@ class RobynChunks:
     """A stream for Robyn, which drops it when the client disconnects. This ends the job."""
 
     def __init__(
-        self, stream: StreamedResponse, active_request: ActiveRequest, error_format: Callable[[], ErrorFormat]
+        self,
+        stream: StreamedResponse,
+        active_request: ActiveRequest,
+        connection: Connection | None,
+        error_format: Callable[[], ErrorFormat],
     ) -> None:
+        """`connection`: the client's, None if it is not known."""
         self._chunks = stream.chunks
         self._is_sse = stream.content_type == SSE
         self._active_request = active_request
         self._error_format = error_format
         self._is_key_removed = False
+        self._connection = connection if self._is_sse else None
+        self._has_begun = False
+        self._guarded: int | None = None
+        """Number of the stream at the guard."""
 
     def __iter__(self) -> RobynChunks:
         return self
@@ -74,18 +94,38 @@ class RobynChunks:
         if not self._active_request.has_key_in_force:
             self._is_key_removed = True
             request_context.error_kind = KEY_REMOVED.kind
-            return self._end_of_removed_key()
+            self._release_guard()
+            return self._last_chunk(KEY_REMOVED)
         chunk = next(self._chunks)
+        if self._chunks.ended:
+            self._release_guard()
+        elif self._has_begun:  # the head is sent
+            self._guard()
+        self._has_begun = True
         if chunk not in (HEARTBEAT, BLANK):
             request_context.mark_first_byte()
         return chunk
 
-    def _end_of_removed_key(self) -> bytes:
-        body = self._error_format().body(KEY_REMOVED)
+    def _guard(self) -> None:
+        """Let the supervisor end the stream if this process is killed."""
+        connection, self._connection = self._connection, None
+        guard = self._active_request.guard
+        if connection is not None and guard is not None:
+            self._guarded = guard.watch(connection, self._last_chunk(_WORKER_LOST))
+
+    def _release_guard(self) -> None:
+        number, self._guarded = self._guarded, None
+        guard = self._active_request.guard
+        if number is not None and guard is not None:
+            guard.release(number)
+
+    def _last_chunk(self, info: ErrorInfo) -> bytes:
+        body = self._error_format().body(info)
         return sse(body) + END if self._is_sse else b"\n" + to_json(body) + b"\n"
 
     def __del__(self) -> None:
         self._active_request.release()  # first: a client that sees the end of its rows finds its slot free
+        self._release_guard()
         self._chunks.close()
         self._active_request.report(
             200,

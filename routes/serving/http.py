@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, unquote_plus
 
@@ -45,7 +46,7 @@ from routes.serving.access import (
 )
 from routes.serving.active_requests import KEY_REMOVED, ActiveRequest, RobynChunks, report
 from routes.serving.browser import BrowserRules
-from routes.serving.connections import cancelled_if_left, find
+from routes.serving.connections import Connection, cancelled_if_left, find
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
@@ -72,13 +73,16 @@ def _full_response(request_context: RequestContext, answer: HttpResponse) -> Res
 
 
 def _streaming_response(
-    stream: StreamedResponse, active_request: ActiveRequest, error_format: Callable[[], ErrorFormat]
+    stream: StreamedResponse,
+    active_request: ActiveRequest,
+    connection: Connection | None,
+    error_format: Callable[[], ErrorFormat],
 ) -> StreamingResponse:
     headers = _headers(active_request.request_context) | {
         "Content-Type": stream.content_type,
         **stream.headers,
     }
-    chunks: Any = RobynChunks(stream, active_request, error_format)  # Robyn iterates any iterator
+    chunks: Any = RobynChunks(stream, active_request, connection, error_format)  # Robyn iterates any iterator
     return StreamingResponse(chunks, headers=Headers(headers), media_type=stream.content_type)
 
 
@@ -243,7 +247,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
                 reply = error_response(KEY_REMOVED, route.error_format_for(request.body))
         if isinstance(reply, StreamedResponse):
             request_context.is_stream = reply.content_type == SSE
-            return _streaming_response(reply, active_request, lambda: route.error_format_for(request.body))
+            error_format = partial(route.error_format_for, request.body)
+            return _streaming_response(reply, active_request, connection, error_format)
         reply = _not_modified_or(request, reply)
         request_context.mark_first_byte()
         active_request.release()

@@ -37,9 +37,11 @@ from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.serving import preload
 from routes.serving.access import add_request_ids
+from routes.serving.active_requests import GUARD_KEY
 from routes.serving.connections import cancel_left, identify_connections
 from routes.serving.http import register
 from routes.serving.listen_socket import serve
+from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
 from rwkv_batch.fleet.fleet import Fleet, FleetLimits
@@ -96,9 +98,16 @@ class SupervisorLink:
 
 
 def run_http_worker(
-    config: HttpConfig, style: LogStyle, listeners: list[socket.socket], name: str, pipe: Connection
+    config: HttpConfig,
+    style: LogStyle,
+    listeners: list[socket.socket],
+    guard: socket.socket,
+    name: str,
+    pipe: Connection,
 ) -> None:
     """Run the process: wait for the index of one of the `listeners`, then serve on it.
+
+    guard: link to the supervisor's `GuardedStreams`
 
     To the supervisor:
     - ("standby", None), ("serving", None)
@@ -118,14 +127,20 @@ def run_http_worker(
     mmap_large_blocks()
     supervisor = SupervisorLink(pipe)
     try:
-        _run(config, style, listeners, supervisor)
+        _run(config, style, listeners, StreamGuard(guard), supervisor)
     except Exception as error:  # the supervisor gets the reason, and the process ends
         logger.exception("the HTTP worker failed")
         supervisor.notify("failed", f"{type(error).__name__}: {error}")
         os._exit(1)
 
 
-def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], supervisor: SupervisorLink) -> None:
+def _run(
+    config: HttpConfig,
+    style: LogStyle,
+    listeners: list[socket.socket],
+    guard: StreamGuard,
+    supervisor: SupervisorLink,
+) -> None:
     _set_limits()
     _use_batch_scheduling()
     readiness = Readiness(config.engine_wait_s)
@@ -143,6 +158,7 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
         fleet.update,
     )
     context.models = models
+    context.shared[GUARD_KEY] = guard
     cpus = os.sched_getaffinity(0)
     app = _application(context, cpus, supervisor, models)
     # Exclude these objects from collections: walking them stops all streams for 10 ms.

@@ -151,6 +151,10 @@ def abuse(service: Service, dice: random.Random) -> None:
             connection.recv(65536)
 
 
+LOST = "the HTTP worker process of this stream was lost"
+"""Error event of a stream that was cut off."""
+
+
 class Neighbours:
     """Clients with normal requests, one after another, and their answers."""
 
@@ -192,6 +196,9 @@ class Neighbours:
                 self._failed(error)
                 continue
             text = answer.text
+            if LOST in text and text.count("[DONE]") == 1 and text.endswith("data: [DONE]\n\n"):
+                self.cut += 1
+                continue
             if answer.status_code != 200 or text.count(WORD) != TOKENS or "[DONE]" not in text or "error" in text:
                 self.wrong.append(f"{answer.status_code} {text[-500:]}")
             self.whole += 1

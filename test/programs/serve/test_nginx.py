@@ -200,6 +200,33 @@ def test_a_client_that_reads_nothing_is_disconnected(proxied: Service) -> None:
         wait_for(lambda: proxied.status()["running_rows"] == 0, 30, "the row is cancelled")
 
 
+def test_streams_of_a_killed_worker_end_with_an_error_event(proxied: Service) -> None:
+    """Only those: the other worker's streams go on."""
+    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
+    killed, streams = proxied.pids()["http-0"], [proxied.connect() for _ in range(6)]
+    try:
+        received = [b""] * len(streams)
+        for stream in streams:
+            stream.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["xyz"]}).encode()))
+        for number, stream in enumerate(streams):
+            while received[number].count(b"data: ") < 5:
+                received[number] += stream.recv(65536)
+        os.kill(killed, signal.SIGKILL)
+        for number, stream in enumerate(streams):
+            more = b""
+            while more.count(b"xyz") < 100 and (piece := stream.recv(65536)):
+                more += piece
+            received[number] = more
+    finally:
+        for stream in streams:
+            stream.close()
+    cut = [text for text in received if text.count(b"xyz") < 100]
+    assert 0 < len(cut) < len(streams)
+    for text in cut:
+        assert b"the HTTP worker process of this stream was lost" in text
+        assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), "the body is whole"
+
+
 def test_a_worker_that_is_replaced_is_taken_back_at_once(proxied: Service) -> None:
     for _ in range(3):
         before = proxied.pids()
