@@ -9,7 +9,8 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from routes.context import Context
-from routes.request.bodies import Body, Defaults, Fields, MixedState, as_defaults
+from routes.request.bodies import Body, Fields, MixedState
+from routes.request.decode_defaults import Defaults, as_defaults
 from routes.request.jobs import adapter_names, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response

@@ -19,7 +19,8 @@ from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
 from routes.request.jobs import build_rows, make_job, native_job, offload_if_large, row_stops
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter, answer, make_decoder
-from routes.response.generate import OutputDecoder, call_engine, run
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import call_engine, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import SESSION_ERRORS, Route

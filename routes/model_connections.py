@@ -8,8 +8,9 @@ import msgspec
 
 from routes import translate
 from routes.context import Context, Readiness
-from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.quota_ledger import QuotaLedger
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ServedModel
 
 

@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from routes.context import Context, Models
-from routes.request.bodies import Body, DefaultsFields, as_defaults
+from routes.request.bodies import Body
+from routes.request.decode_defaults import DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
 from routes.request.jobs import adapter_names, state_names
 from routes.response.generate import call_engine

@@ -14,8 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from routes.context import Context
-from routes.request.bodies import Body, Fields, GenerationBody, validate, with_defaults, with_mixture_weights
+from routes.request.bodies import Body, Fields, GenerationBody, with_mixture_weights
+from routes.request.decode_defaults import with_defaults
 from routes.request.jobs import offload_if_large, requested_state
+from routes.request.json_body import validate
 from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import (

@@ -22,7 +22,8 @@ from routes.request.jobs import (
     requested_adapter,
     requested_state,
 )
-from routes.response.generate import OutputDecoder, RowResult, run_full
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse
 from routes.response.response_models import Scores
 from routes.route import Route

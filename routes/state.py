@@ -18,7 +18,8 @@ from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large,
 from routes.request.tenants import own_id, reachable_ids
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter
-from routes.response.generate import OutputDecoder, RowResult, RowUpdate, call_engine, run
+from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.response.generate import RowResult, call_engine, run
 from routes.response.http_response import (
     FILE,
     FileChunks,

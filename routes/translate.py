@@ -7,17 +7,13 @@ is kept. Language detection is offline.
 from __future__ import annotations
 
 import asyncio
-import functools
-import math
 import re
 import threading
-from bisect import bisect_right
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
@@ -26,167 +22,15 @@ from routes.request import prompts
 from routes.request.bodies import PriorityFields, StateFields, Texts
 from routes.request.fields import FixedSamplingFields
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
+from routes.request.languages import LANGUAGE_NAMES, detect_languages, language_name
 from routes.request.tenants import cache_tenant
-from routes.response.generate import OutputDecoder, RowResult, run_full
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Translations
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest
-
-LANGUAGE_NAMES = {
-    "af": "Afrikaans", "am": "Amharic", "ar": "Arabic", "as": "Assamese", "az": "Azerbaijani", "ba": "Bashkir",
-    "be": "Belarusian", "bg": "Bulgarian", "bn": "Bengali", "bo": "Tibetan", "br": "Breton", "bs": "Bosnian",
-    "ca": "Catalan", "ceb": "Cebuano", "co": "Corsican", "cs": "Czech", "cv": "Chuvash", "cy": "Welsh",
-    "da": "Danish", "de": "German", "dv": "Dhivehi", "el": "Greek", "en": "English", "eo": "Esperanto",
-    "es": "Spanish", "et": "Estonian", "eu": "Basque", "fa": "Persian", "fi": "Finnish", "fil": "Filipino",
-    "fj": "Fijian", "fo": "Faroese", "fr": "French", "fy": "Western Frisian", "ga": "Irish", "gd": "Scottish Gaelic",
-    "gl": "Galician", "gn": "Guarani", "gu": "Gujarati", "ha": "Hausa", "haw": "Hawaiian", "he": "Hebrew",
-    "hi": "Hindi", "hmn": "Hmong", "hr": "Croatian", "ht": "Haitian Creole", "hu": "Hungarian", "hy": "Armenian",
-    "id": "Indonesian", "ig": "Igbo", "ilo": "Ilocano", "is": "Icelandic", "it": "Italian", "iu": "Inuktitut",
-    "ja": "Japanese", "jv": "Javanese", "ka": "Georgian", "kk": "Kazakh", "km": "Khmer", "kn": "Kannada",
-    "ko": "Korean", "ku": "Kurdish", "ky": "Kyrgyz", "la": "Latin", "lb": "Luxembourgish", "ln": "Lingala",
-    "lo": "Lao", "lt": "Lithuanian", "lv": "Latvian", "mg": "Malagasy", "mi": "Maori", "mk": "Macedonian",
-    "ml": "Malayalam", "mn": "Mongolian", "mr": "Marathi", "ms": "Malay", "mt": "Maltese", "my": "Burmese",
-    "ne": "Nepali", "nl": "Dutch", "no": "Norwegian", "ny": "Chichewa", "oc": "Occitan", "om": "Oromo",
-    "or": "Odia", "pa": "Punjabi", "pl": "Polish", "ps": "Pashto", "pt": "Portuguese", "qu": "Quechua",
-    "ro": "Romanian", "ru": "Russian", "rw": "Kinyarwanda", "sa": "Sanskrit", "sd": "Sindhi", "si": "Sinhala",
-    "sk": "Slovak", "sl": "Slovenian", "sm": "Samoan", "sn": "Shona", "so": "Somali", "sq": "Albanian",
-    "sr": "Serbian", "st": "Southern Sotho", "su": "Sundanese", "sv": "Swedish", "sw": "Swahili", "ta": "Tamil",
-    "te": "Telugu", "tg": "Tajik", "th": "Thai", "ti": "Tigrinya", "tk": "Turkmen", "tl": "Tagalog",
-    "tn": "Tswana", "to": "Tongan", "tr": "Turkish", "tt": "Tatar", "tw": "Twi", "ty": "Tahitian",
-    "ug": "Uyghur", "uk": "Ukrainian", "ur": "Urdu", "uz": "Uzbek", "vi": "Vietnamese", "wo": "Wolof",
-    "xh": "Xhosa", "yi": "Yiddish", "yo": "Yoruba", "yue": "Cantonese", "zh": "Chinese", "zu": "Zulu",
-}  # fmt: skip
-_ALIASES = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
-_TRADITIONAL = ("hant", "tw", "hk", "mo")
-_SAMPLE_CHARACTERS = 4000
-_DETECTED = (
-    "ar bg bn ca cs da de el en es fa fi fr he hi hr hu id it ja ko ms nl no pl pt ro ru sk sr sv th tr uk ur vi zh"
-).split()
-"""Candidates of detection. More languages make the detection of short English texts worse."""
-_CYRILLIC, _ARABIC, _HAN = ("bg", "ru", "sr", "uk"), ("ar", "fa", "ur"), ("zh", "ja")
-_LATIN = tuple(
-    code for code in _DETECTED if code not in {"bg", "ru", "uk", "bn", "el", "he", "hi", "ko", "th", *_ARABIC, *_HAN}
-)
-_BLOCKS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (0x0000, _LATIN), (0x0370, ("el",)), (0x0400, _CYRILLIC), (0x0530, ("hy",)), (0x0590, ("he",)), (0x0600, _ARABIC),
-    (0x0780, ("dv",)), (0x07C0, _ARABIC), (0x0900, ("hi",)), (0x0980, ("bn",)), (0x0A00, ("pa",)), (0x0A80, ("gu",)),
-    (0x0B00, ("or",)), (0x0B80, ("ta",)), (0x0C00, ("te",)), (0x0C80, ("kn",)), (0x0D00, ("ml",)), (0x0D80, ("si",)),
-    (0x0E00, ("th",)), (0x0E80, ("lo",)), (0x0F00, ("bo",)), (0x1000, ("my",)), (0x10A0, ("ka",)), (0x1100, ("ko",)),
-    (0x1200, ("am",)), (0x13A0, _LATIN), (0x1780, ("km",)), (0x1800, ("mn",)), (0x18B0, _LATIN), (0x1F00, ("el",)),
-    (0x2000, _LATIN), (0x3005, _HAN), (0x3130, ("ko",)), (0x3190, _HAN), (0xA000, _LATIN), (0xAC00, ("ko",)),
-    (0xF900, _HAN), (0xFB00, _LATIN), (0xFB1D, ("he",)), (0xFB50, _ARABIC), (0xFF00, _LATIN), (0xFF66, _HAN),
-    (0xFFA0, _LATIN), (0x20000, _HAN),
-)  # fmt: skip
-"""(first code point, languages of the letters from there on), limited to detectable languages."""
-_BLOCK_STARTS = [start for start, _ in _BLOCKS]
-_KANA = re.compile("[\u3040-\u30ff]")
-_LETTER = re.compile(r"[^\W\d_]")
-_NOT_PROSE = re.compile(r"</?[A-Za-z][^<>]*>|\{[^{}]*\}|https?://\S+")
-"""Tags, translators' placeholders and addresses. They have no language."""
-_NO_EVIDENCE = -1e9
-"""Floor of the log-likelihoods. The identifier's own is close to the limits of a float, so sums would overflow."""
-_LETTERS_OF_A_WORD = 3
-"""Weight of a non-Latin letter in Latin letters, for texts with both."""
-_ENGLISH_ADVANTAGE = 6.0
-"""Added to the log-likelihood of English. A word of several languages is most often English."""
-_MAX_PAGE_ADVANTAGE = 8.0
-"""Most that the other texts' language adds to a text's log-likelihood.
-
-With a lower value, labels are assigned to other languages that share the word. With a higher one, short texts in
-another language are missed.
-"""
-
-
-def language_name(code: str) -> str:
-    """Return the English name of a language. An unknown code is returned unchanged."""
-    base, _, rest = code.replace("_", "-").partition("-")
-    base = _ALIASES.get(base.lower(), base.lower())
-    if base == "zh" and any(part in _TRADITIONAL for part in rest.lower().split("-")):
-        return "Traditional Chinese"
-    return LANGUAGE_NAMES.get(base, code)
-
-
-def detect_languages(texts: Sequence[str]) -> list[str]:
-    """Return each text's ISO code: zh-CN or zh-TW for Chinese, "" without letters.
-
-    The texts are assumed to be of one page: a short text that fits several languages gets the language of the others.
-    Only the first 4,000 characters of a text count.
-    """
-    samples = [_NOT_PROSE.sub(" ", text.lstrip()[:_SAMPLE_CHARACTERS]).strip() for text in texts]
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for index, sample in enumerate(samples):
-        groups[_candidates(sample)].append(index)
-    found = [""] * len(samples)
-    for candidates, indices in groups.items():
-        for index, code in zip(indices, _classify([samples[index] for index in indices], candidates), strict=True):
-            found[index] = "ja" if _KANA.search(samples[index]) else code
-    chinese = [index for index, code in enumerate(found) if code == "zh"]
-    for index, code in zip(chinese, _chinese_variants([samples[index] for index in chinese]), strict=True):
-        found[index] = code
-    return found
-
-
-def _candidates(sample: str) -> tuple[str, ...]:
-    """Return the languages of the script of most letters. Empty without letters."""
-    weights: dict[tuple[str, ...], int] = defaultdict(int)
-    for letter, count in Counter(_LETTER.findall(sample)).items():
-        codes = _BLOCKS[bisect_right(_BLOCK_STARTS, ord(letter)) - 1][1]
-        weights[codes] += count * (1 if codes is _LATIN else _LETTERS_OF_A_WORD)
-    return max(weights, key=weights.__getitem__, default=())
-
-
-def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
-    """Return each sample's most likely candidate, given that the samples share a page."""
-    if len(candidates) < 2:
-        return ["".join(candidates)] * len(samples)
-    own_scores = [_log_likelihoods(sample, candidates) for sample in samples]
-    page_scores = {code: math.fsum(scores[code] for scores in own_scores) for code in candidates}
-    if "en" in page_scores:
-        page_scores["en"] += _ENGLISH_ADVANTAGE
-    highest = max(page_scores.values())
-    shared = {code: max(-_MAX_PAGE_ADVANTAGE, score - highest) for code, score in page_scores.items()}
-    return [max(candidates, key=lambda code: scores[code] + shared[code]) for scores in own_scores]
-
-
-def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:
-    scores = dict(_identifier().rank(f" {sample} "))  # the spaces mark word borders
-    return {code: max(float(scores[code]), _NO_EVIDENCE) for code in candidates}
-
-
-def _chinese_variants(samples: list[str]) -> list[str]:
-    """Return zh-TW for each text with more traditional than simplified forms, else zh-CN.
-
-    A text without either kind follows the other texts.
-    """
-    own_scores = [
-        _letters_only_in(text, "big5", "gb2312") - _letters_only_in(text, "gb2312", "big5") for text in samples
-    ]
-    page_scores = sum(own_scores)
-    return ["zh-TW" if (mine or page_scores) > 0 else "zh-CN" for mine in own_scores]
-
-
-@functools.cache
-def _identifier() -> LanguageIdentifier:
-    """Load the identifier at first use. It takes about 1 s and 84 MB."""
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
-    identifier.set_languages(_DETECTED)
-    return identifier
-
-
-def _letters_only_in(text: str, charset: str, other: str) -> int:
-    """Count the letters that `charset` has and `other` lacks."""
-    return sum(_encodes(letter, charset) and not _encodes(letter, other) for letter in text)
-
-
-def _encodes(letter: str, charset: str) -> bool:
-    try:
-        letter.encode(charset)
-    except UnicodeEncodeError:
-        return False
-    return True
-
 
 LABEL = "/translate/v1/batch-translate"
 CACHE_KEY = "translations"

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import Fields, error_value
+from routes.request.fields import Fields, error_value
 from routes.response.http_response import HandlerResponse, HttpResponse
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError

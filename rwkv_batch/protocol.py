@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rwkv_batch.calls import Answer, EngineCall, Reply
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.request import Job, JobEvents, Load
 
 Sink = Callable[[JobEvents], None]
 """Receives a job's events in order, on one of the engine's threads. Must not block or raise."""
@@ -27,3 +27,31 @@ class EngineProtocol(Protocol):
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
         """Send a call of `rwkv_batch.calls`."""
+
+
+class ManagedEngine(EngineProtocol, Protocol):
+    """An engine with its own thread, as this process runs it."""
+
+    def on_delivered(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after the sinks of each step, on their thread."""
+
+    def start(self) -> None:
+        """Load the model and return when it can serve. Raises StartupError for errors that the user can fix."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new jobs and wait up to `timeout_s` seconds for running ones."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs. If not, the process ends and is restarted."""
+
+    @property
+    def loop_count(self) -> int | None:
+        """Iterations of its loop, idle or not; None while it loads, compiles or ends."""
+
+    @property
+    def load(self) -> Load:
+        """Its queued work. Any thread."""
+
+    def stop(self) -> None:
+        """End running rows and store the sessions' states."""

@@ -34,7 +34,7 @@ from programs.batch.tasks import JSON_TASKS, Task, make_task
 from programs.record import Record, RunError
 from programs.settings import Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
-from routes.request.bodies import validate
+from routes.request.json_body import validate
 from routes.table import ROUTES
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging

@@ -11,8 +11,9 @@ from programs.batch.lines import LineWorker
 from programs.batch.tasks import FIM, SCORE, TRANSLATE, Task, TaskRequest
 from programs.record import LineError, Record
 from routes.request import prompts
-from routes.request.bodies import PromptBody, validate
+from routes.request.bodies import PromptBody
 from routes.request.jobs import prompts_and_stops
+from routes.request.json_body import validate
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from programs.chat.conversation import ConsoleError, Conversation, as_value
-from routes.request.bodies import PromptBody, validate
+from routes.request.bodies import PromptBody
 from routes.request.fields import ChatOnlyFields
+from routes.request.json_body import validate
 from rwkv_batch.errors import ServiceError
 
 SYSTEM = "system"

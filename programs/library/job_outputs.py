@@ -10,7 +10,8 @@ from programs.library.outputs import CompletionOutput, Piece, RequestOutput
 from programs.library.prompt_requests import PromptRequest
 from routes.context import Context
 from routes.response.answer_parser import AnswerParser
-from routes.response.generate import EventStream, OutputDecoder, RowUpdate, submit
+from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
+from routes.response.generate import submit
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Finish, Job, TokenLogprob
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from routes.openai.request import ChatBody, CompletionBody
-from routes.request.bodies import validate
+from routes.request.json_body import validate
 
 _SEEDS = 2**64
 

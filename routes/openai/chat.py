@@ -21,7 +21,8 @@ from routes.openai.request import ChatBody
 from routes.openai.response_models import ChatAnswer, ChatChunk
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
-from routes.response.generate import OutputDecoder, RowResult, RowUpdate, run
+from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.response.generate import RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Route

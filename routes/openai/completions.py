@@ -24,7 +24,8 @@ from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
 from routes.request.bodies import Body
 from routes.request.jobs import as_turn, encode, make_job, row_stops
-from routes.response.generate import OutputDecoder, RowResult, RowUpdate, run
+from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.response.generate import RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.response_models import ModelList
 from routes.route import SESSION_ERRORS, Route

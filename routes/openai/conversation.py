@@ -8,8 +8,9 @@ from routes.context import Context
 from routes.openai.formatter import openai_rows
 from routes.openai.request import ConversationBody
 from routes.request import prompts
-from routes.request.bodies import Message, Template
+from routes.request.bodies import Template
 from routes.request.jobs import as_turn
+from routes.request.messages import Message
 from routes.request.tool_set import FENCE, ToolSet, begins_with_call
 from rwkv_batch.request import GenerateRequest
 

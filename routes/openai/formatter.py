@@ -13,7 +13,8 @@ from routes.context import Context
 from routes.openai.request import OpenAIBody
 from routes.request.jobs import build_rows, offload_if_large, requested_adapter
 from routes.response.batch_formatter import usage
-from routes.response.generate import BaseFormatter, RowResult, RowUpdate, call_engine
+from routes.response.event_stream import RowUpdate
+from routes.response.generate import BaseFormatter, RowResult, call_engine
 from routes.response.http_response import OPENAI_ERRORS, sse, to_json
 from rwkv_batch.calls import GetStatus, ListAdapters
 from rwkv_batch.errors import ErrorInfo, invalid

@@ -17,7 +17,8 @@ from routes.openai.responses_body import ResponsesBody
 from routes.openai.responses_models import ResponseEvent, ResponseObject
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerDelta, AnswerParser
-from routes.response.generate import BaseFormatter, OutputDecoder, RowResult, RowUpdate, run
+from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.response.generate import BaseFormatter, RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, sse
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Route

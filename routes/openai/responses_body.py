@@ -12,8 +12,8 @@ from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, build_tool_set
 from routes.request import prompts
-from routes.request.bodies import Message
 from routes.request.fields import THINK_END, UNSUPPORTED_VERBOSITY, Fields, Unsupported
+from routes.request.messages import Message
 from routes.request.tool_set import ToolSet
 from sampling.grammar.constraint import Constraint
 

@@ -6,16 +6,12 @@ contents, tokens) are checked in jobs.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-import msgspec
-import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from routes.config import HttpConfig
 from routes.request.fields import (
     ChatOnlyFields,
     ConstraintFields,
@@ -23,13 +19,9 @@ from routes.request.fields import (
     Number,
     Pattern,
     SessionId,
-    Unsupported,
-    describe_value,
-    error_field_name,
-    error_value,
 )
-from rwkv_batch.decode_defaults import DecodeDefaults
-from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from routes.request.messages import Message
+from rwkv_batch.errors import invalid
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
@@ -44,9 +36,6 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 body.
 """
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
-_PYDANTIC_PREFIX = re.compile(r"^(Input|List|String|Dictionary|Value) should")
-_PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
-_PYDANTIC_SUFFIX = re.compile(r" after validation, not .*")
 
 
 class Body(Fields):
@@ -56,60 +45,6 @@ class Body(Fields):
         "",
         description="The service's password or an API key, if the service requires one and no Bearer token is sent.",
     )
-
-
-class TextPart(BaseModel):
-    """One part of a message's content. Only text is supported."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["text"]
-    text: str
-
-
-class MessageFunction(BaseModel):
-    """The function of a tool call."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    name: str = Field(max_length=64)
-    arguments: str = Field(description="JSON as text.")
-
-
-class MessageToolCall(BaseModel):
-    """A tool call of an earlier answer."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    id: str = Field("", max_length=256)
-    type: Literal["function"] = "function"
-    function: MessageFunction
-
-
-class Message(BaseModel):
-    """One message of a conversation, in OpenAI's format."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
-        None, description="Assistant messages: the tool calls of this message."
-    )
-    tool_call_id: str | None = Field(
-        None,
-        max_length=256,
-        description="Tool messages: id of the call that this message answers. Results follow their calls.",
-    )
-    function_call: Unsupported = Field(None, description="Not supported; refused.")
-    audio: Unsupported = Field(None, description="Not supported; refused.")
-    refusal: Unsupported = Field(None, description="Not supported; refused.")
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True)]
@@ -390,114 +325,6 @@ class BatchBody(PromptFields, GenerationBody):
 
 class PromptBody(BatchBody, SessionFields, SamplingBody):
     """Body of the native batch routes."""
-
-
-def validate(model: type[Fields], data: Any) -> Any:
-    """Return an instance of `model`. Raises ServiceError with the field, the limit and the value."""
-    if not isinstance(data, dict):
-        raise ServiceError(
-            ErrorKind.INVALID_FIELD, f"the body must be a JSON object, got {type(data).__name__}", field="body"
-        )
-    try:
-        return model.model_validate(data)
-    except pydantic.ValidationError as error:
-        first = _most_specific_error(data, error.errors(include_url=False, include_input=False))
-    location, given = _locate(data, first)
-    if location:
-        wording = _PYDANTIC_SUFFIX.sub("", _PYDANTIC_PREFIX.sub("must", first["msg"])).replace(
-            "Field required", "must be given"
-        )
-        wording = _PYTHON_TYPES.sub("a JSON object", wording)
-        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {describe_value(given)}")
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=error_value(given))
-    field = first.get("ctx", {}).get("field") or _blamed_field(data)
-    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=error_value(data.get(field)))
-
-
-def _most_specific_error(data: dict[str, Any], errors: list[Any]) -> Any:
-    """Return the error to report for the first wrong field.
-
-    For a union, this is the deepest error of a type-compatible branch.
-    """
-    candidates = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    return max(
-        candidates,
-        key=lambda error: (sum(map(_locate(data, error)[0].count, ".[")), not error["type"].endswith("_type")),
-    )
-
-
-def _blamed_field(data: dict[str, Any]) -> str:
-    """Return the field to report for an error of the whole body."""
-    return next((name for name in ("contents", "messages", "prefix") if data.get(name) is not None), "contents")
-
-
-def _locate(data: Any, error: Any) -> tuple[str, Any]:
-    """Return the field as the client writes it, and its value. Leaves out pydantic's tags of union members."""
-    location, given = "", data
-    path = error["loc"]
-    for at, step in enumerate(path):
-        is_missing = error["type"] == "missing" and at == len(path) - 1
-        if isinstance(given, list) and isinstance(step, int) and step < len(given):
-            location, given = f"{location}[{step}]", given[step]
-        elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
-            location, given = f"{location}.{error_field_name(step)}".lstrip("."), given.get(step)
-            if path[at + 1 :] == ("[key]",):  # the key is wrong, not its value
-                given = step
-    return location, given
-
-
-_ALIASES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
-"""Fields of two names: if a request gives either, the default does not apply."""
-
-
-class DefaultsFields(Fields):
-    """Default decode parameters, with the same limits as the requests' fields."""
-
-    temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
-    top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
-    alpha_presence: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
-    alpha_frequency: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
-    alpha_decay: float | None = Field(
-        None, ge=0, le=1, description="Decay of the occurrence count per generated token."
-    )
-    max_tokens: int | None = Field(None, ge=1, description="Maximum number of generated tokens per row.")
-    template: Template | None = Field(None, description="Labels of a conversation's prompt.")
-    stop_tokens: StopTokens | None = Field(
-        None, description="Token ids and strings that end a row. Not used for constrained text."
-    )
-
-
-def _parsed(value: Any) -> Any:
-    """Decode a form's text as JSON."""
-    return from_json(value) if isinstance(value, str) else value
-
-
-Defaults = Annotated[DefaultsFields, BeforeValidator(_parsed)]
-
-
-def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefaults:
-    """Convert to the engine's type. Raises ServiceError for values that no request may have."""
-    if fields is None:
-        return DecodeDefaults()
-    limit = config.max_tokens_limit
-    if fields.max_tokens is not None and fields.max_tokens > limit:
-        raise invalid("defaults.max_tokens", f"must be at most {limit} (--max-tokens-limit)", fields.max_tokens)
-    return msgspec.convert(fields.model_dump(exclude_none=True), DecodeDefaults)
-
-
-def with_defaults(body: GenerationBody, defaults: DecodeDefaults, model_defaults: DecodeDefaults) -> GenerationBody:
-    """Return the body with its missing fields filled in. The state's values take precedence over the model's."""
-    filled = {
-        name: value
-        for name, value in (model_defaults.given | defaults.given).items()
-        if name in type(body).model_fields and not {name, _ALIASES.get(name, name)} & body.model_fields_set
-    }
-    if "stop_tokens" in filled and body.constraint is not None:  # a constraint defines where the text ends
-        del filled["stop_tokens"]
-    if "template" in filled:
-        filled["template"] = Template.model_validate(filled["template"])
-    return body.model_copy(update=filled) if filled else body
 
 
 Mixing = TypeVar("Mixing", bound=MixtureFields)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from typing import Any
 
+import pydantic
 import pydantic_core
 
-from routes.request.fields import error_field_name, error_value
+from routes.request.fields import (
+    Fields,
+    describe_value,
+    error_field_name,
+    error_value,
+)
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 OTHER_VALUES = 1 << 16
@@ -83,3 +90,66 @@ def _has_utf8(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_PYDANTIC_PREFIX = re.compile(r"^(Input|List|String|Dictionary|Value) should")
+
+
+_PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
+
+
+_PYDANTIC_SUFFIX = re.compile(r" after validation, not .*")
+
+
+def validate(model: type[Fields], data: Any) -> Any:
+    """Return an instance of `model`. Raises ServiceError with the field, the limit and the value."""
+    if not isinstance(data, dict):
+        raise ServiceError(
+            ErrorKind.INVALID_FIELD, f"the body must be a JSON object, got {type(data).__name__}", field="body"
+        )
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        first = _most_specific_error(data, error.errors(include_url=False, include_input=False))
+    location, given = _locate(data, first)
+    if location:
+        wording = _PYDANTIC_SUFFIX.sub("", _PYDANTIC_PREFIX.sub("must", first["msg"])).replace(
+            "Field required", "must be given"
+        )
+        wording = _PYTHON_TYPES.sub("a JSON object", wording)
+        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {describe_value(given)}")
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=error_value(given))
+    field = first.get("ctx", {}).get("field") or _blamed_field(data)
+    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=error_value(data.get(field)))
+
+
+def _most_specific_error(data: dict[str, Any], errors: list[Any]) -> Any:
+    """Return the error to report for the first wrong field.
+
+    For a union, this is the deepest error of a type-compatible branch.
+    """
+    candidates = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    return max(
+        candidates,
+        key=lambda error: (sum(map(_locate(data, error)[0].count, ".[")), not error["type"].endswith("_type")),
+    )
+
+
+def _blamed_field(data: dict[str, Any]) -> str:
+    """Return the field to report for an error of the whole body."""
+    return next((name for name in ("contents", "messages", "prefix") if data.get(name) is not None), "contents")
+
+
+def _locate(data: Any, error: Any) -> tuple[str, Any]:
+    """Return the field as the client writes it, and its value. Leaves out pydantic's tags of union members."""
+    location, given = "", data
+    path = error["loc"]
+    for at, step in enumerate(path):
+        is_missing = error["type"] == "missing" and at == len(path) - 1
+        if isinstance(given, list) and isinstance(step, int) and step < len(given):
+            location, given = f"{location}[{step}]", given[step]
+        elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
+            location, given = f"{location}.{error_field_name(step)}".lstrip("."), given.get(step)
+            if path[at + 1 :] == ("[key]",):  # the key is wrong, not its value
+                given = step
+    return location, given

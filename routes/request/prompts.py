@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, groupby
 
-from routes.request.bodies import DEFAULT_STOPS, Message, Template
+from routes.request.bodies import DEFAULT_STOPS, Template
+from routes.request.messages import Message
 from routes.request.tool_set import call_text
 
 FIM_STOP = "✿"

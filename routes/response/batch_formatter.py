@@ -10,7 +10,8 @@ from typing import Any
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody
-from routes.response.generate import BaseFormatter, OutputDecoder, RowResult, RowUpdate, run
+from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.response.generate import BaseFormatter, RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, error_body, sse
 from rwkv_batch.request import Finish, Job
 

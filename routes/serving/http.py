@@ -16,9 +16,8 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.request.bodies import validate
 from routes.request.jobs import offload_if_large
-from routes.request.json_body import parse_json
+from routes.request.json_body import parse_json, validate
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
 from routes.response.http_response import (
     NATIVE_ERRORS,

@@ -44,7 +44,8 @@ from routes.serving.listen_socket import serve
 from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
-from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.fleet import Fleet
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from rwkv_batch.calls import Answer, EngineCall, Reply
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.affinity import EngineLru, prefix_key, rendezvous_weight
 from rwkv_batch.fleet.gather import gather
-from rwkv_batch.fleet.in_flight_job import CANCELLED, ENGINE_GONE, InFlightJob
+from rwkv_batch.fleet.in_flight_job import CANCELLED, ENGINE_GONE, Attempt, InFlightJob
 from rwkv_batch.fleet.member import POLL_INTERVAL_S, Member
 from rwkv_batch.fleet.quota_ledger import QuotaLedger
-from rwkv_batch.fleet.routing import RoutingHints, choose
+from rwkv_batch.fleet.routing import FleetLimits, RoutingHints, choose
 from rwkv_batch.ipc.client import LOADING
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.wire import Observe
@@ -31,29 +30,6 @@ from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, Usage
 
 logger = logging.getLogger(__name__)
-
-
-class FleetLimits(NamedTuple):
-    """How long jobs survive lost engines."""
-
-    resubmit: int = 2
-    """lost engines after which a job still continues; 0: it ends with its engine"""
-    wait_s: float = 10.0
-    """seconds that a job waits for an engine, each time"""
-    shares_sessions: bool = False
-    """whether any engine can continue any session; else a session always stays with its engine"""
-    num_routers: int = 1
-    """processes that route jobs to these engines, including this one"""
-
-
-class Attempt(NamedTuple):
-    """A job's run on one engine."""
-
-    number: int
-    job_id: str
-    member: Member
-    connection: int
-    """the engine's connection number when the job was sent"""
 
 
 class Fleet:

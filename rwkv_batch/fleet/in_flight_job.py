@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.fleet.member import Member
 from rwkv_batch.fleet.progress import Progress, without_turn_starts
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, attempt_id
@@ -103,3 +104,13 @@ class InFlightJob:
 
     def fail(self, error: ErrorInfo) -> None:
         self.report_admission(ServiceError.from_info(error))
+
+
+class Attempt(NamedTuple):
+    """A job's run on one engine."""
+
+    number: int
+    job_id: str
+    member: Member
+    connection: int
+    """the engine's connection number when the job was sent"""

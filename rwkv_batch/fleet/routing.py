@@ -78,3 +78,16 @@ def _estimate_loads(request: RoutingHints, loads: Sequence[float]) -> tuple[Sequ
 def _is_near(loads: Sequence[float], uncertainty: float) -> bool:
     less, more = sorted(loads)
     return more <= less + min(NEAR_TIE_FRACTION * less, SLACK_ROWS) + uncertainty
+
+
+class FleetLimits(NamedTuple):
+    """How long jobs survive lost engines."""
+
+    resubmit: int = 2
+    """lost engines after which a job still continues; 0: it ends with its engine"""
+    wait_s: float = 10.0
+    """seconds that a job waits for an engine, each time"""
+    shares_sessions: bool = False
+    """whether any engine can continue any session; else a session always stays with its engine"""
+    num_routers: int = 1
+    """processes that route jobs to these engines, including this one"""

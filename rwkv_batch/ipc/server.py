@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -59,8 +59,8 @@ from rwkv_batch.ipc.wire import (
     split_frames,
     to_engine_decoder,
 )
-from rwkv_batch.protocol import EngineProtocol
-from rwkv_batch.request import Job, JobEvents, Load, Usage
+from rwkv_batch.protocol import EngineProtocol, ManagedEngine
+from rwkv_batch.request import Job, JobEvents, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -74,34 +74,6 @@ FLUSH_TIMEOUT_S = 2.0
 ENCODED_NONE = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
 HandleCall = Callable[[EngineCall[Any], Callable[[Any], None]], None]
-
-
-class ManagedEngine(EngineProtocol, Protocol):
-    """An engine with its own thread, as this process runs it."""
-
-    def on_delivered(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after the sinks of each step, on their thread."""
-
-    def start(self) -> None:
-        """Load the model and return when it can serve. Raises StartupError for errors that the user can fix."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Refuse new jobs and wait up to `timeout_s` seconds for running ones."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine's thread runs. If not, the process ends and is restarted."""
-
-    @property
-    def loop_count(self) -> int | None:
-        """Iterations of its loop, idle or not; None while it loads, compiles or ends."""
-
-    @property
-    def load(self) -> Load:
-        """Its queued work. Any thread."""
-
-    def stop(self) -> None:
-        """End running rows and store the sessions' states."""
 
 
 class Peer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rwkv_batch.fleet.fleet import FleetLimits
+from rwkv_batch.fleet.routing import FleetLimits
 from test.fleet.fake_clients import FakeClient, FakeFleet, make_fleet, use_fake_clients
 from test.fleet.fake_ray import FakeRay
 

@@ -9,7 +9,8 @@ import pytest
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet import member
-from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.fleet import Fleet
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport

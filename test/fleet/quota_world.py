@@ -17,7 +17,8 @@ import pytest
 
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet import member
-from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.fleet import Fleet
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ModelStatus
 from rwkv_batch.ipc.server import EngineServer, Peer
 from rwkv_batch.ipc.wire import to_engine_decoder, to_worker_decoder

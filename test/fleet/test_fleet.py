@@ -13,8 +13,8 @@ import pytest
 from rwkv_batch.calls import AddAdapter, AddState, RemoveAdapter, RemoveState
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet import member
-from rwkv_batch.fleet.fleet import FleetLimits
 from rwkv_batch.fleet.member import MAX_SILENT_POLLS, MAX_SILENT_POLLS_LAST_ENGINE
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ModelStatus
 from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, SocketLink, to_worker_decoder
 from rwkv_batch.request import Delta, Job, JobEvents, Load

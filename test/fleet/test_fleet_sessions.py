@@ -8,7 +8,8 @@ import pytest
 
 from rwkv_batch.calls import FindSession, ListSessions
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.fleet import Fleet
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.request import Delta, JobEvents
 from state_pool.session_key import SessionEntry, SessionPage, Tier
 from test.fleet.fake_clients import (

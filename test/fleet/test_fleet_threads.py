@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.fleet.fleet import FleetLimits
+from rwkv_batch.fleet.routing import FleetLimits
 from test.fleet.fake_clients import FakeClient, client_with_job, make_fleet, submit, use_fake_clients
 
 

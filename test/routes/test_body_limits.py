@@ -24,8 +24,8 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     """Return kind, field and length of the error."""
     from routes.many_prompts import BigBatchBody, FimBody
     from routes.openai.request import ChatBody, CompletionBody
-    from routes.request.bodies import PromptBody, validate
-    from routes.request.json_body import parse_json
+    from routes.request.bodies import PromptBody
+    from routes.request.json_body import parse_json, validate
     from routes.system import CountBody
     from routes.translate import TranslateBody
     from rwkv_batch.errors import ServiceError
@@ -227,7 +227,8 @@ def test_a_request_of_a_million_tokens_is_refused(service: Service, path: str, b
 )
 def test_names_and_penalties_have_limits(body: dict[str, Any], named: str) -> None:
     from routes.openai.request import ChatBody, CompletionBody
-    from routes.request.bodies import PromptBody, validate
+    from routes.request.bodies import PromptBody
+    from routes.request.json_body import validate
     from rwkv_batch.errors import ServiceError
 
     for model, good in (
@@ -256,7 +257,8 @@ def test_names_and_penalties_have_limits(body: dict[str, Any], named: str) -> No
     ],
 )
 def test_bodies_have_limits_and_one_prompt_form(body: dict[str, Any], named: str) -> None:
-    from routes.request.bodies import PromptBody, validate
+    from routes.request.bodies import PromptBody
+    from routes.request.json_body import validate
     from rwkv_batch.errors import ServiceError
 
     edge = {"contents": ["a"], "seed": 2**64 - 1, "stop_tokens": ["x"] * 64}
@@ -271,7 +273,7 @@ def test_bodies_have_limits_and_one_prompt_form(body: dict[str, Any], named: str
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 def test_openais_penalties_have_limits(penalty: str) -> None:
     from routes.openai.request import ChatBody
-    from routes.request.bodies import validate
+    from routes.request.json_body import validate
     from rwkv_batch.errors import ServiceError
 
     for value in (-100.1, 100.1, 1e308):
@@ -368,7 +370,7 @@ NOT_ASKED: dict[str, Any] = {
 def test_unsupported_fields_are_refused_by_name(route: str, body: dict[str, Any]) -> None:
     from routes.openai.request import ChatBody, CompletionBody
     from routes.openai.responses_body import ResponsesBody
-    from routes.request.bodies import validate
+    from routes.request.json_body import validate
     from rwkv_batch.errors import ServiceError
 
     bodies: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from routes.openai.request import ChatBody, ConversationBody
 from routes.openai.responses_body import ResponsesBody
-from routes.request.bodies import validate
+from routes.request.json_body import validate
 from routes.response.answer_parser import AnswerDelta, AnswerParser
 from test.serving import Service, row_texts, sse_data
 

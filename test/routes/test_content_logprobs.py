@@ -8,7 +8,7 @@ import pytest
 
 from routes.openai.content_logprobs import ContentLogprobs
 from routes.response.answer_parser import AnswerFormat, AnswerParser
-from routes.response.generate import RowDecoder
+from routes.response.event_stream import RowDecoder
 from rwkv_batch.request import TokenLogprob
 
 CALL = '{"name": "f", "arguments": {"a": "```"}}'

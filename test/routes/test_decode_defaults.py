@@ -7,16 +7,10 @@ import pytest
 from routes.config import HttpConfig
 from routes.openai.request import ChatBody, CompletionBody
 from routes.request import prompts
-from routes.request.bodies import (
-    BatchBody,
-    DefaultsFields,
-    GenerationBody,
-    PromptBody,
-    as_defaults,
-    validate,
-    with_defaults,
-)
+from routes.request.bodies import BatchBody, GenerationBody, PromptBody
+from routes.request.decode_defaults import DefaultsFields, as_defaults, with_defaults
 from routes.request.jobs import prompts_and_stops
+from routes.request.json_body import validate
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError
 

@@ -11,20 +11,11 @@ import pytest
 
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
-from routes.request.bodies import validate
+from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response import generate
-from routes.response.generate import (
-    BLANK,
-    HEARTBEAT,
-    BaseFormatter,
-    EventStream,
-    JsonChunks,
-    OutputDecoder,
-    RowUpdate,
-    SseChunks,
-    run_full,
-)
+from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
+from routes.response.generate import BLANK, HEARTBEAT, BaseFormatter, JsonChunks, SseChunks, run_full
 from routes.response.http_response import DONE, NATIVE_ERRORS, HandlerResponse, HttpResponse, StreamedResponse
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import active_requests, http

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from routes import translate
-from routes.translate import TranslateBody, TranslationCache, clean_answer, detect_languages, make_plan
+from routes.request.languages import detect_languages
+from routes.translate import TranslateBody, TranslationCache, clean_answer, make_plan
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"

@@ -58,7 +58,7 @@ def test_an_answer_is_not_delayed() -> None:
 
 def chat_body(**fields: Any) -> Any:
     from routes.openai.request import ChatBody
-    from routes.request.bodies import validate
+    from routes.request.json_body import validate
 
     return validate(ChatBody, {"messages": [{"role": "user", "content": "a"}], **fields})
 
@@ -169,7 +169,7 @@ def test_harmless_values_are_accepted() -> None:
 )
 def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
     from routes.openai.request import CompletionBody
-    from routes.request.bodies import validate
+    from routes.request.json_body import validate
 
     assert validate(CompletionBody, {"prompt": prompt}).prompts == prompts
 
@@ -188,7 +188,7 @@ def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
 )
 def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> None:
     from routes.openai.request import CompletionBody
-    from routes.request.bodies import validate
+    from routes.request.json_body import validate
     from rwkv_batch.errors import ServiceError
 
     with pytest.raises(ServiceError) as refusal:
@@ -211,7 +211,7 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
 
 def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
     from routes.openai.chat import ChatFormatter
-    from routes.response.generate import RowUpdate
+    from routes.response.event_stream import RowUpdate
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)

@@ -6,7 +6,7 @@ import pytest
 
 from routes import translate
 from routes.request import prompts
-from routes.request.bodies import Message
+from routes.request.messages import Message
 from routes.request.prompts import Think
 
 

@@ -10,8 +10,8 @@ from routes.engines import AddBody
 from routes.models import LoadBody
 from routes.openai.request import ChatBody
 from routes.openai.responses_body import ResponsesBody
-from routes.request.bodies import PromptBody, validate
-from routes.request.json_body import parse_json
+from routes.request.bodies import PromptBody
+from routes.request.json_body import parse_json, validate
 from routes.state import BranchBody, DeleteBody, ExportQuery, ImportQuery, TurnBody
 from rwkv_batch.errors import ServiceError
 from state_pool.session_file import InvalidSessionFile, decode

@@ -52,7 +52,7 @@ def translate(text: str) -> None:
 def prompts_of(text: str) -> None:
     """Build prompts: a conversation, a gap, a session's turn, a translation."""
     from routes.request import prompts
-    from routes.request.bodies import Message
+    from routes.request.messages import Message
 
     turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
     prompts.chat(turns, prompts.Think.LONG)
@@ -77,7 +77,7 @@ def thoughts(text: str) -> None:
 def answers(text: str) -> None:
     """Decode the engine's bytes in small pieces, as text and as OpenAI's tokens."""
     from routes.openai.logprob_arrays import LogprobArrays
-    from routes.response.generate import RowDecoder
+    from routes.response.event_stream import RowDecoder
     from rwkv_batch.request import TokenLogprob
 
     data = text.encode("utf-8", "surrogatepass")
@@ -94,8 +94,8 @@ def bodies(text: str) -> None:
     import json
 
     from routes.openai.request import ChatBody
-    from routes.request.bodies import PromptBody, validate
-    from routes.request.json_body import parse_json
+    from routes.request.bodies import PromptBody
+    from routes.request.json_body import parse_json, validate
     from routes.translate import TranslateBody
     from rwkv_batch.errors import ServiceError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from routes.request import prompts
-from routes.request.bodies import Message
+from routes.request.messages import Message
 from routes.request.prompts import Think
 from routes.request.signatures import signature
 from routes.request.tool_set import Function, ToolSet, call_text

@@ -23,7 +23,8 @@ from routes.file_store import Batch, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.translate import CACHE_KEY, TranslationCache
-from rwkv_batch.fleet.fleet import Fleet, FleetLimits
+from rwkv_batch.fleet.fleet import Fleet
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.process import LogStyle, become_child
 
 logger = logging.getLogger(__name__)

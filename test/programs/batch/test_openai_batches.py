@@ -27,7 +27,7 @@ from routes.file_store import Store
 from routes.openai.batches import ENDPOINTS
 from routes.openai.batches import ROUTES as BATCHES
 from routes.openai.files import ROUTES as FILES
-from routes.request.bodies import validate
+from routes.request.json_body import validate
 from routes.response.http_response import HttpResponse
 from routes.route import Upload, response_or_error
 from test.programs.batch.runs import fake_service

@@ -1,0 +1,65 @@
+"""Messages of a chat, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from routes.request.fields import (
+    Unsupported,
+)
+
+
+class TextPart(BaseModel):
+    """One part of a message's content. Only text is supported."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageFunction(BaseModel):
+    """The function of a tool call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str = Field(max_length=64)
+    arguments: str = Field(description="JSON as text.")
+
+
+class MessageToolCall(BaseModel):
+    """A tool call of an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str = Field("", max_length=256)
+    type: Literal["function"] = "function"
+    function: MessageFunction
+
+
+class Message(BaseModel):
+    """One message of a conversation, in OpenAI's format."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Assistant messages: the tool calls of this message."
+    )
+    tool_call_id: str | None = Field(
+        None,
+        max_length=256,
+        description="Tool messages: id of the call that this message answers. Results follow their calls.",
+    )
+    function_call: Unsupported = Field(None, description="Not supported; refused.")
+    audio: Unsupported = Field(None, description="Not supported; refused.")
+    refusal: Unsupported = Field(None, description="Not supported; refused.")
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
