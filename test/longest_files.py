@@ -61,6 +61,12 @@ LONGEST = (
     "model/test_skinny_emulated.py",
     "model/test_wkv_emulated.py",
     "routes/test_openai_routes.py",
+    "state_pool/test_pool_nth_failure.py",
+    "test_document_examples.py",
+    "model/test_quant_store.py",
+    "programs/batch/test_batch_limits.py",
+    "model/test_gemm_int8_emulated.py",
+    "routes/test_generated_bodies.py",
 )
 """Longest first, below `test/`, so that no long file runs alone at the end. Times: `pytest --durations=400`."""
 DAILY = frozenset(
