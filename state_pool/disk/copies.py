@@ -87,8 +87,11 @@ def mark_open(connection: sqlite3.Connection, path: str) -> None:
 
 
 def mark_closed(connection: Connection) -> None:
-    """Remove the mark, unless other engines have the file open."""
-    connection.execute("DELETE FROM pool_settings WHERE name = ? AND NOT EXISTS (SELECT 1 FROM engines)", (_OPEN_FILE,))
+    """Remove the mark, unless other engines have the file open. Raises sqlite3.Error."""
+    connection.execute("BEGIN IMMEDIATE")
+    others = "SELECT 1 FROM engines"
+    connection.execute(f"DELETE FROM pool_settings WHERE name = ? AND NOT EXISTS ({others})", (_OPEN_FILE,))
+    connection.execute("COMMIT")
 
 
 def check_copy(connection: sqlite3.Connection, path: str, *, had_log: bool) -> None:

@@ -54,7 +54,7 @@ class StateStore(Protocol):
         ...
 
     def before_close(self, connection: Connection) -> None:
-        """Record that this engine closes the database. Call within the writer's last transaction."""
+        """Record that this engine closes the database. Call after the writer's last transaction."""
         ...
 
     def open_reader(self) -> Connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +109,7 @@ def test_failed_checkpoints_are_retried_once_a_second(tmp_path: Path, monkeypatc
     """A partial write would take the space that turns need. At shutdown, no retry is delayed."""
     driver = reopen(tmp_path, checkpoint_tokens=2, transfer_states=1)
     store, now, tried = get_store(driver), [100.0], list[float]()
-    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
 
     def full(job: Checkpoint, done: Callable[[Exception | None], None]) -> None:
         tried.append(now[0])
@@ -137,7 +138,7 @@ def test_failed_checkpoints_are_retried_once_a_second(tmp_path: Path, monkeypatc
         written.append(now[0])
         submit(job, done)
 
-    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=ticks))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=ticks, time=time.time))
     monkeypatch.setattr(store, "submit_state", submitted)
     driver.pool.close()
     assert len(written) == 3
