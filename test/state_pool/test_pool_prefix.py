@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from state_pool.cache.prefix_cache import NO_PREFIX_BASE, prefix_base
 from state_pool.cache.prompt_history import PromptHistory, common_bytes
 from state_pool.layout import ZERO_SLOT, pack_tokens
+from state_pool.origins import NO_BASE
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 from test.pool_integrity import integrity_faults
 
@@ -27,18 +29,18 @@ class Prompts:
         self.pool = self.driver.pool
         self.computed = 0
 
-    def prefill(self, tokens: list[int]) -> np.ndarray:
+    def prefill(self, tokens: list[int], base: bytes = NO_PREFIX_BASE) -> np.ndarray:
         """Return the state after a prompt. Counts the computed tokens."""
-        hit = self.pool.prefixes.match(tokens)
+        hit = self.pool.prefixes.match(tokens, base)
         read, at = (ZERO_SLOT, 0) if hit is None else (hit.slot, hit.num_tokens)
         slot = self.driver.slot()
-        for border in [b for b in self.pool.prefixes.cache_points(tokens) if b > at]:
+        for border in [b for b in self.pool.prefixes.cache_points(tokens, base=base) if b > at]:
             self.driver.arena.run(read, slot, tokens[at:border])
             self.computed += border - at
             if hit is not None:
                 self.pool.prefixes.unpin(hit)
             fresh = self.driver.slot()
-            hit = self.pool.prefixes.offer(tokens[:border], slot)
+            hit = self.pool.prefixes.offer(tokens[:border], slot, base)
             assert hit is not None
             read, slot, at = hit.slot, fresh, border
         self.driver.arena.run(read, slot, tokens[at:])
@@ -65,6 +67,19 @@ def test_shared_system_prompt_is_cached_at_its_second_use(tmp_path: Path) -> Non
     assert prompts.computed == 2 * len(SYSTEM) + 64 * 3
     counters = prompts.pool.stats()["prefix_cache"]
     assert (counters["hits"], counters["saved_tokens"], counters["stored"]) == (62, 62 * 2000, 1)
+    prompts.close()
+
+
+def test_prompts_of_different_bases_share_nothing(tmp_path: Path) -> None:
+    """A base is a state's number, a salt, or both."""
+    prompts = Prompts(tmp_path)
+    bases = [prefix_base(number, salt) for number in (NO_BASE, 1, 2) for salt in ("", "anna\0", "anna\0x", "bert\0")]
+    assert len(set(bases)) == len(bases) and bases[0] == NO_PREFIX_BASE
+    for base in bases:
+        computed = prompts.computed
+        for tail in range(3):
+            assert np.array_equal(prompts.prefill([*SYSTEM, tail], base), expected_state([*SYSTEM, tail]))
+        assert prompts.computed - computed == 2 * len(SYSTEM) + 3
     prompts.close()
 
 
