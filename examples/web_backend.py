@@ -27,14 +27,14 @@ async def deltas(client: ClientSession, body: dict[str, object]) -> AsyncIterato
     """Yield the answer in pieces. Raises ValueError with the service's error."""
     async with client.post("/v1/chat/completions", json=body) as answer:
         if answer.status != web.HTTPOk.status_code:
-            raise ValueError((await answer.json())["error"])
+            raise ValueError((await answer.json())["error"]["message"])
         async for line in answer.content:
             data = line.removeprefix(b"data: ").strip()
             if not line.startswith(b"data: ") or data == b"[DONE]":
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise ValueError(event["error"])
+                raise ValueError(event["error"]["message"])
             for choice in event["choices"]:
                 yield choice["delta"].get("content", "")
 
