@@ -10,45 +10,59 @@ from rwkv_batch.request import JobEvents, Usage, original_id
 
 
 class HeldLedger:
-    """Counts jobs of all engines, if this one holds the ledger. Any thread may call."""
+    """Counts jobs of all engines, if this one holds the ledger. Any thread may call.
+
+    owner: the connection of the job's HTTP worker. A worker that connects anew restores its jobs, so the end of its
+    earlier connection must not remove them.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._quotas = Quotas()
+        self._owners: dict[str, object] = {}
 
-    def acquire(self, usage: Usage) -> ErrorInfo | None:
+    def acquire(self, usage: Usage, owner: object) -> ErrorInfo | None:
         """Count a job. Returns the error if a limit is reached."""
         is_new = usage.job_id not in self._quotas
         refusal = self._quotas.count(usage)
         if is_new:
             self._metrics.observe_client_request(usage.client, usage.prompt_tokens, refusal is not None)
+        if refusal is None:
+            self._owners[usage.job_id] = owner
         return refusal
 
     def report(self, report: UsageReport) -> None:
         """Charge a job's tokens that are not charged yet, and remove it at its end."""
         self._observe(self._quotas.charge(report.job_id, report.sampled, report.replayed))
         if report.done:
+            self._owners.pop(report.job_id, None)
             self._quotas.end(report.job_id, report.refund)
 
-    def observe(self, events: JobEvents) -> None:
+    def observe(self, events: JobEvents, owner: object) -> None:
         """Charge a step's tokens of a job that runs here. Its HTTP worker reports the total again."""
         if not self._quotas.has_jobs:
             return
         job_id = original_id(events.job_id)
         self._observe(self._quotas.charge_more(job_id, events.num_sampled, events.num_replayed))
-        if events.done and events.error is None:
-            self._quotas.end(job_id)
+        if events.done and events.error is None and self._owners.get(job_id) is owner:
+            self._end(job_id)
 
     def _observe(self, charged: CountedJob | None) -> None:
         if charged is not None:
             self._metrics.observe_client_tokens(charged.usage.client, charged.sampled, charged.replayed)
 
-    def restore(self, known: RestoreQuotas) -> None:
+    def restore(self, known: RestoreQuotas, owner: object) -> None:
         """Take over an HTTP worker's copy."""
+        self._owners.update((job.usage.job_id, owner) for job in known.jobs)
         self._quotas.merge(known.balances, known.jobs)
 
-    def end(self, job_id: str) -> None:
-        """Remove a job whose HTTP worker has gone."""
+    def end_all(self, owner: object) -> None:
+        """Remove the jobs of an HTTP worker that has gone."""
+        for job_id in [job_id for job_id, known in self._owners.copy().items() if known is owner]:
+            self._end(job_id)
+
+    def _end(self, job_id: str) -> None:
+        self._owners.pop(job_id, None)
         self._quotas.end(job_id)
 
     def balances(self) -> list[Balance]:

@@ -86,8 +86,6 @@ class Peer:
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
-        self._counted_jobs: set[str] = set()
-        """jobs of any engine that count against clients' limits here"""
         self._engine = engine
         self._arrivals = arrivals
         self._metrics = metrics
@@ -109,8 +107,7 @@ class Peer:
             for job_id in list(self.jobs):
                 self._engine.cancel(job_id)
                 self._metrics.forget(job_id)
-            for job_id in self._counted_jobs:
-                self._ledger.end(job_id)
+            self._ledger.end_all(self)
 
     def _handle(self, message: ToEngine, handle_call: HandleCall) -> None:
         match message:
@@ -120,13 +117,10 @@ class Peer:
                 self._engine.cancel(job_id)
             case Call(call_id, AcquireQuota(usage)):
                 self._answer(call_id, self._acquire_quota(usage))
-            case UsageReport(job_id):
+            case UsageReport():
                 self._ledger.report(message)
-                if message.done:
-                    self._counted_jobs.discard(job_id)
-            case RestoreQuotas(_, jobs):
-                self._counted_jobs.update(job.usage.job_id for job in jobs)
-                self._ledger.restore(message)
+            case RestoreQuotas():
+                self._ledger.restore(message, self)
             case Call(call_id, call):
                 handle_call(call, lambda value: self._answer(call_id, value))
             case Observe():
@@ -135,11 +129,10 @@ class Peer:
                 self.name, self.pid = name, pid
 
     def _acquire_quota(self, usage: Usage) -> bool | ServiceError:
-        refusal = self._ledger.acquire(usage)
+        refusal = self._ledger.acquire(usage, self)
         if refusal is not None:
             self._metrics.observe_refusal(usage.job_id, refusal.kind)
             return ServiceError.from_info(refusal)
-        self._counted_jobs.add(usage.job_id)
         return True
 
     def _submit(self, job: Job) -> None:
@@ -151,7 +144,7 @@ class Peer:
         self._engine.submit(job, self._deliver, lambda refusal: self._admit(job, refusal))
 
     def _deliver(self, events: JobEvents) -> None:
-        self._ledger.observe(events)
+        self._ledger.observe(events, self)
         if events.done:
             self.jobs.discard(events.job_id)
         self._events.append(events)

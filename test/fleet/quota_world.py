@@ -69,6 +69,10 @@ class End:
     def offer(self, message: Any, max_bytes: int | None = None) -> None:
         self.send(message)
 
+    def receive(self) -> Iterator[Any]:
+        """Nothing comes any more: the link is closed."""
+        return iter(())
+
     def close(self) -> None: ...
 
 

@@ -112,3 +112,25 @@ def test_tokens_of_a_session_that_are_read_again_are_charged(
     world.engines[number].fake.replayed_tokens = 0
     assert request.answer is True and world.spent() == 5
     assert world.remaining() == TOKENS - 5 - 30
+
+
+def test_a_worker_that_connects_anew_keeps_its_rows_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only then its earlier connection ends, and with it the earlier run of its job."""
+    world = World(5, monkeypatch)
+    world.start(0)
+    world.settle()
+    request = world.submit(0, rows=ROWS, max_tokens=9)
+    world.settle()
+    engine = world.engines[0]
+    earlier, _, _ = engine.peers[0]
+    client = next(iter(world.workers[0].members)).client
+    client._report_engine_lost()
+    engine.connect(0)
+    world.settle()
+    earlier.serve(lambda call, reply: None)  # it finds its link closed
+    for worker in range(2):
+        other = world.submit(worker)
+        world.settle()
+        assert isinstance(other.answer, ServiceError) and "6 rows in progress" in str(other.answer)
+    world.finish()
+    assert request.answer is True
