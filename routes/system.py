@@ -105,6 +105,11 @@ async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
     return json_response({"status": "degraded", "lost": lost} if lost else {"status": "ready"})
 
 
+async def authz(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return 200 if the header has a valid password or key, or none is required. Proxies check large bodies with it."""
+    return json_response({"status": "ok"})
+
+
 async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Return model, devices, samplers, rows, pool and processes, and the models loaded at run time.
 
@@ -274,6 +279,7 @@ ROUTES = (
         is_public=True,
         errors=_ENGINE_ERRORS,
     ),
+    Route("GET", "/authz", authz, None, "Whether the Authorization header has a valid secret.", answer=Health),
     Route(
         "GET",
         "/status",

@@ -28,6 +28,8 @@ _RESERVED_FILES = 64
 _OPENAI_PREFIX = "/openai/"
 FORM_PATHS = ("/v1/states", "/openai/v1/files")
 """Paths that take forms. Robyn parses every form, before authentication, and answers 500 to a malformed one."""
+_SMALL = r"(?:\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-6])?"
+"""Lengths of bodies that need no secret in the header: up to MAX_ANONYMOUS_BYTES, which is 65536."""
 _UPSTREAM_IDLE_S = 10
 """Idle seconds of a connection to a worker. Robyn never closes idle ones, so none closes during use."""
 
@@ -60,6 +62,8 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_ports: list[int]
     proxy_key: str
     trusted_proxies: tuple[str, ...]
+    has_secret: bool
+    """Whether large bodies need a password or key in the header."""
     origins: tuple[str, ...]
     """Origins whose pages may read nginx's own errors."""
     body_mb: float
@@ -83,6 +87,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             worker_ports=[worker.getsockname()[1] for worker in workers],
             proxy_key=http.proxy_key,
             trusted_proxies=http.trusted_proxies,
+            has_secret=bool(http.password or http.keys_file),
             origins=BrowserRules(http).origins,
             body_mb=max(http.max_body_mb, http.max_state_mb),
             connections_per_client=per_worker * len(workers),
@@ -108,6 +113,8 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             listen=f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}",
             any_origin=_quoted(ANY if ANY in self.origins else ""),
             origins="".join(f"        {_quoted(one)} {_quoted(one)};\n" for one in self.origins if one != ANY),
+            small=_SMALL,
+            check=_CHECK if self.has_secret else "",
             form_paths="|".join(map(re.escape, FORM_PATHS)),
             key_header=PROXY_KEY_HEADER,
             key=self.proxy_key,
@@ -117,9 +124,12 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _nginx_errors(self) -> list[tuple[int, str, str, int]]:
         """Returns nginx's own error answers: status, OpenAI error type, message, Retry-After in seconds."""
         limit = f"{self.connections_per_client} (--max-streams-per-client)"
+        large = "Unauthorized: invalid or missing password; a body above 65536 bytes needs it as a header"
         return [
+            (401, "authentication_error", f"{large}, Authorization: Bearer", 0),
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
             (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),
+            (500, "server_error", "the password could not be checked; retry the request", 1),
             (502, "server_error", "the HTTP worker process was lost and is being replaced; retry the request", 1),
             (
                 504,
@@ -188,6 +198,10 @@ http {{
     map $http_origin $allowed_origin {{
         default {any_origin};
 {origins}    }}
+    map "$content_length:$http_transfer_encoding" $is_small {{
+        default "";
+        "~^{small}:$" 1;
+    }}
     upstream workers {{
         least_conn;
 {servers}        keepalive 128;
@@ -195,14 +209,29 @@ http {{
     }}
     server {{
         listen {listen};
-        location / {{
-            proxy_pass http://workers;
-            proxy_http_version 1.1;
+        proxy_http_version 1.1;
+        proxy_set_header Connection "";
+        proxy_set_header Host $http_host;
+        proxy_set_header X-Forwarded-For $remote_addr;
+        proxy_set_header Content-Type $worker_content_type;
+        proxy_set_header {key_header} {key};
+        location = /own-authz {{
+            # A large body is read only after a worker has checked the secret in the header.
+            internal;
+            if ($is_small) {{
+                return 204;
+            }}
+            proxy_pass http://workers/authz;
+            proxy_pass_request_body off;
             proxy_set_header Connection "";
-            proxy_set_header Host $http_host;
+            proxy_set_header Host localhost;
             proxy_set_header X-Forwarded-For $remote_addr;
-            proxy_set_header Content-Type $worker_content_type;
+            proxy_set_header Content-Length "";
+            proxy_set_header Content-Type "";
             proxy_set_header {key_header} {key};
+        }}
+        location / {{
+{check}            proxy_pass http://workers;
             proxy_request_buffering on;
             proxy_buffering off;
             proxy_connect_timeout 30s;
@@ -211,6 +240,9 @@ http {{
         }}
 {errors}    }}
 }}
+"""
+_CHECK = """\
+            auth_request /own-authz;
 """
 _ERROR = """\
         error_page {status} @own{status};

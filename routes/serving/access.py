@@ -156,8 +156,8 @@ DONE, CLIENT_DISCONNECTED = "done", "client_left"
 """Outcomes of requests, in addition to the error kinds."""
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client left before its answer, in log and metrics. nginx has the same."""
-PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
-"""Polled every few seconds, so they are logged at level debug."""
+PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/authz"})
+"""Sent often by other programs, so they are logged at level debug."""
 
 
 class RequestIds(logging.Filter):

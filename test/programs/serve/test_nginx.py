@@ -29,6 +29,7 @@ NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 3}
 ENDLESS: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1_000_000, "stream": True, "chunk_size": 1}
+PASSWORD = "s3cret"
 PAGE = "https://page.example"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
 pytestmark = [pytest.mark.proxy, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
@@ -41,6 +42,19 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     flags += ("--cors-origin", PAGE)
     folder = tmp_path_factory.mktemp("proxied")
     running = Service(folder, *flags, "--stall-timeout-s", "1", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The same with a password."""
+    folder = tmp_path_factory.mktemp("locked")
+    flags = ("--front", "nginx", "--password", PASSWORD, "--http-workers", "1")
+    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    running.headers = {"Authorization": f"Bearer {PASSWORD}"}
     try:
         yield running.wait_ready()
     finally:
@@ -110,6 +124,34 @@ def test_files_are_uploaded_with_openais_client(proxied: Service) -> None:
 
 def test_nginx_passes_the_forms_of_every_route_that_takes_one() -> None:
     assert set(FORM_PATHS) == {route.path for route in ROUTES if route.takes_form}
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 65537", "Content-Length: 30000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("secret", ["", "Authorization: Bearer wrong\r\n"])
+def test_a_strangers_large_body_is_refused_by_its_header(locked: Service, framing: str, secret: str) -> None:
+    """The body is never sent here: an nginx that reads it first would not answer."""
+    for path in (CHAT, "/openai/v1/files"):
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{secret}{framing}\r\n\r\n"
+        answer = raw_answer(locked, head.encode())
+        assert answer.startswith(b"HTTP/1.1 401"), answer
+        assert b"Authorization: Bearer" in answer and answer.lower().count(b"www-authenticate: bearer") == 1
+        assert (b'"authentication_error"' in answer) == path.startswith("/openai/")
+
+
+def test_bodies_with_the_password_pass_nginx(locked: Service) -> None:
+    large = {**SHORT, "unknown": "x" * 5_000_000}
+    assert locked.post(CHAT, large).status_code == 200
+    body = json.dumps(large).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {PASSWORD}\r\n"
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    assert raw_answer(locked, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunks).startswith(
+        b"HTTP/1.1 200"
+    )
+    for size, status in ((60_000, 200), (65_536, 200), (65_537, 401)):
+        body = json.dumps({**SHORT, "password": PASSWORD, "unknown": ""}).encode()
+        body = body[:-2] + b"x" * (size - len(body)) + body[-2:]
+        assert locked.post(CHAT, content=body, headers={"Authorization": ""}).status_code == status
+    assert locked.request("GET", "/own-authz").status_code == 404
 
 
 def test_a_correct_chunked_body_with_a_trailer_is_served(proxied: Service) -> None:
