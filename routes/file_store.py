@@ -80,6 +80,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     client: str
     """The client in whose name the rows run."""
+    key: str = ""
+    """Name of the API key that created it, also if that has admin rights and so no own files."""
     limits: dict[str, int | None] | None = None
     """Limits of the client's key, from when the batch was created."""
     endpoint: str

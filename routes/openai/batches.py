@@ -163,6 +163,7 @@ async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
         id=new_id("batch_"),
         owner=request_context.owner,
         client=request_context.client,
+        key=request_context.client if request_context.key_digest else "",
         limits=None if request_context.limits is None else msgspec.to_builtins(request_context.limits),
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,

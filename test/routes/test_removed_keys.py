@@ -17,7 +17,7 @@ import pytest
 from test.serving import Service, raw_request, read_all, sse_data, wait_for
 
 NATIVE, OPENAI = "/v1/chat/completions", "/openai/v1/chat/completions"
-STAYS, LEAVES, OTHER = "sk-stays-0123456789", "sk-leaves-0123456789", "sk-another-0123456789"
+STAYS, LEAVES, OTHER, BOSS = (f"sk-{name}-0123456789" for name in ("stays", "leaves", "another", "boss"))
 ENDLESS: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1_000_000, "chunk_size": 1}
 CONVERSATION = {"model": "rwkv7", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1_000_000}
 
@@ -40,7 +40,9 @@ class KeyedService(Service):
 
 
 def keys_text(keys: dict[str, str]) -> str:
-    return "".join(f'[[key]]\nname = "{name}"\nkey = "{key}"\n' for name, key in keys.items())
+    """Return a keys file with these keys and the administrator's. The key `chief` has admin rights too."""
+    tables = [f'[[key]]\nname = "{name}"\nkey = "{key}"\n' for name, key in {**keys, "boss": BOSS}.items()]
+    return "".join(f"{table}admin = true\n" if '"boss"' in table or '"chief"' in table else table for table in tables)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -54,7 +56,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedService]:
     file.write_text(keys_text({"stays": STAYS}))
     flags = ("--http-workers", "2", "--keys-file", str(file))
     running = KeyedService(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers = bearer(STAYS)
+    running.headers, running.admin_headers = bearer(STAYS), bearer(BOSS)
     try:
         yield running.wait_ready()
     finally:
@@ -114,17 +116,18 @@ def test_a_key_with_another_secret_ends_streams_and_keeps_batches(keyed: KeyedSe
     keyed.wait_idle()
 
 
-def test_a_batch_of_a_removed_key_fails_with_the_reason(keyed: KeyedService) -> None:
-    keyed.set_keys(stays=STAYS, leaves=LEAVES)
+@pytest.mark.parametrize("name", ["leaves", "chief"])
+def test_a_batch_of_a_removed_key_fails_with_the_reason(keyed: KeyedService, name: str) -> None:
+    keyed.set_keys(stays=STAYS, **{name: LEAVES})
     batch_id = endless_batch(keyed, LEAVES)
     wait_for(lambda: batch_of(keyed, LEAVES, batch_id)["request_counts"]["completed"] == 1, 30, "one line is answered")
     keyed.set_keys(stays=STAYS)
+    wait_for(lambda: batch_of(keyed, BOSS, batch_id)["status"] == "failed", 30, "it ends")
     keyed.wait_idle()
-    keyed.set_keys(stays=STAYS, leaves=LEAVES)
-    batch = batch_of(keyed, LEAVES, batch_id)
+    batch = batch_of(keyed, BOSS, batch_id)
     assert batch["status"] == "failed" and batch["output_file_id"]
     assert batch["errors"]["data"][0]["code"] == "api_key_removed"
-    assert "leaves was removed from --keys-file" in batch["errors"]["data"][0]["message"]
+    assert f"{name} was removed from --keys-file" in batch["errors"]["data"][0]["message"]
 
 
 def endless_batch(service: Service, key: str) -> str:

@@ -134,7 +134,8 @@ class BatchJob:
         except _InputError as error:
             await self.fail(str(error), "invalid_file")
         except _KeyRemovedError:
-            await self.fail(f"the API key {self.batch.owner} was removed from --keys-file", "api_key_removed")
+            key = self.batch.key or self.batch.owner
+            await self.fail(f"the API key {key} was removed from --keys-file", "api_key_removed")
 
     async def _run_steps(self) -> None:
         if self.batch.status is not Status.FINALIZING:

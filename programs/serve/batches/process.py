@@ -137,7 +137,8 @@ class BatchRunner:
         before = set(self._jobs)
         for batch in await asyncio.to_thread(self._store.active_batches):
             job = self._jobs.get(batch.id)
-            is_key_removed = bool(batch.owner) and self._key_names is not None and batch.owner not in self._key_names
+            key = batch.key or batch.owner
+            is_key_removed = bool(key) and self._key_names is not None and key not in self._key_names
             if job is not None:
                 job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
                 job.is_key_removed = job.is_key_removed or is_key_removed
