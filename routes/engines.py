@@ -12,7 +12,7 @@ from routes.models import loaded_models
 from routes.request.bodies import Body
 from routes.request.fields import Device
 from routes.response.http_response import HandlerResponse, json_response
-from routes.response.response_models import EngineList
+from routes.response.loaded_models import EngineList
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel

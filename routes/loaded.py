@@ -14,7 +14,7 @@ from routes.request.decode_defaults import Defaults, as_defaults
 from routes.request.jobs import adapter_names, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
-from routes.response.response_models import AdapterEntry, AdapterList, TunedStateEntry, TunedStateList
+from routes.response.loaded_models import AdapterEntry, AdapterList, TunedStateEntry, TunedStateList
 from routes.route import Handler, Route, Upload
 from rwkv_batch.calls import (
     AdapterInfo,

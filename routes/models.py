@@ -16,7 +16,7 @@ from routes.request.fields import Device, Fields, OneOf, error_value
 from routes.request.jobs import adapter_names, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
-from routes.response.response_models import LoadedModel, Model, ModelList
+from routes.response.loaded_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload
 from rwkv_batch.calls import ListAdapters, ListStates
 from rwkv_batch.config import DTYPES, KERNELS, WKV_STATES

@@ -20,7 +20,7 @@ from routes.context import Context
 from routes.models import LoadBody, loaded_models, model_spec
 from routes.openai import chat
 from routes.request.bodies import Body, Weights
-from routes.request.fields import Number
+from routes.request.fields import Number, unescaped
 from routes.request.jobs import base_name, sanitize_name, state_names
 from routes.request.json_body import validate
 from routes.response.generate import call_engine
@@ -49,8 +49,6 @@ _ERRORS = (
     ErrorKind.OVERLOADED,
     *_ENGINE_ERRORS,
 )
-_ESCAPE = re.compile(r"\\(?:([nrt0\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))")
-_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "\\": "\\"}
 
 
 class DefaultFields(Body):
@@ -258,17 +256,7 @@ def end_text(body: LoadModelBody) -> str | None:
     """
     if body.endtoken is None:
         return None
-    text = _ESCAPE.sub(_unescaped, body.endtoken)
-    try:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-    except UnicodeDecodeError:
-        message = "must be text with a UTF-8 form, but has a lone surrogate"
-        raise invalid("endtoken", message, body.endtoken) from None
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    letter, *numbers = found.groups()
-    return _ESCAPED[letter] if letter else chr(int(next(filter(None, numbers)), 16))
+    return unescaped("endtoken", body.endtoken)
 
 
 async def remove(context: Context, query: dict[str, str]) -> HandlerResponse:

@@ -27,7 +27,7 @@ from routes.request.jobs import as_turn, encode, make_job, row_stops
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
-from routes.response.response_models import ModelList
+from routes.response.loaded_models import ModelList
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import PromptLogprobs, TokenLogprob

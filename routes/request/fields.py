@@ -22,11 +22,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticSerializationError, core_schema, to_json
 
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, Constraint, Form
 
 _CHARACTERS = 200
 _NAME_CHARACTERS = 64
+_ESCAPE = re.compile(r"\\(?:([nrt0\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "\\": "\\"}
 
 
 class _JsonRepr(reprlib.Repr):
@@ -301,3 +303,20 @@ def at_most_one(given: Iterable[str]) -> None:
     if len(names) > 1:
         what = " and ".join(names)
         raise PydanticCustomError("constraint", "{what} exclude each other", {"what": what, "field": names[-1]})
+
+
+def unescaped(field: str, text: str) -> str:
+    """Return the field's text with its escapes replaced, like \\n and \\u00e9.
+
+    Raises ServiceError for a lone surrogate. A surrogate pair is one character.
+    """
+    found = _ESCAPE.sub(_escaped_character, text)
+    try:
+        return found.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise invalid(field, "must be text with a UTF-8 form, but has a lone surrogate", text) from None
+
+
+def _escaped_character(found: re.Match[str]) -> str:
+    letter, *numbers = found.groups()
+    return _ESCAPED[letter] if letter else chr(int(next(filter(None, numbers)), 16))
