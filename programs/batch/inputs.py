@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,7 @@ class Input:
                     data = data.removeprefix(_BOM)
                 yield Line(self._num_lines, data.removesuffix(b"\n").removesuffix(b"\r"), size)
             self._check_unchanged(self._raw.fileno())
-        except (OSError, EOFError, zstandard.ZstdError) as error:
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise RunError(f"the input {self.path} cannot be read after line {self._num_lines} ({error})") from None
 
     def _read_piece(self, size: int) -> bytes:

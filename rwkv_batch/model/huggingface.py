@@ -53,7 +53,7 @@ def read_folder(path: Path) -> dict[str, Tensor]:
         return dict(read_tensors(path / WHOLE))
     try:
         shard_of = msgspec.json.decode(read_json_file(index), type=_Index).weight_map
-    except msgspec.MsgspecError as error:
+    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise FileError(f"{index} cannot be read ({error}); download the model again") from error
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(shard_of.values())):

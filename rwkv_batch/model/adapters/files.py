@@ -195,7 +195,7 @@ def _config(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         config = msgspec.json.decode(read_json_file(file))
-    except (RecursionError, msgspec.MsgspecError) as error:
+    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise FileError(f"{file} cannot be read ({error}); download the adapter again") from error
     if not isinstance(config, dict):
         raise FileError(f"{file} is not a JSON object; download the adapter again")

@@ -1,0 +1,1 @@
+"""Structure-aware fuzzing of the readers of files that users give."""

@@ -1,0 +1,181 @@
+"""The readers of users' files with small valid files of each kind.
+
+    python -m test.fuzzing.readers --count 20000 --seed 1     all readers, with their figures
+
+A reader may return or raise its own error with a short message. Anything else is a fault: another exception, a number
+beyond the file, the limit of memory or of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from programs.batch.formats.jsonl import Jsonl
+from programs.batch.glossary import load_glossary
+from programs.batch.inputs import Input
+from programs.record import RunError
+from routes.api_keys import KeysError, load_keys
+from rwkv_batch.model.adapters.files import read_adapter
+from rwkv_batch.model.tensor_files import FileError, metadata_of, read_tensors
+from state_pool.session_file import InvalidSessionFile, SessionFile, decode
+from test.fuzzing.mutate import Mutate, mutate_bytes, mutate_json, mutate_pth, mutate_safetensors
+from test.hostile_tensors import valid_files
+from test.malformed_files import as_format_1
+from test.resource_limits import run_bounded
+
+MAX_MESSAGE = 3000
+PER_PROCESS = 2000
+GLOSSARY = '{"pool": "状态", "Straße": "street"}'.encode()
+_DIGEST = b"0" * 64
+KEYS = b'[[key]]\nname = "a"\nkey = "secret-of-a"\nrows = 16\n\n[[key]]\nname = "b"\nsha256 = "%s"\n' % _DIGEST
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader, its file's name, its own error and valid files."""
+
+    file: str
+    read: Callable[[Path], Any]
+    error: type[Exception]
+    mutate: Mutate
+    corpus: Callable[[Path], list[bytes]]
+
+
+def _read_tensors(path: Path) -> None:
+    for tensor in read_tensors(path).values():
+        tensor.float().sum()  # touches each number: one beyond the file ends the process
+    metadata_of(path)
+
+
+def _read_adapter(path: Path) -> None:
+    adapter = read_adapter(path.with_name("adapter_model.safetensors"))
+    for target in adapter.parts:
+        adapter.scale_of(target)
+
+
+def _read_lines(path: Path) -> None:
+    lines = Input(str(path))
+    try:
+        for record in Jsonl("text", "answer").read(lines.lines()):
+            assert record.problem or Jsonl("text", "answer").write(record, "answer")
+    finally:
+        lines.close()
+
+
+def _read_glossary(path: Path) -> None:
+    load_glossary(str(path)).apply("the state pool keeps 状态池 and Straße")
+
+
+def _tensors_as(suffix: str) -> Callable[[Path], list[bytes]]:
+    return lambda folder: [path.read_bytes() for path in valid_files(folder) if path.suffix == suffix]
+
+
+def _sessions(_: Path) -> list[bytes]:
+    whole = SessionFile(
+        "m", 5, [1, 2, 3], {"a": ("float32", (2, 2)), "b": ("int8", (4,))}, {"a": b"\0" * 16, "b": b"1234"}
+    )
+    tokens = SessionFile("m", 3, [1, 2, 3], {}, {})
+    return [whole.encode(), tokens.encode(), as_format_1(whole), as_format_1(tokens)]
+
+
+def _adapters(folder: Path) -> list[bytes]:
+    import torch
+    from safetensors.torch import save_file
+
+    pair = {"blocks.0.att.key.lora_A": torch.ones(2, 4), "blocks.0.att.key.lora_B": torch.ones(4, 2)}
+    save_file(pair, folder / "adapter_model.safetensors")
+    config = {
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "alpha_pattern": {"key": 2, "blocks.[01].*": 3},
+        "fan_in_fan_out": False,
+    }
+    return [json.dumps(config).encode(), b'{"lora_alpha": 2.5, "init_lora_weights": "gaussian"}']
+
+
+def _lines(_: Path) -> list[bytes]:
+    import gzip
+
+    plain = b'{"text": "one", "n": [1, {"a": null}]}\n\n"two"\r\n{"text": "\xc3\xa9\\ud83d\\ude00"}\n'
+    return [plain, b"\xef\xbb\xbf" + plain, gzip.compress(plain, mtime=0), plain * 3]
+
+
+READERS: dict[str, Reader] = {
+    "pth": Reader("m.pth", _read_tensors, FileError, mutate_pth, _tensors_as(".pth")),
+    "safetensors": Reader("m.safetensors", _read_tensors, FileError, mutate_safetensors, _tensors_as(".safetensors")),
+    "session": Reader("s", lambda path: decode(path.read_bytes()), InvalidSessionFile, mutate_safetensors, _sessions),
+    "adapter config": Reader("adapter_config.json", _read_adapter, FileError, mutate_json, _adapters),
+    "jsonl": Reader("in.jsonl", _read_lines, RunError, mutate_bytes, _lines),
+    "glossary": Reader("g.json", _read_glossary, RunError, mutate_json, lambda _: [GLOSSARY]),
+    "keys": Reader("keys.toml", lambda path: load_keys(str(path)), KeysError, mutate_bytes, lambda _: [KEYS]),
+}
+
+
+def fuzz(name: str, folder: str, seed: int, count: int) -> dict[str, Any]:
+    """Read `count` changed files. Returns figures, and the first fault with its input."""
+    reader, rng = READERS[name], random.Random(f"{name} {seed}")
+    path = Path(folder) / reader.file
+    corpus = reader.corpus(Path(folder))
+    read = refused = 0
+    for number in range(count):
+        data = rng.choice(corpus)
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            data = reader.mutate(rng, data)
+        path.write_bytes(data)
+        try:
+            reader.read(path)
+            read += 1
+        except reader.error as error:
+            refused += 1
+            if len(str(error)) <= MAX_MESSAGE:
+                continue
+            why = f"a message of {len(str(error))} characters"
+        except Exception:
+            why = traceback.format_exc(limit=-4)
+        else:
+            continue
+        return {"fault": why, "number": number, "input": base64.b64encode(data[:20_000]).decode()}
+    return {"read": read, "refused": refused}
+
+
+def run(name: str, folder: Path, seed: int, count: int) -> dict[str, Any]:
+    """`fuzz` in processes with limits. One that met them leaves its last input in the folder."""
+    total = {"read": 0, "refused": 0}
+    for part in range(-(-count // PER_PROCESS)):
+        part_seed, size = seed + part, min(PER_PROCESS, count - part * PER_PROCESS)
+        cost = run_bounded(fuzz, name, str(folder), part_seed, size, cpu_s=60, memory_mib=1024)
+        found = cost.result
+        if found is None:
+            last = base64.b64encode((folder / READERS[name].file).read_bytes()).decode()
+            found = {"fault": f"the process ended ({cost.exit_code})", "input": last}
+        if "fault" in found:
+            return {"reader": name, "seed": part_seed, **found}
+        total = {figure: total[figure] + found[figure] for figure in total}
+    return {"reader": name, "seed": seed, "count": count, **total}
+
+
+def main() -> None:
+    """Fuzz all readers and print one line of JSON for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for name in READERS:
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.monotonic()
+            found = run(name, Path(folder), args.seed, args.count)
+            print(json.dumps({**found, "seconds": round(time.monotonic() - started, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
