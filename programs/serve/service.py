@@ -5,6 +5,7 @@ It restarts processes that die. A signal drains the service. Children end when t
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from programs.serve.nginx_config import NginxConfig, find_nginx
 from programs.serve.nginx_process import nginx_process
 from programs.settings import Settings
 from routes.api_keys import KeysFile
+from routes.config import HttpConfig
 from routes.file_store import NONE, has_store
 from routes.serving.stream_guard import GuardedStreams
 from rwkv_batch.errors import StartupError
@@ -276,9 +278,24 @@ class Supervisor:
 def listen(settings: Settings) -> Listeners:
     """Opens the service's sockets. Raises StartupError without nginx or without the address."""
     http = settings.http
+    _warn_if_open(http)
     front = find_nginx(settings)
     return open_listeners(
         http.host, http.port, settings.service.http_workers, http.stall_timeout_s, front=front is not None
+    )
+
+
+def _warn_if_open(http: HttpConfig) -> None:
+    """Logs who can use a service without a secret, if other machines reach it."""
+    address = ipaddress.ip_address(http.host)
+    if http.password or http.keys_file or address.is_loopback:
+        return
+    where = "every address of this machine" if address.is_unspecified else http.host
+    logger.warning(
+        "NO PASSWORD: everyone who reaches %s, port %d, can use the service, and read and delete all sessions; "
+        "give --password-file or --keys-file, or --host 127.0.0.1",
+        where,
+        http.port,
     )
 
 

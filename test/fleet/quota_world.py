@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.fleet import member
+from rwkv_batch.fleet import fleet, member
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ModelStatus
@@ -153,7 +153,8 @@ class World:
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, num_engines: int = 2) -> None:
         monkeypatch.setattr(member, "dial", lambda address: lambda: None)
-        monkeypatch.setattr(member, "CONNECT_TIMEOUT_S", 1e9)
+        for module in (member, fleet):
+            monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1e9)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.requests: list[Request] = []
@@ -162,11 +163,11 @@ class World:
         self.rng.shuffle(names)  # the first name is not always the first engine
         self.names = names
         for _ in range(2):
-            fleet = Fleet(FleetLimits(resubmit=99, wait_s=1e9))
-            fleet._rng = self.rng
-            fleet._was_connected = True
-            fleet.quotas._copy.clock = lambda: 0.0
-            self.workers.append(fleet)
+            worker = Fleet(FleetLimits(resubmit=99, wait_s=1e9))
+            worker._rng = self.rng
+            worker._was_connected = True
+            worker.quotas._copy.clock = lambda: 0.0
+            self.workers.append(worker)
         self.engines: dict[int, Engine] = {}
         self._known: dict[str, ModelStatus] = {}
         """engines that the workers were told of"""
@@ -222,8 +223,8 @@ class World:
 
     def _announce(self, number: int, status: ModelStatus) -> None:
         self._known[self.names[number]] = status
-        for fleet in self.workers:
-            fleet.update([engine_info(*known) for known in self._known.items()])
+        for worker in self.workers:
+            worker.update([engine_info(*known) for known in self._known.items()])
 
     def submit(self, worker: int, rows: int = 1, max_tokens: int = 3, prompt: int = 2) -> Request:
         row = make_request([1] * prompt, max_tokens=max_tokens, chunk_size=1)

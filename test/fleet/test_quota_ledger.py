@@ -134,3 +134,19 @@ def test_a_worker_that_connects_anew_keeps_its_rows_counted(monkeypatch: pytest.
         assert isinstance(other.answer, ServiceError) and "6 rows in progress" in str(other.answer)
     world.finish()
     assert request.answer is True
+
+
+def test_a_request_waits_until_the_ledgers_holder_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second engine is ready and may have run longer. Requests wait for its connection, also with no other wait."""
+    world = World(6, monkeypatch)
+    for fleet in world.workers:
+        fleet._limits = fleet._limits._replace(wait_s=0.0)
+    world.start(0)
+    world.settle()
+    world.start(1, 1)
+    request = world.submit(0)
+    world.settle()
+    assert request.answer is None
+    world.connect_all()
+    world.settle()
+    assert request.answer is True
