@@ -20,7 +20,7 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.affinity import EngineLru, prefix_key, rendezvous_weight
 from rwkv_batch.fleet.gather import gather
 from rwkv_batch.fleet.in_flight_job import CANCELLED, ENGINE_GONE, Attempt, InFlightJob
-from rwkv_batch.fleet.member import POLL_INTERVAL_S, Member
+from rwkv_batch.fleet.member import CONNECT_TIMEOUT_S, POLL_INTERVAL_S, Member
 from rwkv_batch.fleet.quota_ledger import QuotaLedger
 from rwkv_batch.fleet.routing import FleetLimits, RoutingHints, choose
 from rwkv_batch.ipc.client import LOADING
@@ -226,7 +226,9 @@ class Fleet:
             end = CANCELLED if in_flight_job.is_cancelled else error if self._stopped.is_set() else None
             if end is None:
                 in_flight_job.error = error
-                in_flight_job.deadline = time.monotonic() + self._limits.wait_s
+                is_uncounted = in_flight_job.usage is not None and not in_flight_job.is_counted
+                wait_s = max(self._limits.wait_s, CONNECT_TIMEOUT_S) if is_uncounted else self._limits.wait_s
+                in_flight_job.deadline = time.monotonic() + wait_s
                 self._waiting[in_flight_job.job.job_id] = in_flight_job
         if end is not None:  # the polling thread has ended or will not see the job
             self._fail(in_flight_job, end)

@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from programs.serve.listeners import Listeners, open_listeners
+from programs.serve.service import listen
+from programs.settings import parse_settings
 from rwkv_batch.errors import StartupError
 from test.serving import ROOT, free_port, wait_for
 
@@ -90,3 +92,26 @@ def test_two_services_started_at_the_same_moment_do_not_share_a_port(tiny_model:
         for one in both:
             one.kill()
             one.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "::"), True),
+        (("--host", "0.0.0.0", "--admin-password", "x"), True),
+        (("--host", "0.0.0.0", "--password", "x"), False),
+        (("--host", "127.0.0.1"), False),
+    ],
+)
+def test_an_open_service_logs_who_can_use_it(
+    flags: tuple[str, ...], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = parse_settings([*flags, "--front", "none", "--port", str(free_port()), "--http-workers", "1"], {})
+    try:
+        listen(settings).close()
+    except StartupError:
+        assert ":" in flags[1], "without IPv6 the address cannot be bound"
+    warnings = [line for line in caplog.messages if "NO PASSWORD" in line]
+    assert len(warnings) == warns
+    assert all("every address of this machine" in line and "--password-file" in line for line in warnings)
