@@ -98,7 +98,8 @@ def test_constrained_text_is_returned_unchanged(one_worker: Service, request_nam
     ],
 )
 def test_reasoning_is_split_from_constrained_text(body: ConversationBody) -> None:
-    assert AnswerParser(body.answer_format).feed(">so</think> no", final=True) == AnswerDelta("so", "no", [])
+    delta = AnswerParser(body.answer_format).feed(">so</think> no", final=True)
+    assert delta == AnswerDelta("so", "no", [], content_spans=[(12, 14)], num_parsed=14)
 
 
 @pytest.mark.parametrize(
