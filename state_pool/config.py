@@ -60,6 +60,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """States being copied to disk or host at once; each holds a host buffer."""
     engine: str = ""
     """Name of this engine among those that share the database. "": the database is not shared."""
+    model_file: str = ""
+    """Name of the weights' file, which messages to users of another model give. "": unknown."""
     service: str = ""
     """Common name of the engines that may share an SQLite file. Others are refused while one of them runs."""
     checkpoint_store: str = ""

@@ -46,6 +46,7 @@ def _database(store: Store | None) -> dict[str, Any] | None:
     small, states = store.writer.queued
     return {
         "path": store.path,
+        "other_models": store.other_models,
         "queued_turns": small,
         "queued_states": states,
         "engines": store.engines,

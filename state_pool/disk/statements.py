@@ -39,6 +39,7 @@ def put_session(connection: Connection, session: SessionRow, fingerprint: str) -
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
         "origin_name, origin_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
         "turn = excluded.turn, num_tokens = excluded.num_tokens, updated = excluded.updated, "
+        "keeps_log = CASE WHEN sessions.fingerprint <> excluded.fingerprint THEN 1 ELSE sessions.keeps_log END, "
         "fingerprint = excluded.fingerprint WHERE excluded.turn > sessions.turn",
         (
             session.row,
@@ -168,12 +169,42 @@ def put_state(connection: Connection, row: StateRow) -> list[GarbageState]:
 
 
 def trim_turns(connection: Connection, session: int, turn: int, num_tokens: int, retain: int) -> None:
-    """Delete the log that a state covers, except the last `retain` tokens; -1 keeps everything."""
+    """Delete the log that a state covers, except the last `retain` tokens; -1 keeps everything.
+
+    A session that was rebuilt for another model keeps its log, so that it can return to the first.
+    """
     if retain < 0:
         return
     connection.execute(
-        "DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)
+        "DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ? "
+        "AND NOT EXISTS (SELECT 1 FROM sessions WHERE id = ? AND keeps_log = 1)",
+        (session, turn, num_tokens - retain, session),
     )
+
+
+def put_model(connection: Connection, fingerprint: str, name: str) -> None:
+    """Store the name of a model's file."""
+    connection.execute(
+        "INSERT INTO models(fingerprint, name) VALUES (?, ?) "
+        "ON CONFLICT(fingerprint) DO UPDATE SET name = excluded.name",
+        (fingerprint, name),
+    )
+
+
+def model_name(connection: Connection, fingerprint: str) -> str:
+    """Return the name of a model's file for messages."""
+    found = connection.execute("SELECT name FROM models WHERE fingerprint = ?", (fingerprint,)).fetchone()
+    return "of an unknown file" if found is None else str(found[0])
+
+
+def sessions_of_other_models(connection: Connection, fingerprint: str) -> list[tuple[str, int]]:
+    """Return (fingerprint, number of sessions) for each model other than this one."""
+    found = connection.execute(
+        "SELECT fingerprint, count(*) FROM sessions WHERE hidden = 0 AND fingerprint <> ? "
+        "GROUP BY fingerprint ORDER BY fingerprint",
+        (fingerprint,),
+    )
+    return [(str(other), int(count)) for other, count in found.fetchall()]
 
 
 def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:

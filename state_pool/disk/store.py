@@ -15,11 +15,11 @@ from state_pool.config import DEFAULT_SESSION_TTL_S, PoolConfig
 from state_pool.disk.checkpoint_objects import CheckpointObjects, load_key_prefix, open_checkpoint_store
 from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import read_usage_times, stored_sessions
-from state_pool.disk.membership import Membership, remove_all_engines
+from state_pool.disk.membership import Membership, begin_with_retry, remove_all_engines
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, SmallJob, StoredSession
 from state_pool.disk.reader import OnFirst, OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.state_store import Connection, StateStore
-from state_pool.disk.statements import read_setting
+from state_pool.disk.statements import model_name, put_model, read_setting, sessions_of_other_models
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.expiry import UsageTimes
@@ -68,6 +68,8 @@ class Store:
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
         self._numbers: list[tuple[str, int]] = []
+        self.other_models: list[dict[str, Any]] = []
+        """Models that sessions had at the start, other than this one."""
         self.session_ttl = 0.0
         """Seconds after which an unused session is deleted; 0: never."""
         self.usage_times = UsageTimes()
@@ -100,6 +102,7 @@ class Store:
         if not database.shared:
             self._stored = stored_sessions(connection, "s.hidden = 0")
             self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
+        self._find_other_models(config, connection, arena.fingerprint)
         self.session_ttl = _session_ttl(config, connection, database.name)
         if self.session_ttl > 0:
             self.usage_times = read_usage_times(connection, self.session_ttl)
@@ -125,6 +128,24 @@ class Store:
         )
         database.allow_other_engines()
         self._reader = Reader(reader, arena, deliver, deliver.wake, self._objects)
+
+    def _find_other_models(self, config: PoolConfig, connection: Connection, fingerprint: str) -> None:
+        """Store this model's name, and report the sessions of other models."""
+        if config.model_file:
+            begin_with_retry(connection)
+            put_model(connection, fingerprint, config.model_file)
+            connection.execute("COMMIT")
+        for other, count in sessions_of_other_models(connection, fingerprint):
+            name = model_name(connection, other)
+            self.other_models.append({"model": name, "fingerprint": other, "sessions": count})
+            logger.warning(
+                "%d sessions of %s belong to another model (%s, fingerprint %s): those whose tokens are all kept are "
+                "rebuilt at their next turn, the others answer 409 until that model is started",
+                count,
+                self.path,
+                name,
+                other,
+            )
 
     def load_sessions(self, index: SessionIndex) -> None:
         """Add every stored session to the index, oldest first. A shared database is queried per session instead."""

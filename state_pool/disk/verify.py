@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from state_pool.disk.operations import ObjectLocation, StoredObject, StoredParts
 from state_pool.disk.state_store import Connection
-from state_pool.disk.statements import StateRow
+from state_pool.disk.statements import StateRow, model_name
 from state_pool.errors import SessionCorrupted, SessionUnusable
 from state_pool.layout import (
     CHUNKS_PER_STATE,
@@ -72,7 +72,8 @@ class Loader:
             return
         fault = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"
         if fingerprint != self._fingerprint:
-            raise SessionUnusable(f"the session belongs to another model ({fault}); start that one, or delete it")
+            name = model_name(self._connection, fingerprint)
+            raise SessionUnusable(f"the session belongs to another model, {name} ({fault}); start that, or delete it")
         raise SessionCorrupted(f"{fault}; delete the session to begin anew")
 
     def _state(
@@ -114,8 +115,9 @@ class Loader:
             return None if version == LAYOUT_VERSION else SessionUnusable(f"the state has layout version {version}")
         if fingerprint != self._fingerprint:
             return SessionUnusable(
-                f"the session belongs to another model (fingerprint {fingerprint}, this one is {self._fingerprint}) "
-                "and its token history is not complete; start that model, or delete the session"
+                f"the session belongs to another model ({model_name(self._connection, fingerprint)}, fingerprint "
+                f"{fingerprint}; this one is {self._fingerprint}) and its token history is not complete; start that "
+                "model, or delete the session"
             )
         is_known_version = version == LAYOUT_VERSION
         if not is_known_version or not has_same_layers(stored_layout(layout), self._layout):

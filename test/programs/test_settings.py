@@ -31,6 +31,7 @@ DERIVED = {
     "replica",
     "replicas",
     "engine",
+    "model_file",
     "service",
     "loads_at_low_priority",
     "auto_fallback_fields",

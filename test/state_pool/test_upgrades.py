@@ -164,3 +164,41 @@ def test_a_session_file_of_an_earlier_version_is_imported(tmp_path: Path, schema
     driver.until(lambda: bool(answers))
     assert np.array_equal(driver.state("new"), expected_state([1, 2, 3])), answers
     driver.pool.close()
+
+
+def as_model(folder: Path, letter: str, **changes: object) -> Driver:
+    changes = {"model_file": f"{letter}.pth", **changes}
+    return Driver(FakeArena(fingerprint=f"model-{letter}"), config_in(folder, **changes))
+
+
+def test_sessions_of_another_model_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = as_model(tmp_path, "a")
+    for name in "xyz":
+        driver.turn(name, [1])
+    driver.settle()
+    assert driver.pool.stats()["database"]["other_models"] == []
+    driver.pool.close()
+    assert "another model" not in caplog.text
+    driver = as_model(tmp_path, "b")
+    found = {"model": "a.pth", "fingerprint": "model-a", "sessions": 3}
+    assert driver.pool.stats()["database"]["other_models"] == [found]
+    assert "3 sessions of" in caplog.text and "(a.pth, fingerprint model-a)" in caplog.text
+    with pytest.raises(SessionUnusable, match=r"another model \(a\.pth, fingerprint model-a; this one is model-b\)"):
+        driver.state("x")
+    driver.pool.close()
+
+
+def test_a_session_rebuilt_for_another_model_can_return(tmp_path: Path) -> None:
+    """Its log is kept from then on, though states of the new model cover it."""
+    driver = as_model(tmp_path, "a", retain_tokens=-1)
+    driver.turn("s", [1, 2])
+    driver.pool.close()
+    driver = as_model(tmp_path, "b")
+    driver.turn("s", [3])
+    driver.pool.close()  # stores a state
+    driver = as_model(tmp_path, "b")
+    driver.turn("s", [4])
+    driver.pool.close()
+    driver = as_model(tmp_path, "a")
+    assert np.array_equal(driver.state("s"), expected_state([1, 2, 3, 4]))
+    driver.pool.close()
