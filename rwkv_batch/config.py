@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 
@@ -102,3 +103,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = 120.0
     """seconds without progress after which the engine's process is replaced; 0: never"""
     pool: PoolConfig = PoolConfig()
+
+    @property
+    def pool_of_model(self) -> PoolConfig:
+        """The pool's settings with the name of the weights' file, for users of another model."""
+        return msgspec.structs.replace(self.pool, model_file=Path(self.model_path).name)

@@ -6,10 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -40,7 +38,6 @@ from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
 from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_ON_FIRST_USE
 from sampling.sampler import Sampler
-from state_pool.config import PoolConfig
 from state_pool.errors import DatabaseUnusable
 from state_pool.pool import StatePool
 
@@ -88,7 +85,7 @@ class ModelRunner:
         low_priority(allocate) if yields_cores else allocate()
         try:
             self.arena = PipelineArena(self.pipeline)
-            self.pool = StatePool(self.arena, _pool_config(config), wake)
+            self.pool = StatePool(self.arena, config.pool_of_model, wake)
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
         self.steps_in_flight = self.limits.groups + self.overlaps
@@ -398,8 +395,3 @@ class ModelRunner:
             "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
         }
-
-
-def _pool_config(config: EngineConfig) -> PoolConfig:
-    """Return the pool's settings with the name of the weights' file, for users of another model."""
-    return msgspec.structs.replace(config.pool, model_file=Path(config.model_path).name)
