@@ -33,7 +33,7 @@ def parse_json(body: bytes, max_tokens: int) -> object:
     body = body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise ServiceError(ErrorKind.NOT_JSON, "the body is empty; send a JSON object, {} at least")
-    _check_size(body, max_tokens + OTHER_VALUES)
+    check_num_values(body, max_tokens)
     try:
         # "keys" only: pydantic never frees its string cache, which would hold clients' texts and passwords.
         return pydantic_core.from_json(body, allow_inf_nan=True, cache_strings="keys")
@@ -47,8 +47,9 @@ def parse_json(body: bytes, max_tokens: int) -> object:
     raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
 
 
-def _check_size(body: bytes, max_values: int) -> None:
+def check_num_values(body: bytes, max_tokens: int) -> None:
     """Check the number of values before parsing. Raises ServiceError (body too large)."""
+    max_values = max_tokens + OTHER_VALUES
     if body.count(b",") <= max_values and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_NAMES:
         return
     # Some of these marks may be inside strings: count without strings.

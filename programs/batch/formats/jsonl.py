@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from programs.batch.formats.file_format import unreadable_reason
@@ -17,8 +17,11 @@ MAX_DEPTH = 200
 class Jsonl:
     """Objects keep their fields and get one more."""
 
-    def __init__(self, field: str, out_field: str, is_json: bool = False) -> None:
-        """`is_json`: answers are JSON values."""
+    def __init__(
+        self, field: str, out_field: str, is_json: bool = False, check: Callable[[bytes], str] = lambda data: ""
+    ) -> None:
+        """`is_json`: answers are JSON values. `check` returns why a line must not be parsed, or ""."""
+        self._check = check
         self._is_json = is_json
         self._field = field
         self._out_field = out_field
@@ -34,7 +37,7 @@ class Jsonl:
             index += 1
 
     def _parsed(self, line: Line) -> tuple[dict[str, Any], str]:
-        if problem := unreadable_reason(line):
+        if problem := unreadable_reason(line) or self._check(line.data):
             return {}, problem
         try:
             value = json.loads(line.data)

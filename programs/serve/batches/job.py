@@ -125,7 +125,7 @@ class BatchJob:
         """Set when its owner's API key is not in force."""
         self._is_stopped = False
         """Set when the process ends."""
-        self._format = BatchFormat(batch.id)
+        self._format = BatchFormat(batch.id, context.config.max_request_tokens)
 
     async def run(self) -> None:
         """Bring the batch to its end. Raises RunError if that has to be tried again later."""

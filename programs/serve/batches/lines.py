@@ -13,6 +13,8 @@ from programs.batch.inputs import Line
 from programs.batch.lines import OK, Outcome
 from programs.batch.tasks import TaskRequest
 from programs.record import LineError, Record, json_line
+from routes.request.json_body import check_num_values
+from rwkv_batch.errors import ServiceError
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100
@@ -48,10 +50,20 @@ class BatchFormat:
     """See FileFormat. A line's id is made of the batch's and its number, so that it is one whenever it runs."""
 
     batch_id: str
+    max_tokens: int
+    """Maximum number of token ids in a line."""
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
         """See FileFormat."""
-        return Jsonl("", "").read(lines)
+        return Jsonl("", "", check=self._size_problem).read(lines)
+
+    def _size_problem(self, data: bytes) -> str:
+        """Parsing too many values would stop all batches for seconds."""
+        try:
+            check_num_values(data, self.max_tokens)
+        except ServiceError as error:
+            return f"is too large: {error.info.message}"
+        return ""
 
     def header(self) -> str:
         """See FileFormat."""

@@ -121,6 +121,15 @@ def test_a_file_that_expands_too_far_fails(tmp_path: Path, kind: str) -> None:
     assert reason in job.batch.errors[0]["message"] and "split it" in job.batch.errors[0]["message"]
 
 
+def test_a_line_of_too_many_values_is_not_parsed(tmp_path: Path) -> None:
+    """It would take all batches' time and memory."""
+    line = {**native_line(0), "body": {"contents": [[]] * 300_000}}
+    job = job_of(tmp_path, json.dumps(line).encode())
+    asyncio.run(job.run())
+    assert job.batch.status is Status.FAILED
+    assert "is too large" in job.batch.errors[0]["message"] and job.batch.errors[0]["line"] == 1
+
+
 def test_a_batch_is_cancelled_while_its_file_is_validated(tmp_path: Path) -> None:
     """The file never ends, and has no byte when decompressed."""
     job = job_of(tmp_path)
