@@ -8,11 +8,18 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from programs.serve.service import Supervisor, listen
-from programs.settings import Settings, SettingsError, parse_settings
-from programs.settings.model_file import with_default_model
-from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.process import LogStyle, set_up_logging
+_OWN_PACKAGES = {"programs", "routes", "rwkv_batch", "sampling", "state_pool", "native", "demo"}
+try:
+    from programs.serve.service import Supervisor, listen
+    from programs.settings import Settings, SettingsError, parse_settings
+    from programs.settings.model_file import with_default_model
+    from rwkv_batch.errors import StartupError
+    from rwkv_batch.ipc.process import LogStyle, set_up_logging
+except ImportError as missing:  # e.g. after an update of the code alone
+    if (missing.name or "").partition(".")[0] in _OWN_PACKAGES:
+        raise
+    sys.stderr.write(f"error: {missing}; install the packages of this version: pip install -r requirements.txt\n")
+    sys.exit(1)
 
 __all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 

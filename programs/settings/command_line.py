@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
@@ -22,6 +23,12 @@ from rwkv_batch.strategy import parse_strategy
 from state_pool.config import PoolConfig
 
 logger = logging.getLogger("settings")
+
+_OTHER_VARIABLES = (
+    *("RWKV_BUILD_DIR", "RWKV_SUPERVISOR", "RWKV_CRASH_AT", "RWKV_LONG_TESTS"),
+    *("RWKV_V7_ON", "RWKV_JIT_ON", "RWKV_CUDA_ON"),
+)
+"""Variables of other parts of the program, and of the package rwkv."""
 
 
 def program(command: str = "") -> str:
@@ -82,11 +89,23 @@ def _warn_of_removed(source: Mapping[str, str]) -> None:
             logger.warning("%s (or %s) has no effect: %s. Remove it.", option, _variable(option), reason)
 
 
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    """Warn of variables that look like settings and are none."""
+    known = {variable for flags in FLAGS.values() for flag in flags for variable in flag.variables}
+    known |= {PASSWORD_FILE[1], *_OTHER_VARIABLES, *map(_variable, REMOVED)}
+    for name in sorted(environment):
+        if name.startswith("RWKV_") and name not in known and not name.startswith("RWKV_TEST_"):
+            nearest = difflib.get_close_matches(name, sorted(known), 1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else "docs/settings.md has all of them"
+            logger.warning("the variable %s has no effect, since no setting has this name; %s", name, remedy)
+
+
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Return the settings. Raises SettingsError with a one-line message."""
     cli_values = vars(build_parser().parse_args(list(arguments)))
     source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
     _warn_of_removed(source)
+    _warn_of_unknown(environment)
     values = {section: _section_values(flags, cli_values, source) for section, flags in FLAGS.items()}
     if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
         values[HttpConfig]["password"] = _first_line(path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -206,3 +209,26 @@ def test_http_workers_by_cpus() -> None:
 def test_every_sampler_can_be_requested() -> None:
     assert parse_settings([], {}).engine.samplers == tuple(SAMPLERS)
     assert parse_settings(["--samplers", ",".join(reversed(SAMPLERS))], {}).engine.samplers == tuple(reversed(SAMPLERS))
+
+
+def test_an_unknown_variable_is_named_with_the_nearest_setting(caplog: pytest.LogCaptureFixture) -> None:
+    parse_settings([], {"RWKV_STATE_BD": "x.db", "RWKV_QQQQ": "1", "RWKV_PORT": "8001", "RWKV_BUILD_DIR": "/tmp"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the variable RWKV_QQQQ has no effect, since no setting has this name; docs/settings.md has all of them",
+        "the variable RWKV_STATE_BD has no effect, since no setting has this name; did you mean RWKV_STATE_DB?",
+    ]
+
+
+def test_a_missing_package_is_named_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(\"No module named 'msgspec'\", name='msgspec')")
+    done = subprocess.run(
+        [sys.executable, "app.py", "--version"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: No module named 'msgspec'; install the packages of this version: pip install -r requirements.txt\n"
+    )
