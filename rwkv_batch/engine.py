@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from rwkv_batch.core.grammar_compile_queue import GrammarCompileQueue, Grammars
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.prefill_interleaver import BetweenPieces, PrefillInterleaver
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.shares import StepCosts
 from rwkv_batch.core.state_manager import StateManager
@@ -71,7 +70,10 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
         self._interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
-            self._inbox.run_arrivals, self._schedule_interactive_prefill, self._launch, self._process_outputs
+            self._inbox.run_arrivals,
+            lambda jobs: self.scheduler.schedule_interactive_prefill(jobs),  # noqa: PLW0108 - there is none yet
+            self._launch,
+            self._process_outputs,
         )
         self._session_transfer = SessionTransfer(self._inbox.put, self._unavailable_error)
         self._grammar_queue = GrammarCompileQueue(self._make_grammar_compiler, self._unavailable_error)
@@ -169,7 +171,9 @@ class Engine:
 
     @cached_property
     def _calls(self) -> EngineCalls:
-        return EngineCalls(self.status, self.model_runner.pool, self.jobs, self._session_transfer, self._user_files)
+        pool, jobs = self.model_runner.pool, self.jobs
+        queries = (self.status, pool, jobs.cancel_label, jobs.count_by_label)
+        return EngineCalls(*queries, self._session_transfer, self._user_files)
 
     def status(self) -> dict[str, Any]:
         """Return statistics for /status, as plain data. Engine thread."""
@@ -322,9 +326,6 @@ class Engine:
             sample_s=step.sample_s,
         )
         self.scheduler.mask_time.count(costs)
-
-    def _schedule_interactive_prefill(self, running_jobs: Collection[RunningJob]) -> list[ScheduledRow]:
-        return self.scheduler.schedule_interactive_prefill(running_jobs)
 
     def _interleave_now(self, launched: Sequence[InFlightStep] = ()) -> None:
         """Launch waiting interactive prefill, unless a launched part still needs its logits for masks.

@@ -8,7 +8,6 @@ from typing import Any
 
 from rwkv_batch import calls
 from rwkv_batch.core.error_mapping import as_service_error, describe_error
-from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.runner.adapter_library import AdapterLibrary
@@ -63,13 +62,15 @@ class EngineCalls:
         self,
         status: Callable[[], dict[str, Any]],
         pool: StatePool,
-        jobs: JobTable,
+        cancel_label: Callable[[str, str], int],
+        count_by_label: Callable[[], dict[str, int]],
         sessions: SessionTransfer,
         user_files: UserFiles,
     ) -> None:
         self._status = status
         self._pool = pool
-        self._jobs = jobs
+        self._cancel_label = cancel_label
+        self._count_by_label = count_by_label
         self._sessions = sessions
         self._user_files = user_files
 
@@ -88,9 +89,9 @@ class EngineCalls:
             case calls.ImportSession(session_id, content):
                 self._sessions.import_session(self._pool, reply, session_id, content)
             case calls.CancelJobs(label, client):
-                reply_with(reply, lambda: self._jobs.cancel_label(label, client))
+                reply_with(reply, lambda: self._cancel_label(label, client))
             case calls.CountJobs(label):
-                reply_with(reply, lambda: self._jobs.count_by_label().get(label, 0))
+                reply_with(reply, lambda: self._count_by_label().get(label, 0))
             case _:
                 self._user_files.handle(call, reply)
 

@@ -1,29 +1,20 @@
-"""Statements on the directory: which engine has which session of a shared database; and those of every small job.
-
-Run within the caller's transaction.
+"""Statements on the directory: which engine has which session of a shared database. Run within the caller's
+transaction.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from state_pool.crash_points import reach
-from state_pool.disk import statements
-from state_pool.disk.membership import Membership
 from state_pool.disk.operations import (
     Acquire,
-    Append,
-    Delete,
     DeleteNamed,
     DeleteOldest,
-    Quarantined,
     Release,
     SessionRow,
-    SmallJob,
     StoredSession,
 )
 from state_pool.disk.state_store import Connection
-from state_pool.disk.statements import GarbageState
 from state_pool.expiry import Gap, UsageTimes
 from state_pool.origins import parse_origin
 from state_pool.owners import matching_prefix
@@ -193,28 +184,3 @@ def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
         connection.execute("DELETE FROM directory WHERE session_id = ? AND dialogue = ?", (session_id, dialogue))
     job.count, job.last_use = len(rows), float(rows[-1][3]) if rows else None
     return [int(row) for row, *_ in rows]
-
-
-def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membership | None) -> list[GarbageState]:
-    """Run a job's statements. Returns the states that it makes garbage."""
-    match job:
-        case Append():
-            reach("before_append")
-            statements.append_turn(connection, job, fingerprint)
-            reach("after_append")
-        case Delete():
-            reach("before_delete")
-            return statements.delete_sessions(connection, job.rows)
-        case Quarantined():
-            connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
-        case Acquire():
-            assert member is not None
-            acquire(connection, job, member.number, member.new_epoch())
-        case Release():
-            release(connection, job)
-        case DeleteNamed():
-            reach("before_delete")
-            return statements.delete_sessions(connection, remove_named(connection, job))
-        case DeleteOldest():
-            return statements.delete_sessions(connection, remove_oldest(connection, job))
-    return []

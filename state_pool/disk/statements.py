@@ -9,7 +9,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state_pool.disk.operations import Append, ListQuery, SessionRow, StoredObject
+from state_pool.crash_points import reach
+from state_pool.disk import directory
+from state_pool.disk.membership import Membership
+from state_pool.disk.operations import (
+    Acquire,
+    Append,
+    Delete,
+    DeleteNamed,
+    DeleteOldest,
+    ListQuery,
+    Quarantined,
+    Release,
+    SessionRow,
+    SmallJob,
+    StoredObject,
+)
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
@@ -364,3 +379,28 @@ def stale_epoch_error(fence: Fence) -> StaleEpoch:
         f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
         "the turn is not kept; send it again"
     )
+
+
+def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membership | None) -> list[GarbageState]:
+    """Run a job's statements. Returns the states that it makes garbage."""
+    match job:
+        case Append():
+            reach("before_append")
+            append_turn(connection, job, fingerprint)
+            reach("after_append")
+        case Delete():
+            reach("before_delete")
+            return delete_sessions(connection, job.rows)
+        case Quarantined():
+            connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
+        case Acquire():
+            assert member is not None
+            directory.acquire(connection, job, member.number, member.new_epoch())
+        case Release():
+            directory.release(connection, job)
+        case DeleteNamed():
+            reach("before_delete")
+            return delete_sessions(connection, directory.remove_named(connection, job))
+        case DeleteOldest():
+            return delete_sessions(connection, directory.remove_oldest(connection, job))
+    return []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from state_pool.crash_points import reach
-from state_pool.disk import directory, statements
+from state_pool.disk import statements
 from state_pool.disk.checkpoint_objects import CheckpointObjects
 from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_write, first_state_number
 from state_pool.disk.operations import (
@@ -234,7 +234,7 @@ class Writer:
         def write() -> None:
             begin_write(self._connection, self.member)
             for job in jobs:
-                garbage.extend(directory.apply(self._connection, job, self._fingerprint, self.member))
+                garbage.extend(statements.apply(self._connection, job, self._fingerprint, self.member))
             reach("before_commit")
             self._commit()
             reach("after_commit")
