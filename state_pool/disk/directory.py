@@ -15,6 +15,7 @@ from state_pool.disk.operations import (
     StoredSession,
 )
 from state_pool.disk.state_store import Connection
+from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.expiry import Gap, UsageTimes
 from state_pool.origins import parse_origin
 from state_pool.owners import matching_prefix
@@ -184,3 +185,31 @@ def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
         connection.execute("DELETE FROM directory WHERE session_id = ? AND dialogue = ?", (session_id, dialogue))
     job.count, job.last_use = len(rows), float(rows[-1][3]) if rows else None
     return [int(row) for row, *_ in rows]
+
+
+def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
+    """Raises StaleEpoch or SessionNotFound if the writer has lost the session or the parent dialogue.
+
+    `ends_turn`: the transaction ends the session's turn, so another may start.
+    """
+    if fence is None:
+        return
+    changed = connection.execute(
+        "UPDATE directory SET busy = busy * ? WHERE session_id = ? AND dialogue = ? AND epoch = ?",
+        (int(not ends_turn), fence.session_id, fence.dialogue, fence.epoch),
+    )
+    if changed.rowcount != 1:
+        raise stale_epoch_error(fence)
+    if fence.parent is not None:
+        # An update, so that no delete removes the parent before this transaction ends.
+        parent = connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (fence.parent,))
+        if parent.rowcount != 1:
+            raise SessionNotFound(f"a dialogue of {fence.session_id!r} was deleted while a turn read it")
+
+
+def stale_epoch_error(fence: Fence) -> StaleEpoch:
+    """Return the error for a write whose fence is outdated."""
+    return StaleEpoch(
+        f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
+        "the turn is not kept; send it again"
+    )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from state_pool.crash_points import reach
-from state_pool.disk import statements
+from state_pool.disk import directory, statements
 from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
 from state_pool.disk.membership import Membership
 from state_pool.disk.operations import Checkpoint, StagedState, StagingQueue, StoredObject
@@ -147,7 +147,7 @@ class StateWrites:
         return replaced
 
     def _check_session(self, job: Checkpoint) -> None:
-        statements.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
+        directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
         if job.shared and job.fence is None:  # a dialogue may be stored by any engine
             row = job.session.row
             found = self._connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (row,))

@@ -26,11 +26,10 @@ from state_pool.disk.operations import (
     StoredObject,
 )
 from state_pool.disk.state_store import Connection
-from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.origins import format_origin
 from state_pool.owners import visible_to
-from state_pool.session_key import ROOT, Fence, SessionEntry, SessionKey, Tier
+from state_pool.session_key import ROOT, SessionEntry, SessionKey, Tier
 
 
 def stored_turn(connection: Connection, session: SessionRow) -> int:
@@ -83,7 +82,7 @@ def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
 
     Turn numbers must have no gap: otherwise raises sqlite3.IntegrityError. So no turn is applied twice or lost.
     """
-    check_fence(connection, job.fence)
+    directory.check_fence(connection, job.fence)
     data = pack_tokens(job.tokens)
     row, turn = job.session.row, job.session.turn
     stored = stored_turn(connection, job.session)
@@ -351,34 +350,6 @@ def first_stored(connection: Connection, session_ids: Sequence[str]) -> str | No
     """Return the first of these ids that a stored session has."""
     statement = "SELECT 1 FROM sessions WHERE session_id = ? AND hidden = 0 LIMIT 1"
     return next((name for name in session_ids if connection.execute(statement, (name,)).fetchone()), None)
-
-
-def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
-    """Raises StaleEpoch or SessionNotFound if the writer has lost the session or the parent dialogue.
-
-    `ends_turn`: the transaction ends the session's turn, so another may start.
-    """
-    if fence is None:
-        return
-    changed = connection.execute(
-        "UPDATE directory SET busy = busy * ? WHERE session_id = ? AND dialogue = ? AND epoch = ?",
-        (int(not ends_turn), fence.session_id, fence.dialogue, fence.epoch),
-    )
-    if changed.rowcount != 1:
-        raise stale_epoch_error(fence)
-    if fence.parent is not None:
-        # An update, so that no delete removes the parent before this transaction ends.
-        parent = connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (fence.parent,))
-        if parent.rowcount != 1:
-            raise SessionNotFound(f"a dialogue of {fence.session_id!r} was deleted while a turn read it")
-
-
-def stale_epoch_error(fence: Fence) -> StaleEpoch:
-    """Return the error for a write whose fence is outdated."""
-    return StaleEpoch(
-        f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
-        "the turn is not kept; send it again"
-    )
 
 
 def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membership | None) -> list[GarbageState]:
