@@ -19,10 +19,9 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from ipaddress import IPv6Address
 from pathlib import Path
 
-_PREFIX = IPv6Address("100::").packed[:8]
+_PREFIX = socket.inet_pton(socket.AF_INET6, "100::")[:8]
 """No packet has such an address (RFC 6666)."""
 _NUMBER = struct.Struct(">II")
 """Serial number and descriptor: the second half of the address."""
@@ -64,8 +63,8 @@ _watched: dict[asyncio.Task[object], Connection] = {}
 def find(address: str | None) -> Connection | None:
     """Return the connection with this address. None for other addresses and for closed connections."""
     try:
-        packed = IPv6Address(address or "").packed
-    except ValueError:
+        packed = socket.inet_pton(socket.AF_INET6, address or "")
+    except OSError:  # another kind of address
         return None
     serial, descriptor = _NUMBER.unpack(packed[8:])
     connection = _connections.get(descriptor)

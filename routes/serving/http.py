@@ -225,7 +225,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
 
     async def handler(request: Request) -> RobynReply:
         connection = find(request.ip_addr)
-        address = identity.client(_peer(request), request.headers.get)
+        address = identity.client(_peer(request, connection), request.headers.get)
         origin = rules.allowed_origin(request.headers.get, route.allows_any_origin)
         request_context = _start_request(request, route.path, address, origin)
         try:
@@ -257,9 +257,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
     return handler
 
 
-def _peer(request: Request) -> str | None:
+def _peer(request: Request, connection: Connection | None) -> str | None:
     """Return the address of the socket's peer."""
-    connection = find(request.ip_addr)
     return request.ip_addr if connection is None else connection.peer
 
 
@@ -281,7 +280,7 @@ def _fallback_handler(context: Context, routes: Sequence[Route]) -> RobynHandler
 
     async def handler(request: Request) -> RobynReply:
         origin = rules.allowed_origin(request.headers.get, request.url.path in open_paths)
-        client = identity.client(_peer(request), request.headers.get)
+        client = identity.client(_peer(request, find(request.ip_addr)), request.headers.get)
         request_context = _start_request(request, UNKNOWN_ROUTE, client, origin)
         answer = _fallback_response(table, request)
         report(context, request_context, answer.status, request_context.error_kind or DONE)

@@ -82,8 +82,13 @@ def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
     return http.ActiveRequest(context_of(Engine()), request_context, "10.0.0.1", True)
 
 
+def outgoing_of(chunks: Chunks, active_request: http.ActiveRequest) -> http.RobynChunks:
+    """Return the stream for Robyn, of an unknown connection."""
+    return http.RobynChunks(StreamedResponse(chunks), active_request, None, lambda: NATIVE_ERRORS)
+
+
 def test_heartbeats_are_not_the_first_byte(active_request: http.ActiveRequest) -> None:
-    outgoing = http.RobynChunks(Chunks(HEARTBEAT, BLANK, b"data"), active_request)
+    outgoing = outgoing_of(Chunks(HEARTBEAT, BLANK, b"data"), active_request)
     assert [next(outgoing), next(outgoing), active_request.request_context.first_byte_s] == [HEARTBEAT, BLANK, 0]
     assert next(outgoing) == b"data"
     assert active_request.request_context.first_byte_s >= 1
@@ -91,7 +96,7 @@ def test_heartbeats_are_not_the_first_byte(active_request: http.ActiveRequest) -
 
 def test_a_disconnect_closes_the_stream(active_request: http.ActiveRequest) -> None:
     chunks = Chunks(b"data")
-    outgoing = http.RobynChunks(chunks, active_request)
+    outgoing = outgoing_of(chunks, active_request)
     next(outgoing)
     del outgoing  # as Robyn does
     assert chunks.closed == 1
@@ -105,7 +110,7 @@ def test_the_limiter_is_released_before_the_rows_end(active_request: http.Active
         def close(self) -> None:
             num_active.append(active_request._context.limiter.num_active)
 
-    outgoing = http.RobynChunks(ClosingStream(b"data"), active_request)
+    outgoing = outgoing_of(ClosingStream(b"data"), active_request)
     next(outgoing)
     del outgoing
     assert num_active == [0]
