@@ -184,3 +184,13 @@ def test_rows_of_another_process_are_not_replaced(tmp_path: Path, durability: st
         stored = connection.execute("SELECT session_id, turn FROM sessions ORDER BY id").fetchall()
     assert stored == [("foreign1", 0), ("foreign2", 0), ("foreign3", 0)]
     driver.pool.close()
+
+
+def test_the_file_of_another_owner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log may belong to another user, for example to root after a start as root."""
+    write_three(tmp_path)
+    log = tmp_path / "sessions.db-wal"
+    log.touch(0o600)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(log))
+    with pytest.raises(DatabaseUnusable, match=rf"{log} is not writable \(owner .*, mode 0600, this process runs as"):
+        reopen(tmp_path)

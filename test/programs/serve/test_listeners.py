@@ -115,3 +115,14 @@ def test_an_open_service_logs_who_can_use_it(
     warnings = [line for line in caplog.messages if "NO PASSWORD" in line]
     assert len(warnings) == warns
     assert all("every address of this machine" in line and "--password-file" in line for line in warnings)
+
+
+def test_a_second_start_on_a_taken_port_ends_with_a_message() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port()))
+        other.listen()
+        port = other.getsockname()[1]
+        command = [sys.executable, "app.py", "--port", str(port), "--state-db", ""]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"error: port {port} on 127.0.0.1 is in use; stop its owner or give another --port" in done.stderr
