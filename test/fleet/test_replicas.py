@@ -24,6 +24,7 @@ TOKENS = 200
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     arguments = ("--model-path", str(tiny_model), "--replicas", "2", "--threads", "1", "--engine-wait-s", "300")
     running = Service(tmp_path_factory.mktemp("pair"), *arguments, "--admin-password", "boss")
+    running.headers = ADMIN  # the engines stand in the whole status only
     try:
         yield all_ready(running)
     finally:
@@ -191,7 +192,8 @@ def test_no_request_fails_while_all_engines_restart(pair: Service, undisturbed: 
             rounds += 1
     assert not before & {one["pid"] for one in restart.result().json()["data"]}
     all_ready(pair)
-    assert pair.post("/v1/engines/restart", {"engine": "engine-0"}).status_code == 401
+    stranger = pair.post("/v1/engines/restart", {"engine": "engine-0"}, headers={"Authorization": "Bearer -"})
+    assert stranger.status_code == 401
 
 
 def test_engines_are_added_and_removed_while_others_serve(pair: Service) -> None:
