@@ -72,6 +72,11 @@ def find(address: str | None) -> Connection | None:
     return connection if is_known else None
 
 
+def known_connections() -> list[Connection]:
+    """Return the connections, and some that were closed."""
+    return list(_connections.values())
+
+
 @contextmanager
 def cancelled_if_left(connection: Connection | None) -> Iterator[None]:
     """Cancel the current task if the client leaves. None: do nothing."""

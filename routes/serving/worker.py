@@ -38,11 +38,12 @@ from routes.model_registry import ModelRegistry
 from routes.serving import preload
 from routes.serving.access import add_request_ids
 from routes.serving.active_requests import GUARD_KEY
-from routes.serving.connections import cancel_left, identify_connections
+from routes.serving.connections import cancel_left, identify_connections, known_connections
 from routes.serving.http import register
 from routes.serving.listen_socket import serve
 from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import drop_ended
+from routes.serving.upload_guard import UploadGuard
 from routes.table import ROUTES
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
@@ -201,8 +202,11 @@ def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
 def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> Robyn:
     """Return Robyn with every route. Starts housekeeping with the event loop."""
 
+    uploads = UploadGuard(max(context.config.max_body_bytes, context.config.max_state_bytes))
+
     def housekeeping() -> None:
         for tick in range(sys.maxsize):
+            uploads.check(known_connections())
             _housekeeping_tick(tick, cpus, supervisor, models)
             time.sleep(_HOUSEKEEPING_S)
 
