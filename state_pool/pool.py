@@ -64,7 +64,7 @@ class StatePool:
             self._store,
             self._deliver,
             self.turns.start_next_turn,
-            self.turns.row_deletes.delete,
+            self.turns.session_deletes.delete,
             self.tuned,
             self.adapters,
         )
@@ -137,7 +137,7 @@ class StatePool:
         self.tuned.trim()
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_S
-            self.turns.row_deletes.retry()
+            self.turns.session_deletes.retry()
             if self._store is not None:
                 self._store.sweep_objects()
             if self._cleanup is None:
@@ -204,7 +204,7 @@ class StatePool:
         while True:
             self.tiers.wait_copies()
             self._deliver.run()
-            self.turns.row_deletes.retry()
+            self.turns.session_deletes.retry()
             self.turns.begin_saves()
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:

@@ -27,18 +27,18 @@ class UnusualEnd(BaseModel):
     )
 
 
-class Rival(BaseModel):
-    """An alternative token."""
+class TopLogprob(BaseModel):
+    """One of the likeliest tokens at a position."""
 
     token: str
-    logprob: float = Field(description="Before truncation. The minimum is -9999.")
+    logprob: float = Field(description="Before top_k and top_p. The minimum is -9999.")
     bytes: list[int]
 
 
-class ChosenToken(Rival):
-    """The sampled token."""
+class ChosenToken(TopLogprob):
+    """The sampled token, with alternatives."""
 
-    top_logprobs: list[Rival]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
@@ -94,16 +94,16 @@ class ChatChoice(UnusualEnd):
     error: OpenAIErrorBody | None = Field(None, description="Only if `end_reason` is `error`.")
 
 
-class DrawnTokens(BaseModel):
+class CompletionTokensDetails(BaseModel):
     """Details of the generated tokens."""
 
     reasoning_tokens: int = Field(description="Tokens of the reasoning.")
 
 
 class ChatUsage(Usage):
-    """Tokens of all answers. The conversation counts once."""
+    """Tokens of all answers. The prompt counts once, for any `n`."""
 
-    completion_tokens_details: DrawnTokens
+    completion_tokens_details: CompletionTokensDetails
 
 
 class ChatAnswer(OpenAIFrame):

@@ -1,11 +1,14 @@
 """Gives running slots to waiting rows and preempts rows. No torch, no clock.
 
+A row is one sequence of a job. It needs three things: a *running slot* (the right to be in the steps), a *request slot*
+(its index in the samplers' tables) and a *state slot* (memory for its RWKV state).
+
 At most `max_running` rows have a running slot. A free one goes to an interactive row before a batch row. Within a class
 it goes to the client with the fewest running rows (`FairQueue`).
 
-- Batch rows leave the last few running slots free, so that an interactive row starts at once.
-- If those are taken, an interactive row preempts a batch row. Batch rows keep a quarter of the running slots.
-- Within a class, a client preempts a row of a client that has at least two more.
+- Batch rows do not take the last few running slots, so that an interactive row starts at once.
+- If those are taken too, an interactive row preempts a batch row, until batch rows have a quarter of the running slots.
+- Within a class, a client preempts a row of a client that has at least two more running rows.
 - A preempted row is *paused*. It leaves the steps, keeps its state slot and its request slot, and resumes later.
 - If there is only one running slot, batch rows get it for some steps after every few interactive rows.
 """
@@ -39,12 +42,12 @@ class Admission:
 
     def __init__(self, limits: Limits, slots: SlotSource, steps: RunningSet) -> None:
         self._limits = limits
-        self._slots = slots
-        self._steps = steps
+        self._state_slots = slots
+        self._running_set = steps
         self.interactive = FairQueue()
         self.batch = FairQueue()
-        self._out_of_slots = False
-        """Set once per step: each failed `allocate` makes the pool evict."""
+        self._out_of_state_slots = False
+        """Whether `allocate` failed in this step. Then it is not called again: each call makes the pool evict."""
         self.free_req_slots = list(range(limits.num_req_slots - 1, -1, -1))
         self._batch_running_slots = limits.batch_running_slots
         """running slots that batch rows keep in this step, even if interactive rows wait"""
@@ -75,7 +78,7 @@ class Admission:
     def admit(self) -> None:
         """Fill the free running slots, then preempt. Called once before each step."""
         limits = self._limits
-        self._out_of_slots = False
+        self._out_of_state_slots = False
         if not limits.batch_running_slots:
             self._update_batch_turn()
         self._fill(self.batch, self._batch_running_slots, 0)
@@ -106,18 +109,18 @@ class Admission:
                 waiting_clients.push(client)
 
     def _preempt(self) -> None:
-        """Start waiting rows in place of rows of clients that exceed their share. The reserve stays free."""
+        """Pause rows of clients that have more than their share, and start waiting rows instead."""
         for queue in (self.interactive, self.batch):
             waiting_clients = queue.waiting_clients()
             while waiting_clients and self.paused_rows < self._limits.max_paused:
                 client = waiting_clients.pop()
                 victim = self._victim(queue, client)
                 if victim is None:
-                    break  # clients pop in order of running rows: the rest have no fewer
+                    break  # clients come in order of their running rows: no later client has fewer
                 if self._start_one(queue, client, allow_second_row=True):
                     self.queue_of(victim.job).pause(victim)
-                    self._steps.remove_running(victim)
-                    self._slots.preempt(victim)
+                    self._running_set.remove_running(victim)
+                    self._state_slots.preempt(victim)
                     waiting_clients.push(client)
 
     def _victim(self, queue: FairQueue, newcomer: ClientRows) -> Sequence | None:
@@ -138,9 +141,9 @@ class Admission:
         """
         for sequence in client.paused:
             queue.resume(sequence)
-            self._steps.add_running(sequence)
+            self._running_set.add_running(sequence)
             return True
-        if self._out_of_slots:
+        if self._out_of_state_slots:
             return False
         for job in client.jobs:
             if job.num_running and not allow_second_row and not job.is_batch:
@@ -148,9 +151,9 @@ class Admission:
             index = self._first_ready(queue, job)
             if index is None:
                 continue
-            slot = self._slots.allocate()
+            slot = self._state_slots.allocate()
             if slot is None:
-                self._out_of_slots = True
+                self._out_of_state_slots = True
                 return False
             self._assign_slots(queue.start(job, index), slot)
             self._interactive_since_batch += queue is self.interactive
@@ -160,7 +163,7 @@ class Admission:
     def _first_ready(self, queue: FairQueue, job: RunningJob) -> int | None:
         """Return the index of the job's first waiting row that can start. Rows of a busy session are skipped."""
         for index, sequence in enumerate(islice(job.waiting, self._limits.max_running)):
-            if self._slots.is_ready(sequence) and (
+            if self._state_slots.is_ready(sequence) and (
                 sequence.samples or self._may_start_shared_prefill(queue, job.client)
             ):
                 return index
@@ -169,8 +172,8 @@ class Admission:
     def _may_start_shared_prefill(self, queue: FairQueue, client: str) -> bool:
         """Return whether another shared prompt may be read. Shared prompts must never hold all slots.
 
-        A client's own continuations start first. Continuations of other clients do not count, because they may wait
-        long.
+        Continuations of a shared prompt that was read start before another shared prompt of the client is read.
+        Continuations of other clients do not count, because they may wait long.
         """
         if queue.client_rows(client).num_forked:
             return False
@@ -180,8 +183,8 @@ class Admission:
 
     def _assign_slots(self, sequence: Sequence, slot: int) -> None:
         sequence.assign_slots(slot, self.free_req_slots.pop())
-        self._steps.add_running(sequence)
-        self._slots.prepare(sequence)
+        self._running_set.add_running(sequence)
+        self._state_slots.prepare(sequence)
 
     def release_req_slot(self, sequence: Sequence) -> None:
         """Free the request slot and the running slot of a row that samples no more."""
@@ -189,7 +192,7 @@ class Admission:
             self.free_req_slots.append(sequence.req_slot)
             sequence.req_slot = NO_REQ_SLOT
             if self.queue_of(sequence.job).end(sequence):
-                self._steps.add_running(sequence)  # it was paused
+                self._running_set.add_running(sequence)  # a paused row ends in a step, too
 
 
 def _youngest(client: ClientRows | None) -> Sequence | None:

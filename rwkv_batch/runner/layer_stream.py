@@ -27,10 +27,10 @@ class FlatLayer:
 
 
 class StreamedLayers(Sequence[LayerBase]):
-    """A stage's layers: the first ones stay on the device, the others are streamed. Iterate once per forward.
+    """A pipeline stage's layers. The first ones stay on the device; the others are copied to it in every forward.
 
-    An index of a streamed layer returns its host copy. Streamed layers have the same layout. Layer 0 has no v-residual,
-    so it stays on the device.
+    Iterate once per forward: iteration yields a streamed layer in a device buffer, indexing returns its host copy.
+    Streamed layers have the same layout. Layer 0 has no weights for the value residual, so it stays on the device.
     """
 
     def __init__(self, layers: Iterator[LayerBase], resident: int, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class StreamedLayers(Sequence[LayerBase]):
         yield from self._resident
         for i, _ in enumerate(self._hosts):
             buffer_index = i % len(self._buffers)
-            self._wait(arrived[buffer_index])
+            self._wait_for_copy(arrived[buffer_index])
             yield self._buffers[buffer_index].layer
             if i + NUM_BUFFERS < len(self._hosts):
                 self._wait_for_compute()
@@ -101,7 +101,8 @@ class StreamedLayers(Sequence[LayerBase]):
     def _record_event(self) -> torch.cuda.Event | None:
         return None if self._copy_stream is None else self._copy_stream.record_event()
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
+    def _wait_for_copy(self, event: torch.cuda.Event | None) -> None:
+        """Make later work on the current stream wait for a copy."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -112,24 +113,24 @@ def flatten(layer: LayerBase, device: torch.device, pinned: bool = False) -> Fla
     spans: dict[int, tuple[int, int]] = {}
     for tensor in tensors.values():
         first, last = _span(tensor)
-        start, end = spans.get(_store(tensor), (first, last))
-        spans[_store(tensor)] = min(start, first), max(end, last)
+        start, end = spans.get(_storage_address(tensor), (first, last))
+        spans[_storage_address(tensor)] = min(start, first), max(end, last)
     offsets, total = {}, 0
-    for store, (start, end) in spans.items():
-        aligned = start - start % ALIGNMENT
-        offsets[store] = total - aligned
+    for address, (start, end) in spans.items():
+        aligned = start - start % ALIGNMENT  # keeps each tensor's address modulo ALIGNMENT
+        offsets[address] = total - aligned
         total += end - aligned + (aligned - end) % ALIGNMENT
     flat = torch.empty(total, dtype=torch.uint8, device=device, pin_memory=pinned)
     moved = {}
     for key, tensor in tensors.items():
-        offset = (offsets[_store(tensor)] + tensor.storage_offset() * tensor.itemsize) // tensor.itemsize
+        offset = (offsets[_storage_address(tensor)] + tensor.storage_offset() * tensor.itemsize) // tensor.itemsize
         view = torch.empty(0, dtype=tensor.dtype, device=device)
         moved[key] = view.set_(flat.untyped_storage(), offset, tensor.size(), tensor.stride())
         moved[key].copy_(tensor)
-    return FlatLayer(flat, copy.deepcopy(layer, dict(moved)))
+    return FlatLayer(flat, copy.deepcopy(layer, dict(moved)))  # the memo replaces each tensor by its view
 
 
-def _store(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

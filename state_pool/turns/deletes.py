@@ -1,6 +1,6 @@
-"""Deletes of sessions on disk, and those of expired and excess ones of a shared database. Engine thread only.
+"""Deletes sessions on disk. In a shared database, one engine deletes expired and excess sessions for all.
 
-Of a shared database, one engine deletes for all.
+Engine thread only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from state_pool.sessions import OnDurable, Session, SessionIndex
 
 _MAX_DELETES_PER_JOB = 256
 _MAX_IDLE_SESSIONS = 4096
-"""Idle sessions whose names stay in memory, although the next turn queries the database anyway."""
+"""Sessions of a shared database that stay in the index although no memory holds their state.
+
+Their next turn queries the database in any case.
+"""
 
 
 class SharedCleanup:
@@ -32,7 +35,7 @@ class SharedCleanup:
 
     def run(self) -> None:
         """Clean up once. Called each second."""
-        self._forget_names()
+        self._shrink_index()
         cutoff = self._expiry.cutoff()
         if self._is_deleting or not self._store.is_cleanup_leader:
             return
@@ -52,8 +55,8 @@ class SharedCleanup:
             return None
         return DeleteOldest(min(_MAX_DELETES_PER_JOB, 1 + store.excess_bytes // self._state_bytes), None)
 
-    def _forget_names(self) -> None:
-        """Remove sessions from the index that only the database has."""
+    def _shrink_index(self) -> None:
+        """Remove the oldest sessions from the index that only the database has."""
         excess = len(self._index) - len(self._index.l1) - len(self._index.l2) - _MAX_IDLE_SESSIONS
         if excess > 0:
             idle = [session for session in self._index if self._may_forget(session)]
@@ -66,8 +69,8 @@ class SharedCleanup:
         return not (in_memory or session.busy or session.loading or session.moving or session.unlogged)
 
 
-class RowDeletes:
-    """Deletes sessions' rows on disk and retries failed deletes."""
+class SessionDeletes:
+    """Deletes sessions in the database and retries failed deletes."""
 
     def __init__(self, store: Store | None, deliver: CompletionQueue) -> None:
         self._store = store
@@ -76,7 +79,7 @@ class RowDeletes:
         """Deletes that failed on disk, to be retried."""
 
     def delete(self, rows: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
-        """Delete sessions on disk. Failed deletes are retried, also at shutdown."""
+        """Delete sessions by their database rows. Failed deletes are retried, also at shutdown."""
         if self._store is None or not rows:
             if on_durable is not None:
                 self._deliver(lambda: on_durable(None))

@@ -27,7 +27,7 @@ from state_pool.owners import has_prefix
 from state_pool.session_key import ROOT, SessionKey
 from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
 from state_pool.turns.acquisition import Acquisition
-from state_pool.turns.deletes import RowDeletes
+from state_pool.turns.deletes import SessionDeletes
 from state_pool.turns.lease_queue import LeaseQueue
 
 OnDeleted = Callable[[int | Exception], None]
@@ -67,7 +67,7 @@ class Turns:
         """Leases of dialogues without a number yet, so that a delete finds them."""
         self.unsaved: deque[Callable[[], bool]] = deque()
         """Turns (durability "turn") that wait for the writer's queue. Each returns whether it is done waiting."""
-        self.row_deletes = RowDeletes(store, deliver)
+        self.session_deletes = SessionDeletes(store, deliver)
         self.unlogged: dict[Session, None] = {}
         """Sessions with turns on their way to the log."""
 
@@ -382,7 +382,7 @@ class Turns:
     def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
         for session in to_delete:
             self._discard(session)
-        self.row_deletes.delete(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
+        self.session_deletes.delete(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
 
     def _discard(self, session: Session) -> None:
         session.deleted = True

@@ -340,7 +340,7 @@ class World:
             self.clients.act()
 
     def _is_quiet(self) -> bool:
-        undeleted: Any = self.pool.turns.row_deletes._undeleted
+        undeleted: Any = self.pool.turns.session_deletes._undeleted
         return not self.pool.pending and not self.engine._in_flight and not undeleted
 
     def check_sessions(self) -> None:

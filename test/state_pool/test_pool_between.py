@@ -332,7 +332,7 @@ def test_failed_import_leaves_no_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     driver = reopened(tmp_path)
     driver.pool.turns.release(failed_import(driver, monkeypatch, stores_state=True))
     assert rows_of(tmp_path) == 3
-    driver.pool.turns.row_deletes.retry()
+    driver.pool.turns.session_deletes.retry()
     driver.settle()
     assert (rows_of(tmp_path), rows_of(tmp_path, "states")) == (2, 2)
     driver.pool.close()
@@ -348,7 +348,7 @@ def test_turn_after_failed_import_starts_a_new_session(tmp_path: Path, monkeypat
     driver.pool.turns.checkin(lease, slot)
     driver.until(lambda: outcome.known)
     assert outcome.ok
-    driver.pool.turns.row_deletes.retry()
+    driver.pool.turns.session_deletes.retry()
     driver.settle()
     assert rows_of(tmp_path) == 3
     assert np.array_equal(driver.state("t"), expected_state([7]))

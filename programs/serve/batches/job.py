@@ -1,4 +1,4 @@
-"""One batch, from its file to its results. It goes on where it was, whenever the process was stopped."""
+"""Runs one batch, from its input file to its result files. A stopped batch continues where it was."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ from routes.file_store import (
 from rwkv_batch.request import ClientLimits
 
 IN_FLIGHT = 512
-"""Lines of a batch that are asked at once; the engine shares its places out among clients."""
-_RETRY = 3
+"""Lines of a batch that are in flight at the same time; the engine shares its running slots among clients."""
+_MAX_RETRIES = 3
+"""Tries of a line that failed for a reason that may pass."""
 _MAX_BUSY_RETRIES = 10**6
-"""Tries while the engine is busy or away: the completion window is what ends a batch."""
+"""Tries while the engine is busy or restarting. Practically unlimited: the completion window ends a batch."""
 _MAX_REFUSED_S = 3600.0
-"""A line that is refused so long while no line of its batch is answered is more than the service takes at once."""
+"""A line fails if it is refused for this long and no line of its batch is answered: it is too large."""
 _POLL_S = 0.5
-_TTL_S = 30 * 86400
-_MAX_REJECTED = 256
+_RESULT_TTL_S = 30 * 86400
+_REJECTED_AT_ONCE = 256
 _MAX_LINES_READ = 2 * MAX_LINES
 """Lines of a file with its blank ones."""
 _MAX_EXPANSION = 250
 """Maximum size of a compressed file's lines, as a multiple of the file's size."""
-_MIN_MAX_BYTES, _MAX_BYTES = 64 << 20, 1 << 30
-"""Bounds of that limit in bytes."""
+_MIN_LIMIT_BYTES, _MAX_LIMIT_BYTES = 64 << 20, 1 << 30
+"""The limit by size is at least and at most this, in bytes."""
 _MESSAGES = {
     Status.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
     Status.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -59,8 +60,8 @@ _MESSAGES = {
 
 
 @dataclass(slots=True)
-class _Engine:
-    """See Backend."""
+class _HandlerBackend:
+    """Answers a batch's lines by the HTTP handlers, within this process. See Backend."""
 
     context: Context
     batch: Batch
@@ -83,13 +84,13 @@ class _Engine:
 
 @dataclass(slots=True)
 class _RejectingWorker:
-    """Answers nothing any more: the rest of a batch that has ended before its end."""
+    """Rejects the remaining lines of a cancelled or expired batch."""
 
     status: Status
 
     async def open(self) -> int:
         """See LineWorker."""
-        return _MAX_REJECTED
+        return _REJECTED_AT_ONCE
 
     async def outcome(self, record: Record) -> Outcome:
         """See LineWorker."""
@@ -101,15 +102,15 @@ class _RejectingWorker:
 
 
 class _InputError(Exception):
-    """The batch's file cannot be read, now or later; the message says why."""
+    """The batch's input file cannot be read; trying again does not help. The message says why."""
 
 
 class _StoppedError(Exception):
-    """Nobody needs the lines any more."""
+    """The run was stopped, so the lines are not needed."""
 
 
 class _KeyRemovedError(Exception):
-    """The batch's API key is not in force."""
+    """The batch's API key was removed from the keys file."""
 
 
 class BatchJob:
@@ -120,9 +121,9 @@ class BatchJob:
         self._context = context
         self.batch = batch
         self.is_cancelled = batch.status is Status.CANCELLING
-        """Set when its owner wants it to end."""
+        """Set when its owner cancels it."""
         self.is_key_removed = False
-        """Set when its owner's API key is not in force."""
+        """Set when its owner's API key was removed."""
         self._is_stopped = False
         """Set when the process ends."""
         self._format = BatchFormat(batch.id, context.config.max_request_tokens)
@@ -143,7 +144,7 @@ class BatchJob:
         if self.batch.status is Status.VALIDATING:
             await self._validate()
         if self.batch.status in (Status.IN_PROGRESS, Status.CANCELLING):
-            ends_as = await self._answer()
+            ends_as = await self._run_lines()
             await self._set_status(Status.FINALIZING, ends_as=ends_as)
         if self.batch.status is Status.FINALIZING:
             await self._finalise()
@@ -211,28 +212,28 @@ class BatchJob:
             if num_bytes > max_bytes:
                 raise _InputError(
                     f"the file {name} has more than {max_bytes} bytes when decompressed; the limit is "
-                    f"{_MAX_EXPANSION} times its size, but from {_MIN_MAX_BYTES} to {_MAX_BYTES} bytes; split it"
+                    f"{_MAX_EXPANSION} times its size, but from {_MIN_LIMIT_BYTES} to {_MAX_LIMIT_BYTES} bytes; split it"
                 )
 
         try:
             source = Input(str(path), check)
         except RunError:
             raise _InputError(f"the file {name} was deleted") from None
-        max_bytes = min(_MAX_BYTES, max(_MIN_MAX_BYTES, _MAX_EXPANSION * (source.size or 0)))
+        max_bytes = min(_MAX_LIMIT_BYTES, max(_MIN_LIMIT_BYTES, _MAX_EXPANSION * (source.size or 0)))
         return source
 
     def _path(self, suffix: str) -> Path:
         return self._store.runs / f"{self.batch.id}{suffix}"
 
-    async def _answer(self) -> Status:
+    async def _run_lines(self) -> Status:
         """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
         if Status.IN_PROGRESS.value not in self.batch.times:  # cancelled before its lines were checked: no results
             return Status.CANCELLED
-        ends_as = self._early_status()
+        ends_as = self._status_now()
         if ends_as is Status.COMPLETED:
-            engine = _Engine(self._context, self.batch)
+            backend = _HandlerBackend(self._context, self.batch)
             worker = LineWorker(
-                engine, BatchTask(), _RETRY, max_busy_retries=_MAX_BUSY_RETRIES, max_refused_s=_MAX_REFUSED_S
+                backend, BatchTask(), _MAX_RETRIES, max_busy_retries=_MAX_BUSY_RETRIES, max_refused_s=_MAX_REFUSED_S
             )
             ends_as = await self._run(worker)
         self._check_key()
@@ -240,8 +241,8 @@ class BatchJob:
             await self._run(_RejectingWorker(ends_as))
         return ends_as
 
-    def _early_status(self) -> Status:
-        """How it ends if it must not go on; COMPLETED if it may."""
+    def _status_now(self) -> Status:
+        """Return the status with which the batch must end now; COMPLETED if it may continue."""
         if self.is_key_removed:
             return Status.FAILED
         if self.is_cancelled:
@@ -251,7 +252,7 @@ class BatchJob:
     async def _run(self, worker: LineWorker | _RejectingWorker) -> Status:
         stopped = threading.Event()
         source = self._input(stopped.is_set)
-        files = await asyncio.to_thread(self._open)
+        files = await asyncio.to_thread(self._open_outputs)
         try:
             reorder_buffer = ReorderBuffer(False, files.progress)
             run = Run(self._format.read(source.lines()), worker, files, reorder_buffer, RunStats(source.fraction))
@@ -261,7 +262,7 @@ class BatchJob:
             files.close()
             source.close()
 
-    def _open(self) -> RunFiles:
+    def _open_outputs(self) -> RunFiles:
         output, errors = OutputFile(self._path(".jsonl"), ""), OutputFile(self._path(".errors.jsonl"), "")
         sidecar = Sidecar(self._path(".progress"))
         progress = sidecar.begin({}, "")
@@ -270,13 +271,13 @@ class BatchJob:
         return RunFiles(output, errors, sidecar, self._format, progress, error_line=self._format.error)
 
     async def _watch(self, running: asyncio.Task[None], files: RunFiles, can_stop: bool) -> Status:
-        """Follow a run: tell how far it is, and stop it when the batch is cancelled or its window is over."""
+        """Wait for a run; stop it if the batch is cancelled or expires. Stores the progress. Returns the end status."""
         ends_as = Status.COMPLETED
         try:
             while not running.done():
                 await asyncio.wait([running], timeout=_POLL_S)
                 await self._update_counts(files)
-                if can_stop and not running.done() and (early := self._early_status()) is not Status.COMPLETED:
+                if can_stop and not running.done() and (early := self._status_now()) is not Status.COMPLETED:
                     ends_as = early
                     break
         finally:
@@ -299,15 +300,15 @@ class BatchJob:
         self.is_cancelled = self.is_cancelled or self.batch.status is Status.CANCELLING
 
     async def _finalise(self) -> None:
-        """Results become files; done again from its beginning if it was cut short, as its status says by then."""
+        """Publish the results as files. If the process ends meanwhile, the next one repeats it from the start."""
         output = await asyncio.to_thread(self._publish_result, ".jsonl", Result.OUTPUT)
         errors = await asyncio.to_thread(self._publish_result, ".errors.jsonl", Result.ERROR)
-        for suffix in (".jsonl", ".errors.jsonl", ".progress"):  # nobody needs them, and later nobody would come
+        for suffix in (".jsonl", ".errors.jsonl", ".progress"):  # last chance: a finished batch is not looked at again
             await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
         await self._set_status(self.batch.ends_as, output_file_id=output, error_file_id=errors)
 
     def _publish_result(self, suffix: str, result: Result) -> str | None:
-        """The id of a result's file; None if it is empty."""
+        """Return the id of a result's file; None if it is empty."""
         written = self._path(suffix)
         file_id = self.batch.result_id(result)
         content = self._store.content(file_id)
@@ -323,7 +324,7 @@ class BatchJob:
             created_at=now,
             filename=f"{self.batch.id}_{result}.jsonl",
             purpose=Purpose.BATCH_OUTPUT,
-            expires_at=now + _TTL_S,
+            expires_at=now + _RESULT_TTL_S,
         )
         self._store.add_existing_file(file)
         return file_id

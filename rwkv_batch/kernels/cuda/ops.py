@@ -1,4 +1,7 @@
-"""A layer's pieces on a CUDA device, fp16 with fp32 sums. Definition: naive.py."""
+"""The parts of a layer on a CUDA device: fp16 with fp32 sums.
+
+"As naive" means: computes the same as that function of kernels/naive.py, which is the definition.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class CudaOps:
 
     def __init__(self) -> None:
         self.workspaces: dict[torch.device, Workspace] = {}
-        self._sides: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
@@ -71,7 +74,7 @@ class CudaOps:
         return machine.cuda_unavailable_reason(device) or library_unavailable_reason()
 
     def missing_kernels(self, device: torch.device) -> dict[str, str]:
-        """See ops.DoesWithout."""
+        """Return why optional kernels do not run on the device, by name; the service works without them."""
         reason = hopper_gemm_unavailable_reason(device)
         return {} if reason is None else {"wide": reason}
 
@@ -110,35 +113,36 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         p = project(layer, mixed, lambda: self._side_streams(layer.low_in.device))
         if adapters is not None:
-            assert isinstance(mixed, Tensor), "what adapters read is not made codes"
+            assert isinstance(mixed, Tensor), "rows with adapters have fp16 inputs, not quantised ones"
             targets = (Target.RECEPTANCE, Target.KEY, Target.VALUE)
             adapters.add(*map(AdaptedLinear, targets, mixed[:3].unbind(), (p.r, p.k, p.v)))
         return p
 
     def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Returns two side streams, the same for steps and captures: cuBLAS has a workspace per stream."""
-        if device not in self._sides:
-            self._sides[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        return self._sides[device]
+        """Returns the device's two side streams. They are made once, because cuBLAS keeps a workspace per stream."""
+        if device not in self._streams:
+            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams[device]
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Tensor | QuantisedRows, Tensor]:
-        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224]
-        uint8.
+        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
 
-        One kernel for rows of one token, one for longer rows; a mixed step may run both. y is two-part if all rows are
-        single
-        tokens and the output layer `takes_two_part_rows`.
+        wkv may be [num_slots, H, 4224] uint8: int8 states with their scales. One kernel serves rows of one token,
+        another longer rows; a mixed step runs both. y is quantised (two-part) if all rows have one token and the output layer
+        `takes_two_part_rows`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         rows = len(inputs.read_slots)
-        single = inputs.single_rows if inputs.max_seqlen > 1 else rows
+        num_single = inputs.single_rows if inputs.max_seqlen > 1 else rows
         parts = None
-        if single == len(p.r) and not has_adapters(inputs) and isinstance(layer.output, CudaQuantLinear):
+        if num_single == len(p.r) and not has_adapters(inputs) and isinstance(layer.output, CudaQuantLinear):
             parts = (
-                layer.output.empty_two_part_rows(single, width) if layer.output.takes_two_part_rows(single) else None
+                layer.output.empty_two_part_rows(num_single, width)
+                if layer.output.takes_two_part_rows(num_single)
+                else None
             )
         y: Tensor | QuantisedRows = torch.empty_like(p.r) if parts is None else parts
         f32 = torch.float32
@@ -158,33 +162,33 @@ class CudaOps:
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),
             heads=width // HEAD_SIZE,
-            scale_pitch=pitch_of(single),
+            scale_pitch=pitch_of(num_single),
         )
-        made = y, p.v if v_first is None else v_first
+        outputs = y, p.v if v_first is None else v_first
         if isinstance(p, CudaProjections) and p.low is not None:
             assert isinstance(layer, CudaLayer), "prepare_layer comes first"
-            up_args = p.low.up_args_for_wkv(layer) if single == len(p.r) else None
+            up_args = p.low.up_args_for_wkv(layer) if num_single == len(p.r) else None
             if up_args is not None:
                 args.rows = rows
                 library().call("rwkv_wkv_few", ctypes.byref(args), ctypes.byref(up_args), wkv.element_size())
-                return made
+                return outputs
             p.finish()
-        if single:
-            args.rows = single
+        if num_single:
+            args.rows = num_single
             library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
-        if rows > single:
-            args.rows = rows - single
-            args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[single:], torch.int64)
-            args.read_slots = cuda_pointer(inputs.read_slots[single:], torch.int64)
-            args.write_slots = cuda_pointer(inputs.write_slots[single:], torch.int64)
-            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
-        return made
+        if rows > num_single:
+            args.rows = rows - num_single
+            args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[num_single:], torch.int64)
+            args.read_slots = cuda_pointer(inputs.read_slots[num_single:], torch.int64)
+            args.write_slots = cuda_pointer(inputs.write_slots[num_single:], torch.int64)
+            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - num_single)
+        return outputs
 
     def output(self, layer: Layer, y: Tensor | QuantisedRows) -> Tensor | PartialSums:
         """As naive; y from `time_mix`."""
         if not isinstance(y, QuantisedRows):
             return layer.output(y)
-        assert isinstance(layer.output, CudaQuantLinear), "parts are for weights in codes"
+        assert isinstance(layer.output, CudaQuantLinear), "quantised rows need quantised weights"
         return multiply_to_partials(layer.output, y)
 
     def add(self, x: Tensor, delta: Tensor | PartialSums | RowSums) -> Tensor:
@@ -199,8 +203,10 @@ class CudaOps:
         x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
         adapters: LayerAdapters | None = None,
     ) -> Tensor | PartialSums | RowSums:
-        """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, partials or fixed-point sums; few rows read part of
-        ffn.value."""
+        """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, split-K partials or fixed-point sums.
+
+        Few rows read only the rows of ffn.value whose input is not zero.
+        """
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         return channel_mix(layer, x, adapters, self.workspaces)
 
