@@ -130,8 +130,8 @@ class CudaOps:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
 
         wkv may be [num_slots, H, 4224] uint8: int8 states with their scales. One kernel serves rows of one token,
-        another longer rows; a mixed step runs both. y is quantised (two-part) if all rows have one token and the output layer
-        `takes_two_part_rows`.
+        another longer rows; a mixed step runs both. y is quantised (two-part) if all rows have one token and the output
+        layer `takes_two_part_rows`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None

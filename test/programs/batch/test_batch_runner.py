@@ -17,6 +17,7 @@ from programs.batch.sidecar import Progress, Sidecar
 from programs.serve.batches import process as runner_process
 from programs.serve.batches.job import BatchJob
 from programs.serve.batches.process import BatchRunner
+from routes.config import HttpConfig
 from routes.file_store import ACTIVE_STATUSES, Batch, Purpose, Status, Store, StoredFile
 
 
@@ -84,7 +85,7 @@ def test_a_batch_whose_failure_was_not_recorded_fails_at_the_next_try(
         await running
 
     with monkeypatch.context() as patch:
-        patch.setattr(BatchJob, "_answer", faulty)
+        patch.setattr(BatchJob, "_run_lines", faulty)
         asyncio.run(asyncio.wait_for(tried(), 20))
     found = store.batch("", batch.id)
     assert found is not None and found.status in ACTIVE_STATUSES
@@ -177,7 +178,7 @@ def test_a_batch_that_ends_during_the_search_is_not_restarted(tmp_path: Path, mo
     faulty_batch(store)
 
     async def looked() -> None:
-        context: Any = None
+        context: Any = SimpleNamespace(config=HttpConfig())
         runner, ends = BatchRunner(store, context, lambda: None), asyncio.Event()
 
         async def run(self: BatchJob) -> None:
