@@ -212,7 +212,7 @@ class BatchJob:
             if num_bytes > max_bytes:
                 raise _InputError(
                     f"the file {name} has more than {max_bytes} bytes when decompressed; the limit is "
-                    f"{_MAX_EXPANSION} times its size, at least {_MIN_LIMIT_BYTES}, at most {_MAX_LIMIT_BYTES}; split it"
+                    f"{_MAX_EXPANSION} times its size, at least {_MIN_LIMIT_BYTES}, at most {_MAX_LIMIT_BYTES}"
                 )
 
         try:

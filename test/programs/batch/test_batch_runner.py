@@ -69,7 +69,7 @@ def test_a_batch_whose_failure_was_not_recorded_fails_at_the_next_try(
 ) -> None:
     store: Store = FullDisk(tmp_path, 1 << 30, 100)
     batch = faulty_batch(store)
-    context: Any = None
+    context: Any = SimpleNamespace(config=HttpConfig())
 
     async def faulty(self: BatchJob) -> Status:
         raise TypeError("a fault of ours")
@@ -118,7 +118,7 @@ def test_an_unusable_store_is_logged_once_and_its_recovery_too(
     store = Unusable(tmp_path)
 
     async def tried() -> None:
-        context: Any = None
+        context: Any = SimpleNamespace(config=HttpConfig())
         stop = asyncio.Event()
         running = asyncio.create_task(BatchRunner(store, context, lambda: None).run(stop))
         await asyncio.to_thread(store.was_looked_at.wait, 60)
@@ -152,7 +152,7 @@ def test_a_clock_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.
             expires_at=int(expires),
         )
         store.add_file(file, b"a")
-    context: Any = None
+    context: Any = SimpleNamespace(config=HttpConfig())
     runner = BatchRunner(store, context, lambda: None)
     wall, running = wall + 1e8 + 1000, running + 1000
     asyncio.run(runner._poll())
