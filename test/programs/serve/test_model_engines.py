@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     arguments = ("--models-dir", str(folder), "--admin-password", "boss", "--max-models", "3")
     running = Service(tmp_path_factory.mktemp("service"), *arguments, program="test/fake_app.py", PYTHONPATH=".")
+    running.headers = ADMIN  # /status shows models and processes to an administrator
     try:
         yield running.wait_ready()
     finally:
@@ -209,8 +210,8 @@ def test_only_model_files_within_the_folder(fake: Service, file: str) -> None:
 
 
 def test_loading_needs_the_administrator(fake: Service) -> None:
-    assert fake.post("/v1/models/load", {"file": "good.pth"}).status_code == 401
-    assert fake.post("/v1/models/unload", {"name": "good"}).status_code == 401
+    for path, body in (("load", {"file": "good.pth"}), ("unload", {"name": "good"})):
+        assert fake.request("POST", f"/v1/models/{path}", json=body).status_code == 401
 
 
 def test_a_waiting_load_of_an_unloaded_model_gets_an_error(fake: Service) -> None:
