@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from state_pool import expiry
+from state_pool.cache import checkpoints
 from state_pool.expiry import Expiry, Gap, UsageTimes
 from state_pool.turns import turns
 from test.pool_fakes import Driver, FakeArena, config_in
@@ -36,6 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(expiry, "time", clock.module)
     monkeypatch.setattr(turns, "time", clock.module)
+    monkeypatch.setattr(checkpoints, "time", clock.module)
     yield clock
 
 
