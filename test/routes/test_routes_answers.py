@@ -97,6 +97,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/tokens/count", {}),
     ("/healthz", None),
     ("/readyz", None),
+    ("/authz", None),
     ("/health", None),
     ("/status", None),
     ("/metrics", None),
