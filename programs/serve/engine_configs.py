@@ -14,7 +14,7 @@ from rwkv_batch.ipc.served_model import ModelSpec
 from rwkv_batch.models_folder import relative_to_folder
 
 SPARE_CORES = 4
-"""Cores that compute threads must leave free. With fewer, other work may occupy all of them for long."""
+"""Cores that must be free of compute threads for work that runs on idle cores only."""
 
 
 def replica_config(config: EngineConfig, name: str) -> EngineConfig:
@@ -48,7 +48,7 @@ def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> E
         states=(),
         served_adapters=(),
         loads_at_low_priority=True,
-        only_idle_cores=_leaves_cores(base, own_engines),
+        only_idle_cores=_has_idle_cores(base, own_engines),
         strategy="",
         layers=(),  # --pp-layers holds for the service's own model only
         resident=() if spec.devices else base.resident,
@@ -67,19 +67,19 @@ def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
     service's own model, for which a request names the devices only.
     """
     fields = {flag.option: "file" if flag.field == "model_path" else flag.field for flag in FLAGS[EngineConfig]}
-    said = {"devices"} if is_own else set(ModelSpec.__struct_fields__)
+    request_fields = {"devices"} if is_own else set(ModelSpec.__struct_fields__)
 
     def named(option: re.Match[str]) -> str:
         field = fields.get(option[0], "")
-        return f"`{field}`" if field in said else option[0]
+        return f"`{field}`" if field in request_fields else option[0]
 
     return re.sub("--[a-z0-9-]+", named, relative_to_folder(models_dir, reason))
 
 
-def _leaves_cores(config: EngineConfig, engines: int) -> bool:
-    """Whether a number of computing engines leaves cores for other processes.
+def _has_idle_cores(config: EngineConfig, engines: int) -> bool:
+    """Return whether the service's own engines leave enough idle cores to load another model on them.
 
-    Work that runs on idle cores alone never ends if there are none. Without --threads an engine uses all cores.
+    Loading on idle cores would never end without any. Without --threads, an engine on a CPU uses all cores.
     """
     is_on_gpus = all(device.startswith("cuda") for device in config.devices)
     taken = (1 if is_on_gpus else config.threads) * engines

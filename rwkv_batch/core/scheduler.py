@@ -2,16 +2,18 @@
 
 - `Admission` gives out running slots. Rows with a running slot are in the steps.
 - Decoding rows are in every step. While interactive requests arrive, batch rows take turns (`BatchThrottle`).
-- While rows decode, a step reads fewer prompt tokens, because each row's next token waits until the step ends.
-- Prompt tokens are split like running slots: between classes, clients and jobs.
+- A step with decoding rows reads fewer prompt tokens than one without: a long prefill would delay their next tokens.
+- The prompt tokens of a step are split like running slots: first between interactive and batch rows, then between
+  clients, then between jobs.
 
 Micro-batches: with several devices, decoding rows are split into groups with steps of their own. One group runs on the
 second device while the next runs on the first. A row stays in its group while it decodes. New rows join the smallest
 group, and a group that is much larger than its share gives rows away.
 
-The first non-empty group carries the prefill. With three or more stages and little prefill queued, only every fifth of
-its steps does. If more prefill is queued than a step takes, every step carries some. So does every step with few
-decoding rows, which shares a graph with prefill. Otherwise the other groups would wait for one that reads all prompts.
+Which group's steps carry prefill:
+- The first non-empty group's. With three or more stages and little prefill queued, only every fifth of its steps.
+- Every group's, if more prefill is queued than one step takes: else all groups would wait for the first one.
+- Every group's with few decoding rows: one CUDA graph runs both.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ class ScheduledRow:
     samples: bool
     """whether a token is sampled after its last token"""
     uses_device_token: bool = False
-    """whether it samples, and reads the token it sampled last from its request slot on the device"""
+    """whether the row's input token is read on the device, where the last step sampled it (by request slot)"""
     ends: bool = False
     """whether the row ends here because it only reads"""
     lowest_slot: int = NO_SLOT
     """for decoding rows: see `Sequence.lowest_slot`"""
     max_num_ids: int = 0
-    """for decoding rows: length of `token_ids` when the last sampling is launched"""
+    """for decoding rows: maximum length of `token_ids`; at this length nothing more is sampled"""
     is_plain: bool = False
-    """whether it uses the device token and its sequence is plain; such a row is the same in all its steps"""
+    """whether it uses the device token and `Sequence.is_plain`; its ScheduledRow is reused in all its steps"""
 
     @property
     def scored(self) -> range:
@@ -61,7 +63,7 @@ class Scheduler:
     """Waiting, running and paused rows. Owned by the engine's thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
-        """has_pieces: whether steps with batch rows can be launched in pieces"""
+        """has_pieces: whether steps with batch rows can be launched in pieces of a few layers"""
         self.limits = limits
         self._slots = slots
         self.admission = Admission(limits, slots, self)
@@ -77,7 +79,7 @@ class Scheduler:
         self._turns_since_prefill = 0
         """steps of the first group since its last prefill"""
         self._has_prefill_left = False
-        """whether the last prefill step left prompts over"""
+        """whether the last step with prefill left rows without a chunk"""
         self._steps = 0
         self._reading_tokens = 0
         """prompt tokens that running rows had left before the last step"""
@@ -129,8 +131,8 @@ class Scheduler:
     def schedule(self, oldest: int = 0, now: float = 0.0) -> list[ScheduledRow]:
         """Return the rows of the next step: a group's decoding rows, and prompt chunks up to the budget.
 
-        oldest: number of the oldest step whose tokens the host has not read. A row that samples in a later one waits,
-        because otherwise the first device would wait for it.
+        oldest: number of the oldest step whose tokens the host has not read. A row that samples in a later step is left
+        out: its input token is not on the first device yet.
         now: time.monotonic()
         """
         self._steps += 1
@@ -150,15 +152,15 @@ class Scheduler:
             rows += self._prefill_rows(budget, skips_batch, with_decode=bool(rows))
         return rows
 
-    def _is_prefill_due(self, rows: int) -> bool:
-        """Return whether the first group's step, with `rows` decoding rows, carries prefill.
+    def _is_prefill_due(self, num_decoding: int) -> bool:
+        """Return whether the first group's step, with `num_decoding` rows, carries prefill.
 
         A prefill loads all weights, which takes as long as decoding fifty rows. So little prefill waits for more, at
-        most MAX_PREFILL_DELAY_TURNS steps. Prefill of one token per decoding row takes about as long as the group's
-        step. A longer one would delay the next group on every stage.
+        most MAX_PREFILL_DELAY_TURNS steps, until there is one prompt token per decoding row. That much takes about as
+        long as the group's step; with more, the next group would wait on every stage.
         """
         self._turns_since_prefill += 1
-        min_tokens = min(self.limits.min_gathered_prefill_tokens, rows)
+        min_tokens = min(self.limits.min_gathered_prefill_tokens, num_decoding)
         is_due = self._turns_since_prefill >= MAX_PREFILL_DELAY_TURNS or self._reading_tokens >= min_tokens
         if is_due and self._reading:
             self._turns_since_prefill = 0
@@ -205,17 +207,17 @@ class Scheduler:
 
     def _ready_rows(self, group: dict[Sequence, ScheduledRow | None], oldest: int) -> list[ScheduledRow]:
         """Return the group's rows that may run. Rows with more than one token to read leave the group."""
-        ready, closing = [], []
+        ready, reading_again = [], []
         for sequence, row in group.items():
             ids = sequence.token_ids
-            if row is not None:  # `Sequence.may_run` for a row that always has one token to read
+            if row is not None:  # `Sequence.may_run`, shorter: this row always has one token to read
                 if (sequence.last_sample_step <= oldest and len(ids) < row.max_num_ids) or ids[-1] != PENDING:
                     ready.append(row)
             elif len(ids) - sequence.num_computed_tokens > 1:
-                closing.append(sequence)
-            elif self._may_run(sequence, oldest) if sequence.lease is not None else sequence.may_run(oldest):
+                reading_again.append(sequence)
+            elif self._may_run_with_spare(sequence, oldest) if sequence.lease is not None else sequence.may_run(oldest):
                 ready.append(_decoding_row(sequence, group))
-        for sequence in closing:
+        for sequence in reading_again:
             del group[sequence]
             self._reading[sequence] = None
         return ready
@@ -228,7 +230,8 @@ class Scheduler:
         for sequence in list(islice(reversed(group), len(group) - share)):
             min(self._groups, key=len)[sequence] = group.pop(sequence)
 
-    def _may_run(self, sequence: Sequence, oldest: int) -> bool:
+    def _may_run_with_spare(self, sequence: Sequence, oldest: int) -> bool:
+        """Give a session's row its second state slot if it lacks one. Return `Sequence.may_run`."""
         if sequence.lacks_spare_slot:
             self._slots.add_spare(sequence)
         return sequence.may_run(oldest)
@@ -267,7 +270,7 @@ class Scheduler:
         self.admission.release_req_slot(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove the row from the steps. The caller frees its slot."""
+        """Remove the row from the steps and free its request slot. The caller frees its state slot."""
         self.admission.release_req_slot(sequence)
         self.remove_running(sequence)
         sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE

@@ -71,12 +71,12 @@ class Pipeline:
 
     @property
     def concurrency(self) -> int:
-        """Return how many stages can work at the same time: those on a GPU of their own.
+        """Return how many stages can work at the same time: as many as there are GPUs, at least one.
 
-        Stages on a CPU would share its cores.
+        Stages on a CPU share its cores.
         """
         gpus = {device for device in self.devices if device.type == "cuda"}
-        return len(self.stages) if len(gpus) == len(self.stages) else max(1, len(gpus))
+        return max(1, len(gpus))
 
     @property
     def slot_bytes(self) -> int:
@@ -147,15 +147,15 @@ class Pipeline:
 def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
     """Return the values of "kernels" and "wkv_state" for this model version and these devices.
 
-    Values that are not supported become "auto" for the fields in `EngineConfig.auto_fallback_fields`, with a log line.
-    Others stay as configured.
+    If a configured value is not supported and its field is in `EngineConfig.auto_fallback_fields`, it becomes "auto",
+    with a log line. Otherwise it stays.
     """
     kinds = {resolve_device(name).type for name in devices}
     is_older = version != X070
-    of_others = config.kernels in ("cuda", "cpu") and kinds != {config.kernels}
+    is_for_other_device = config.kernels in ("cuda", "cpu") and kinds != {config.kernels}
     chosen = {}
     for name, is_refused in (
-        ("kernels", of_others or (is_older and config.kernels == "cuda")),
+        ("kernels", is_for_other_device or (is_older and config.kernels == "cuda")),
         ("wkv_state", is_older and config.wkv_state != "fp32"),
     ):
         configured: str = getattr(config, name)
@@ -172,7 +172,7 @@ def replica_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
 
     Raises ValueError if there are fewer GPUs than engines.
     """
-    if names != ("auto",):  # first, because a look for GPUs starts the driver, also in engines on a CPU
+    if names != ("auto",):  # before GPUs are counted: that starts the driver, which an engine on a CPU does not need
         return names
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:

@@ -67,9 +67,9 @@ class ObjectCorrupted(Exception):  # noqa: N818 - names what happened
 
 OnPut = Callable[[StoredObject | Exception], None]
 OnFetched = Callable[[dict[str, bytes] | Exception], None]
-"""Called on one of the object threads."""
+"""Callback with the outcome. Runs on one of the object threads."""
 FindUsedKeys = Callable[[list[int], Callable[[set[str] | None], None]], None]
-"""Given state numbers, reports the keys in their rows, on any thread. None: they could not be read."""
+"""Looks up the object keys in the rows of these states, and passes them to a callback; None if they cannot be read."""
 
 
 class CheckpointObjects:
@@ -125,7 +125,7 @@ class CheckpointObjects:
             self._cleaner.submit(lambda: self._sweep(find_used_keys))
 
     def close(self) -> None:
-        """Finish the queued work and end the threads, except those that the store blocks. Blocks."""
+        """Finish the queued work and end the threads. Blocks, but not for threads that hang in the store."""
         self._transfers.close()
         self._cleaner.close()
         self._closing.set()
