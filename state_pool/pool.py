@@ -149,11 +149,12 @@ class StatePool:
     def _checkpoint_due_sessions(self) -> None:
         """Store dirty states: those with a long log, then idle ones, then those that may be evicted soon."""
         checkpoints = self.tiers.checkpoints
-        idle_since = time.time() - self.config.checkpoint_idle_s
+        now = time.time()
+        idle_since = now - self.config.checkpoint_idle_s
         nearly_full = self.tiers.host_nearly_full
         dirty = [session for session in [*self._index.l2, *self._index.l1] if session.dirty]
         for session in dirty:
-            if checkpoints.is_due(session) or session.updated < idle_since:
+            if checkpoints.is_due(session) or not idle_since <= session.updated <= now:  # later: the clock was set back
                 checkpoints.begin(session)
         for session in dirty:
             if nearly_full and session.host is not None and not checkpoints.busy:

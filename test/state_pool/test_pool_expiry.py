@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from state_pool import expiry
+from state_pool import expiry, pool
 from state_pool.cache import checkpoints
 from state_pool.expiry import Expiry, Gap, UsageTimes
 from state_pool.turns import turns
@@ -122,3 +122,20 @@ def test_a_clock_that_is_set_back_and_forth_deletes_nothing_early(clock: Clock) 
 
 def test_without_a_ttl_nothing_expires(clock: Clock) -> None:
     assert Expiry(0.0, UsageTimes(clock.wall - YEAR_S)).cutoff() is None
+
+
+def test_a_clock_that_is_set_back_keeps_no_idle_state_from_the_disk(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lazy durability, a crash within that day would lose the turn."""
+    real = SimpleNamespace(time=lambda: clock.wall, monotonic=time.monotonic, sleep=time.sleep)
+    for module in (pool, turns, checkpoints):
+        monkeypatch.setattr(module, "time", real)
+    driver = Driver(FakeArena(), config_in(tmp_path, durability="lazy", checkpoint_idle_s=30))
+    driver.turn("s", [1])
+    index = driver.pool._index
+    (session,) = [*index.l1, *index.l2]
+    assert session.dirty, "it is in use"
+    clock.wall -= 86_400
+    driver.until(lambda: not session.dirty)
+    close(driver)
