@@ -70,7 +70,10 @@ async def submit(context: Context, job: Job) -> EventStream:
 
 
 async def _with_stored_id(context: Context, row: GenerateRequest) -> GenerateRequest:
-    """Return the row with the stored id of its session, if it has one. A key's unknown id is a new session of it."""
+    """Return the row with the stored id of its session, if it has one.
+
+    An id without a session names a new session of the API key.
+    """
     if row.session is None:
         return row
     session_ids = reachable_ids(row.session.session_id)

@@ -1,7 +1,8 @@
 """Tuned states: reads them from files and puts them into the state pool.
 
-States of --state and kept states are loaded at start, others by request. States of requests are kept in a folder next
-to the session database, because rebuilding a session needs its initial state. A separate thread reads and writes files.
+States come from --state at start, or from requests. Those of requests are *kept*: written to a folder next to the
+session database and loaded at every start, because rebuilding a session needs its initial state. A separate thread
+reads and writes files.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         kept = sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []
         self._open_mixtures()
         for path in kept:
-            if not STATE_NAME.fullmatch(path.stem):  # unfinished; another engine may be writing it
+            if not STATE_NAME.fullmatch(path.stem):  # a temporary file, which another engine may be writing
                 continue
             if path.stem in self._infos:
                 logger.warning("state %s of --state replaces the one kept in %s", path.stem, path)
@@ -108,7 +109,7 @@ class StateLibrary(FileLibrary[StateInfo]):
                 )
 
     def _open_saved(self, path: Path) -> None:
-        """Load a kept state. Raises FileError, which names the file without its folder, and PoolError."""
+        """Load a kept state. Raises PoolError, or FileError; their messages name the file without its folder."""
         with with_requested_name(path, path.name):
             state, host = self._read(path, AUTO)
             self._register(path.stem, state, host, _saved_source(path), True, _saved_defaults(path))

@@ -39,24 +39,24 @@ class Uploads:
         self._failed = failed
 
     def begin(self, staging: StagedState, state: int) -> None:
-        """Start to put the state's object under this state number."""
+        """Start the upload of a state. `state`: its number in the database, which is part of the object's key."""
         reach("before_checkpoint")
         staging.state, staging.num_bytes, staging.upload_started_at = state, self._num_bytes, time.time()
         with self._changed:
             if self._staged.start_upload(staging):
                 job = staging.job
                 self._objects.put(
-                    state, job.session.row, job.host, self._order, lambda outcome: self._put(staging, outcome)
+                    state, job.session.row, job.host, self._order, lambda outcome: self._uploaded(staging, outcome)
                 )
 
-    def _put(self, staging: StagedState, outcome: StoredObject | Exception) -> None:
+    def _uploaded(self, staging: StagedState, outcome: StoredObject | Exception) -> None:
         reach("within_checkpoint")
         if isinstance(outcome, Exception):
             self._failed(staging, outcome)
             return
         with self._changed:
             staging.stored = outcome
-            if not self._staged.finish_upload(staging):
+            if not self._staged.finish_upload(staging):  # a newer state replaced it meanwhile
                 self._objects.delete(outcome.key)
             self._changed.notify()
 
@@ -79,7 +79,9 @@ class StateWrites:
         member: Membership | None,
         first_state: int,
     ) -> None:
-        """`first_state`: the first state number of an engine that does not share the database."""
+        """retain: recent tokens of a session whose turns are kept
+        first_state: the next state number, if no other engine shares the database
+        """
         self._connection = connection
         self._layout = layout
         self._fingerprint = fingerprint
@@ -106,7 +108,7 @@ class StateWrites:
 
         Raises TurnNotStored if the written part may be garbage by now.
         """
-        if staging.stored is not None:  # any number is fine; its fence decides
+        if staging.stored is not None:  # an object needs no check of its number: `publish` checks the fence
             check_age(staging)
         elif staging.number == 0:
             staging.state = self.new_number()
@@ -121,7 +123,7 @@ class StateWrites:
         return written
 
     def publish(self, staging: StagedState) -> list[statements.GarbageState]:
-        """Make the written chunks, or the object, the session's state. Returns the states that it makes garbage.
+        """Make the written chunks, or the object, the session's state. Returns the replaced states, to be deleted.
 
         Raises StaleEpoch or SessionNotFound if the session was taken over or deleted.
         """
@@ -148,7 +150,9 @@ class StateWrites:
 
     def _check_session(self, job: Checkpoint) -> None:
         directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
-        if job.shared and job.fence is None:  # a dialogue may be stored by any engine
+        if (
+            job.shared and job.fence is None
+        ):  # no lease guards a dialogue; this UPDATE fails if it was deleted, and locks its row
             row = job.session.row
             found = self._connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (row,))
             if found.rowcount != 1:

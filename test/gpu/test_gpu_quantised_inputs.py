@@ -29,22 +29,22 @@ GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 WIDTH, VOCAB = 4096, 256
 RANKS = (128, 128, 96, 480)
-FULL = (65, 96, 128, 200, 257, 320)
+ONE_LAUNCH_ROWS = (65, 96, 128, 200, 257, 320)
 """Row counts whose input projections are one launch on a GPU of 132 SMs."""
-PARTED = (5, 9, 16, 32, 33, 64)
+TWO_PART_ROWS = (5, 9, 16, 32, 33, 64)
 """Row counts with two-part inputs."""
 SAME_PLAN = (5, 9, 33, 64, 65, 130)
 """Row counts with the same tiles for both layouts of a matrix."""
 VALUE_ROWS = (*SAME_PLAN, 257, 320, 400, 600, 800, 1000, 1040, 4100)
 ROUNDED_IN_PARTS = 6e-3
-"""Error that this adds to a product; also for two products in a row."""
+"""Error that two-part inputs add to a product, or to two products in a row."""
 
 
 @pytest.fixture(scope="module")
 def stage() -> Stage:
     """Two layers of 7.2B's shape in fp8."""
     if not scaled_mm_dtypes(GPU) or not has_hopper_gemm(GPU):
-        pytest.skip("products of codes are not ours here")
+        pytest.skip("this GPU does not use our fp8 GEMMs")
     tensors = random_weights(2, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
     weights = Weights(Path("random"), tensors, ModelShape(2, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
     return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP16, Format.FP8), CudaOps())
@@ -94,17 +94,19 @@ def test_quantised_inputs_are_those_of_the_fp16_inputs(stage: Stage, lengths: li
             assert torch.equal(mixed[i].scales, wanted.scales)
 
 
-@pytest.mark.parametrize("rows", FULL)
+@pytest.mark.parametrize("rows", ONE_LAUNCH_ROWS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal to separate launches, for any content of the other rows, at each call."""
+    """Near separate launches; the same bits at each call, and for any content of the other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
     assert isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
-    held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
-    del held
+    poison = torch.full(
+        (1 << 28,), torch.nan, device=GPU, dtype=torch.float16
+    )  # memory that torch reuses for outputs is poisoned
+    del poison
     got = stage.ops.project(layer, mixed)
     with monkeypatch.context() as context:
         context.setattr(cuda_input_projections, "_fits_one_quantised_launch", lambda layer, tokens: False)
@@ -137,15 +139,17 @@ def test_parts_add_up_to_the_fp16_inputs(stage: Stage, lengths: list[int]) -> No
             assert torch.equal(mixed[i].codes.view(torch.uint8), parts_of(plain[i]).view(torch.uint8))
 
 
-@pytest.mark.parametrize("rows", PARTED)
+@pytest.mark.parametrize("rows", TWO_PART_ROWS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_products_of_two_part_rows(stage: Stage, rows: int, index: int) -> None:
     """Near the fp16 products, by what two parts leave out; the same bits at each call, for any other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     kept = torch.arange(rows, device=GPU) % 3 == 0
-    held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
-    del held
+    poison = torch.full(
+        (1 << 28,), torch.nan, device=GPU, dtype=torch.float16
+    )  # memory that torch reuses for outputs is poisoned
+    del poison
     plain, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=True)
     mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
     assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
@@ -168,15 +172,15 @@ def test_products_of_two_part_rows(stage: Stage, rows: int, index: int) -> None:
     y, z = layer.output(QuantisedRows(parts, None)), layer.output(x).float()
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
     assert torch.equal(layer.output(QuantisedRows(others, None))[kept], y[kept])
-    shares = stage.ops.output(layer, QuantisedRows(parts, None))
-    assert isinstance(shares, PartialSums)
-    assert torch.equal(sum_partials(shares), y), "what blocks add up themselves"
+    partials = stage.ops.output(layer, QuantisedRows(parts, None))
+    assert isinstance(partials, PartialSums)
+    assert torch.equal(sum_partials(partials), y), "y is the sum that the kernel made itself"
     y, z = (
         sum_partials(stage.ops.channel_mix(layer, QuantisedRows(parts, None))),
         sum_partials(stage.ops.channel_mix(layer, x)).float(),
     )
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
-    if rows > MAX_SPARSE_ROWS:  # those of fewer are read as sparse as all are
+    if rows > MAX_SPARSE_ROWS:  # with fewer rows, sums depend on the inputs that are zero in all rows
         assert torch.equal(sum_partials(stage.ops.channel_mix(layer, QuantisedRows(others, None)))[kept], y[kept])
 
 
@@ -185,13 +189,15 @@ def test_products_of_two_part_rows(stage: Stage, rows: int, index: int) -> None:
 def test_transposed_value(rows: int, n: int) -> None:
     """Equal to the row-major matrix, to the bit where split-K is the same; for any content of the other rows."""
     if not scaled_mm_dtypes(GPU) or not has_hopper_gemm(GPU):
-        pytest.skip("it is held in both orders here")
+        pytest.skip("this GPU keeps the matrix in both layouts")
     stored = quantise(torch.randn(n, 4096, device=GPU) / 64, Format.FP8)
     value, output_major = CudaQuantValue(stored), CudaQuantLinear(stored)
     assert value.num_bytes == output_major.num_bytes, "it is held once"
     hidden = torch.relu(normal(rows, 4096))
-    held = torch.full((1 << 24,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
-    del held
+    poison = torch.full(
+        (1 << 24,), torch.nan, device=GPU, dtype=torch.float16
+    )  # memory that torch reuses for outputs is poisoned
+    del poison
     y, wanted = value(hidden), output_major(hidden)
     same = torch.equal(y, wanted) if rows in SAME_PLAN else True
     assert same and ((y.float() - wanted.float()).norm() / wanted.float().norm()).item() < 1e-3
@@ -200,7 +206,7 @@ def test_transposed_value(rows: int, n: int) -> None:
     assert all(torch.equal(value(others)[kept], y[kept]) for _ in range(20))
 
 
-@pytest.mark.parametrize("rows", PARTED)
+@pytest.mark.parametrize("rows", TWO_PART_ROWS)
 @pytest.mark.parametrize("form", [StateFormat.INT8, StateFormat.FP16, StateFormat.FP32])
 def test_wkv_writes_two_part_output(stage: Stage, rows: int, form: StateFormat) -> None:
     """The parts equal those of the fp16 output that adapters read."""

@@ -1,7 +1,7 @@
 """The process that runs batches: one for the service, started and watched by the supervisor.
 
-The store's database says what is under way; it is looked at twice a second, so that nobody has to tell this process
-anything, and what was under way before a restart goes on.
+It reads the active batches from the store's database twice per second. So HTTP workers need no link to it, and batches
+continue after a restart. The supervisor sends the API keys and the engines.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rwkv_batch.ipc.process import LogStyle, become_child
 logger = logging.getLogger(__name__)
 
 _MAX_BATCHES, _MAX_BATCHES_PER_CLIENT = 8, 4
-"""Concurrent batches, above the first one of each client."""
+"""Limits for a client's further batches: all batches that run, and those of this client. The first one is exempt."""
 _MAX_CLIENTS = 64
-"""Concurrent batches. A client's first one waits only for this limit."""
+"""Limit of all batches. A client's first one waits only for this limit."""
 _MAX_THREADS = 4 * _MAX_CLIENTS
 """Threads that read and write files."""
 _POLL_S = 0.5
 _SWEEP_S = 600.0
 _RETRY_S = 10.0
-"""Wait after a batch that could not go on, as when the disk is full."""
+"""Wait before a batch that failed for a passing reason, such as a full disk, is tried again."""
 
 
 def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Connection) -> None:
@@ -66,7 +66,7 @@ def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Conn
 
 
 async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, supervisor: Connection) -> None:
-    """Run until the supervisor says "drain", or is gone; from when it has said which keys and models there are."""
+    """Wait for the supervisor's first list of engines, then run until it sends "drain" or ends."""
     loop, stop, has_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
 
@@ -91,7 +91,7 @@ class BatchRunner:
     """Begins batches and follows them. One event loop."""
 
     def __init__(self, store: Store, context: Context, report_used: Callable[[], None]) -> None:
-        """`report_used` tells the supervisor which models lines have asked for: these are not idle."""
+        """`report_used`: reports the models that lines used to the supervisor, which unloads idle ones."""
         self._report_used = report_used
         self._store = store
         self._context = context
@@ -102,18 +102,18 @@ class BatchRunner:
         self._swept = 0.0
         self._offset = time.time() - time.monotonic()
         self._store_error = ""
-        """Why the store could not be looked at last time."""
+        """Why the store could not be read last time; "" if it could."""
 
     def set_key_names(self, names: frozenset[str] | None) -> None:
-        """Set the names of the API keys in force. None: not known. Batches of other keys end at the next look."""
+        """Set the names of the API keys in force. None: not known. Batches of other keys end at the next poll."""
         self._key_names = names
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run what there is until `stop`; what is under way then goes on at the next start."""
+        """Run batches until `stop`. Unfinished ones continue at the next start."""
         while not stop.is_set():
             try:
                 await self._poll()
-            except OSError as error:  # a locked or full disk: the batches under way go on, and this is tried again
+            except OSError as error:  # a locked or full disk: running batches continue, and this is tried again
                 self._log_store_error(str(error))
             else:
                 self._log_store_error("")
@@ -124,7 +124,7 @@ class BatchRunner:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _log_store_error(self, store_error: str) -> None:
-        """Log what has changed: the store is looked at so often that each failure would fill a disk with words."""
+        """Log only changes: at two polls per second, a line per failure would fill the disk."""
         if store_error and store_error != self._store_error:
             logger.error("batches wait: %s; if the disk of --files-dir is full, make room there", store_error)
         elif self._store_error and not store_error:
@@ -132,7 +132,7 @@ class BatchRunner:
         self._store_error = store_error
 
     async def _poll(self) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone, and so will be this process
+        with contextlib.suppress(OSError):  # the supervisor has ended; this process ends next
             self._report_used()
         before = set(self._jobs)
         for batch in await asyncio.to_thread(self._store.active_batches):
@@ -142,18 +142,20 @@ class BatchRunner:
             if job is not None:
                 job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
                 job.is_key_removed = job.is_key_removed or is_key_removed
-            elif batch.id not in before and self._can_start(batch, is_key_removed):  # it may have just ended
+            elif batch.id not in before and self._can_start(
+                batch, is_key_removed
+            ):  # a batch of `before` may have ended since the store was read
                 self._start(batch)
                 self._jobs[batch.id].is_key_removed = is_key_removed
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
-            # A clock that is set ahead while this runs deletes nobody's files.
+            # Not the wall clock alone: one that is set ahead must not expire files.
             await asyncio.to_thread(self._store.sweep, min(time.time(), self._offset + time.monotonic()))
 
     def _can_start(self, batch: Batch, is_key_removed: bool) -> bool:
         if time.monotonic() < self._retry_at.get(batch.id, 0.0):
             return False
-        if is_key_removed:  # its start is its end
+        if is_key_removed:  # it only starts to be failed, which needs no room
             return True
         num_of_client = sum(job.batch.client == batch.client for job in self._jobs.values())
         if not num_of_client:

@@ -1,6 +1,7 @@
 """fp8 weights on Hopper's tensor cores: fp8 rows, or two-part rows (csrc/gemm/gemm_fp8.cuh).
 
-Weights [n, k] take up to 640 rows, weights [k, n] up to 4,096. Two-part rows: at most 64.
+A two-part row is two e5m2 values per input (`Fp8Gemm.x`), which keeps more bits than one fp8 value. Weights [n, k] take
+up to 640 rows, weights [k, n] up to 4,096. Two-part rows: at most 64.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ FP8_DTYPE = torch.float8_e4m3fn
 TWO_PART_DTYPE = torch.float8_e5m2
 FP8_TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256, LARGEST_TILE)
 FP32_TILE_ROWS = (96, 128, 160, 192, LARGEST_TILE)
-"""Tile sizes with fp32 results. From 193 to 256 rows, two tiles of cuBLAS, 320 is faster."""
-CUBLAS_ROWS = range(321, 513)
+"""Tile sizes with fp32 output. 193 to 256 rows use the tile of 320: it is faster than cuBLAS's two tiles."""
+FASTER_ON_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
-"""With weights [n, k]: up to 320 rows are one tile, more are two. Where the second is not full, cuBLAS is faster."""
+"""With weights [n, k]: up to 320 rows are one tile, more are two. Up to 512 rows, cuBLAS is faster than two tiles."""
 MAX_COLUMNS = 256
-"""Maximum columns of a wgmma; a larger tile is two wgmmas of half the rows."""
+"""Maximum N of a wgmma (rows of x). A taller tile uses two wgmmas with half the rows each."""
 TRANSPOSED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256, LARGEST_TILE)
 """Tile sizes with weights [k, n]."""
 MAX_TRANSPOSED_ROWS = 4096
@@ -69,7 +70,8 @@ class Fp8Gemm(NamedTuple):
     y: Tensor
     """[rows, n] fp16, or fp32 in all GEMMs of a launch.
 
-    Of two-part rows also [rows, 2, n] e5m2. For a single GEMM also [`num_splits`, rows, n] fp32 split-K partials.
+    With two-part rows it may also be two-part, [rows, 2, n] e5m2. A single GEMM with two-part rows may also write
+    split-K partials, [`num_splits`, rows, n] fp32.
     """
     activation: int
     transposed: bool = False
@@ -78,13 +80,13 @@ class Fp8Gemm(NamedTuple):
 
 def fits_hopper_fp8(rows: int, n: int, k: int, device: torch.device, transposed: bool = False) -> bool:
     """Whether the kernel takes so many fp8 rows times [n, k]; transposed: stored as [k, n]."""
-    cublas_rows = () if transposed else CUBLAS_ROWS
+    cublas_rows = () if transposed else FASTER_ON_CUBLAS
     worth_it = rows <= (MAX_TRANSPOSED_ROWS if transposed else MAX_FP8_ROWS) and rows not in cublas_rows
     return worth_it and k % QUANTISED_TILE_K == 0 and n % 16 == 0 and has_hopper_gemm(device)
 
 
-def hopper_fp8_returns_fp32(rows: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether it returns fp32: enough tiles for every SM, without split-K."""
+def may_return_fp32(rows: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether the output can be fp32: only without split-K, so there must be a tile for every SM."""
     if rows > FP32_TILE_ROWS[-1] or not fits_hopper_fp8(rows, n, k, device):
         return False
     tile_rows = next(size for size in FP32_TILE_ROWS if size >= rows)
@@ -95,8 +97,8 @@ def hopper_fp8_returns_fp32(rows: int, n: int, k: int, device: torch.device) -> 
 def plan_fp8(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool = True) -> Plan:
     """As `plan_hopper_gemm`, for fp8 rows, which may take several tiles.
 
-    Four CTAs of a split tile exchange 3/4 of its sums. Two tiles of half the rows, split by two, exchange half of them
-    but read W twice. That is faster only from 257 rows on (docs/tries.md).
+    With split-K by 4, CTAs exchange 3/4 of a tile's sums. Two tiles of half the rows with split-K by 2 exchange half of
+    them, but read the weight twice. That is faster only from 257 rows on (docs/tries.md).
     """
     blocks = -(-rows // FP8_TILE_ROWS[-1])
     plan = plan_hopper_gemm(-(-rows // blocks), shapes, num_sms // blocks, co_resident, QUANTISED_TILE_K, FP8_TILE_ROWS)
@@ -123,7 +125,7 @@ def plan_transposed(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_r
         )
         return -(-units // num_sms) * step_cycles / plan.splits, -plan.tile_rows
 
-    # a tile of more columns than a product has is two products: one that begins behind the last row would be idle
+    # a tile above MAX_COLUMNS is two wgmmas; leave out sizes whose second wgmma would have no rows in the last tile
     row_blocks = {
         size: -(-rows // size) for size in TRANSPOSED_TILE_ROWS if size <= MAX_COLUMNS or (rows - 1) % size >= size // 2
     }
@@ -139,7 +141,8 @@ def launch_hopper_fp8(
 ) -> None:
     """Runs up to 12 GEMMs over the same fp8 rows (`fits_hopper_fp8`) or two-part rows (`fits_two_part_gemm`).
 
-    fp16_gemms: fp16 GEMMs that `fits_fp16_gemms` allows in the launch; dependent: fp16 GEMMs that read their outputs.
+    fp16_gemms: fp16 GEMMs that `fits_fp16_gemms` allows in the launch
+    dependent: fp16 GEMMs that read the outputs of fp16_gemms
     Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """
     first = gemms[0]

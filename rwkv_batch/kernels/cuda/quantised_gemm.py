@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, prepare_hopper_gemm
-from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, fits_hopper_fp8, hopper_fp8_returns_fp32, launch_hopper_fp8
+from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, fits_hopper_fp8, launch_hopper_fp8, may_return_fp32
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE, Int8Gemm, launch_hopper_int8
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import launch_weight_only
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import num_splits
@@ -111,7 +111,7 @@ def _fits_hopper_gemm(m: W8A8Gemm) -> bool:
     rows, n, k, device = len(m.codes), packed.outputs, packed.inputs, m.y.device
     if m.y.dtype == torch.float16:
         return fits_hopper_fp8(rows, n, k, device, packed.transposed)
-    return not packed.transposed and hopper_fp8_returns_fp32(rows, n, k, device)
+    return not packed.transposed and may_return_fp32(rows, n, k, device)
 
 
 def _fp8_gemm(m: W8A8Gemm) -> Fp8Gemm:
