@@ -225,10 +225,9 @@ def build_rows(
             len(prompts),
         )
     if body.max_tokens > config.max_tokens_limit:
-        limit = config.max_tokens_limit
-        raise invalid(
-            "max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens
-        )
+        limit, other_names = config.max_tokens_limit, ("max_completion_tokens", "max_output_tokens")
+        given = next((name for name in other_names if getattr(body, name, None) is not None), "max_tokens")
+        raise invalid(given, f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens)
     states = len(body.states) or 1
     current_request().check_rows(len(prompts) * n * states, states)
     seed = secrets.randbits(64) if body.seed is None else body.seed

@@ -212,7 +212,8 @@ class BatchJob:
             if num_bytes > max_bytes:
                 raise _InputError(
                     f"the file {name} has more than {max_bytes} bytes when decompressed; the limit is "
-                    f"{_MAX_EXPANSION} times its size, at least {_MIN_LIMIT_BYTES}, at most {_MAX_LIMIT_BYTES}"
+                    f"{_MAX_EXPANSION} times its size, at least {_MIN_LIMIT_BYTES} and at most {_MAX_LIMIT_BYTES}; "
+                    "split it"
                 )
 
         try:
