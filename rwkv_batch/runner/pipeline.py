@@ -71,7 +71,7 @@ class Pipeline:
 
     @property
     def concurrency(self) -> int:
-        """Return how many stages can work at the same time: as many as there are GPUs, at least one.
+        """Return the number of stages that can work at the same time: the number of GPUs, at least one.
 
         Stages on a CPU share its cores.
         """

@@ -7,6 +7,7 @@
 //        req_slots  [rows] int32; a number outside 0 .. max_rows - 1 is padding
 //        table      [max_rows] SlotState: parameters and step
 //        entries    [max_rows, capacity] Entry: tokens with a bias or a count
+//
 // out    tokens     [rows] int64
 //
 // Grid: rows x splits CTAs of 256 threads. Each CTA scans its split and leaves its best token, or maxima and masses of

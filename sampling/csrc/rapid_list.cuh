@@ -336,9 +336,9 @@ __device__ inline int sample_from_list(const Shared& shared, const SlotState& sl
 //
 // Let Z be the mass of all tokens. About kExpected tokens, the finalists, have scores above log(Z / kExpected), for any
 // logits.
-// The pass finds them and sums masses by value in bins. The best finalist that is kept is sampled. The bins tell
-// whether a finalist is kept, except in the bin with the boundary: there the mass that ranks before it is counted
-// exactly. Tokens below (1 - top_p) Z / V are truncated: all of them together have less mass than is truncated.
+// The pass finds them and sums masses by value in bins. The best finalist that is kept is sampled. The bins decide
+// whether a finalist is kept. In the bin with the boundary, the mass that ranks before it is counted exactly. Tokens
+// below (1 - top_p) Z / V are truncated: all of them together have less mass than is truncated.
 struct Scale {
   float most, scale2, lift, lowest, per_octave, bar;
   bool is_fine;  // precise enough to select finalists by mass

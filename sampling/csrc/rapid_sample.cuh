@@ -174,8 +174,9 @@ __device__ inline Tally tally_before(
   return sum_over_block(tally, buffers);
 }
 
-// Samples a truncated row by rounds: the best score of all, unless that token is truncated; then the best of those that
-// rank before it, and so on. Tokens that rank after a truncated one are truncated, too, so the result is exact. A round
+// Samples a truncated row by rounds. Takes the best score of all, unless that token is truncated. Then takes the best
+// of those that rank before it, and so on. Tokens that rank after a truncated one are truncated, too, so the result is
+// exact. A round
 // halves the rest on average.
 __device__ inline int sample_by_rounds(
     const Row& row, Range range, const Ring& ring, const SlotState& slot, float largest, double enough,

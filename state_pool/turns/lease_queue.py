@@ -21,7 +21,7 @@ from state_pool.origins import Adapters, Origin, adapter_mismatch, is_mixture
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 
 _LOOK_AHEAD = 32
-"""Leases tried per step from the front of the queue, and as many of the others in turn, to bound the cost."""
+"""Leases tried per step: this number of the oldest, and this number of the others in turn. Bounds the cost."""
 
 
 class LeaseQueue:

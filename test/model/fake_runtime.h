@@ -1,6 +1,6 @@
 // For the test of launches: included before every CUDA source (nvcc -include). Calls of the CUDA runtime that ask about
-// a card or launch a kernel go to a made-up card and a list, both in fake_runtime.cu: every source reads this, so it
-// includes nothing that takes a compiler long.
+// a card or launch a kernel go to a made-up card and a list in fake_runtime.cu. Every source includes this file, so it
+// includes only headers that compile fast.
 #pragma once
 #include <cuda_runtime.h>
 

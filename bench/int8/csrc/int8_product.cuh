@@ -13,16 +13,21 @@
 //        weight_ratios   [n]      s32                    16 to 256
 //        input_scales    [pitch]  fp32                   pitch >= rows rounded up to a tile of rows
 //        input_ratios    [pitch]  s32                    16 to 511 (s8) or 255 (u8), so that S stays below 2^31
+//
 // out    y               [T, n]   fp16
 //
 // Up to 3 maps of the same K and T, each with its own x, form one launch.
 //
-// A CTA computes tiles of 64 * BLOCKS * WARPGROUPS outputs by ROWS rows: outputs are wgmma's M, rows its N. One warp copies tiles
-// of W (128 of K a stage) into a ring of stages, another one tiles of x; each of WARPGROUPS consumer warpgroups multiplies 64 * BLOCKS outputs.
-// Segment 1 is the first stage of a tile: its sums are multiplied by the ratios in place (64-bit products), then the other stages add to them.
+// A CTA computes tiles of 64 * BLOCKS * WARPGROUPS outputs by ROWS rows: outputs are wgmma's M, rows its N. One warp
+// copies tiles of W (128 of K per stage) into a ring of stages, another one copies tiles of x. Each of WARPGROUPS
+// consumer warpgroups multiplies 64 * BLOCKS outputs.
+// Segment 1 is the first stage of a tile. Its sums are multiplied by the ratios in place (64-bit products). Then the
+// other stages add to them.
 // (Accumulators of its own would cost registers, or wgmma of 32 rows at a time in the epilogue.)
-// SPLITS > 1: that many CTAs share a tile's K, exchange s32 sums and finish SHARE rows each. They are a cluster and exchange through
-// distributed shared memory; where clusters would not all run at once (GLOBAL), through memory: then every CTA must run at once. PAIR = 2: two CTAs with neighbouring outputs load half of the tile of x each, for both (multicast).
+// SPLITS > 1: that many CTAs share a tile's K, exchange s32 sums and finish SHARE rows each. They are a cluster and
+// exchange through distributed shared memory. If not all clusters can run at once (GLOBAL), they exchange through
+// memory; then every CTA must run at once. PAIR = 2: two CTAs with neighbouring outputs load half of the tile of x
+// each, for both (multicast).
 // Epilogue: scale, transpose (stmatrix), BATCH rows of 64 outputs at a time from each warpgroup to memory, in whole lines. (Stores by
 // the copy engine waited behind the loads of the next tile.)
 //

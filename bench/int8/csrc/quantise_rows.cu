@@ -10,6 +10,7 @@
 // in     x          [T, K]   fp16 or fp32
 //        factors    [K]      fp32, nullable   smoothing that is not folded into norm or mix
 //        positions  [K]      u16, nullable    below 128: the large channels
+//
 // out    codes      [T, K]   s8 or u8
 //        scales     [T]      fp32; NaN where the row has a NaN, so that y is NaN too
 //        ratios     [T]      s32

@@ -31,7 +31,7 @@ RANK_STEP = 16
 MAX_NUMBERS = 1025
 """Adapter numbers, including NO_ADAPTER; programs/settings/flags.py bounds --max-adapters by it."""
 SPLIT_INPUTS = 1024
-"""Inputs per CTA of the shrink with few tokens; with many, four times as many."""
+"""Inputs per CTA of the shrink with few tokens; four times this number with many."""
 FEW_TOKENS = 1024
 EXTRA_TILES = 12
 """Tiles in the grid beyond those that one adapter's tokens fill."""

@@ -1,5 +1,5 @@
-// CUDA on one CPU thread, for tests of kernels' logic: blocks one after the other, a block's threads as coroutines that
-// give way at barriers. Included before everything else (-include).
+// CUDA on one CPU thread, for tests of kernels' logic. Blocks run one after the other; a block's threads are coroutines
+// that switch at barriers. Included before everything else (-include).
 #pragma once
 #include <cuda.h>
 #include <cuda_fp16.h>

@@ -1,5 +1,5 @@
-// Linear layers on a CPU. Each output is one sum over the inputs in order, so a row's result is independent of the
-// other rows and of the thread count.
+// Linear layers on a CPU. Each output is one sum over the inputs in order. So a row's result does not depend on other
+// rows or the thread count.
 //
 // fp32 panels       x and W fp32, fused multiply-add
 // bf16 panels       W bf16 (exact), x fp32; W is widened in registers

@@ -1,7 +1,7 @@
 // The threads of one call: free threads claim the items of a phase; a barrier ends it.
 //
-// A step has a dozen short phases per layer. If OpenMP's threads sleep between parallel regions
-// (OMP_WAIT_POLICY=PASSIVE, as in the service), one region per phase costs 10 of one row's 25 ms. So a call is one
+// A step has a dozen short phases per layer. OpenMP's threads sleep between parallel regions (OMP_WAIT_POLICY=PASSIVE
+// in the service). One region per phase would cost 10 of one row's 25 ms. So a call is one
 // parallel region.
 #pragma once
 #include <omp.h>

@@ -11,6 +11,7 @@
 //                 read by CUDA graphs, so that adapters can be loaded and unloaded without a new capture
 //        tokens   [tiles, 16] token of each tile row, -1: none. The host sorts tokens by adapter into tiles of 16
 //        numbers  [tiles] adapter of a tile; 0: no adapter; -1: no tile
+//
 // inout  y        [tokens, n] fp16
 //
 // Tensor cores: mma.m16n8k16. A graph is captured for one adapter per row, but few tiles exist: CTAs loop over tiles.

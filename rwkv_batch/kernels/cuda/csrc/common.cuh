@@ -54,8 +54,8 @@ inline const DeviceInfo& device_info() {
 enum class LaunchOrder { OVERLAPPED, SERIAL };
 
 // Launches a kernel on a stream.
-// OVERLAPPED: programmatic dependent launch where the GPU has it. CTAs start while the previous kernel runs, so the
-// kernel must call wait_for_previous_kernel() before it reads its inputs and before it writes anything.
+// OVERLAPPED: programmatic dependent launch where the GPU has it. CTAs start while the previous kernel runs. So the
+// kernel must call wait_for_previous_kernel() before it reads inputs or writes anything.
 // SERIAL: CTAs start after the previous kernel and spread over all SMs. Overlapped CTAs pile up on the first free SMs.
 // shared_percent: shared memory carveout of the SM's combined L1 and shared memory; -1 leaves it to the driver.
 template <LaunchOrder ORDER = LaunchOrder::OVERLAPPED, typename... Params, typename... Args>

@@ -3,6 +3,7 @@
 // in     W   [n, k]        fp16 or e4m3; TMA, evict first. Transposed kinds: [k, n]
 //        x   [rows, k]     fp16 or e4m3; or two-part [rows, 2, k] e5m2 (rows_two_part.cuh)
 //        weight_scales [n], input_scales [rows]   fp32, fp8 only; two-part rows have no input scale
+//
 // out    y   [rows, n]     fp16 or fp32; two-part kinds also [rows, 2, n] e5m2 or fp32 split-K partials [splits, rows,
 // n]
 //

@@ -4,6 +4,7 @@
 //        weight_scales  [k / 128, n] fp16
 //        x              [rows, 2, k] s8 and input_scales (rows_two_byte.cuh)
 //        fp16 GEMMs     W [n, k], x [rows, k] fp16: mixed kinds as in gemm.cuh
+//
 // out    y              [rows, n] fp16; or two-byte with y_scales (n % 128 == 0); or fp32 partials [splits, rows, n]
 //
 // Requires  n % 16 == 0, k a multiple of 128 * splits, tile_rows 16, 32 or 64.

@@ -10,6 +10,7 @@
 //        sums      [8, C / 8] int64, nullable; one decode row only: delta in fixed point (fixed_point_sums.cuh)
 //        mix       [M, C]     fp16; M = 6 (time mix: r, k, v, w, a, g) or 1 (channel mix)
 //        weight, bias [C]     fp32, of the norm
+//
 // out    x_out     [T, C]     fp16; must not alias x: the next CTA reads x
 //        mixed     [M, T, C]  fp16; with `quantised` only v, w, a, g [4, T, C] (M = 6) or nothing
 //        quantised            nullable; the first K = 3 or 1 mixes, rounded to fp16 and quantised:
@@ -17,15 +18,17 @@
 //                  two-part   [K, T, 2, C] e5m2, no scales
 //                  two-byte   [K, T, 2, C] s8, scales [K, C / 128, pitch] float2; C % 128 == 0
 //        to_clear  [8, C / 8] int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
+//
 // inout  shift     [slots, C] fp16; reads read_slots[row], writes write_slots[row]
 //                  prefill writes last_h [rows, C] instead, and store_rows copies it: another CTA may still read the
 //                  slot
 //
-// Decode: one CTA per token, one thread per 8 channels; up to one CTA per SM it prefetches weights before the previous
-// kernel ends, else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs shares a
+// Decode: one CTA per token, one thread per 8 channels. With at most one CTA per SM, it prefetches weights before the
+// previous kernel ends; else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs
+// shares a
 // token.
-// Prefill: one CTA per tokens_per_cta tokens; h passes to the next token in registers, the next token's loads are in
-// flight.
+// Prefill: one CTA per tokens_per_cta tokens. h passes to the next token in registers while the next token's loads are
+// in flight.
 // Memory bound: 2 C (3 + M) bytes per token, plus 4 C per row. Requires C <= 4096, C % 8 == 0.
 #include <type_traits>
 

@@ -3,6 +3,7 @@
 //
 // in   qweight  [n, k] e4m3 with scales [n] fp32, n % 32 == 0, k % 128 == 0; or [n, k] fp16 without scales, k % 64 == 0
 //      x        [rows, k] fp16
+//
 // out  y        [rows, ld_y] fp16 or fp32
 //
 // Operand B: an input as two e4m3 values, itself and 16 times the rounding error, with a power-of-two scale per 128

@@ -3,7 +3,9 @@
 // in     qweight  [n, k] fp8, int8 or int4, k % 128 == 0 (int4: 256), k <= 4,096; or fp16 without scales, k % 64 == 0
 //        scales   see quant.cuh
 //        x        [k] fp16; or computed in every CTA from `norm` (residual add, LayerNorm, token shift, mix)
+//
 // out    y        [n] fp16 or fp32
+//
 // inout  value    optional, int8 and int4: ffn.value in the launch of ffn.key (hopper_row_value.cuh)
 //
 // Operand A: weights in shared memory as TMA wrote them; 8-bit weights never enter a register.
@@ -20,8 +22,8 @@
 // adjacent pieces are operand A's 64 rows, each multiplied by its own columns of B (0 .. 3 and 4 .. 7).
 // CTA: 4 consumer warpgroups, which take a unit's tiles in turn, and a producer warp (TMA, STAGES deep).
 // Grid: CTAs are dealt to GEMMs by bytes; one per SM. The producer starts before the inputs exist. It loads
-// UNTHROTTLED_TILES at once and throttles the others until all CTAs have issued their first loads, which would wait
-// behind them.
+// UNTHROTTLED_TILES at once. The others wait until all CTAs have issued their first loads, which would queue behind
+// them.
 // Shared memory: ring, operand B 16 KB, partial sums; with a value its active rows (60 KB).
 // Bound: HBM; W and scales once, x 2 k bytes per CTA.
 #include "../gemm/stage_release.cuh"

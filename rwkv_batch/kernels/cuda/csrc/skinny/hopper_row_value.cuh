@@ -1,6 +1,6 @@
 // ffn.value of one row in the launch of ffn.key (hopper_row.cu): sums += h @ Wt over a CTA's active rows (h != 0).
 //
-// After its last unit a CTA multiplies the rows of Wt whose h it computed, at most one group of 128, and adds the
+// After its last unit, a CTA multiplies the rows of Wt whose h it computed (at most one group of 128). It adds the
 // result to fixed-point sums. Active rows are loaded by bulk copies as soon as their unit is done, as far as
 // VALUE_BYTES suffice.
 #pragma once

@@ -2,6 +2,7 @@
 //
 // in   W  [n, k] fp16, n % 32 == 0, k % 64 == 0
 //      x  [rows, k] fp16
+//
 // out  y  [rows, ld_y] fp16 or fp32
 //
 // Warp tile: 32 outputs; 16 with twice the k if one CTA per SM then suffices. Lane t of a quad holds k = 8t .. 8t + 7

@@ -3,6 +3,7 @@
 // in   qweight  [n, k] fp8, int8 or int4 (quant.cuh), n % 32 == 0, k % 128 == 0 (int4: 256); or fp16 without scales
 //      scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
 //      x        [rows, k] fp16; rows <= 16, int4 or mixed with fp16: 8
+//
 // out  y        [rows, ld_y] fp16 or fp32
 //
 // One row of up to 4,096 inputs is cached in shared memory. A lane's 16 bytes are 16 (8 bits) or 32 (4 bits) adjacent

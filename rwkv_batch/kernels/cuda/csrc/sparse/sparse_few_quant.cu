@@ -2,6 +2,7 @@
 //
 // in   h        [B, F] fp16, F <= 16,384, F % 128 == 0
 //      qweight  [F, C] fp8 or int8, C % 128 == 0; scales fp8 [C] fp32, int8 [F / 128, C] fp16
+//
 // out  partials [4, B, C] fp32: split-K partials, reduced by the next kernel (shift_mix.cu)
 //
 // sparse_value_quant.cu reads all of h per 32 columns; for eight rows that is as much as the weights.

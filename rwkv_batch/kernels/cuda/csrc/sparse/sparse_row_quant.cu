@@ -1,6 +1,7 @@
 // Sparse ffn.value for one row, 8 or 4 bits: y = h @ Wt over the active rows of Wt (h != 0).
 //
 // in   h [F] fp16; qweight and scales as in sparse_value_quant.cu
+//
 // out  y [C] fp16
 //
 // CTA: 32 columns x all of F; each of its 16 warps has a range of F and multiplies 16 active rows at a time
@@ -220,9 +221,9 @@ sparse_row_quant_kernel(const __half* h, const Rows weight, __half* y, int width
                 smem.x[warp][slot] = __ushort_as_half(static_cast<unsigned short>(j & 1 ? word >> 16 : word & 0xffffu));
                 active &= active - 1, ++at;
             }
-            // Entries without a row are zero times zero. Their weights must be finite numbers of the usual size: mma
-            // rounds sums by the largest exponent of their factors, even where the other factor is zero, and stale
-            // bytes may be NaN.
+            // Entries without a row are zero times zero. Their weights must be finite numbers of the usual size. Stale
+            // bytes may be NaN, and mma rounds sums by the largest exponent of their factors, even if the other factor
+            // is zero.
             const auto clear = [&](int position) {
                 if (position < queue.used || position >= limit) return;
                 const int slot = position % SLOTS;

@@ -1,7 +1,9 @@
-// Sparse ffn.value, fp16: y = h @ Wt over the active rows of Wt, the rows whose h is non-zero in some row of the batch.
+// Sparse ffn.value, fp16: y = h @ Wt over the active rows of Wt. A row of Wt is active if its h is non-zero in some row
+// of the batch.
 //
 // in   h         [B, F] fp16, B <= 8; relu(k)^2, 88 % zero: one row needs 12 % of Wt, eight rows 64 %
 //      Wt        [F, C] fp16
+//
 // out  y         [B, C] fp16
 //      partials  [splits, B, C] fp32 workspace
 //      counters  [C / 256] int32, zero between launches

@@ -3,6 +3,7 @@
 // in   h       [B, F] fp16, B <= 8; 88 % zero: one row needs 12 % of Wt, eight rows 64 %
 //      qweight [F, C] fp8, int8 or int4 (quant.cuh); int4 nibbles run along C
 //      scales  fp8 [C] fp32; int8 [F / 128, C] fp16; int4 [F / 128, C] fp16 (scale, 1024 + zero)
+//
 // out  y       [B, C] fp16
 //
 // CTA: 32 columns x all of F, so that no two CTAs share a sum. Each of its 16 warps has a range of F. It lists the

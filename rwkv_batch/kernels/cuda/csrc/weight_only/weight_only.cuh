@@ -4,6 +4,7 @@
 //                 or [n, k] fp16 without scales: an fp16 GEMM in the same launch
 //        scales   see quant.cuh
 //        x        [rows, k] fp16, rows <= 256
+//
 // out    y        [rows, n] fp16 or fp32
 //
 // Requires  n % 32 == 0, k a multiple of 128 * splits.

@@ -1,7 +1,9 @@
 // WKV prefill on tensor cores, 16 tokens per chunk.
 //
 // in     r, w, k, v, a, g, v_gate, v_first  [T, C] fp16; constants [C] fp32 (WkvArgs)
+//
 // inout  state  [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+//
 // out    y      [T, C] fp16
 //
 // Let P_t be the product of the decays up to and including token t of a chunk; kk, a, b as in kernels/naive.py. Per
@@ -16,8 +18,8 @@
 //   u  = S A'^T + V KA'^T              y  = S R'^T + V KR'^T
 //
 // Grid: (head, row). Four warps carry the state; per chunk they compute only u, y and the new S. Teams of four warps
-// take chunks in turn: they compute the operands ahead of the state, and the epilogue (group norm, bonus, gate) behind
-// it.
+// take chunks in turn. They compute the operands before the state is ready, and the epilogue (group norm, bonus, gate)
+// after it.
 // Few (head, row) pairs and long rows: a cluster of two CTAs per pair, the second one adds teams.
 // Precision: operands are multiplied with P relative to the chunk's middle (0.545^8 .. 0.545^-8). What meets the state
 // uses P relative to the chunk's start (A', R') or end (B, K), at most 1.

@@ -1,12 +1,14 @@
 // WKV decode: prologue, one recurrence step and epilogue for rows of one token.
 //
 // in     r, w, k, v, a, g, v_gate, v_first  [rows, C] fp16; constants [C] fp32 (WkvArgs)
+//
 // inout  state  [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+//
 // out    y      [rows, C] fp16, two-part or two-byte
 //
 // Grid: one CTA per SM; a warp has one head and processes row after row, so that the head's constants (2 KB) load once.
-// The first two rows of a warp are fixed; warps of a head claim the others by an atomic counter, because SMs get
-// unequal shares of the bandwidth. With a fixed split the fastest SM ended after two thirds of the time.
+// The first two rows of a warp are fixed. Warps of a head claim the others by an atomic counter, because SMs get
+// unequal bandwidth. With a fixed split the fastest SM ended after two thirds of the time.
 // Pipeline: a ring of STAGES = 2 states per warp. One is computed in place while the next arrives, by bulk copies on
 // sm_90, by cp.async before. Everything else of a row loads while the previous row is computed. Warps never wait for
 // each other.

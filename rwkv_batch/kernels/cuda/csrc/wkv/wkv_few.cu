@@ -5,11 +5,13 @@
 //   then one WKV step as in wkv_decode.cu
 //
 // in     LowRankUpArgs, fp16, D % 64 == 0, Dg % 64 == 0; WkvArgs without w, a, g, v_gate
+//
 // inout  state  as wkv_decode.cu; rows <= 8, int8 <= 4
+//
 // out    y      [rows, C] fp16
 //
 // Grid: one CTA of 16 warps per head. It multiplies the head's 64 channels, then steps that head of every row.
-// GEMM: a warp takes up to PIECES_PER_WARP pieces of 16 outputs x 64 inputs (mma.m16n8k16, 8 rows at once); pieces of
+// GEMM: a warp takes up to PIECES_PER_WARP pieces of 16 outputs x 64 inputs (mma.m16n8k16, 8 rows at once). Pieces of
 // an output are added in order. WKV: four warps per head and row, 16 value rows each; int8: one warp.
 // Prologue: weights and states load before the previous kernel ends (states of more than 4 rows after it).
 // Shared memory: partial sums, vectors; one row: its weights beyond REGISTER_PIECES. Bound: HBM; a CTA reads 2 * 64 *
@@ -58,7 +60,7 @@ __host__ __device__ inline int count_pieces(const LowRankUpArgs& e) {
     return HEAD_SIZE / PIECE_OUTPUTS * (e.groups * e.rank + e.gate_rank) / PIECE_INPUTS;
 }
 
-// Whether CTAs of hopper_row.cu fit on the same SM. With one row this kernel takes at most 48 registers per thread: a
+// Whether CTAs of hopper_row.cu fit on the same SM. With one row this kernel takes at most 48 registers per thread. A
 // warp keeps REGISTER_PIECES weight pieces in registers and the others in shared memory.
 template <typename State, int ROWS>
 constexpr bool SHARES_SM = ROWS == 1 && !std::is_same_v<State, Int8State>;
