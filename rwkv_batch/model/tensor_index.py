@@ -71,8 +71,9 @@ _STORAGES = {
 }
 _ORDERED_DICT = "collections OrderedDict"
 _REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
-_REBUILD_PARAMETER = "torch._utils _rebuild_parameter"
-_NAMES = {*_STORAGES, _ORDERED_DICT, _REBUILD_TENSOR, _REBUILD_PARAMETER}
+_REBUILD_PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
+"""The second is of a parameter with attributes, which are dropped."""
+_NAMES = {*_STORAGES, _ORDERED_DICT, _REBUILD_TENSOR, *_REBUILD_PARAMETERS}
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The end of a zip member's local header: lengths of its name and of its extra field."""
 
@@ -361,7 +362,7 @@ def _rebuild(name: str, arguments: tuple[Any, ...]) -> Any:
     """Return what a call of torch makes. Raises ValueError."""
     if name == _ORDERED_DICT and not arguments:
         return {}
-    if name == _REBUILD_PARAMETER:
+    if name in _REBUILD_PARAMETERS:
         return _expect(arguments[0], _Stored)
     if name == _REBUILD_TENSOR:
         storage, offset, shape, strides = arguments[:4]

@@ -20,6 +20,10 @@ from state_pool.errors import DatabaseUnusable
 
 _PAGE_BYTES = 8192
 _HEADER = b"SQLite format 3\x00"
+_WRITE_VERSION = 18
+"""Offset in the header. SQLite changes it to the mode with a log before it makes one."""
+_WITHOUT_LOG = b"\1"
+"""Of a file that `VACUUM INTO` made and no service has opened."""
 _MIN_FREE_BYTES = 1 << 20
 _APPLICATION_ID = int.from_bytes(b"RWKV")
 """In the file's header."""
@@ -208,9 +212,15 @@ def _check_file(path: str) -> None:
             )
     if file.exists() and file.stat().st_size > 0:
         with file.open("rb") as stream:
-            head = stream.read(len(_HEADER))
-        if head != _HEADER:
+            head = stream.read(_WRITE_VERSION + 1)
+        if not head.startswith(_HEADER):
             raise DatabaseUnusable(f"session database {path} is not an SQLite file; name another with --state-db")
+        log = Path(f"{path}-wal")
+        if head[_WRITE_VERSION:] == _WITHOUT_LOG and log in files and log.stat().st_size > 0:
+            raise DatabaseUnusable(
+                f"session database {path} is a backup, and {log} is the write-ahead log of the file that was here: "
+                f"SQLite would write the log into the backup. Delete {log} and {path}-shm, then start"
+            )
 
 
 def _check_application(connection: sqlite3.Connection, path: str) -> None:

@@ -28,6 +28,8 @@ from state_pool.errors import DatabaseUnusable
 if TYPE_CHECKING:
     from psycopg.abc import PQGen
 
+logger = logging.getLogger(__name__)
+
 READ_TIMEOUT_S = 8.0
 """The kernel drops unacknowledged data after the same time. Lock waits get a quarter of it."""
 _CHECK_INTERVAL_S = 0.1
@@ -66,15 +68,6 @@ class TimeoutConnection(psycopg.Connection[Any]):
             found: _Found = stop.value
             return found
 
-
-try:
-    import psycopg
-
-    from state_pool.disk.postgres import READ_TIMEOUT_S, TimeoutConnection
-except ImportError:  # an optional package
-    psycopg = None  # type: ignore[assignment]
-
-logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3
 _SIZE_INTERVAL_S = 5.0
@@ -162,11 +155,6 @@ class Connection:
 
     def __init__(self, address: ServerAddress, *, reads_only: bool = False) -> None:
         """Raises DatabaseUnusable, ServerUnavailable."""
-        if psycopg is None:
-            raise DatabaseUnusable(
-                f"session database {address.display_name}: PostgreSQL needs psycopg; "
-                "pip install -r requirements-cluster.txt"
-            )
         self._schema = f"rwkv_{address.schema}" if address.schema else ""
         self._address = address
         self._reads_only = reads_only

@@ -97,6 +97,7 @@ class Store:
         database = self._database
         connection = database.open_writer()
         opened.callback(connection.close)
+        opened.callback(_record_close, database, connection)
         if database.is_first:
             remove_all_engines(connection)
         if not database.shared:
@@ -277,8 +278,13 @@ class Store:
 def _open_database(config: PoolConfig) -> StateStore:
     """Raises DatabaseUnusable."""
     if config.on_server:
-        from state_pool.disk.postgres import PostgresStore  # its driver is slow to import
-
+        try:
+            from state_pool.disk.postgres import PostgresStore  # its driver is slow to import, and optional
+        except ImportError as error:
+            raise DatabaseUnusable(
+                f"session database: PostgreSQL needs psycopg, which cannot be imported ({error}); "
+                "pip install -r requirements-cluster.txt"
+            ) from None
         database: StateStore = PostgresStore(config)
     else:
         database = SqliteStore(config)
@@ -289,6 +295,12 @@ def _open_database(config: PoolConfig) -> StateStore:
             "the turns that another has not written yet; use log or turn"
         )
     return database
+
+
+def _record_close(database: StateStore, connection: Connection) -> None:
+    """Record that the database is closed after a failed start. The error of the start counts."""
+    with contextlib.suppress(sqlite3.Error):
+        database.before_close(connection)
 
 
 def _session_ttl(config: PoolConfig, connection: Connection, database: str) -> float:

@@ -76,6 +76,13 @@ def test_every_type_and_tied_tensors(tmp_path: Path, dtype: torch.dtype) -> None
     assert found["parameter"].tolist() == [1, 1] and found["whole"].data_ptr() == found["tied"].data_ptr()
 
 
+def test_attributes_of_parameters_are_dropped(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    parameter.tensor_model_parallel = True  # as training programs mark them
+    torch.save({"x": parameter}, tmp_path / "m.pth")
+    assert torch.equal(read_tensors(tmp_path / "m.pth")["x"], torch.arange(3.0))
+
+
 def test_a_sandbox_process_that_died_is_replaced(tmp_path: Path) -> None:
     path = next(valid_files(tmp_path))
     read_tensors(path)

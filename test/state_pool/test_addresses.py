@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
 from state_pool.errors import DatabaseUnusable
 from test.pool_fakes import config_in
+from test.state_pool.stored_sessions import reopen
 
 
 @pytest.mark.parametrize(
@@ -59,12 +61,18 @@ def test_error_for_wrong_address_hides_it(given: str, tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("given", ["postgresql://u:sec%ret@nowhere/db", "postgresql://nowhere/db?secret"])
 def test_driver_error_hides_password(given: str, tmp_path: Path) -> None:
-    if adapter.psycopg is None:
-        pytest.skip("psycopg cannot be found")
     store = adapter.PostgresStore(config_in(tmp_path, state_db=given))
     with pytest.raises(DatabaseUnusable, match=r"postgresql://nowhere/db: .*as %XX") as refused:
         store.open_writer()
     assert "sec" not in str(refused.value) and refused.value.__cause__ is None
+
+
+def test_a_missing_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    monkeypatch.delitem(sys.modules, adapter.__name__)
+    with pytest.raises(DatabaseUnusable, match=r"needs psycopg, .*requirements-cluster") as refused:
+        reopen(tmp_path, state_db="postgresql://u:secret@nowhere/db")
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,35 @@ def test_a_copy_without_its_log_is_recognised(tmp_path: Path, caplog: pytest.Log
     assert MISSING_LOG not in caplog.text
 
 
+def test_a_failed_start_leaves_no_mark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_three(tmp_path)
+    with pytest.raises(DatabaseUnusable, match="there is no such folder"):
+        reopen(tmp_path, checkpoint_store=(tmp_path / "none").as_uri())
+    again = reopen(tmp_path)
+    assert all(holds(again, name) for name in "abc")
+    again.pool.close()
+    assert MISSING_LOG not in caplog.text
+
+
+def test_a_backup_beside_the_log_of_a_killed_service_is_not_changed(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    write_turns(driver)
+    backup(tmp_path / "sessions.db", tmp_path / "copy.db")
+    driver.turn("a", [9])
+    killed = copy_to(tmp_path / "killed", *tmp_path.glob("sessions.db*"))
+    driver.pool.close()
+    restored = killed / "sessions.db"
+    restored.write_bytes((tmp_path / "copy.db").read_bytes())
+    with pytest.raises(DatabaseUnusable, match=r"is a backup, and .*-wal is the .*Delete .*sessions\.db-shm, then"):
+        reopen(killed)
+    assert restored.read_bytes() == (tmp_path / "copy.db").read_bytes()
+    for end in ("-wal", "-shm"):
+        Path(f"{restored}{end}").unlink()
+    again = reopen(killed)
+    assert all(holds(again, name) for name in "abc")
+    again.pool.close()
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_killed_service_and_a_moved_database_are_no_copies(
     tmp_path: Path, shared: bool, caplog: pytest.LogCaptureFixture
