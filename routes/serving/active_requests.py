@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from routes.context import Context
 from routes.request_context import RequestContext, set_current_request
@@ -69,7 +68,7 @@ class RobynChunks:
         stream: StreamedResponse,
         active_request: ActiveRequest,
         connection: Connection | None,
-        error_format: Callable[[], ErrorFormat],
+        error_format: ErrorFormat,
     ) -> None:
         """`connection`: the client's, None if it is not known."""
         self._chunks = stream.chunks
@@ -120,7 +119,7 @@ class RobynChunks:
             guard.release(number)
 
     def _last_chunk(self, info: ErrorInfo) -> bytes:
-        body = self._error_format().body(info)
+        body = self._error_format.body(info)
         return sse(body) + END if self._is_sse else b"\n" + to_json(body) + b"\n"
 
     def __del__(self) -> None:

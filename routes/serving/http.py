@@ -9,7 +9,6 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import unquote, unquote_plus
 
@@ -75,7 +74,7 @@ def _streaming_response(
     stream: StreamedResponse,
     active_request: ActiveRequest,
     connection: Connection | None,
-    error_format: Callable[[], ErrorFormat],
+    error_format: ErrorFormat,
 ) -> StreamingResponse:
     headers = _headers(active_request.request_context) | {
         "Content-Type": stream.content_type,
@@ -246,7 +245,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
                 reply = error_response(KEY_REMOVED, route.error_format_for(request.body))
         if isinstance(reply, StreamedResponse):
             request_context.is_stream = reply.content_type == SSE
-            error_format = partial(route.error_format_for, request.body)
+            error_format = route.error_format_for(request.body)  # the stream must not keep the body
             return _streaming_response(reply, active_request, connection, error_format)
         reply = _not_modified_or(request, reply)
         request_context.mark_first_byte()

@@ -1,7 +1,8 @@
-"""Slow file downloads: their number is limited, and they release their slots."""
+"""Slow file downloads and long streams: what they hold is limited and released."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 
 from routes.context import MAX_SESSION_TRANSFERS, MAX_SESSION_TRANSFERS_PER_CLIENT
 from test.fake_engine import LARGE_FILE
-from test.serving import REQUEST_TIMEOUT_S, Service, wait_for
+from test.serving import REQUEST_TIMEOUT_S, Service, raw_request, wait_for
 
 PATH = "/state/export?session_id=s"
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +56,21 @@ def test_slow_readers_are_limited(fake: Service) -> None:
     for reader in readers:
         reader.close()
     wait_for(lambda: fake.get(PATH).status_code == 200, 20, "their places come back")
+
+
+def test_a_stream_does_not_keep_the_body_of_its_request(fake: Service) -> None:
+    body = json.dumps({"contents": ["held"], "stream": True, "unknown": "x" * (20 * MIB)}).encode()
+    status = Path(f"/proc/{fake.pids()['http-0']}/status")
+
+    def resident_mib() -> int:
+        return int(status.read_text().partition("VmRSS:")[2].split()[0]) // 1024
+
+    before = resident_mib()
+    streams = [fake.connect() for _ in range(8)]
+    for stream in streams:
+        stream.sendall(raw_request("/v1/chat/completions", body))
+        assert stream.recv(12) == b"HTTP/1.1 200"
+    wait_for(lambda: resident_mib() - before < 60, 20, "the bodies are freed")
+    assert fake.status()["running_rows"] == len(streams)
+    for stream in streams:
+        stream.close()
