@@ -11,8 +11,8 @@ import ctypes
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 from routes.serving.connections import Connection
 
@@ -36,13 +36,14 @@ class UploadGuard:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._limit = max_body_bytes + SLACK_BYTES
-        self._resident = _resident_bytes()
+        self._sizes = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 - clients may hold all descriptors later
+        self._resident = self._resident_bytes()
         self._answered: dict[int, tuple[int, int]] = {}
         """By serial number: bytes acknowledged, and bytes received by then."""
 
     def check(self, connections: Iterable[Connection]) -> None:
         """Check all connections if the process has grown."""
-        resident = _resident_bytes()
+        resident = self._resident_bytes()
         self._resident = min(self._resident, resident)
         if resident - self._resident < _GROWTH_BYTES:
             return
@@ -50,11 +51,18 @@ class UploadGuard:
         unanswered = {one: self._unanswered_bytes(one) for one in connections if one.is_open()}
         self._answered = {one.serial: self._answered[one.serial] for one in unanswered}
         total = sum(unanswered.values())
-        for connection, size in sorted(unanswered.items(), key=lambda entry: -entry[1]):
-            if size <= self._limit and total <= _MAX_BODIES * self._limit:
-                break
-            total -= size
-            _disconnect(connection)
+        sent: Counter[str] = Counter()
+        for connection, size in unanswered.items():
+            sent[connection.peer] += size
+        # The client that sent most comes first: many small bodies do not close another client's large one.
+        for connection in sorted(unanswered, key=lambda one: (sent[one.peer], unanswered[one]), reverse=True):
+            if unanswered[connection] > self._limit or total > _MAX_BODIES * self._limit:
+                total -= unanswered[connection]
+                _disconnect(connection)
+
+    def _resident_bytes(self) -> int:
+        """Return the size of the process. Opens no file."""
+        return int(os.pread(self._sizes.fileno(), 256, 0).split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def _unanswered_bytes(self, connection: Connection) -> int:
         """Return how much the client has sent after the last answer."""
@@ -73,7 +81,3 @@ def _disconnect(connection: Connection) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
         if os.fstat(copy.fileno()).st_ino == connection.inode:  # the descriptor may belong to another socket now
             copy.shutdown(socket.SHUT_RDWR)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

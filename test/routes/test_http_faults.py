@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import struct
 import threading
@@ -12,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from test.serving import REQUEST_TIMEOUT_S, Service, raw_request, read_all, sse_data, wait_for
+from test.serving import NO_TLS, REQUEST_TIMEOUT_S, Service, raw_request, read_all, sse_data, wait_for
 
 CHAT = "/v1/chat/completions"
 STATE = "/state/chat/completions"
@@ -210,6 +212,22 @@ def test_the_status_waits_for_the_result_and_clients_that_leave_are_noticed(fake
     assert head.startswith(b"HTTP/1.1 500") and json.loads(answer)["error"] == "broken on demand"
     half_closed.close()
     waiting.close()
+
+
+def test_a_worker_without_a_free_descriptor_keeps_serving(fake: Service) -> None:
+    """Clients may hold all of them."""
+    before = fake.pids()
+    limits = resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE)
+    with httpx.Client(base_url=fake.url, verify=NO_TLS) as client, fake.connect() as leaving:
+        leaving.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "max_tokens": 5}).encode()))
+        wait_for(lambda: client.get("/status").json()["running_rows"] == 1, 10, "it runs")
+        resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            leaving.shutdown(socket.SHUT_RDWR)
+            wait_for(lambda: client.get("/status").json()["running_rows"] == 0, 10, "housekeeping cancels it")
+        finally:
+            resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE, limits)
+    assert fake.pids() == before
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
-from test.serving import NO_TLS, Service, read_all
+from test.serving import NO_TLS, Service, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
@@ -48,3 +50,33 @@ def test_a_body_without_end_is_cut_off(tmp_path: Path, framing: str) -> None:
         assert refused.status_code == 413, "a body that is a little too large gets the reason"
     finally:
         running.close()
+
+
+def test_many_small_bodies_do_not_close_another_clients_large_one(tmp_path: Path) -> None:
+    """All bodies together may have 96 MiB here. The bodies of the second address would have 160."""
+    flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "2", "--max-state-mb", "8")
+    running = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    head = f"POST /state/import?session_id=a HTTP/1.1\r\nHost: localhost\r\nContent-Length: {8 * MIB}\r\n"
+    large, *small = [socket.socket() for _ in range(41)]
+    try:
+        running.wait_ready()
+        with contextlib.ExitStack() as opened:
+            for number, connection in enumerate([large, *small]):
+                opened.enter_context(connection)
+                connection.bind((f"127.0.0.{2 if number else 1}", 0))
+                connection.connect(("127.0.0.1", running.port))
+            large.sendall(f"{head}\r\n".encode() + b"x" * 7 * MIB)
+            for connection in small:
+                with contextlib.suppress(OSError):
+                    connection.sendall(f"{head}\r\n".encode() + b"x" * 4 * MIB)
+            wait_for(lambda: any(map(is_closed, small)), 20, "some of them are closed")
+            large.sendall(b"x" * MIB)
+            assert large.recv(12) == b"HTTP/1.1 401"
+    finally:
+        running.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
