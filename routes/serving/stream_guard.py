@@ -49,6 +49,10 @@ class StreamGuard:
     def release(self, number: int) -> None:
         """Tell the supervisor that a stream has ended."""
         self._unsent.append(_HEAD.pack(os.getpid(), number))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the ends of streams for which the link had no room. Call it a few times per second."""
         with contextlib.suppress(OSError, IndexError):
             while self._unsent:
                 message = self._unsent.popleft()

@@ -203,10 +203,12 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
     """Return Robyn with every route. Starts housekeeping with the event loop."""
 
     uploads = UploadGuard(max(context.config.max_body_bytes, context.config.max_state_bytes))
+    streams: StreamGuard = context.shared[GUARD_KEY]
 
     def housekeeping() -> None:
         for tick in range(sys.maxsize):
             uploads.check(known_connections())
+            streams.flush()
             _housekeeping_tick(tick, cpus, supervisor, models)
             time.sleep(_HOUSEKEEPING_S)
 
