@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from routes.config import HttpConfig
 from routes.response.http_response import JSON
@@ -74,7 +73,8 @@ def _check_origin(header: Header) -> None:
     origin, site = header("origin"), header("sec-fetch-site")
     if site == "same-origin" or (origin is None and not _is_loaded_by_page(site, header)):
         return
-    if origin is not None and urlsplit(origin).netloc.lower() == (header("host") or "").lower():
+    host = (header("host") or "").lower()
+    if host and (origin or "").lower().partition("://")[2] == host:
         return
     sender = f"origin: a page of {_shown(origin)}" if origin else "origin: a page of another site"
     message = f"{sender} may not use this service, which has no password; give --cors-origin or a password"

@@ -35,7 +35,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
-@pytest.mark.parametrize("origin", [FOREIGN, "null", "http://localhost:1", PLUGIN])
+@pytest.mark.parametrize("origin", [FOREIGN, "null", "http://localhost:1", PLUGIN, "http://["])
 @pytest.mark.parametrize("path", [LIST, DELETE, CHAT])
 def test_a_page_of_another_site_is_refused(opened: Service, path: str, origin: str) -> None:
     """`text/plain` needs no preflight, so the browser sends it at once."""
