@@ -192,7 +192,9 @@ class Admission:
             self.free_req_slots.append(sequence.req_slot)
             sequence.req_slot = NO_REQ_SLOT
             if self.queue_of(sequence.job).end(sequence):
-                self._running_set.add_running(sequence)  # a paused row ends in a step, too
+                self._running_set.add_running(
+                    sequence
+                )  # a paused row still reads its last tokens for the session's state
 
 
 def _youngest(client: ClientRows | None) -> Sequence | None:

@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def has_recent_interactive(self) -> bool:
-        """Whether batch work was limited for interactive requests in the last scheduled step."""
+        """Whether interactive rows existed shortly before the last scheduled step (`BatchThrottle`)."""
         return self._batch_throttle.has_recent_interactive
 
     @property
@@ -131,8 +131,8 @@ class Scheduler:
     def schedule(self, oldest: int = 0, now: float = 0.0) -> list[ScheduledRow]:
         """Return the rows of the next step: a group's decoding rows, and prompt chunks up to the budget.
 
-        oldest: number of the oldest step whose tokens the host has not read. A row that samples in a later step is left
-        out: its input token is not on the first device yet.
+        oldest: number of the oldest step whose tokens the host has not read. A row whose last
+        token is sampled in a later step is left out: the token is not on the first device yet.
         now: time.monotonic()
         """
         self._steps += 1

@@ -59,6 +59,7 @@ class StateLibrary(FileLibrary[StateInfo]):
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
     ) -> None:
+        """put, refusal: see FileLibrary"""
         super().__init__(config, "state", put, refusal)
         self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
 

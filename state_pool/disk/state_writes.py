@@ -56,7 +56,7 @@ class Uploads:
             return
         with self._changed:
             staging.stored = outcome
-            if not self._staged.finish_upload(staging):  # a newer state replaced it meanwhile
+            if not self._staged.finish_upload(staging):  # its session was deleted meanwhile
                 self._objects.delete(outcome.key)
             self._changed.notify()
 
