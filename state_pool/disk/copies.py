@@ -86,11 +86,14 @@ def mark_open(connection: sqlite3.Connection, path: str) -> None:
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)")  # a copy of the file without its log has the mark
 
 
-def mark_closed(connection: Connection) -> None:
-    """Remove the mark, unless other engines have the file open. Raises sqlite3.Error."""
+def mark_closed(connection: Connection, *, is_alone: bool) -> None:
+    """Remove the mark, unless other engines have the file open. Raises sqlite3.Error.
+
+    - `is_alone`: whether none has, although a killed one may still be listed
+    """
     connection.execute("BEGIN IMMEDIATE")
-    others = "SELECT 1 FROM engines"
-    connection.execute(f"DELETE FROM pool_settings WHERE name = ? AND NOT EXISTS ({others})", (_OPEN_FILE,))
+    if is_alone or connection.execute("SELECT 1 FROM engines").fetchone() is None:
+        connection.execute("DELETE FROM pool_settings WHERE name = ?", (_OPEN_FILE,))
     connection.execute("COMMIT")
 
 

@@ -65,7 +65,7 @@ class SqliteStore:
 
     def before_close(self, connection: Connection) -> None:
         """See `StateStore`."""
-        mark_closed(connection)
+        mark_closed(connection, is_alone=self._lock.take_alone())
 
     def open_reader(self) -> sqlite3.Connection:
         """See `StateStore`."""

@@ -94,6 +94,10 @@ class ProcessLock:
             self._lock_owner_file(fcntl.LOCK_SH)
             self._lock_byte(fcntl.F_RDLCK)
 
+    def take_alone(self) -> bool:
+        """Keep other engines out until `release`, if none has the database open. Returns whether none has."""
+        return self._lock_byte(fcntl.F_WRLCK)
+
     def _lock_byte(self, kind: int) -> bool:
         """Set an open-file lock, which no other descriptor of this process releases. False: others hold one."""
         try:

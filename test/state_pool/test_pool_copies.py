@@ -83,6 +83,16 @@ def test_a_failed_start_leaves_no_mark(tmp_path: Path, caplog: pytest.LogCapture
     assert MISSING_LOG not in caplog.text
 
 
+def test_an_engine_that_was_killed_leaves_no_mark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = reopen(tmp_path, engine="one", service="here")
+    driver.turn("a", [1])
+    with raw(tmp_path) as connection:  # as if it was killed a moment ago
+        connection.execute("INSERT INTO engines(id, name, beat) VALUES (99, 'two', 0)")
+    driver.pool.close()
+    reopen(tmp_path, engine="one", service="here").pool.close()
+    assert MISSING_LOG not in caplog.text
+
+
 def test_a_backup_beside_the_log_of_a_killed_service_is_not_changed(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     write_turns(driver)
