@@ -24,7 +24,7 @@ from routes.response.generate import call_engine, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import SESSION_ERRORS, Route
-from rwkv_batch.calls import CancelJobs, GetStatus
+from rwkv_batch.calls import CancelJobs, CountJobs, GetStatus
 from rwkv_batch.errors import ErrorKind
 from sampling.params import Method, SamplingParams
 
@@ -92,11 +92,13 @@ async def big_batch_completions(context: Context, body: BigBatchBody) -> Handler
 
 
 async def big_batch_status(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return how many requests of this route run or wait."""
-    status = await call_engine(context, GetStatus())
-    jobs = status["jobs"].get(BIG_BATCH_LABEL, 0)
-    rows = {name: status[name] for name in ("running_rows", "waiting_rows")}
-    return json_response({"generating": jobs > 0, "requests": jobs, **rows})
+    """Return how many requests of this route run or wait. With an API key, only the requests of that key."""
+    jobs = await call_engine(context, CountJobs(BIG_BATCH_LABEL, current_request().owner))
+    answer = {"generating": jobs > 0, "requests": jobs}
+    if current_request().is_admin:
+        status = await call_engine(context, GetStatus())
+        answer |= {name: status[name] for name in ("running_rows", "waiting_rows")}
+    return json_response(answer)
 
 
 async def cancel_big_batch(context: Context, query: dict[str, str]) -> HandlerResponse:

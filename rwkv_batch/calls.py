@@ -198,9 +198,10 @@ class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=Tr
 
 
 class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True):
-    """Number of jobs with a label that run or wait."""
+    """Number of jobs with a label that run or wait, of one client or of all ("")."""
 
     label: str
+    client: str = ""
 
 
 class AcquireQuota(EngineCall[bool], tag="enter_client", frozen=True, array_like=True):

@@ -63,7 +63,7 @@ class EngineCalls:
         status: Callable[[], dict[str, Any]],
         pool: StatePool,
         cancel_label: Callable[[str, str], int],
-        count_by_label: Callable[[], dict[str, int]],
+        count_by_label: Callable[[str], dict[str, int]],
         sessions: SessionTransfer,
         user_files: UserFiles,
     ) -> None:
@@ -90,8 +90,8 @@ class EngineCalls:
                 self._sessions.import_session(self._pool, reply, session_id, content)
             case calls.CancelJobs(label, client):
                 reply_with(reply, lambda: self._cancel_label(label, client))
-            case calls.CountJobs(label):
-                reply_with(reply, lambda: self._count_by_label().get(label, 0))
+            case calls.CountJobs(label, client):
+                reply_with(reply, lambda: self._count_by_label(client).get(label, 0))
             case _:
                 self._user_files.handle(call, reply)
 

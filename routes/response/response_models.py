@@ -132,8 +132,8 @@ class BigBatchStatus(BaseModel):
 
     generating: bool
     requests: int = Field(description="Requests of this route that run or wait.")
-    running_rows: int = Field(description="Rows of all routes.")
-    waiting_rows: int
+    running_rows: int | None = Field(None, description="Rows of all routes. Only with admin rights, like the next.")
+    waiting_rows: int | None = None
 
 
 class Cleaned(BaseModel):

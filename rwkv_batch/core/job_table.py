@@ -59,8 +59,8 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def count_by_label(self) -> dict[str, int]:
-        return dict(Counter(job.spec.label for job in self._jobs.values()))
+    def count_by_label(self, client: str = "") -> dict[str, int]:
+        return dict(Counter(job.spec.label for job in self._jobs.values() if client in ("", job.spec.client)))
 
     # Admission -----------------------------------------------------------------------------------------------
 

@@ -320,13 +320,17 @@ def test_a_key_without_admin_rights_is_told_so(keyed: Service) -> None:
         assert keyed.post("/v1/states", {"password": CHIEF}, headers={**bearer("-"), **secret}).status_code == 422
 
 
-def test_a_key_cancels_only_its_own_requests(keyed: Service) -> None:
+def test_a_key_sees_and_cancels_only_its_own_requests(keyed: Service) -> None:
     endless = json.dumps({"contents": ["a"], "max_tokens": 1_000_000}).encode()
     with keyed.connect() as others, keyed.connect() as own:
         for connection, key in ((others, FREE), (own, NARROW)):
             extra = f"Authorization: Bearer {key}\r\n"
             connection.sendall(raw_request("/big_batch/completions", endless, extra=extra))
             assert connection.recv(12) == b"HTTP/1.1 200"
+        for headers in (bearer(FREE), bearer(NARROW)):
+            seen = keyed.request("GET", "/big_batch/completions-status", headers=headers).json()
+            assert seen == {"generating": True, "requests": 1}
+        assert keyed.request("GET", "/big_batch/completions-status", headers=bearer(CHIEF)).json()["running_rows"] == 2
         assert keyed.post("/big_batch/clean", headers=bearer(NARROW)).json()["cancelled"] == 1
         assert b'"cancelled"' in read_all(own)
         assert keyed.status()["jobs"] == {"big_batch": 1}
