@@ -6,6 +6,7 @@ another lock. The kernel releases it with the process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -131,6 +132,9 @@ class ProcessLock:
 
     def release(self) -> None:
         """Release the lock. Close all SQLite connections of this process first: this ends their locks too."""
+        with contextlib.suppress(DatabaseUnusable, OSError):  # a forked child would keep what is only closed here
+            self._lock_byte(fcntl.F_UNLCK)
+            fcntl.flock(self._owner_file, fcntl.LOCK_UN)
         os.close(self._file)
         self._owner_file.close()
 

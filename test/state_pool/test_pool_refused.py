@@ -76,6 +76,24 @@ def test_second_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     reopen(tmp_path).pool.close()
 
 
+def test_a_forked_child_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("state_pool.disk.process_lock.BUSY_TIMEOUT_S", 0.1)
+    lock = ProcessLock(str(tmp_path / "sessions.db"))
+    end, ours = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(ours)
+        os.read(end, 1)  # until this test closes its end
+        os._exit(0)
+    try:
+        lock.release()
+        ProcessLock(str(tmp_path / "sessions.db")).release()
+    finally:
+        os.close(ours)
+        os.close(end)
+        os.waitpid(child, 0)
+
+
 def test_sqlites_own_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_three(tmp_path)
     monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
