@@ -64,7 +64,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    key: list[ApiKey]
+    key: list[ApiKey] | None = None
 
 
 class KeysError(Exception):
@@ -79,6 +79,8 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
         raise KeysError(f"{path} cannot be read: {error.strerror}; docs/operations.md shows an example") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise KeysError(f"{path} is not a keys file: {str(error).splitlines()[0]}") from None
+    if keys is None:  # an empty file may be half written
+        raise KeysError(f"{path} has no [[key]]; write the line `key = []` if no key is to be in force")
     for number, api_key in enumerate(keys, 1):
         if (api_key.key is None) == (api_key.sha256 is None):
             raise KeysError(f"{path}: key {number} ({api_key.name}) must have either key or sha256")

@@ -78,6 +78,10 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     ring.replace(file.keys)
     assert [one and one.name for one in map(ring.find, (PLAIN, FREE, HASHED))] == ["few", "free", "hashed"]
     assert [ring.find(wrong) for wrong in ("", PLAIN[:-1], PLAIN + "x", few.digest, "few", "\ud800")] == [None] * 6
+    for text, number in (("", len(file.keys)), ("key = []", 0)):
+        written(tmp_path, text)
+        file.read()
+        assert len(file.keys) == number
 
 
 def test_the_example_in_the_documents_is_valid(tmp_path: Path) -> None:
@@ -100,6 +104,7 @@ def test_the_example_in_the_documents_is_valid(tmp_path: Path) -> None:
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'a'\nkey = 'sk-secret-2'", "twice"),
         ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'b'\nkey = 'sk-secret-1'", "twice"),
         ("[[key", "not a keys file"),
+        ("", r"no \[\[key\]\]; write the line `key = \[\]`"),
         ("[[key]]\nname = \"a\\n\"\nkey = 'sk-secret-1'", "name"),
         ("[[key]]\nname = 'a'\nkey = \"sk-secret-1\\n\"", "key"),
         (f"[[key]]\nname = 'a'\nsha256 = \"{'0' * 64}\\n\"", "sha256"),
