@@ -96,7 +96,15 @@ async def restart(context: Context, body: EngineBody) -> HandlerResponse:
 
 REFUSED = (ErrorKind.INVALID_FIELD,)
 ROUTES = (
-    Route("GET", "/v1/engines", engines, None, "The engines that serve the model.", answer=EngineList),
+    Route(
+        "GET",
+        "/v1/engines",
+        engines,
+        None,
+        "The engines that serve the model.",
+        answer=EngineList,
+        is_admin=True,
+    ),
     Route(
         "POST", "/v1/engines/add", add, AddBody, "Add an engine.", answer=EngineList, errors=REFUSED, example={},
         is_admin=True,

@@ -53,9 +53,12 @@ class BrowserRules:
             _check_content_type(route, header)
 
     def _check_host(self, host: str) -> None:
-        """Check the header `Host`, which every browser sends. Raises ServiceError."""
+        """Check the header `Host`, which every browser sends. Raises ServiceError.
+
+        DNS rebinding needs a name, so without --allowed-hosts an address is fine.
+        """
         name = _host_name(host)
-        if not (self._checks_host and host) or _is_loopback(name):
+        if not (self._checks_host and host) or _is_loopback(name) or (not self._hosts and _is_address(name)):
             return
         if not any(fits(name, allowed) for allowed in self._hosts):
             allowed = ", ".join(("localhost", *self._hosts))
@@ -108,6 +111,15 @@ def _host_name(host: str) -> str:
     """Return a `Host` header's name, without port and brackets."""
     name = host.strip().lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    """Return whether a name is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(name: str) -> bool:

@@ -152,6 +152,8 @@ def test_allowed_hosts() -> None:
         assert refusal(config.http, CHAT, host=name) is ErrorKind.FORBIDDEN, name
     assert refusal(HttpConfig(host="0.0.0.0"), CHAT, host="any.example") is None
     assert refusal(HttpConfig(host="::1"), CHAT, host="any.example") is ErrorKind.FORBIDDEN
+    for address in ("192.168.1.4:8000", "0.0.0.0", "[2001:db8::1]:80"):  # through a port mapping
+        assert refusal(HttpConfig(host="::1"), CHAT, host=address) is None, address
     assert refusal(HttpConfig(host="::1", allowed_hosts=("*",)), CHAT, host="any.example") is None
 
 
