@@ -220,7 +220,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "dtype",
             one_of(*DTYPES),
-            "type of the weights; auto: fp16 on CUDA, fp32 on CPUs; fp8, int8, int4: quantised",
+            "type of the weights; auto: fp16 on CUDA, fp32 on CPUs; fp8, int8, int4: quantised; w8a8: int8, inputs too",
         ),
         Flag(
             "states",

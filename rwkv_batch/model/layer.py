@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.quant.formats import Quantised, dequantise
-
 
 class Linear:
     """Computes y = x @ weight.T for x [T, in], weight [out, in] of any float dtype. y has the dtype of x.
@@ -40,23 +38,6 @@ class Linear:
         """
         y = self(x).float()
         return y if out is None else out.copy_(y)
-
-
-class QuantLinear(Linear):
-    """Computes y = x @ W.T for a quantised W [out, in], dequantised for every call in the dtype of x."""
-
-    def __init__(self, stored: Quantised) -> None:
-        self.stored = stored
-        self.weight = stored.codes
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of quantised weights and scales."""
-        return self.stored.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [T, in] to [T, out]."""
-        return torch.nn.functional.linear(x, dequantise(self.stored, x.dtype))
 
 
 MIX_ORDER = "rwkvag"

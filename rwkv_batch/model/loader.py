@@ -12,12 +12,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rwkv_batch.model.layer import MIX_ORDER, Layer, LayerBase, Linear, Norm, QuantLinear, ValueResidual
+from rwkv_batch.model.layer import (
+    MIX_ORDER,
+    Layer,
+    LayerBase,
+    Linear,
+    Norm,
+    ValueResidual,
+)
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
 from rwkv_batch.model.older.layer import OlderLayer, square_maps
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
+from rwkv_batch.model.quant_linear import plain_quantised
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.weights import Weights
 
@@ -47,9 +55,9 @@ class Precision:
         if self.storage is None:
             return self.weights.itemsize
         if self.device.type != "cuda":
-            return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05}[self.storage]
+            return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05, Format.W8A8: 1.01}[self.storage]
         fp8_bytes = 1.1 if torch.cuda.get_device_capability(self.device)[0] == HOPPER else 1.4
-        return {Format.FP8: fp8_bytes, Format.INT8: 1.05, Format.INT4: 0.6}[self.storage]
+        return {Format.FP8: fp8_bytes, Format.INT8: 1.05, Format.INT4: 0.6, Format.W8A8: 1.01}[self.storage]
 
     @property
     def weights_name(self) -> str:
@@ -93,9 +101,8 @@ MakeQuantised = Callable[[str, Quantised], Linear]
 """Name of a tensor and its quantised weight -> the linear map."""
 
 
-def plain_quantised(name: str, stored: Quantised) -> Linear:
-    """Return a QuantLinear, for backends without kernels for quantised weights."""
-    return QuantLinear(stored)
+LargestInputs = Callable[[str], Tensor]
+"""Name of a matrix [out, in] -> the largest absolute input of each channel [in]; see runner/calibration.py."""
 
 
 L = TypeVar("L", bound=LayerBase)
@@ -114,7 +121,9 @@ class LayerLoader:
         make_linear: MakeLinear = Linear,
         moves_matrices: bool = True,
         make_quantised: MakeQuantised = plain_quantised,
+        largest_inputs: LargestInputs | None = None,
     ) -> None:
+        """largest_inputs: needed if the precision's storage is w8a8."""
         self._tensor = weights.tensor
         self._names, self._shape = weights.tensors.keys(), weights.shape
         self._precision = precision
@@ -123,6 +132,7 @@ class LayerLoader:
         self._make_quantised = make_quantised
         storage = precision.storage
         self._store = None if storage is None else QuantStore(weights.path, weights.fingerprint, storage)
+        self._largest_inputs = largest_inputs
 
     def on_host(self) -> LayerLoader:
         """Return a copy without `moves_matrices`."""
@@ -213,7 +223,11 @@ class LayerLoader:
         found = self._store.load(name, tuple(stored.shape), format_)
         if found is not None:
             return found.to(self._precision.device)
-        codes = quantise(stored.to(self._precision.device), format_)
+        x_max = None
+        if format_ is Format.W8A8:
+            assert self._largest_inputs is not None, "w8a8 needs the largest inputs"
+            x_max = self._largest_inputs(name)
+        codes = quantise(stored.to(self._precision.device), format_, x_max)
         release(stored)
         self._store.save(name, codes)
         return codes

@@ -13,9 +13,11 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.adapters.per_row import ServedAdapter
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import X070
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, WeightsError
+from rwkv_batch.runner.calibration import MeasuredInputs
 from rwkv_batch.runner.layer_split import split_layers
 from rwkv_batch.runner.links import copy_to_device
 from rwkv_batch.runner.model_files import open_model, with_adapters
@@ -64,10 +66,11 @@ class Pipeline:
                 f"--pp-resident has {len(resident)} values for {len(devices)} devices; give a number or `all` for each"
             )
         residents = resident or (None,) * len(devices)
+        largest_inputs = MeasuredInputs(weights, self.devices[0]) if precisions[0].storage is Format.W8A8 else None
         for precision, (first, last, cuts), num_resident in zip(precisions, ranges, residents, strict=True):
             ops, refusals = choose_ops(kernels, precision.device, version)
             self.kernel_refusals |= refusals
-            self.stages.append(Stage(weights, first, last, precision, ops, num_resident, cuts))
+            self.stages.append(Stage(weights, first, last, precision, ops, num_resident, cuts, largest_inputs))
 
     @property
     def concurrency(self) -> int:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.layer import Layer, LayerBase, Linear, layer_norm, linears_of
-from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
+from rwkv_batch.model.loader import LargestInputs, LayerLoader, Precision, load_layers
 from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.older.layer import forward_layers as forward_older_layers
 from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
-from rwkv_batch.model.quant.formats import format_of
+from rwkv_batch.model.quant.formats import Format, format_of
+from rwkv_batch.model.quant_linear import plain_quantised
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
 from rwkv_batch.model.state import X070, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
@@ -34,16 +35,20 @@ class Stage:
         ops: Ops,
         resident: int | None = None,
         cuts: Cuts = WHOLE,
+        largest_inputs: LargestInputs | None = None,
     ) -> None:
         """resident: layers that stay on a GPU while the others are streamed for every step; None: all stay.
 
         Both stages of a cut layer keep all its weights, and each has the state of its half.
+        largest_inputs: see LayerLoader.
         """
         self.cuts = cuts
         shape = weights.shape
         make_linear = getattr(ops, "make_linear", Linear)
         make_quantised = getattr(ops, "make_quantised", plain_quantised)
-        loader = LayerLoader(weights, precision, make_linear, make_quantised=make_quantised)
+        loader = LayerLoader(
+            weights, precision, make_linear, make_quantised=make_quantised, largest_inputs=largest_inputs
+        )
         self.precision = precision
         self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
         """The device context of kernel launches, which go to the current device's stream. -1: does nothing."""
@@ -156,15 +161,18 @@ class Stage:
 def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = X070) -> Precision:
     """Return the dtypes of a stage.
 
-    "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8" and "int4" quantise
-    the large matrices; everything else is as with "auto". Versions before RWKV-7 use bf16 weights on a GPU, and fp32
-    activations and states, because their sums exceed fp16. Raises ValueError for an unsupported state dtype.
+    "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8", "int4" and "w8a8"
+    quantise the large matrices; everything else is as with "auto". Versions before RWKV-7 use bf16 weights on a GPU,
+    and fp32 activations and states, because their sums exceed fp16. Raises ValueError for a dtype that the version does
+    not have.
     """
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     storage = format_of(dtype)
     dtype = "auto" if storage is not None else dtype
     on_gpu = device.type == "cuda"
     if version != X070:
+        if storage is Format.W8A8:
+            raise ValueError(f"w8a8 quantises RWKV-7 only, not {version}; use --dtype int8")
         if wkv_state not in ("auto", "fp32"):
             raise ValueError(
                 f"states of {version} must be fp32, not {wkv_state}; omit --wkv-state (in a request: the field "

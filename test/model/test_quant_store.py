@@ -15,6 +15,7 @@ from torch import Tensor
 
 from demo.random_weights import write_random_model
 from native.temporary_folder import STALE_FILE_S
+from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model import loader
 from rwkv_batch.model.quant.formats import Format, Quantised, quantise
 from rwkv_batch.model.step_inputs import step_inputs
@@ -27,9 +28,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Format]:
     """Record the format of every matrix that is quantised."""
     formats: list[Format] = []
 
-    def counting(weight: Tensor, format_: Format) -> Quantised:
+    def counting(weight: Tensor, format_: Format, x_max: Tensor | None) -> Quantised:
         formats.append(format_)
-        return quantise(weight, format_)
+        return quantise(weight, format_, x_max)
 
     monkeypatch.setattr(loader, "quantise", counting)
     return formats
@@ -41,7 +42,7 @@ def logits(path: Path, dtype: str, kernels: str = "naive") -> Tensor:
     return pipeline.forward(step_inputs([[3, 1, 4]], [0], [2], [0]))
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4", "w8a8"])
 def test_the_second_start_quantises_nothing(tmp_path: Path, dtype: str, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=2, width=128)
     first = logits(path, dtype)
@@ -148,6 +149,7 @@ def test_a_read_only_folder_does_not_stop_the_model(
     tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    choose_ops(kernels, torch.device("cpu"))  # builds the library, if needed, in a folder that can be made
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")

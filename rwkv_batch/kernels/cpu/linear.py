@@ -78,7 +78,12 @@ class CpuQuantLinear(CpuLinear):
 
 
 def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
-    """Returns a quantised matrix. int4 is stored as int8, without loss; fp8 as bf16, as CPUs have no fp8 arithmetic."""
+    """Returns a quantised matrix. int4 is stored as int8, without loss; fp8 as bf16, as CPUs have no fp8 arithmetic.
+
+    Raises ValueError for w8a8.
+    """
+    if stored.format is Format.W8A8:
+        raise ValueError("the cpu kernels do not multiply w8a8; use --kernels naive or --dtype int8")
     if stored.format is Format.FP8:
         return CpuLinear(dequantise(stored).bfloat16().float(), allocate)
     codes = stored.codes

@@ -3,6 +3,7 @@
     fp8   e4m3 numbers, one fp32 scale per output
     int8  integers -127 .. 127, one fp16 scale per output and group of 128 inputs
     int4  integers q in 0 .. 15, one fp16 scale and one integer zero per output and group: (q - zero) * scale
+    w8a8  as w8a8.py: inputs are 8-bit integers too
 
 fp16 scales are in units of 2^-6, so that small scales keep all their bits. The last group of a row may be shorter.
 """
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rwkv_batch.model.quant import w8a8
+from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
 
 GROUP = 128
 """Inputs per scale."""
@@ -35,6 +40,7 @@ class Format(enum.StrEnum):
     FP8 = "fp8"
     INT8 = "int8"
     INT4 = "int4"
+    W8A8 = "w8a8"
 
 
 @dataclass(slots=True)
@@ -45,10 +51,14 @@ class Quantised:
     codes: Tensor
     """[out, in] float8_e4m3fn or int8; int4: [out, ceil(in / 2)] uint8, the even input in the low half"""
     scales: Tensor
-    """fp8: [out] fp32; else [out, G] fp16 in units of 2^-6"""
+    """fp8, w8a8: [out] fp32; else [out, G] fp16 in units of 2^-6"""
     zeros: Tensor | None
     """int4: [out, G] uint8"""
     in_features: int
+    ratios: Tensor | None = None
+    """w8a8: [out] int32"""
+    transform: InputTransform | None = None
+    """w8a8: of the inputs"""
 
     @property
     def out_features(self) -> int:
@@ -57,29 +67,55 @@ class Quantised:
     @property
     def num_bytes(self) -> int:
         """Bytes of quantised weights, scales and zeros."""
-        tensors = (self.codes, self.scales, *([] if self.zeros is None else [self.zeros]))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the matrix [out, in] by field name."""
+        named = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "ratios": self.ratios}
+        if self.transform is not None:
+            named |= self.transform._asdict()
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @classmethod
+    def of(cls, format_: Format, tensors: Mapping[str, Tensor], in_features: int) -> Quantised:
+        """Make a matrix [out, in] of its `tensors()`. Raises KeyError if one is missing."""
+        transform = None
+        if format_ is Format.W8A8:
+            transform = InputTransform(*(tensors[name] for name in InputTransform._fields))
+        optional = tensors.get("zeros"), in_features, tensors.get("ratios")
+        return cls(format_, tensors["codes"], tensors["scales"], *optional, transform)
+
+    def in_segments(self) -> Codes:
+        """Return the codes of a W8A8 matrix."""
+        assert self.ratios is not None, "only w8a8 has ratios"
+        return Codes(self.codes, self.scales, self.ratios)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Return whether the tensors fit a matrix of this shape in this format."""
         out, inner = shape
         groups = -(-inner // GROUP)
-        codes, scales = {
-            Format.FP8: ((torch.float8_e4m3fn, (out, inner)), (torch.float32, (out,))),
-            Format.INT8: ((torch.int8, (out, inner)), (torch.float16, (out, groups))),
-            Format.INT4: ((torch.uint8, (out, -(-inner // 2))), (torch.float16, (out, groups))),
+        expected = {
+            Format.FP8: {"codes": (torch.float8_e4m3fn, (out, inner)), "scales": (torch.float32, (out,))},
+            Format.INT8: {"codes": (torch.int8, (out, inner)), "scales": (torch.float16, (out, groups))},
+            Format.INT4: {
+                "codes": (torch.uint8, (out, -(-inner // 2))),
+                "scales": (torch.float16, (out, groups)),
+                "zeros": (torch.uint8, (out, groups)),
+            },
+            Format.W8A8: {
+                "codes": (torch.int8, (out, inner)),
+                "scales": (torch.float32, (out,)),
+                "ratios": (torch.int32, (out,)),
+                "factors": (torch.float32, (inner,)),
+                "positions": (torch.int32, (inner,)),
+            },
         }[self.format]
-        expected = [(self.codes, *codes), (self.scales, *scales)]
-        if (self.zeros is not None) != (self.format is Format.INT4):
-            return False
-        if self.zeros is not None:
-            expected.append((self.zeros, torch.uint8, (out, groups)))
-        return all(tensor.dtype == dtype and tuple(tensor.shape) == size for tensor, dtype, size in expected)
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors().items()} == expected
 
     def to(self, device: torch.device) -> Quantised:
         """Return a copy on a device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return Quantised(self.format, self.codes.to(device), self.scales.to(device), zeros, self.in_features)
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return Quantised.of(self.format, moved, self.in_features)
 
 
 def format_of(dtype: str) -> Format | None:
@@ -102,8 +138,18 @@ def format_for(name: str, storage: Format) -> Format | None:
     return Format.INT8 if storage is Format.INT4 and name.startswith("head.") else storage
 
 
-def quantise(weight: Tensor, format: Format) -> Quantised:  # noqa: A002
-    """Quantise weight [out, in] of any float dtype, on its device."""
+def has_squared_inputs(name: str) -> bool:
+    """Return whether the inputs of the tensor of this name are relu(x)^2."""
+    return name.endswith("ffn.value.weight")
+
+
+def quantise(weight: Tensor, format: Format, x_max: Tensor | None = None) -> Quantised:  # noqa: A002
+    """Quantise weight [out, in] of any float dtype, on its device. x_max [in]: w8a8 needs the largest inputs."""
+    if format is Format.W8A8:
+        assert x_max is not None, "see runner/calibration.py"
+        transform, s = w8a8.input_transform(x_max.to(weight.device), weight)
+        of_rows = w8a8.quantise_weight(weight, s, transform.positions)
+        return Quantised(format, of_rows.codes, of_rows.scales, None, weight.shape[1], of_rows.ratios, transform)
     make = {Format.FP8: _fp8, Format.INT8: _int8, Format.INT4: _int4}[format]
     parts = [make(weight[at : at + ROWS_AT_ONCE].float()) for at in range(0, len(weight), ROWS_AT_ONCE)]
     codes, scales, zeros = zip(*parts, strict=True)
@@ -114,7 +160,7 @@ def quantise(weight: Tensor, format: Format) -> Quantised:  # noqa: A002
 
 
 def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix [out, in], computed in fp32."""
+    """Return the matrix [out, in], computed in fp32; of w8a8 as it multiplies inputs that are not rounded."""
     out = torch.empty(stored.out_features, stored.in_features, dtype=dtype, device=stored.codes.device)
     for at in range(0, len(out), ROWS_AT_ONCE):
         rows = slice(at, at + ROWS_AT_ONCE)
@@ -132,6 +178,11 @@ def _dequantise_rows(stored: Quantised, rows: slice) -> Tensor:
     scales = stored.scales[rows].float()
     if stored.format is Format.FP8:
         return stored.codes[rows].float() * scales.unsqueeze(1)
+    if stored.format is Format.W8A8:
+        assert stored.ratios is not None and stored.transform is not None
+        steps = scales.unsqueeze(1).repeat(1, stored.in_features)
+        steps[:, : w8a8.LARGE_CHANNELS] *= stored.ratios[rows].float().unsqueeze(1) / 16
+        return (stored.codes[rows].float() * steps)[:, stored.transform.positions.long()] * stored.transform.factors
     scale_per_input = _expand_groups(scales * SCALE_UNIT, stored.in_features)
     if stored.format is Format.INT8:
         return stored.codes[rows].float() * scale_per_input

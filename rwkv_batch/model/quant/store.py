@@ -44,6 +44,19 @@ class QuantStore:
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
         """Load a quantised tensor to the CPU; None if it is missing, unreadable or does not fit."""
+        tensors = self.load_tensors(name)
+        try:
+            found = None if tensors is None else Quantised.of(format_, tensors, shape[1])
+        except KeyError:
+            return None
+        return found if found is not None and found.fits(shape) else None
+
+    def save(self, name: str, codes: Quantised) -> None:
+        """Save a quantised tensor."""
+        self.save_tensors(name, codes.tensors())
+
+    def load_tensors(self, name: str) -> dict[str, Tensor] | None:
+        """Load the tensors [...] of a file; None if it is missing or damaged."""
         path = self._path(name)
         if not self._usable or not path.is_file():
             return None
@@ -51,32 +64,27 @@ class QuantStore:
             with safe_open(path, framework="pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
                 kept = (file.metadata() or {}).get(CHECKSUM)
-            zeros = tensors.get("zeros")
-            found = Quantised(format_, tensors["codes"], tensors["scales"], zeros, shape[1])
-        except (OSError, SafetensorError, KeyError) as error:
-            logger.warning("%s cannot be read (%s); the matrix is quantised again", path, error)
+        except (OSError, SafetensorError) as error:
+            logger.warning("%s cannot be read (%s); it is made again", path, error)
             return None
-        if not found.fits(shape) or kept is None:  # older versions wrote no checksum
+        if kept is None:  # older versions wrote no checksum
             return None
         if kept != _checksum(name, tensors):
-            logger.warning("%s is damaged (wrong checksum); the matrix is quantised again", path)
+            logger.warning("%s is damaged (wrong checksum); it is made again", path)
             return None
-        return found
+        return tensors
 
-    def save(self, name: str, codes: Quantised) -> None:
-        """Save a quantised tensor. The first error is logged and ends all saving."""
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Save tensors [...] as one file. The first error is logged and ends all saving."""
         if not self._can_write:
             return
-        tensors = {"codes": codes.codes, "scales": codes.scales}
-        if codes.zeros is not None:
-            tensors["zeros"] = codes.zeros
         try:
             self.folder.mkdir(exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
             os.close(handle)
             try:
-                tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-                save_file(tensors, temporary, {CHECKSUM: _checksum(name, tensors)})
+                on_cpu = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+                save_file(on_cpu, temporary, {CHECKSUM: _checksum(name, on_cpu)})
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())
                 Path(temporary).chmod(0o644)

@@ -1,0 +1,120 @@
+"""The definition of W8A8: int8 weights times int8 inputs, with exact sums, in two segments of the inputs.
+
+The 128 input channels with the largest calibrated values are segment 1 and come first. The rest is segment 0.
+
+    x'[t, c] = x[t, c] * factors[c]         factors: 1 / s; smoothing of SmoothQuant, alpha 0.5
+    W'[n, c] = W[n, c] * s[c]
+    qx, sx, rx = x' in 8 bits               a step is sx[t] in segment 0 and sx[t] * rx[t] / 16 in segment 1
+    qw, sw, rw = W' in 8 bits               likewise, a scale and a ratio per output
+    S[t, n]  = floor(rx[t] * rw[n] * (sum over segment 1 of qx * qw) / 256) + (sum over segment 0 of qx * qw)
+    y[t, n]  = float(S) * (sx[t] * sw[n])
+
+Inputs are s8; those of ffn.value are squares, so they are u8. S fits 32 bits and is exact. So y has the same bits for
+any batch, order of sums and device that has the same codes. Every fp32 operation rounds on its own. Plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGE_CHANNELS = 128
+MAX_WEIGHT_RATIO, MAX_RATIO, MAX_UNSIGNED_RATIO = 256, 511, 255
+"""In 16ths. S stays below 2^31: 32 * 16 * 128 * 127 * 127 and 16 * 16 * 128 * 255 * 127 are below 2^30."""
+MIN_VALUE = 1e-5
+"""Smallest channel maximum that a smoothing factor assumes."""
+ALPHA = 0.5
+ROWS_AT_ONCE = 2048
+"""Outputs per fp32 temporary."""
+
+
+class Codes(NamedTuple):
+    """Quantised rows, of inputs or of a weight."""
+
+    codes: Tensor
+    """[R, K] s8 or u8, permuted"""
+    scales: Tensor
+    """[R] fp32"""
+    ratios: Tensor
+    """[R] int32: segment 1's step is so many 16ths of segment 0's"""
+
+
+class InputTransform(NamedTuple):
+    """What a matrix does to its inputs before they are rounded."""
+
+    factors: Tensor
+    """[K] fp32 by channel"""
+    positions: Tensor
+    """[K] int32: where channel c's code is stored"""
+
+
+def input_transform(x_max: Tensor, weight: Tensor) -> tuple[InputTransform, Tensor]:
+    """Return the transform of the inputs of weight [n, K] and s [K]; x_max [K]: the largest calibrated inputs."""
+    weight_max = weight.abs().amax(0).float()
+    s = x_max.float().clamp(min=MIN_VALUE).pow(ALPHA) / weight_max.clamp(min=MIN_VALUE).pow(1 - ALPHA)
+    s = s.clamp(min=MIN_VALUE)
+    return InputTransform(1 / s, permutation(x_max)), s
+
+
+def permutation(x_max: Tensor) -> Tensor:
+    """Return positions [K] int32. The 128 channels with the largest x_max come first; ties go to the lower channel."""
+    k = x_max.numel()
+    large = torch.zeros(k, dtype=torch.bool, device=x_max.device)
+    large[torch.sort(x_max, descending=True, stable=True).indices[:LARGE_CHANNELS]] = True
+    order = torch.cat([large.nonzero().flatten(), (~large).nonzero().flatten()])
+    positions = torch.empty(k, dtype=torch.int32, device=x_max.device)
+    positions[order] = torch.arange(k, dtype=torch.int32, device=x_max.device)
+    return positions
+
+
+def quantise(v: Tensor, max_ratio: int, unsigned: bool = False) -> Codes:
+    """Quantise permuted rows [R, K] fp32. A row with NaN or infinity gets a NaN scale."""
+    largest, lowest = (255.0, 0.0) if unsigned else (127.0, -128.0)
+    large, rest = v[:, :LARGE_CHANNELS], v[:, LARGE_CHANNELS:]
+    zeros = torch.zeros(len(v), device=v.device)
+    of_large = large.abs().amax(1)
+    of_rest = rest.abs().amax(1) if rest.shape[1] else zeros
+    is_finite = (of_large + of_rest).isfinite()
+    unit = torch.maximum(of_rest, of_large * torch.tensor(16.0 / max_ratio, dtype=torch.float32, device=v.device))
+    ratio = torch.where(unit > 0, ((of_large / unit) * 16).ceil().nan_to_num(16.0).clamp(16, max_ratio), zeros + 16)
+    codes = []
+    for part, step in ((large, unit * (ratio / 16)), (rest, unit)):
+        inverse = torch.where(unit > 0, (zeros + largest) / step, zeros).clamp(max=3e38)
+        codes.append((part * inverse[:, None]).nan_to_num(0.0).round().clamp(lowest, largest))
+    scales = unit * torch.tensor(1.0 / largest, dtype=torch.float32, device=v.device)
+    scales = torch.where(is_finite, scales, torch.full_like(scales, torch.nan))
+    return Codes(torch.cat(codes, 1).to(torch.uint8 if unsigned else torch.int8), scales, ratio.to(torch.int32))
+
+
+def quantise_weight(weight: Tensor, s: Tensor, positions: Tensor) -> Codes:
+    """Quantise W [n, K] of any float dtype; the columns of the codes are permuted. Raises ValueError for NaN."""
+    parts = []
+    for at in range(0, len(weight), ROWS_AT_ONCE):
+        rows = weight[at : at + ROWS_AT_ONCE].float() * s
+        parts.append(quantise(_permuted(rows, positions), MAX_WEIGHT_RATIO))
+    codes = Codes(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    if not bool(codes.scales.isfinite().all()):
+        raise ValueError("NaN or infinite weights cannot be quantised; use --dtype fp16")
+    return codes
+
+
+def quantise_rows(x: Tensor, transform: InputTransform, unsigned: bool = False) -> Codes:
+    """Quantise inputs [T, K] of any float dtype. unsigned: they are never negative (ffn.value)."""
+    v = _permuted(x.float() * transform.factors, transform.positions)
+    return quantise(v, MAX_UNSIGNED_RATIO if unsigned else MAX_RATIO, unsigned)
+
+
+def product(x: Codes, w: Codes) -> Tensor:
+    """Multiply [T, K] and [n, K] -> y [T, n] fp32. Sums are whole numbers in fp64, below 2^53."""
+    a, b = x.codes.double(), w.codes.double()
+    large, rest = a[:, :LARGE_CHANNELS] @ b[:, :LARGE_CHANNELS].T, a[:, LARGE_CHANNELS:] @ b[:, LARGE_CHANNELS:].T
+    sums = (large * (x.ratios.double()[:, None] * w.ratios.double()) / 256).floor() + rest
+    return sums.float() * (x.scales[:, None] * w.scales)
+
+
+def _permuted(rows: Tensor, positions: Tensor) -> Tensor:
+    permuted = torch.empty_like(rows)
+    permuted[:, positions.long()] = rows
+    return permuted

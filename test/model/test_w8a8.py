@@ -1,0 +1,137 @@
+"""W8A8: the definition's exact sums and rounding, and the measured inputs that it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import write_random_model
+from rwkv_batch.model.quant import w8a8
+from rwkv_batch.model.quant.formats import Format, Quantised, dequantise, quantise
+from rwkv_batch.model.quant_linear import W8A8Linear
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner import calibration
+from rwkv_batch.runner.calibration import MeasuredInputs
+from rwkv_batch.runner.pipeline import Pipeline
+
+CPU = torch.device("cpu")
+
+
+def random(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def stored_and_rows(inner: int, outliers: float = 1.0, out: int = 96, rows: int = 9) -> tuple[Quantised, Tensor]:
+    x = random(rows, inner, seed=1)
+    x[:, :: max(1, inner // 8)] *= outliers
+    return quantise(random(out, inner, seed=2) * 0.02, Format.W8A8, x.abs().amax(0)), x
+
+
+def relative_error(y: Tensor, true: Tensor) -> float:
+    return float((y - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize(
+    ("inner", "outliers", "limit"), [(768, 1, 0.012), (768, 20, 0.015), (130, 1, 0.012), (64, 1, 0.012)]
+)
+def test_products_are_close(inner: int, outliers: float, limit: float) -> None:
+    stored, x = stored_and_rows(inner, outliers)
+    weight = random(96, inner, seed=2) * 0.02
+    assert relative_error(W8A8Linear(stored)(x), x @ weight.T) < limit
+    assert relative_error(dequantise(stored), weight) < 0.05
+
+
+def test_squares_have_a_bit_more() -> None:
+    x = random(9, 768, seed=1).relu().square()
+    weight = random(96, 768, seed=2) * 0.02
+    stored = quantise(weight, Format.W8A8, x.amax(0))
+    signed, unsigned = W8A8Linear(stored)(x), W8A8Linear(stored, unsigned=True)(x)
+    assert relative_error(unsigned, x @ weight.T) < relative_error(signed, x @ weight.T) < 0.02
+
+
+def test_rows_have_the_same_bits_alone_and_in_a_batch() -> None:
+    stored, x = stored_and_rows(768, outliers=100)
+    together = W8A8Linear(stored)(x)
+    assert torch.equal(together, torch.cat([W8A8Linear(stored)(row[None]) for row in x]))
+    order = torch.randperm(768, generator=torch.Generator().manual_seed(3))
+    codes = w8a8.quantise_rows(x, stored.transform or pytest.fail("no transform"))
+    large = w8a8.LARGE_CHANNELS
+    shuffled = torch.cat([order[order < large], order[order >= large]])
+    moved = w8a8.Codes(codes.codes[:, shuffled], codes.scales, codes.ratios)
+    weights = w8a8.Codes(stored.codes[:, shuffled], *stored.in_segments()[1:])
+    assert torch.equal(w8a8.product(moved, weights), together)
+
+
+def test_the_largest_products_fit_32_bits() -> None:
+    for unsigned in (False, True):
+        v = torch.full((1, 16384), 1e-6)
+        v[:, : w8a8.LARGE_CHANNELS] = 1.0
+        x = w8a8.quantise(v, w8a8.MAX_UNSIGNED_RATIO if unsigned else w8a8.MAX_RATIO, unsigned)
+        w = w8a8.quantise(v, w8a8.MAX_WEIGHT_RATIO)
+        sums = w8a8.product(x, w) / (x.scales * w.scales)
+        assert float(sums.abs().max()) < 2**31
+        assert relative_error(w8a8.product(x, w), v @ v.T) < 0.01
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("channel", [0, 700])
+def test_invalid_inputs_stay_invalid_and_alone(value: float, channel: int) -> None:
+    stored, x = stored_and_rows(768)
+    clean = W8A8Linear(stored)(x)
+    x[4, channel] = value
+    y = W8A8Linear(stored)(x)
+    assert y[4].isnan().all()
+    others = [row for row in range(len(x)) if row != 4]
+    assert torch.equal(y[others], clean[others])
+
+
+def test_rows_of_zeros_give_zeros() -> None:
+    stored, x = stored_and_rows(768)
+    assert torch.equal(W8A8Linear(stored)(x * 0), torch.zeros(9, 96))
+
+
+def test_invalid_weights_are_refused() -> None:
+    weight = random(8, 128)
+    weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="use --dtype fp16"):
+        quantise(weight, Format.W8A8, torch.ones(128))
+
+
+def test_inputs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=128))
+    measured = MeasuredInputs(weights, CPU)
+    names = [name for name in weights.tensors if name.endswith(("ffn.key.weight", "att.output.weight", "head.weight"))]
+    first = {name: measured(name) for name in names}
+    assert len(first) == 5 and all(bool((x_max > 0).all()) for x_max in first.values())
+    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured twice"))
+    kept = MeasuredInputs(weights, CPU)
+    assert all(torch.equal(kept(name), x_max) for name, x_max in first.items())
+
+
+def test_a_damaged_file_is_measured_again(tmp_path: Path) -> None:
+    weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=1, width=128))
+    first = MeasuredInputs(weights, CPU)("head.weight")
+    file = next(tmp_path.glob("tiny.w8a8-*")) / "calibration.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    assert torch.equal(MeasuredInputs(weights, CPU)("head.weight"), first)
+
+
+def test_a_model_reads_and_writes_w8a8(tmp_path: Path) -> None:
+    weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=256))
+    logits = {}
+    for dtype in ("fp32", "w8a8"):
+        pipeline = Pipeline(weights, ("cpu",), dtype, "naive")
+        pipeline.allocate_slots(3)
+        logits[dtype] = pipeline.forward(step_inputs([[3, 1, 4, 1, 5]], [0], [2], [0]))
+    assert 0 < relative_error(logits["w8a8"], logits["fp32"]) < 0.05
+
+
+def test_older_models_are_refused() -> None:
+    from rwkv_batch.runner.stage import precision_for
+
+    with pytest.raises(ValueError, match="w8a8 quantises RWKV-7 only, not RWKV-6; use --dtype int8"):
+        precision_for(CPU, "w8a8", "auto", "RWKV-6")
