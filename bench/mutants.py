@@ -1,78 +1,369 @@
-"""Share of mutants that the tests detect, of a random sample, by mutmut (`[tool.mutmut]` in pyproject.toml).
+"""Share of generated mutants that the tests detect, of a random sample.
 
-    python -m bench.mutants --sample 500 --seed 1 --folder /tmp/mutants
-    python -m bench.mutants --sample 10 --only 'state_pool.turns.*' --tests test/state_pool
+    python -m bench.mutants --sample 500 --seed 1 --workers 14 --out /tmp/mutants
+    python -m bench.mutants --map /tmp/mutants/map.json.gz --only '*Turns.commit*' --out /tmp/turns
+    python -m bench.mutants --again /tmp/mutants/record.json --tests test/engine/test_output.py --out /tmp/again
 
-Clones HEAD into `--folder`. A second run there reuses the mutants and the map from functions to tests. mutmut runs the
-tests that reach a mutant's function in pytest's process, so code that only child processes run counts as `no tests`.
-The last line is JSON. `score`: detected mutants over mutants with tests. `mutmut show NAME` prints a mutant.
+mutmut makes the mutants of `[tool.mutmut]` in pyproject.toml. coverage.py records which tests run which lines, also in
+the child processes of a test. A mutant gets a fresh process and the tests that run its statement, cheapest file first,
+for `--test-s` seconds. A test that exceeds its time limit detects the mutant. A test that fails without mutants is left
+out. Control runs have no mutant: a failure there would be a false detection.
+
+`--out` gets `map.json.gz`, `record.json` and `not_detected.diff`. `score`: detected mutants over all that ran.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
 import json
+import os
+import queue
 import random
-import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from bench.tools.mutant_maker import (
+    ROOT,
+    Mutant,
+    diff,
+    make_mutants,
+    mutant_names,
+    original,
+    scope_files,
+    statement_lines,
+    test_paths,
+)
+from bench.tools.mutant_tests import RECORD, SELECT
 from bench.tools.origin import origin
 
-ROOT = Path(__file__).resolve().parent.parent
-DETECTED = {"killed", "timeout", "segfault"}
-TESTS = re.compile(r"^(pytest_add_cli_args_test_selection) = \[.*?\]", re.MULTILINE | re.DOTALL)
+DETECTED = {"killed", "timeout"}
+NOT_RUN = "not run"
+TEST_LIMIT_S, TEST_FACTOR = 20.0, 6.0
+"""Time limit of a test: so many seconds, plus so many times its usual duration."""
+FILE_LIMIT_S = 150.0
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "bench.tools.mutant_tests", "-p", "no:cacheprovider"]
+PYTEST += ["-p", "no:xdist", "-m", "not (browser or cluster or proxy or gpu)"]
+COVERAGE = """[run]
+core = ctrace
+parallel = true
+patch = _exit, fork
+data_file = {data}
+include = {include}
+"""
+CHILD = """import coverage, os, threading, time
+def save():
+    while True:
+        time.sleep(1.0)  # a child may be killed
+        if (running := coverage.Coverage.current()) is not None:
+            running.save()
+def start():
+    threading.Thread(target=save, daemon=True).start()
+if "COVERAGE_PROCESS_START" in os.environ:
+    coverage.process_startup()
+    os.register_at_fork(after_in_child=start)
+    start()
+"""
+"""A sitecustomize.py that measures each Python process."""
 
 
-def clone(folder: Path, tests: list[str]) -> None:
-    """Clone HEAD into the folder, unless it is already there."""
-    if (folder / ".git").exists():
-        return
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-    if tests:
-        config = folder / "pyproject.toml"
-        config.write_text(TESTS.sub(rf"\1 = {json.dumps(tests)}", config.read_text()))
+@dataclass
+class TestMap:
+    """Which passing tests run which line. A test that runs it in a child process stands for its whole file."""
+
+    seconds: dict[str, float]
+    failed: list[str]
+    lines: dict[str, dict[int, set[str]]]
+
+    def save(self, target: Path) -> None:
+        names = sorted({name for by_line in self.lines.values() for tests in by_line.values() for name in tests})
+        number = {name: place for place, name in enumerate(names)}
+        packed = {
+            path: {line: sorted(number[test] for test in tests) for line, tests in by_line.items()}
+            for path, by_line in self.lines.items()
+        }
+        record = {"seconds": self.seconds, "failed": self.failed, "names": names, "lines": packed}
+        target.write_bytes(gzip.compress(json.dumps(record).encode()))
+
+    @classmethod
+    def load(cls, source: Path) -> TestMap:
+        record = json.loads(gzip.decompress(source.read_bytes()))
+        names = record["names"]
+        lines = {
+            path: {int(line): {names[one] for one in tests} for line, tests in by_line.items()}
+            for path, by_line in record["lines"].items()
+        }
+        return cls(record["seconds"], record["failed"], lines)
+
+    def of(self, mutant: Mutant, budget_s: float) -> list[str]:
+        """Return the tests for a mutant, cheapest file first."""
+        by_line = self.lines.get(mutant.path, {})
+        found = {name for line in statement_lines(mutant) for name in by_line.get(line, ())}
+        files: dict[str, list[str]] = {}
+        for test in self.seconds:
+            file = test.partition("::")[0]
+            if test in found or file in found:
+                files.setdefault(file, []).append(test)
+        cost = {file: sum(self.seconds[test] for test in tests) for file, tests in files.items()}
+        direct = {file: not found.isdisjoint(tests) for file, tests in files.items()}
+        chosen: list[str] = []
+        for file in sorted(files, key=lambda file: (not direct[file], cost[file])):
+            for test in files[file] if not direct[file] else sorted(files[file], key=self.seconds.__getitem__):
+                if budget_s > 0:
+                    chosen.append(test)
+                    budget_s -= self.seconds[test]
+        return chosen
 
 
-def mutmut(folder: Path, *arguments: str, check: bool = True) -> str:
-    """Run mutmut in the folder and return its output. Raises SystemExit if it fails."""
-    command = [sys.executable, "-m", "mutmut", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise SystemExit(f"mutmut {arguments[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+class Trees:
+    """Copies of the working tree, one per worker, and pytest runs in them."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._folder, self.workers = folder, workers
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._written = time.time_ns()
+        (folder / "site").mkdir(parents=True)
+        (folder / "site" / "sitecustomize.py").write_text(CHILD)
+        for worker in range(workers):
+            shutil.copytree(
+                ROOT, folder / f"{worker}", symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "dist")
+            )
+            self._free.put(worker)
+
+    def pytest(
+        self, arguments: list[str], limit_s: float, mutant: Mutant | None = None, **environment: str
+    ) -> tuple[int | None, str]:
+        """Run pytest in a free copy with the mutant. Return its exit code, None after `limit_s`, and its output."""
+        worker = self._free.get()
+        tree, scratch = self._folder / f"{worker}", self._folder / f"t{worker}"
+        try:
+            if mutant is not None:
+                self._write(tree / mutant.path, mutant.text)
+            scratch.mkdir()
+            return self._run(worker, tree, scratch, arguments, limit_s, environment)
+        finally:
+            if mutant is not None:
+                self._write(tree / mutant.path, original(mutant.path))
+            shutil.rmtree(scratch, ignore_errors=True)
+            self._free.put(worker)
+
+    def _run(
+        self, worker: int, tree: Path, scratch: Path, arguments: list[str], limit_s: float, environment: dict[str, str]
+    ) -> tuple[int | None, str]:
+        paths = [str(self._folder / "site"), os.environ.get("PYTHONPATH", "")]
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(scratch)}
+        environment |= {"PYTEST_XDIST_WORKER": f"gw{worker}", "PYTEST_XDIST_WORKER_COUNT": str(self.workers)}
+        output = scratch / "output"
+        with output.open("w") as sink:
+            process = subprocess.Popen(
+                [*PYTEST, "--basetemp", str(scratch / "b"), *arguments],
+                cwd=tree,
+                env={**os.environ, **environment},
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
+            code: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return code, output.read_text(errors="replace")
+
+    def _write(self, file: Path, text: str) -> None:
+        """Write a module, with a new time: otherwise Python may use the compiled code of the last one."""
+        file.write_text(text)
+        self._written += 2_000_000_000
+        os.utime(file, ns=(self._written, self._written))
 
 
-def main() -> None:
+def map_tests(trees: Trees, folder: Path, scope: list[str], tests: list[str]) -> TestMap:
+    """Run each test file by itself, and return which tests run which lines of the scope."""
+    result = TestMap({}, [], {})
+    files = sorted({str(file.relative_to(ROOT)) for one in tests for file in test_files(ROOT / one)})
+
+    def measure(file: str) -> None:
+        data = folder / "data" / file.replace("/", "-")
+        data.mkdir(parents=True)
+        config = data / "rc"
+        config.write_text(COVERAGE.format(data=data / "lines", include=",".join(f"*/{one}" for one in scope)))
+        environment = {"COVERAGE_PROCESS_START": str(config), RECORD: str(data / "tests.json")}
+        trees.pytest([file], FILE_LIMIT_S, **environment)
+        if not (data / "tests.json").exists():
+            result.failed.append(file)
+            return
+        record = json.loads((data / "tests.json").read_text())
+        result.seconds |= record["passed"]
+        result.failed += record["failed"]
+
+    sizes = {file: (ROOT / file).stat().st_size for file in files}
+    order = sorted(files, key=lambda file: (not _is_long(file), -sizes[file]))
+    in_parallel(trees.workers, measure, order)
+    for file in files:
+        for data in (folder / "data" / file.replace("/", "-")).glob("lines*"):
+            _add_lines(result, file, data)
+    return result
+
+
+def _is_long(file: str) -> bool:
+    from test.longest_files import LONGEST
+
+    return file.removeprefix("test/") in LONGEST
+
+
+def _add_lines(result: TestMap, file: str, source: Path) -> None:
+    import coverage
+
+    data = coverage.CoverageData(str(source))
+    data.read()
+    for measured in data.measured_files():
+        path = next((one for one in scope_files() if measured.endswith(f"/{one}")), None)
+        if path is None:
+            continue
+        by_line = result.lines.setdefault(path, {})
+        for line, contexts in data.contexts_by_lineno(measured).items():
+            names = {context if "::" in context else file for context in contexts}
+            by_line.setdefault(line, set()).update(name for name in names if name == file or name in result.seconds)
+
+
+def test_files(path: Path) -> list[Path]:
+    """Return the test files in a folder, or the file."""
+    return sorted(path.glob("test_*.py")) if path.is_dir() else [path]
+
+
+def in_parallel(workers: int, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Call for all items, with so many threads."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(call, items))
+
+
+def try_mutant(
+    trees: Trees, folder: Path, mutant: Mutant, tests: TestMap, chosen: list[str], apply: bool, rest_s: float
+) -> tuple[str, str]:
+    """Return a mutant's outcome and the test that detects it. Ends within `rest_s` seconds."""
+    if not chosen:
+        return "no tests", ""
+    limits = {test: TEST_LIMIT_S + TEST_FACTOR * tests.seconds.get(test, 10.0) for test in chosen}
+    handle, name = tempfile.mkstemp(".json", dir=folder)
+    with os.fdopen(handle, "w") as file:
+        json.dump(list(limits.items()), file)
+    files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
+    limit_s = 60.0 + TEST_FACTOR / 2 * sum(tests.seconds.get(test, 10.0) for test in chosen)
+    code, output = trees.pytest(["-x", *files], min(limit_s, rest_s), mutant if apply else None, **{SELECT: name})
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if code is None and rest_s < limit_s:
+        return NOT_RUN, ""
+    if code is None or "+++ Timeout +++" in output:
+        return "timeout", ""
+    outcomes = {0: "survived", 4: "error", 5: "error"}
+    return outcomes.get(code, "killed"), failed[0][:200] if failed else output[-200:] if code else ""
+
+
+def sample(args: argparse.Namespace, earlier: dict[str, Any]) -> tuple[dict[str, Mutant], int]:
+    """Return the sampled mutants, and the number of all."""
+    with ProcessPoolExecutor(args.workers) as pool:
+        names = sorted(name for found in pool.map(mutant_names, scope_files()) for name in found)
+        total = len(names)
+        if args.again:
+            names = [name for name in names if earlier.get(name, ["killed"])[0] not in DETECTED]
+        names = [name for name in names if fnmatch(name, args.only)]
+        names = random.Random(args.seed).sample(names, min(args.sample, len(names)))
+        names.sort(key=lambda name: name in earlier and earlier[name][0] != NOT_RUN)
+        paths = sorted({name.partition(":")[0] for name in names})
+        wanted = [{name for name in names if name.startswith(f"{path}:")} for path in paths]
+        made = {one.name: one for found in pool.map(make_mutants, paths, wanted) for one in found}
+    return {name: made[name] for name in names}, total
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="*", help="a pattern of mutant names")
-    parser.add_argument("--tests", nargs="+", default=[], help="tests to run instead of the configured ones")
-    parser.add_argument("--folder", type=Path)
-    args = parser.parse_args()
-    folder = (args.folder or Path(tempfile.mkdtemp(prefix="rwkv-mutants-"))).resolve()
-    clone(folder, args.tests)
-    mutmut(folder, "run", "no-such-mutant", check=False)  # makes the mutants and maps functions to tests
-    files = sorted(folder.glob("mutants/**/*.meta"))
-    names = sorted(name for file in files for name in json.loads(file.read_text())["exit_code_by_key"])
-    names = [name for name in names if fnmatch(name, args.only)]
-    sample = random.Random(args.seed).sample(names, min(args.sample, len(names)))
-    mutmut(folder, "run", *sample)
-    lines = mutmut(folder, "results", "--all", "true").splitlines()
-    found = dict(line.strip().split(": ") for line in lines if ": " in line)
-    outcome = {name: found[name] for name in sorted(sample)}
-    counts = Counter(outcome.values())
-    tested = len(sample) - counts["no tests"]
-    score = round(sum(counts[one] for one in DETECTED) / tested, 3) if tested else None
-    report = {"bench": "mutants", **origin(), "seed": args.seed, "only": args.only, "mutants": len(names)}
-    report |= {"sample": len(sample), "outcomes": dict(counts), "score": score}
-    report["not_detected"] = {name: one for name, one in outcome.items() if one not in DETECTED}
-    print(json.dumps(report, ensure_ascii=False))
+    parser.add_argument("--again", type=Path, help="a record: only its mutants that were not detected or not run")
+    parser.add_argument("--tests", nargs="+", help="run the tests of these files for each mutant")
+    parser.add_argument("--map", type=Path, help="the map of an earlier run of the same code")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--test-s", type=float, default=40.0, help="duration of the tests of one mutant")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which mutants are left out")
+    parser.add_argument("--controls", type=int, default=0, help="runs without a mutant")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    start = time.monotonic()
+    os.chdir(ROOT)
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+    print(f"in {folder}", file=sys.stderr)
+    earlier = json.loads(args.again.read_text())["outcomes"] if args.again else {}
+    mutants, total = sample(args, earlier)
+    names = list(mutants)
+    print(f"{time.monotonic() - start:.0f} s: {len(names)} of {total} mutants", file=sys.stderr)
+    trees = Trees(folder, args.workers)
+    if args.map:
+        tests = TestMap.load(args.map)
+    elif args.tests:
+        tests = TestMap({}, [], {})
+    else:
+        tests = map_tests(trees, folder, scope_files(), test_paths())
+        tests.save(args.out / "map.json.gz")
+    print(f"{time.monotonic() - start:.0f} s: {len(tests.seconds)} tests, {len(tests.failed)} failed", file=sys.stderr)
+
+    def run(job: tuple[str, bool]) -> tuple[str, str]:
+        name, apply = job
+        if (rest_s := args.limit_s - (time.monotonic() - start)) <= 0:
+            return NOT_RUN, ""
+        mutant = mutants[name]
+        chosen = _collected(*args.tests) if args.tests else tests.of(mutant, args.test_s)
+        return try_mutant(trees, folder, mutant, tests, chosen, apply, rest_s)
+
+    controls = in_parallel(args.workers, run, [(name, False) for name in names[: args.controls]])
+    found = dict(zip(names, in_parallel(args.workers, run, [(name, True) for name in names]), strict=True))
+    outcomes = earlier | {name: one for name, one in found.items() if name not in earlier or one[0] != NOT_RUN}
+    record = {"bench": "mutants", **origin(args.commit), "seed": args.seed, "only": args.only, "mutants": total}
+    record |= {"tests": len(tests.seconds), "controls": dict(Counter(outcome for outcome, _ in controls))}
+    record |= {"seconds": round(time.monotonic() - start)}
+    report(args.out, record, mutants, outcomes)
+    details = {"control_details": controls, "failed_tests": tests.failed, "outcomes": outcomes}
+    (args.out / "record.json").write_text(json.dumps(record | details, ensure_ascii=False, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _collected(*paths: str) -> list[str]:
+    command = [*PYTEST, "--collect-only", *paths]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [line for line in lines if "::" in line]
+
+
+def report(out: Path, record: dict[str, Any], mutants: dict[str, Mutant], outcomes: dict[str, Any]) -> None:
+    """Add the score to the record, print it, and write the diffs of mutants that were not detected."""
+    counts = Counter(outcome for outcome, _ in outcomes.values())
+    ran = len(outcomes) - counts[NOT_RUN]
+    record |= {"sample": len(outcomes), "counts": dict(counts)}
+    record |= {"score": round(sum(counts[one] for one in DETECTED) / ran, 3) if ran else None}
+    print(json.dumps(record, ensure_ascii=False))
+    missed = {name: outcome for name, (outcome, _) in sorted(outcomes.items()) if outcome not in DETECTED | {NOT_RUN}}
+    diffs = (f"# {name}: {outcome}\n{diff(mutants[name])}\n" for name, outcome in missed.items() if name in mutants)
+    (out / "not_detected.diff").write_text("".join(diffs))
 
 
 if __name__ == "__main__":
