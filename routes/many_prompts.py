@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -18,28 +19,18 @@ from routes.request import prompts
 from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
 from routes.request.jobs import build_rows, make_job, native_job, offload_if_large, row_stops
 from routes.request_context import current_request
-from routes.response.batch_formatter import BatchFormatter, answer, make_decoder
+from routes.response.batch_formatter import BatchFormatter, batch_output, make_decoder
 from routes.response.event_stream import OutputDecoder
-from routes.response.generate import call_engine, run
+from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.calls import CancelJobs, CountJobs, GetStatus
 from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import Job
 from sampling.params import Method, SamplingParams
 
 V1_PATH = "/v1/chat/completions"
-
-
-async def v1_chat_completions(context: Context, body: PromptBody) -> HandlerResponse:
-    """Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow.
-
-    OpenAI's clients may send `messages` to this route too. Tools, several answers (`n`), log-probabilities and separate
-    reasoning text are on `/openai/v1/chat/completions`.
-    """
-    return await answer(context, body, await native_job(context, body, V1_PATH))
-
-
 V1_EXAMPLE = {
     "contents": ["English: Good morning.\n\nChinese:", "English: How are you?\n\nChinese:"],
     "max_tokens": 64,
@@ -55,11 +46,6 @@ class PaddedBody(PromptBody):
     """Like /v1, with another default of `pad_zero`."""
 
     pad_zero: bool = Field(True, description="Put token 0 before the prompt.")
-
-
-async def v2_chat_completions(context: Context, body: PaddedBody) -> HandlerResponse:
-    """Continue every prompt like /v1/chat/completions, with the same parameters and the same distribution."""
-    return await answer(context, body, await native_job(context, body, V2_PATH, sampler="flashinfer"))
 
 
 BIG_BATCH_PATH = "/big_batch/completions"
@@ -83,12 +69,6 @@ class BigBatchBody(BatchBody):
         if self.noise is None or self.temperature == 0:
             return super().sampling(seed)
         return SamplingParams(temperature=self.temperature, seed=seed, method=Method.NOISE, noise=self.noise)
-
-
-async def big_batch_completions(context: Context, body: BigBatchBody) -> HandlerResponse:
-    """Continue every prompt with minimal work per token. The answer is a stream unless `stream` is false."""
-    job = await native_job(context, body, BIG_BATCH_LABEL)
-    return await run(context, job, BatchFormatter(body), make_decoder(body, job), body.stream)
 
 
 async def big_batch_status(context: Context, query: dict[str, str]) -> HandlerResponse:
@@ -130,17 +110,14 @@ class FimBody(SamplingBody):
         return self
 
 
-async def batch_fim(context: Context, body: FimBody) -> HandlerResponse:
-    """Fill the gap between each prefix and its suffix."""
+async def fim_job(context: Context, body: FimBody) -> Job:
     texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
     stops = row_stops(body, built_in=(prompts.FIM_STOP,))
     characters = sum(map(len, texts))
     rows = await offload_if_large(
         characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix"
     )
-    job = make_job(rows, body, FIM_PATH)
-    formatter = BatchFormatter(body, "FIM.completion")
-    return await run(context, job, formatter, OutputDecoder(len(rows)), body.stream)
+    return make_job(rows, body, FIM_PATH)
 
 
 FIM_EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
@@ -150,9 +127,14 @@ ROUTES = (
     Route(
         "POST",
         V1_PATH,
-        v1_chat_completions,
-        PromptBody,
-        "Continue many prompts, or one conversation, with the first available sampler of --samplers.",
+        body=PromptBody,
+        summary="Continue many prompts, or one conversation, with the first available sampler of --samplers.",
+        description="Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow."
+        "\n\n"
+        "OpenAI's clients may send `messages` to this route too. Tools, several answers (`n`), log-probabilities and "
+        "separate reasoning text are on `/openai/v1/chat/completions`.",
+        job=partial(native_job, label=V1_PATH),
+        output=batch_output,
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
@@ -163,9 +145,12 @@ ROUTES = (
     Route(
         "POST",
         V2_PATH,
-        v2_chat_completions,
-        PaddedBody,
-        "Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
+        body=PaddedBody,
+        summary="Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
+        description="Continue every prompt like /v1/chat/completions, with the same parameters and the same "
+        "distribution.",
+        job=partial(native_job, label=V2_PATH, sampler="flashinfer"),
+        output=batch_output,
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
@@ -176,9 +161,12 @@ ROUTES = (
     Route(
         "POST",
         BIG_BATCH_PATH,
-        big_batch_completions,
-        BigBatchBody,
-        "Continue many prompts as fast as possible. Only temperature and noise have an effect.",
+        body=BigBatchBody,
+        summary="Continue many prompts as fast as possible. Only temperature and noise have an effect.",
+        description="Continue every prompt with minimal work per token. The answer is a stream unless `stream` is "
+        "false.",
+        job=partial(native_job, label=BIG_BATCH_LABEL),
+        output=lambda body, job: (BatchFormatter(body), make_decoder(body, job)),
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
@@ -205,9 +193,11 @@ ROUTES = (
     Route(
         "POST",
         FIM_PATH,
-        batch_fim,
-        FimBody,
-        "Fill in the middle.",
+        body=FimBody,
+        summary="Fill in the middle.",
+        description="Fill the gap between each prefix and its suffix.",
+        job=fim_job,
+        output=lambda body, job: (BatchFormatter(body, "FIM.completion"), OutputDecoder(job.num_rows)),
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),

@@ -19,7 +19,8 @@ from routes.request.decode_defaults import with_defaults
 from routes.request.jobs import offload_if_large, requested_state
 from routes.request.json_body import validate
 from routes.request_context import current_request
-from routes.response.generate import call_engine
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import ResponseFormatter, call_engine, run
 from routes.response.http_response import (
     JSON,
     NATIVE_ERRORS,
@@ -31,9 +32,11 @@ from routes.response.http_response import (
 )
 from rwkv_batch.calls import ListStates, StateInfo
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import Job
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
+Output = tuple[ResponseFormatter, OutputDecoder]
 _MAX_SEARCHED = 65536
 """Length of a body's beginning in which its prompt's key is searched, if it is no JSON or was not parsed."""
 _PROMPT_KEY = re.compile(r'"(messages|contents)"\s*:')
@@ -49,14 +52,23 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method on one path. The handler gets the validated body, or the query if `body` is None."""
+    """One method on one path: a handler, or `job` and `output` for a generation.
+
+    The handler gets the validated body, or the query if `body` is None.
+    """
 
     method: str
     path: str
     """May end with a parameter, `{name}`, which `query` declares. Its value may contain slashes."""
-    handle: Handler
-    body: type[Body] | None
-    summary: str
+    handle: Handler | None = None
+    body: type[Body] | None = None
+    summary: str = ""
+    description: str = ""
+    """Text of the documentation. Empty: the handler's docstring."""
+    job: Callable[[Context, Any], Awaitable[Job]] | None = None
+    """Builds the job of a body."""
+    output: Callable[[Any, Job], Output] | None = None
+    """Makes the formatter and the decoder for the answer to a body and its job."""
     query: type[Fields] | None = None
     """Model of the query and the path's parameter. The handler gets an `Upload` with it."""
     uploads: str = ""
@@ -93,6 +105,14 @@ class Route:
     """Content type of a successful answer that is not streamed."""
     example: dict[str, Any] | None = None
     """A valid body or query, for the documentation."""
+
+    async def respond(self, context: Context, argument: Any) -> HandlerResponse:
+        """Call the handler, or generate and format the answer. Raises ServiceError."""
+        if self.handle is not None:
+            return await self.handle(context, argument)
+        assert self.job is not None and self.output is not None, "a route without a handler generates"
+        job = await self.job(context, argument)
+        return await run(context, job, *self.output(argument, job), argument.stream)
 
     def error_format_for(self, body: object) -> ErrorFormat:
         """Return the error format for a body: its JSON value, or its bytes, which may be no JSON."""
@@ -175,4 +195,4 @@ async def _run_handler(context: Context, route: Route, data: object, characters:
         raise ServiceError.from_info(_STREAM_NOT_ALLOWED)
     context = await model_context(context, route, data)
     body = await offload_if_large(characters, validate, route.body, data)
-    return await route.handle(context, await with_defaults_applied(context, body))
+    return await route.respond(context, await with_defaults_applied(context, body))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -19,7 +20,7 @@ from routes.request.tenants import own_id, reachable_ids
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import RowResult, call_engine, run
+from routes.response.generate import RowResult, call_engine
 from routes.response.http_response import (
     FILE,
     FileChunks,
@@ -62,6 +63,11 @@ class TurnBody(SamplingBody):
     session_id: SessionId = Field(description="Any text. An unknown id starts a session.")
     wait: bool = Field(True, description="Wait for a running turn of the session. false: answer 409 instead.")
 
+    @property
+    def branch_from(self) -> int | None:
+        """Number of the dialogue to branch from, if the turn makes a new one."""
+        return None
+
 
 class StatusBody(Body):
     """The part of the list to return."""
@@ -79,22 +85,16 @@ class DeleteBody(Body):
     delete_prefix: bool = Field(False, description="Delete every session whose id begins with `session_id`.")
 
 
-async def turn_job(context: Context, body: TurnBody, label: str, branch_from: int | None = None) -> Job:
+async def turn_job(context: Context, body: TurnBody, label: str) -> Job:
     """Build the job of one turn. Raises ServiceError."""
     prompt, stops = body.contents[0], row_stops(body, DEFAULT_STOPS)
     rows = await offload_if_large(
         len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents"
     )
     rows = await as_turn(
-        context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait
+        context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=body.branch_from, wait=body.wait
     )
     return make_job(rows, body, label)
-
-
-async def state_chat_completions(context: Context, body: TurnBody) -> HandlerResponse:
-    """Continue a session with one prompt. Prompt and answer are stored durably when the answer ends."""
-    job = await turn_job(context, body, PATH)
-    return await run(context, job, BatchFormatter(body), OutputDecoder(1), body.stream)
 
 
 async def status(context: Context, body: StatusBody) -> HandlerResponse:
@@ -154,6 +154,10 @@ class BranchBody(TurnBody):
 
     dialogue_idx: int = Field(0, ge=0, lt=2**31, description="The dialogue to continue. 0 is the empty root.")
 
+    @property
+    def branch_from(self) -> int:
+        return self.dialogue_idx
+
 
 class DialogueFormatter(BatchFormatter):
     """The batch format with the number of the new dialogue."""
@@ -183,12 +187,6 @@ class DialogueFormatter(BatchFormatter):
     def _record_dialogue(self, finish: Finish | None) -> None:
         if finish is not None and finish.error is None:
             self._new_dialogue = finish.dialogue_idx
-
-
-async def branch_chat_completions(context: Context, body: BranchBody) -> HandlerResponse:
-    """Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is returned."""
-    job = await turn_job(context, body, BRANCH_PATH, branch_from=body.dialogue_idx)
-    return await run(context, job, DialogueFormatter(body), OutputDecoder(1), body.stream)
 
 
 class ExportQuery(Fields):
@@ -249,9 +247,11 @@ ROUTES = (
     Route(
         "POST",
         PATH,
-        state_chat_completions,
-        TurnBody,
-        "Continue a session with stored state.",
+        body=TurnBody,
+        summary="Continue a session with stored state.",
+        description="Continue a session with one prompt. Prompt and answer are stored durably when the answer ends.",
+        job=partial(turn_job, label=PATH),
+        output=lambda body, _: (BatchFormatter(body), OutputDecoder(1)),
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
@@ -283,9 +283,12 @@ ROUTES = (
     Route(
         "POST",
         BRANCH_PATH,
-        branch_chat_completions,
-        BranchBody,
-        "Branch off a dialogue of a session.",
+        body=BranchBody,
+        summary="Branch off a dialogue of a session.",
+        description="Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is "
+        "returned.",
+        job=partial(turn_job, label=BRANCH_PATH),
+        output=lambda body, _: (DialogueFormatter(body), OutputDecoder(1)),
         is_generation=True,
         answer=DialogueAnswer,
         events=(BatchChunk, DialogueMade),

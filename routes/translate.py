@@ -18,11 +18,11 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
-from routes.request import prompts
 from routes.request.bodies import PriorityFields, StateFields, Texts
 from routes.request.fields import FixedSamplingFields
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
 from routes.request.languages import LANGUAGE_NAMES, detect_languages, language_name
+from routes.request.prompts import format_turn
 from routes.request.tenants import cache_tenant
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, run_full
@@ -181,11 +181,16 @@ def count_paragraphs(texts: Iterable[str]) -> int:
     return sum(1 + sum(1 for _ in _BLANK_LINES.finditer(body)) for body in bodies if body)
 
 
+def translation_prompt(source: str, target: str, text: str) -> str:
+    """Return `English: …\\n\\nChinese:`, with English language names."""
+    return f"{source}: {format_turn(text)}\n\n{target}:"
+
+
 def _rows(context: Context, keys: list[ParagraphKey], body: TranslateBody) -> list[GenerateRequest]:
     rows = []
     language_names = [(language_name(source), language_name(target)) for source, target, _ in keys]
     texts = (
-        ("text_list", prompts.translation(*labels, key[2])) for labels, key in zip(language_names, keys, strict=True)
+        ("text_list", translation_prompt(*labels, key[2])) for labels, key in zip(language_names, keys, strict=True)
     )
     for labels, prompt in zip(language_names, encode_all(context.tokenizer, texts, context.config), strict=True):
         stops = ["\n\n", *(f"\n{label}:" for label in labels)]

@@ -14,6 +14,7 @@ from routes.request import prompts
 from routes.request.bodies import PromptBody
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
+from routes.translate import translation_prompt
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 
@@ -86,7 +87,7 @@ class Estimate:
 def _prompt(request: TaskRequest) -> str:
     """Returns the approximate prompt. Raises ServiceError if the body is invalid."""
     if request.path == TRANSLATE:
-        return prompts.translation(
+        return translation_prompt(
             request.body["source_lang"], request.body["target_lang"], request.body["text_list"][0]
         )
     if request.path == SCORE:

@@ -99,7 +99,7 @@ class LocalAnswers:
     async def _handle(self, body: dict[str, Any]) -> HandlerResponse:
         route = ROUTES[0]
         assert route.body is not None
-        return await route.handle(self._engine.context, validate(route.body, body))
+        return await route.respond(self._engine.context, validate(route.body, body))
 
     async def close(self) -> None:
         """See AnswerSource."""

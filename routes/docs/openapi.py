@@ -92,7 +92,7 @@ def _operation(route: Route) -> dict[str, Any]:
         responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(*error_models)}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "description": inspect.getdoc(route.handle) or "",
+        "description": route.description or inspect.getdoc(route.handle) or "",
         "operationId": route.method.lower() + re.sub(r"[/.{}]+", "_", route.path).rstrip("_"),
         "responses": responses,
     }

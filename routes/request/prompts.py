@@ -166,8 +166,3 @@ def continuation_prompt(prompt: str) -> str:
 def fill_in_the_middle(prefix: str, suffix: str) -> str:
     """Return the prompt for text between `prefix` and `suffix`. FIM_STOP ends the answer."""
     return f"✿prefix✿✿suffix✿{suffix}✿middle✿{prefix}"
-
-
-def translation(source: str, target: str, text: str) -> str:
-    """Return `English: …\\n\\nChinese:`, with English language names."""
-    return f"{source}: {format_turn(text)}\n\n{target}:"

@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody
 from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, run
-from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, error_body, sse
+from routes.response.generate import BaseFormatter, RowResult
+from routes.response.http_response import OPENAI_ERRORS, error_body, sse
 from rwkv_batch.request import Finish, Job
 
 
@@ -78,10 +77,10 @@ def _choice(index: int, row: RowResult) -> dict[str, Any]:
     return choice
 
 
-async def answer(context: Context, body: BatchBody, job: Job) -> HandlerResponse:
-    """Run a batch body's job and answer in the batch format. Answers to conversations have an id."""
+def batch_output(body: BatchBody, job: Job) -> tuple[BatchFormatter, OutputDecoder]:
+    """Return formatter and decoder of the batch format. Answers to conversations have an id."""
     answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
-    return await run(context, job, BatchFormatter(body, answer_id=answer_id), make_decoder(body, job), body.stream)
+    return BatchFormatter(body, answer_id=answer_id), make_decoder(body, job)
 
 
 def make_decoder(body: BatchBody, job: Job) -> OutputDecoder:

@@ -215,7 +215,7 @@ async def _handle(context: Context, route: Route, request: Request, data: object
         await context.readiness.wait_for_engine()
     if route.is_generation:
         context.limiter.check_draining()
-    return await route.handle(context, await with_defaults_applied(context, argument))
+    return await route.respond(context, await with_defaults_applied(context, argument))
 
 
 def wrap(context: Context, route: Route) -> RobynHandler:

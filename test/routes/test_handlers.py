@@ -198,7 +198,7 @@ def test_an_engine_lost_before_the_first_token_gives_503(
     async def lost() -> HandlerResponse:
         context = context_of(engine)
         set_current_request(RequestContext())
-        asking = asyncio.ensure_future(response_or_error(route, route.handle(context, validate(route.body, body))))
+        asking = asyncio.ensure_future(response_or_error(route, route.respond(context, validate(route.body, body))))
         await engine.submitted.wait()
         engine.sinks[0](JobEvents(job_id=engine.jobs[0].job_id, deltas=[], done=True, error=LOST))
         return await asking

@@ -81,7 +81,7 @@ def test_a_resumed_prompt_begins_with_one_blank_line() -> None:
 
 def test_fill_in_the_middle_and_translation() -> None:
     assert prompts.fill_in_the_middle("def f(", "):") == "✿prefix✿✿suffix✿):✿middle✿def f("
-    assert prompts.translation("English", "Chinese", "a\n\nb") == "English: a\nb\n\nChinese:"
+    assert translate.translation_prompt("English", "Chinese", "a\n\nb") == "English: a\nb\n\nChinese:"
 
 
 def test_languages_by_code() -> None:

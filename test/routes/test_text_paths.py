@@ -53,13 +53,14 @@ def prompts_of(text: str) -> None:
     """Build prompts: a conversation, a gap, a session's turn, a translation."""
     from routes.request import prompts
     from routes.request.messages import Message
+    from routes.translate import translation_prompt
 
     turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
     prompts.chat(turns, prompts.Think.LONG)
     prompts.new_messages(turns)
     prompts.continuation_prompt(text)
     prompts.fill_in_the_middle(text, text)
-    prompts.translation("English", "Chinese", text)
+    translation_prompt("English", "Chinese", text)
 
 
 def thoughts(text: str) -> None:

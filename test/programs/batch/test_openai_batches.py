@@ -366,7 +366,7 @@ def test_an_unusable_store_is_reported_with_a_remedy(tmp_path: Path, method: str
     else:
         line = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
         asked = validate(route.body, {"content": b"{}", "purpose": "batch", **line})
-    answer = asyncio.run(response_or_error(route, route.handle(context, asked)))
+    answer = asyncio.run(response_or_error(route, route.respond(context, asked)))
     assert isinstance(answer, HttpResponse)
     message = json.loads(answer.body)["error"]["message"]
     assert answer.status == 429 and answer.headers["Retry-After"] == "10"
