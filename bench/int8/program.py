@@ -1,181 +1,155 @@
-"""Checks the int8 kernels to the bit and times them beside fp8.
+"""Times every plan of the W8A8 kernel, and writes the launch table.
 
-python program.py check GROUP       one group of plans, in a process of its own: a fault ends that group alone
-python program.py time OUT.json     every (shape, rows) cell: all plans, today's fp8 kernels, cuBLASLt fp8
-python program.py all FOLDER        both; leaves JSON in FOLDER
+    python -m bench.int8.program OUT --seconds 240 --widths 4096
+
+Each cell is a matrix of the model and a number of rows. Every compiled tile that takes the launch is timed in graphs
+over rotated weights. From 960 rows on, power binds, so the fastest plans are timed again at the power limit. Writes
+OUT/times.json and OUT/launch_table.json; the table has the product's lines for cells that were not timed.
+test/gpu/test_gpu_w8a8.py checks the results.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import int8
+import msgspec
 import torch
-from int8 import Codes, Kernels, Plan
 
-FOLDER = Path(__file__).parent
-DEVICE = "cuda"
-SHAPES = {  # n of each map, K, unsigned inputs
-    "cc": ((4096,), 4096, False),
-    "rkv": ((4096,) * 3, 4096, False),
-    "key": ((16384,), 4096, False),
-    "value": ((4096,), 16384, True),
-    "head": ((65536,), 4096, False),
-}
-ROWS = (1, 8, 32, 64, 128, 320, 960, 4096)
-FEW = [Plan(rows, splits) for rows in (8, 16, 32, 64) for splits in (1, 2, 4, 8)]
-SPLIT = [Plan(128, 2), Plan(128, 4), Plan(160, 2), Plan(320, 4)]
-SPLIT += [
-    Plan(rows, splits, in_memory=True)
-    for rows, splits in ((8, 4), (32, 4), (64, 2), (64, 4), (128, 2), (128, 4), (160, 2), (320, 4))
-]
-MANY = [Plan(rows, lead=lead) for rows in (80, 128, 160, 240, 256, 320) for lead in (0, 1)]
-MANY += [Plan(rows, blocks=2, lead=lead) for rows in (160, 192) for lead in (0, 1)]
-MANY += [Plan(rows, warpgroups=3, lead=lead) for rows in (160, 192) for lead in (0, 1)] + [Plan(256, lead=2)]
-PAIRS = [Plan(rows, pair=2, lead=lead) for rows in (128, 160, 240, 256, 320) for lead in (0, 1)]
-PAIRS += [Plan(rows, pair=2, blocks=2, lead=lead) for rows in (160, 192) for lead in (0, 1)]
-GROUPS = {"few": FEW, "split": SPLIT, "many": MANY, "pairs": PAIRS}
-CELL_MS = 25
+from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, TableLine, fits, launch_table, plan_w8a8
+from rwkv_batch.kernels.cuda.w8a8.products import (
+    W8A8Gemm,
+    W8A8Weights,
+    multiply,
+    pitch_of,
+    prepare_w8a8,
+    quantise_mixed,
+)
+from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
+
+GPU = torch.device("cuda", 0)
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 512, 640, 960, 1024, 2048, 4096)
+VOCAB = 65536
+SUSTAINED_ROWS = 960
+RANKED_AT_POWER_LIMIT = 6
+CELL_MS = 20
 ROTATED_BYTES = 260e6
+MAX_LEAD = 1
 
 
-# Correctness ------------------------------------------------------------------------------------------------------
+def launches_of(width: int) -> dict[str, tuple[tuple[int, ...], int, bool]]:
+    """Return name -> n of each GEMM, k, whether inputs are u8."""
+    return {
+        "output": ((width,), width, False),
+        "rkv": ((width,) * 3, width, False),
+        "key": ((4 * width,), width, False),
+        "value": ((width,), 4 * width, True),
+        "head": ((VOCAB,), width, False),
+    }
 
 
-def random_codes(shape: tuple[int, ...], unsigned: bool, generator: torch.Generator) -> torch.Tensor:
-    """Codes over the whole range, the extremes among them."""
-    low, high = (0, 256) if unsigned else (-127, 128)
-    codes = torch.randint(low, high, shape, generator=generator, device=DEVICE, dtype=torch.int16)
-    if torch.rand((), generator=generator, device=DEVICE) < 0.3:
-        codes.fill_(high - 1)
-    return codes.to(torch.uint8 if unsigned else torch.int8)
+def plans_of(launch: Launch, num_sms: int) -> Iterator[Plan]:
+    """Yield the plans that take a launch and are not hopeless for its rows."""
+    for tile in TILES[launch.is_unsigned]:
+        too_large = tile.tile_rows > 32 and tile.tile_rows >= 4 * launch.rows
+        too_small = launch.rows >= 8 * tile.tile_rows and tile.tile_rows < 128
+        if too_large or too_small or not fits(Plan(tile), launch, num_sms):
+            continue
+        yield Plan(tile)
+        if tile.tile_rows <= 16 and tile.splits == 1:
+            yield Plan(tile, ctas_per_sm=2)
+        if tile.tile_rows >= 160 and tile.splits == 1:
+            yield Plan(tile, lead=MAX_LEAD)
 
 
-def check_rows(plan: Plan) -> list[int]:
-    """Row counts that a plan is checked with: full, ragged, several tiles."""
-    t = plan.tile_rows
-    return sorted({1, 2, t // 2 + 1, t - 1, t, t + 1, 2 * t + 3, 3 * t})
+def normal_codes(shape: tuple[int, ...], unsigned: bool = False) -> torch.Tensor:
+    """Codes as rounding makes them from normal values: power depends on the data."""
+    v = torch.randn(shape, device=GPU, dtype=torch.float16)
+    if unsigned:
+        return (v.abs() * 60).clamp(0, 255).to(torch.uint8)
+    return (v * 30).round().clamp(-127, 127).to(torch.int8)
 
 
-def check_plan(
-    kernels: Kernels, plan: Plan, n_maps: tuple[int, ...], k: int, unsigned: bool, seed: int
-) -> tuple[int, int]:
-    """-> cases run, cases with any wrong bit."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    most = max(check_rows(plan))
-    maps = []
-    for n in n_maps:
-        w = Codes(
-            random_codes((n, k), False, generator),
-            torch.rand(n, generator=generator, device=DEVICE) * (0.05 / k),
-            torch.randint(16, int8.MAX_WEIGHT_RATIO + 1, (n,), generator=generator, device=DEVICE, dtype=torch.int32),
-        )
-        pitch, top = int8.pitch_of(most), int8.MAX_UNSIGNED_RATIO if unsigned else int8.MAX_RATIO
-        x = Codes(
-            random_codes((most, k), unsigned, generator),
-            torch.rand(pitch, generator=generator, device=DEVICE),
-            torch.randint(16, top + 1, (pitch,), generator=generator, device=DEVICE, dtype=torch.int32),
-        )
-        wanted = int8.product(Codes(x.codes, x.scales[:most], x.ratios[:most]), w)
-        assert wanted.isfinite().all() and (wanted != 0).float().mean() > 0.99
-        maps.append((x, w, wanted))
-    cases = wrong = 0
-    for rows in check_rows(plan):
-        tiles = -(-rows // plan.tile_rows) * sum(-(-n // 128) for n in n_maps)
-        if plan.in_memory and tiles * plan.splits > 132:
-            continue  # not all CTAs run at once: refused
-        ys = [
-            torch.full((rows + 8, len(w.codes)), float("nan"), dtype=torch.float16, device=DEVICE) for _, w, _ in maps
+def scales_and_ratios(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(count, device=GPU) * 1e-3, torch.randint(16, 40, (count,), device=GPU, dtype=torch.int32)
+
+
+class Cell:
+    """The tensors of a matrix: enough copies of the weights to miss in L2."""
+
+    def __init__(self, ns: tuple[int, ...], k: int, unsigned: bool) -> None:
+        self.ns, self.k, self.unsigned = ns, k, unsigned
+        self.bytes = sum(ns) * k
+        identity = InputTransform(torch.ones(k, device=GPU), torch.arange(k, device=GPU, dtype=torch.int32))
+        first = [normal_codes((n, k)) for n in ns]
+        self.weights = [
+            [W8A8Weights.prepare(Codes(c.roll(i, 0), *scales_and_ratios(len(c))), identity) for c in first]
+            for i in range(max(2, -(-int(ROTATED_BYTES) // self.bytes)))
         ]
-        torch.cuda.synchronize()  # weights are read without waiting for the kernels before
-        kernels.multiply(
-            plan, [(x._replace(codes=x.codes[:rows]), w, y[:rows]) for (x, w, _), y in zip(maps, ys, strict=True)]
-        )
-        torch.cuda.synchronize()
-        for (_, _, wanted), y in zip(maps, ys, strict=True):
-            cases += 1
-            bad = (y[:rows].view(torch.int16) != wanted[:rows].view(torch.int16)).nonzero()
-            if len(bad) or not bool(y[rows:].isnan().all()):
-                wrong += 1
-                if wrong <= 2 and len(bad):
-                    t, n = bad[0].tolist()
-                    print(
-                        f"  {plan} {n_maps} k{k} rows {rows}: {len(bad)} of {y[:rows].numel()} wrong, first {t},{n}: {y[t, n].item()} for {wanted[t, n].item()}; last {bad[-1].tolist()}",
-                        flush=True,
-                    )
-    return cases, wrong
+
+    def launches(self, plan: Plan, rows: int) -> list[Callable[[], object]]:
+        """Return one launch per copy of the weights."""
+        inputs = [
+            Codes(normal_codes((rows, self.k), self.unsigned), *scales_and_ratios(pitch_of(rows))) for _ in self.ns
+        ]
+        ys = [torch.empty(rows, n, dtype=torch.float16, device=GPU) for n in self.ns]
+        groups = [[W8A8Gemm(*gemm) for gemm in zip(inputs, of_set, ys, strict=True)] for of_set in self.weights]
+        return [lambda gemms=gemms: multiply(gemms, plan) for gemms in groups]
+
+    def cublas_fp8(self, rows: int) -> list[Callable[[], object]]:
+        """Return cuBLASLt's fp8 products of the same shape."""
+        x = torch.randn(-(-rows // 16) * 16, self.k, device=GPU).to(torch.float8_e4m3fn)
+        x_scales = torch.rand(len(x), 1, device=GPU)
+        groups = [
+            [((w.codes.half() * 0.03).to(torch.float8_e4m3fn).T, torch.rand(1, w.shape[0], device=GPU)) for w in of_set]
+            for of_set in self.weights
+        ]
+
+        def launch(group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for weight, scales in group:
+                torch._scaled_mm(x, weight, scale_a=x_scales, scale_b=scales, out_dtype=torch.bfloat16)
+
+        return [lambda group=group: launch(group) for group in groups]
 
 
-def check_quantise(kernels: Kernels) -> tuple[int, int]:
-    """The prologue against the reference, to the bit."""
-    generator = torch.Generator(DEVICE).manual_seed(5)
-    cases = wrong = 0
-    for k in (4096, 16384):
-        for rows in (1, 7, 64, 333):
-            for dtype in (torch.float16, torch.float32):
-                for relu_squared in (False, True):
-                    for full in (False, True):
-                        x = (torch.randn(rows, k, generator=generator, device=DEVICE) * 3).to(dtype)
-                        if rows > 4:
-                            x[1] = 0
-                            x[2, :64] *= 100
-                            x[3, 17] = float("nan")
-                            x[4] *= 1e-6
-                        factors = torch.rand(k, generator=generator, device=DEVICE) + 0.5 if full else None
-                        positions = int8.permutation(x[-1].abs().float().nan_to_num()) if full else None
-                        short = None if positions is None else positions.to(torch.int16)
-                        code_type = torch.uint8 if relu_squared else torch.int8
-                        codes = torch.full((rows, k), 77, dtype=code_type, device=DEVICE)
-                        rounded = Codes(
-                            codes,
-                            torch.full((rows,), -1.0, device=DEVICE),
-                            torch.full((rows,), -1, dtype=torch.int32, device=DEVICE),
-                        )
-                        kernels.quantise(x, factors, short, rounded)
-                        wanted = int8.quantise_rows(x, factors, positions, relu_squared)
-                        cases += 1
-                        same_scales = torch.equal(
-                            rounded.scales.nan_to_num(-2), wanted.scales.nan_to_num(-2)
-                        ) and torch.equal(rounded.ratios, wanted.ratios)
-                        if not torch.equal(codes, wanted.codes) or not same_scales:
-                            wrong += 1
-                            bad = (codes != wanted.codes).nonzero()
-                            print(
-                                f"  quantise k{k} rows {rows} {dtype} relu {relu_squared} full {full}: {len(bad)} codes, scales {same_scales}, first {bad[:1].tolist()}",
-                                flush=True,
-                            )
-    return cases, wrong
+def capture(launches: list[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph of at least 12 launches, and how many it has."""
+    for launch in launches:
+        launch()
+    torch.cuda.synchronize()
+    graph, repeats = torch.cuda.CUDAGraph(), -(-12 // len(launches))
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for launch in launches:
+                launch()
+    return graph, repeats * len(launches)
 
 
-def check(group: str) -> int:
-    """Prints one line of JSON per plan."""
-    kernels = Kernels()
-    shapes = [((4096,), 4096, False), ((4096,), 16384, True), ((192, 4160, 64), 2048, False)]
-    if group == "quantise":
-        cases, wrong = check_quantise(kernels)
-        print(json.dumps({"plan": "quantise", "cases": cases, "wrong": wrong}), flush=True)
-        return wrong > 0
-    total = 0
-    for plan in GROUPS[group]:
-        cases = wrong = 0
-        for seed, (n_maps, k, unsigned) in enumerate(shapes):
-            c, w = check_plan(kernels, plan, n_maps, k, unsigned, seed)
-            cases, wrong = cases + c, wrong + w
-        total += wrong
-        print(json.dumps({"plan": str(plan), "cases": cases, "wrong": wrong}), flush=True)
-    return total > 0
+def replay_ms(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Return the time of one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
 
 
-# Timing -----------------------------------------------------------------------------------------------------------
+def burst_us(launches: list[Callable[[], object]]) -> float:
+    """Return the median time of one launch in replays that are too short to reach the power limit."""
+    graph, count = capture(launches)
+    times = max(1, round(CELL_MS / 3 / replay_ms(graph, 2)))
+    return sorted(replay_ms(graph, times) for _ in range(3))[1] / count * 1000
 
 
-class Meter(threading.Thread):
+class PowerMeter(threading.Thread):
     """Samples power and SM clock while something runs."""
 
     def __init__(self) -> None:
@@ -188,427 +162,102 @@ class Meter(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
+        """Sample until `end`."""
         while not self.ended.wait(0.04):
             watts = self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000
             self.samples.append((watts, self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)))
 
-    def end(self) -> tuple[float, float]:
-        """Median of the second half -> W, MHz."""
+    def end(self) -> dict[str, float]:
+        """Return the medians of the second half."""
         self.ended.set()
         self.join()
         late = self.samples[len(self.samples) // 2 :] or [(0.0, 0)]
-        return tuple(sorted(s[i] for s in late)[len(late) // 2] for i in range(2))
+        watts, mhz = (sorted(sample[i] for sample in late)[len(late) // 2] for i in range(2))
+        return {"watts": watts, "mhz": mhz}
 
 
-def capture(launches: list[Callable[[], None]], repeats: int) -> torch.cuda.CUDAGraph:
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for launch in launches:
-                launch()
-    return graph
-
-
-def time_us(launches: list[Callable[[], None]], cell_ms: float = CELL_MS) -> float:
-    """Median time of one launch in back-to-back graph replays over rotated inputs."""
-    repeats = -(-12 // len(launches))
-    graph, count = capture(launches, repeats), repeats * len(launches)
-
-    def replay(times: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / times
-
-    once = replay(2)
-    times = max(1, round(cell_ms / 3 / once))
-    return sorted(replay(times) for _ in range(3))[1] / count * 1000
-
-
-def sustained(launches: list[Callable[[], None]], seconds: float = 1.0) -> dict[str, float]:
-    """Time of a launch at the power limit."""
-    graph, count = capture(launches, -(-12 // len(launches))), -(-12 // len(launches)) * len(launches)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    torch.cuda.synchronize()
-    t = time.monotonic()
-    graph.replay()
-    torch.cuda.synchronize()
-    once = time.monotonic() - t
-    for _ in range(int(seconds / 2 / once)):
-        graph.replay()
-    meter = Meter()
+def sustained(launches: list[Callable[[], object]], seconds: float = 0.5) -> dict[str, float]:
+    """Return the time of one launch at the power limit, with power and clock."""
+    graph, count = capture(launches)
+    times = max(1, int(seconds * 500 / replay_ms(graph, 2)))
+    replay_ms(graph, times)
+    meter = PowerMeter()
     meter.start()
-    start.record()
-    times = max(1, int(seconds / 2 / once))
-    for _ in range(times):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    watts, clock = meter.end()
-    return {"us": start.elapsed_time(end) / times / count * 1000, "watts": watts, "mhz": clock}
+    us = replay_ms(graph, times) / count * 1000
+    return {"us": us, **meter.end()}
 
 
-def normal_codes(shape: tuple[int, ...], unsigned: bool = False) -> torch.Tensor:
-    """As rounding makes them: the largest of a row is 127."""
-    v = torch.randn(shape, device=DEVICE, dtype=torch.float16)
-    return (
-        (v.abs() * 60).clamp(0, 255).to(torch.uint8) if unsigned else (v * 30).round().clamp(-127, 127).to(torch.int8)
-    )
+def time_cell(cell: Cell, rows: int, num_sms: int, cublas: bool) -> tuple[Plan, dict[str, Any]]:
+    """Time all plans of a cell; return the best, and the record."""
+    launch = Launch(cell.ns, cell.k, cell.unsigned, rows)
+    found = sorted((burst_us(cell.launches(plan, rows)), plan) for plan in plans_of(launch, num_sms))
+    record: dict[str, Any] = {"n": cell.ns, "k": cell.k, "rows": rows, "us": {str(plan): us for us, plan in found}}
+    best_us, best = found[0]
+    if rows >= SUSTAINED_ROWS:
+        at_limit = {plan: sustained(cell.launches(plan, rows)) for _, plan in found[:RANKED_AT_POWER_LIMIT]}
+        best = min(at_limit, key=lambda plan: at_limit[plan]["us"])
+        best_us = at_limit[best]["us"]
+        record["sustained"] = {str(plan): measured for plan, measured in at_limit.items()}
+    record |= {"best": str(best), "best_us": best_us, "chosen_now": str(plan_w8a8(launch, num_sms))}
+    record |= {"tops": 2 * rows * cell.bytes / best_us / 1e6, "gb_s": cell.bytes / best_us / 1e3}
+    if cublas and rows >= 64:
+        launches = cell.cublas_fp8(rows)
+        record["fp8_us"] = sustained(launches)["us"] if rows >= SUSTAINED_ROWS else burst_us(launches)
+    return best, record
 
 
-class Cell:
-    """The tensors of a (shape, rows) cell."""
-
-    def __init__(self, name: str, with_codes: bool = True) -> None:
-        self.ns, self.k, self.unsigned = SHAPES[name]
-        self.bytes = sum(self.ns) * self.k
-        sets = max(2, -(-int(ROTATED_BYTES) // self.bytes))
-        self.weights = []
-        for i in range(sets):
-            of_set = []
-            for j, n in enumerate(self.ns):
-                codes = normal_codes((n, self.k)) if i == 0 else self.weights[0][j].codes.roll(i, 0)
-                of_set.append(
-                    Codes(
-                        codes,
-                        torch.rand(n, device=DEVICE) * 1e-4,
-                        torch.randint(16, 40, (n,), device=DEVICE, dtype=torch.int32),
-                    )
-                )
-            self.weights.append(of_set)
-
-    def launches(self, kernels: Kernels, plan: Plan, rows: int) -> list[Callable[[], None]]:
-        pitch = int8.pitch_of(rows)
-        inputs = [
-            Codes(
-                normal_codes((rows, self.k), self.unsigned),
-                torch.rand(pitch, device=DEVICE),
-                torch.randint(16, 40, (pitch,), device=DEVICE, dtype=torch.int32),
-            )
-            for _ in self.ns
-        ]
-        ys = [torch.empty(rows, n, dtype=torch.float16, device=DEVICE) for n in self.ns]
-
-        def launch_of(weights: list[Codes]) -> Callable[[], None]:
-            maps = list(zip(inputs, weights, ys, strict=True))
-            return lambda: kernels.multiply(plan, maps)
-
-        return [launch_of(w) for w in self.weights]
+def time_inputs(width: int) -> list[dict[str, float]]:
+    """Time the rounding of inputs."""
+    records = []
+    for count, k, relu_squared in ((3, width, False), (1, width, False), (1, 4 * width, True)):
+        identity = InputTransform(torch.ones(k), torch.randperm(k).to(torch.int32))
+        codes = Codes(normal_codes((64, k)), *scales_and_ratios(64))
+        weights = [W8A8Weights.prepare(codes, identity)] * count
+        for rows in (1, 8, 32, 128, 320, 960, 4096):
+            xs = [torch.randn(count, rows, k, device=GPU).half() for _ in range(4)]
+            us = burst_us([functools.partial(quantise_mixed, x, weights, relu_squared) for x in xs])
+            records.append({"matrices": count, "k": k, "rows": rows, "us": us})
+            print(f"inputs {count} x {rows} x {k}: {us:.2f} us", flush=True)
+    return records
 
 
-def plans_for(name: str, rows: int) -> list[Plan]:
-    """What may be fastest in a cell."""
-    if rows <= 64:
-        tile = 8 if rows <= 8 else rows
-        plans = [Plan(tile, splits) for splits in (1, 2, 4, 8)]
-        if rows <= 8:
-            return plans + [
-                Plan(8, ctas=264),
-                Plan(32),
-                Plan(32, 2),
-                Plan(8, 4, in_memory=True),
-                Plan(32, 4, in_memory=True),
-            ]
-        return plans + (
-            [Plan(32, 4, in_memory=True)] if rows == 32 else [Plan(64, 4, in_memory=True), Plan(64, 2, in_memory=True)]
-        )
-    if rows == 128:
-        return (
-            [Plan(128, s) for s in (1, 2, 4)]
-            + [Plan(128, lead=1), Plan(128, pair=2), Plan(128, pair=2, lead=1), Plan(64), Plan(64, 2), Plan(64, 4)]
-            + [Plan(t, n, in_memory=True) for t in (64, 128) for n in (2, 4)]
-        )
-    both = [(lead, pair) for lead in (0, 1) for pair in (1, 2)]
-    wide = [Plan(t, lead=lead, pair=pair, blocks=2) for t in (160, 192) for lead, pair in both]
-    if rows == 320:
-        plans = [Plan(320, lead=lead, pair=pair) for lead, pair in both] + [
-            Plan(320, 4, in_memory=True),
-            Plan(160, 2, in_memory=True),
-            Plan(160, 2),
-            Plan(160),
-            Plan(160, lead=1),
-            Plan(160, pair=2),
-            Plan(80),
-            Plan(160, warpgroups=3),
-            Plan(160, warpgroups=3, lead=1),
-        ]
-        return plans + wide[:4]
-    if rows == 960:
-        plans = [Plan(t, lead=lead, pair=pair) for t in (240, 320, 160) for lead, pair in both]
-        return (
-            plans + wide + [Plan(160, warpgroups=3), Plan(160, warpgroups=3, lead=1), Plan(192, warpgroups=3, lead=1)]
-        )
-    plans = [Plan(256, lead=lead, pair=pair) for lead in (0, 1, 2) for pair in (1, 2)]
-    return (
-        plans
-        + wide
-        + [Plan(192, warpgroups=3, lead=1), Plan(240, lead=1), Plan(320, lead=1), Plan(320, lead=1, pair=2)]
-    )
-
-
-class Fp8:
-    """The project's fp8 products, if built as libbase_fp8.so, and cuBLASLt's."""
-
-    def __init__(self) -> None:
-        sys.path.insert(0, str(FOLDER / "base"))
-        import ctypes
-
-        from rwkv_batch.kernels.activation import Activation
-        from rwkv_batch.kernels.cuda import library, wide, wide_fp8
-
-        names = ("rwkv_wide_fp8", "rwkv_wide_parts")
-        signatures = {name: library.HOPPER_SIGNATURES[name] for name in names}
-        kernels = library.Kernels(ctypes.CDLL(str(FOLDER / "libbase_fp8.so")), signatures)
-        wide.hopper_library = lambda: kernels
-        self.wide_fp8, self.none = wide_fp8, Activation.NONE
-
-    def launches(self, cell: Cell, rows: int) -> list[Callable[[], None]]:
-        """By the project's own kernels: rows in two parts up to 64, e4m3 up to 320."""
-        w = [[m.codes.half().mul(0.03).to(torch.float8_e4m3fn) for m in of_set] for of_set in cell.weights]
-        w_scales = [torch.rand(n, device=DEVICE) for n in cell.ns]
-        ys = [torch.empty(rows, n, dtype=torch.float16, device=DEVICE) for n in cell.ns]
-        parts = rows <= 64
-        if parts:
-            xs = [torch.randn(rows, 2, cell.k, device=DEVICE).to(torch.float8_e5m2) for _ in cell.ns]
-        else:
-            xs = [torch.randn(rows, cell.k, device=DEVICE).to(torch.float8_e4m3fn) for _ in cell.ns]
-        x_scales = None if parts else torch.rand(rows, device=DEVICE)
-
-        def launch_of(weights: list[torch.Tensor]) -> Callable[[], None]:
-            maps = [
-                self.wide_fp8.Fp8Map(m, s, x, x_scales, y, self.none)
-                for m, s, x, y in zip(weights, w_scales, xs, ys, strict=True)
-            ]
-            return lambda: self.wide_fp8.launch_wide_fp8(maps)
-
-        return [launch_of(of_set) for of_set in w]
-
-    def cublas(self, cell: Cell, rows: int) -> list[Callable[[], None]]:
-        rows = -(-rows // 16) * 16
-        x = torch.randn(rows, cell.k, device=DEVICE).to(torch.float8_e4m3fn)
-        x_scales = torch.rand(rows, 1, device=DEVICE)
-        ws = [
-            [
-                (m.codes.half().mul(0.03).to(torch.float8_e4m3fn).T, torch.rand(1, m.codes.shape[0], device=DEVICE))
-                for m in s
-            ]
-            for s in cell.weights
-        ]
-        ys = [torch.empty(rows, n, dtype=torch.bfloat16, device=DEVICE) for n in cell.ns]
-
-        def launch_of(maps: list) -> Callable[[], None]:
-            def launch() -> None:
-                for (w, s), y in zip(maps, ys, strict=True):
-                    torch._scaled_mm(
-                        x, w, scale_a=x_scales, scale_b=s, out_dtype=torch.bfloat16, use_fast_accum=True, out=y
-                    )
-
-            return launch
-
-        return [launch_of(m) for m in ws]
-
-
-def rate(cell: Cell, rows: int, us: float) -> str:
-    tops, gbs = 2 * rows * cell.bytes / us / 1e6, cell.bytes / us / 1e3
-    return f"{us:8.1f} us {tops:6.0f} TOPS {gbs:5.0f} GB/s"
-
-
-def time_cells(out: Path, deadline: float, wanted: str = "") -> None:
-    """Every cell; stops at the deadline (time.monotonic)."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--widths", type=int, nargs="+", default=[4096])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--cublas", action="store_true", help="also time cuBLASLt's fp8 products")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
     torch.manual_seed(0)
-    kernels, results = Kernels(), {"cells": [], "sustained": [], "prologue": [], "ceilings": {}}
-    results["device"] = torch.cuda.get_device_name()
-    try:
-        fp8 = Fp8()
-    except Exception as error:
-        print("no fp8 of base:", repr(error))
-        fp8 = None
-    data, sink = torch.ones(2 << 30, dtype=torch.uint8, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    us = time_us([lambda: kernels.read(data, sink)])
-    results["ceilings"]["read_gb_s"] = data.numel() / us / 1e3
-    print(f"read ceiling {data.numel() / us / 1e3:.0f} GB/s", flush=True)
-    del data
-
-    def attempt(what: str, make: Callable[[], list], cell: Cell, rows: int, record: dict) -> float | None:
-        try:
-            us = time_us(make())
-        except Exception as error:
-            record[what] = str(error).splitlines()[0][:120]
-            if "CUDA error" in str(error) or "illegal" in str(error):
-                raise
-            return None
-        record[what] = us
-        return us
-
-    for name in SHAPES:
-        if wanted and name not in wanted.split(","):
-            continue
-        cell = Cell(name)
-        for rows in ROWS:
-            if time.monotonic() > deadline:
-                print("deadline")
-                break
-            if name == "head" and rows > 960:
-                continue
-            record, best = {}, None
-            for plan in plans_for(name, rows):
-                us = attempt(str(plan), lambda plan=plan: cell.launches(kernels, plan, rows), cell, rows, record)
-                if us is not None and (best is None or us < best[0]):
-                    best = (us, plan)
-            others = {}
-            if fp8 is not None and (rows <= 320 or 512 < rows <= 640):
-                attempt("fp8 base", lambda: fp8.launches(cell, rows), cell, rows, others)
-            if rows >= 64 and fp8 is not None:
-                attempt("fp8 cuBLAS", lambda: fp8.cublas(cell, rows), cell, rows, others)
-            line = {"shape": name, "rows": rows, "plans": record, "others": others}
-            if best:
-                line |= {
-                    "best_us": best[0],
-                    "best": str(best[1]),
-                    "tops": 2 * rows * cell.bytes / best[0] / 1e6,
-                    "gb_s": cell.bytes / best[0] / 1e3,
-                }
-                ranked = sorted((v, k) for k, v in record.items() if isinstance(v, float))[:4]
-                print(
-                    f"{name:5} {rows:4}: {rate(cell, rows, best[0])} {best[1]} | fp8 "
-                    + ", ".join(
-                        f"{k.split()[1]} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in others.items()
-                    )
-                    + " | "
-                    + "; ".join(f"{k} {v:.1f}" for v, k in ranked[1:]),
-                    flush=True,
-                )
-                if rows >= 960 and name in ("cc", "key", "value"):
-                    by_name = {str(plan): plan for plan in plans_for(name, rows)}
-                    entry = {"shape": name, "rows": rows, "int8": {}}
-                    for _, text in sorted((v, k) for k, v in record.items() if isinstance(v, float))[
-                        : 14 if rows == 4096 else 6
-                    ]:
-                        entry["int8"][text] = sustained(cell.launches(kernels, by_name[text], rows), 0.5)
-                    by_time = sorted(entry["int8"].items(), key=lambda item: item[1]["us"])
-                    for text, e in by_time[:3]:
-                        print(
-                            f"  sustained {rate(cell, rows, e['us'])} {e['watts']:.0f} W {e['mhz']} MHz {text}",
-                            flush=True,
-                        )
-                    print("   ", "; ".join(f"{text} {e['us']:.1f}" for text, e in by_time[3:]), flush=True)
-                    if fp8 is not None:
-                        e = entry["fp8 cuBLAS"] = sustained(fp8.cublas(cell, rows), 0.7)
-                        print(
-                            f"  sustained {rate(cell, rows, e['us'])} {e['watts']:.0f} W {e['mhz']} MHz fp8 cuBLAS",
-                            flush=True,
-                        )
-                    results["sustained"].append(entry)
-            errors = {k: v for k, v in (record | others).items() if isinstance(v, str) and "memory" not in v}
-            if errors:
-                print("  errors", errors, flush=True)
-            results["cells"].append(line)
-            out.write_text(json.dumps(results, indent=1))
-        del cell
-        torch.cuda.empty_cache()
-    for k, relu_squared in ((4096, False), (16384, True)):
-        for rows in (1, 32, 320, 4096):
-            xs = [torch.randn(rows, k, device=DEVICE, dtype=torch.float16) for _ in range(4)]
-            codes = torch.empty(rows, k, dtype=torch.uint8 if relu_squared else torch.int8, device=DEVICE)
-            rounded = Codes(
-                codes, torch.empty(rows, device=DEVICE), torch.empty(rows, dtype=torch.int32, device=DEVICE)
-            )
-            positions = int8.permutation(xs[0][0].abs()).to(torch.int16)
-            us = time_us([lambda x=x: kernels.quantise(x, None, positions, rounded) for x in xs])
-            print(f"quantise {rows} x {k}: {us:.2f} us, {rows * k * 3 / us / 1e3:.0f} GB/s", flush=True)
-            results["prologue"].append({"rows": rows, "k": k, "us": us})
-    out.write_text(json.dumps(results, indent=1))
-
-
-def stamp_tiles(out: Path) -> None:
-    """Where a tile's cycles go, of CTA 0: key at 4,096 rows, by clock stamps of each warpgroup."""
-    kernels = Kernels()
-    stamped = int8.ctypes.CDLL(str(FOLDER / "libstamps.so"))
-    cell, results = Cell("key"), {}
-    for plan in (
-        Plan(256),
-        Plan(256, lead=1),
-        Plan(256, lead=2),
-        Plan(256, pair=2, lead=1),
-        Plan(192, pair=2, blocks=2),
-        Plan(160, warpgroups=3),
-        Plan(160, warpgroups=3, lead=1),
-    ):
-        kernels.library.int8_product = stamped.int8_stamped
-        launches = cell.launches(kernels, plan, 4096)
-        for _ in range(20):
-            for launch in launches:
-                launch()
-        torch.cuda.synchronize()
-        stamps = torch.zeros(4, 64, 8, dtype=torch.int32)
-        stamped.int8_read_stamps(int8.c_void_p(stamps.data_ptr()))
-        s = stamps[: plan.warpgroups].long() & 0xFFFFFFFF
-        tiles = int((s[0, :, 4] > 0).sum())
-        d = lambda a, b: ((a - b) & 0xFFFFFFFF).float()  # noqa: E731
-        parts = {
-            "first": d(s[:, :, 1], s[:, :, 0]),
-            "ratios": d(s[:, :, 2], s[:, :, 1]),
-            "loop": d(s[:, :, 3], s[:, :, 2]),
-            "epilogue": d(s[:, :, 4], s[:, :, 3]),
-            "waited": s[:, :, 5].float(),
-        }
-        last = tiles - 2
-        results[str(plan)] = {k: v[:, 1:last].mean(1).tolist() for k, v in parts.items()}
-        results[str(plan)]["tile"] = (d(s[:, last, 0], s[:, 1, 0]) / (last - 1)).tolist()
-        results[str(plan)]["start_after_first"] = d(s[:, 2, 0], s[0, 2, 0]).tolist()
-        floor = plan.tile_rows * plan.warpgroups * plan.blocks * 4096 // 64
-        print(
-            f"stamps {plan}: {tiles} tiles, floor {floor}; "
-            + "; ".join(f"{k} {' '.join(f'{x:.0f}' for x in v)}" for k, v in results[str(plan)].items()),
-            flush=True,
-        )
-    out.write_text(json.dumps(results, indent=1))
-
-
-def main() -> int:
-    command = sys.argv[1]
-    if command == "check":
-        return check(sys.argv[2])
-    if command == "time":
-        time_cells(Path(sys.argv[2]), time.monotonic() + float(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "")
-        return 0
-    if command == "stamps":
-        stamp_tiles(Path(sys.argv[2]))
-        return 0
-    folder, seconds = Path(sys.argv[2]), float(sys.argv[3])
-    start = time.monotonic()
-    groups = [*GROUPS, "quantise"]
-    logs = {g: (folder / f"check_{g}.log").open("w") for g in groups}
-    running = {
-        g: subprocess.Popen([sys.executable, __file__, "check", g], stdout=logs[g], stderr=subprocess.STDOUT)
-        for g in groups
-    }
-    for g, process in running.items():
-        try:
-            process.wait(timeout=max(5, seconds * 0.5 - (time.monotonic() - start)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        text = (folder / f"check_{g}.log").read_text()
-        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        bad = [line["plan"] for line in lines if line["wrong"]]
-        print(
-            f"check {g}: rc {process.returncode}, {sum(x['cases'] for x in lines)} cases, {sum(x['wrong'] for x in lines)} wrong {bad}",
-            flush=True,
-        )
-        if process.returncode:
-            print(text[-1500:], flush=True)
-    print(f"checked after {time.monotonic() - start:.0f} s", flush=True)
-    subprocess.run([sys.executable, __file__, "stamps", str(folder / "stamps.json")], timeout=40, check=False)
-    time_cells(folder / "times.json", start + seconds)
-    return 0
+    num_sms = prepare_w8a8(GPU).num_sms
+    table = {(*shape, rows): plan for shape, plans in launch_table().items() for rows, plan in plans}
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "cells": []}
+    for width in args.widths:
+        results[f"inputs {width}"] = time_inputs(width)
+        for name, (ns, k, unsigned) in launches_of(width).items():
+            cell = Cell(ns, k, unsigned)
+            for rows in args.rows:
+                if time.monotonic() > deadline or (name == "head" and rows > 960):
+                    continue
+                best, record = time_cell(cell, rows, num_sms, args.cublas)
+                table[ns, k, unsigned, rows] = best
+                results["cells"].append({"matrix": name, **record})
+                now, fp8 = record["us"].get(record["chosen_now"], 0), record.get("fp8_us", 0)
+                speed = f"{record['best_us']:.1f} us {record['tops']:.0f} TOPS {record['gb_s']:.0f} GB/s"
+                print(f"{name} {width} {rows}: {speed} {best}; now {now:.1f} us; fp8 {fp8:.1f} us", flush=True)
+                (args.out / "times.json").write_text(json.dumps(results, indent=1))
+            del cell
+            torch.cuda.empty_cache()
+    lines = [
+        TableLine(ns, k, unsigned, rows, **plan.tile._asdict(), lead=plan.lead, ctas_per_sm=plan.ctas_per_sm)
+        for (ns, k, unsigned, rows), plan in sorted(table.items())
+    ]
+    text = ",\n".join(msgspec.json.encode(line).decode() for line in lines)
+    (args.out / "launch_table.json").write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,6 +29,8 @@ from rwkv_batch.kernels.cuda.library import (
     QuantLaunchArgs,
     ShiftMixArgs,
     SkinnyLaunchArgs,
+    W8A8Args,
+    W8A8QuantiseArgs,
     WkvArgs,
 )
 from rwkv_batch.kernels.cuda.packed_weights import INPUT_STEP, NUMBERS
@@ -220,6 +222,11 @@ class Launcher:
             yield from self.call("rwkv_low_rank_act", SOMEWHERE, 64 * tokens, SOMEWHERE, 128 * tokens)
             for inputs in (width, 4 * width):
                 yield from self.call("rwkv_quantise_rows", *[SOMEWHERE] * 3, tokens, inputs, 1)
+                quantise = W8A8QuantiseArgs(count=3, rows=tokens, k=inputs, relu_squared=inputs > width)
+                yield from self.call("rwkv_w8a8_quantise", byref(quantise))
+                w8a8 = W8A8Args(count=1, rows=tokens, k=inputs, is_unsigned=inputs > width)
+                w8a8.gemms[0].n = 5 * width - inputs
+                yield from self.call("rwkv_w8a8_mma", byref(w8a8))
         yield from self.call("rwkv_norm_rows", *[SOMEWHERE] * 5, rows, width)
         yield from self.sample(rows)
         if rows <= 16:

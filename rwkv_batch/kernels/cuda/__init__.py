@@ -6,5 +6,6 @@
 * `quantised_gemm.py`: chooses the GEMM for quantised weights
 * `packed_weights.py`, `quantised_weights.py`: quantised weights, cuBLAS
 * `quantised_rows.py`: quantised rows and partial sums
+* `w8a8/`: int8 weights times 8-bit inputs
 * `adapters.py`: an adapter per row; `library.py`: the compiled kernels
 """

@@ -29,6 +29,8 @@ NAMES = (
     "quantise",
     "transpose_weights",
     "adapters",
+    "w8a8/w8a8_quantise",
+    "w8a8/w8a8_mma",
 )
 HOPPER_NAMES = (
     "gemm/gemm_fp16",
@@ -43,9 +45,14 @@ HOPPER_NAMES = (
     "weight_only/weight_only_int4",
     "skinny/hopper_row",
     "skinny/hopper_few",
+    "w8a8/w8a8_few",
+    "w8a8/w8a8_middle",
+    "w8a8/w8a8_many",
+    "w8a8/w8a8_many_unsigned",
 )
 MAX_GEMMS = 8
 MAX_HOPPER_GEMMS = 12
+MAX_W8A8_GEMMS = 3
 
 
 class CudaError(RuntimeError):
@@ -254,6 +261,38 @@ class AdapterArgs(Structure):
     ]
 
 
+class W8A8GemmArgs(Structure):
+    """Mirrors the struct in w8a8/w8a8_args.cuh."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weights", "x", "weight_scales", "weight_ratios")],
+        *[(name, c_void_p) for name in ("input_scales", "input_ratios", "y")],
+        *[(name, c_int) for name in ("n", "unused")],
+    ]
+
+
+class W8A8Args(Structure):
+    """Mirrors the struct in w8a8/w8a8_args.cuh."""
+
+    _fields_ = [
+        ("gemms", W8A8GemmArgs * MAX_W8A8_GEMMS),
+        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned")],
+        *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
+        *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
+        *[(name, c_void_p) for name in ("exchange", "counters")],
+    ]
+
+
+class W8A8QuantiseArgs(Structure):
+    """Mirrors the struct in w8a8/w8a8_quantise.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "order")],
+        *[(name, c_void_p) for name in ("x", "codes", "scales", "ratios")],
+        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "unused")],
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_add_partials": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
@@ -275,6 +314,8 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_transpose_weights": [c_void_p, c_void_p, c_int, c_int, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
+    "rwkv_w8a8_quantise": [POINTER(W8A8QuantiseArgs), c_void_p],
+    "rwkv_w8a8_mma": [POINTER(W8A8Args), c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_fp16": [POINTER(Fp16LaunchArgs), c_void_p],
@@ -287,6 +328,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_hopper_row": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],
+    "rwkv_w8a8": [POINTER(W8A8Args), c_void_p],
     **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 

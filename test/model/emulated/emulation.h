@@ -130,14 +130,12 @@ template <typename Kernel, typename... Args>
 void launch(Kernel kernel, dim3 grid, int number_of_threads, size_t dynamic, const Args&... args) {
   dynamic_shared.assign(dynamic, 0xff);
   grid_size = grid, block_size = dim3(number_of_threads);
-  for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) {
-      std::fill(dynamic_shared.begin(), dynamic_shared.end(), 0xff);
-      barriers.clear();
-      block_index = dim3(x, y);
-      body = [&] { kernel(args...); };
-      run_block(number_of_threads);
-    }
+  for (unsigned i = 0; i < grid.x * grid.y * grid.z; ++i) {
+    std::fill(dynamic_shared.begin(), dynamic_shared.end(), 0xff);
+    barriers.clear();
+    block_index = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
+    body = [&] { kernel(args...); };
+    run_block(number_of_threads);
   }
 }
 
@@ -176,8 +174,9 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   }
   meet_warp();
 }
-// mma.m16n8k32 of int8
-inline void multiply_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+// mma.m16n8k32 of s8 with s8 or u8
+template <typename Right>
+void multiply_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
   std::memcpy(threads[running].operands, mine, sizeof mine);
@@ -187,10 +186,13 @@ inline void multiply_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
     for (int k = 0; k < 32; ++k) {
       const int lane = k % 16 / 4, right = k / 16, shift = 8 * (k % 4);
       const auto a = static_cast<int8_t>(threads[first + g * 4 + lane].operands[i / 2 + 2 * right] >> shift);
-      c[i] += a * static_cast<int8_t>(threads[first + n * 4 + lane].operands[4 + right] >> shift);
+      c[i] += a * static_cast<Right>(threads[first + n * 4 + lane].operands[4 + right] >> shift);
     }
   }
   meet_warp();
+}
+inline int saturated(float x, float lowest, float largest) {
+  return std::isnan(x) ? 0 : static_cast<int>(std::max(lowest, std::min(largest, std::nearbyint(x))));
 }
 template <typename T>
 T exchange(T value, int from) {
@@ -411,6 +413,10 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
   return out;
 }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint64_t>(x) * y >> 32; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }

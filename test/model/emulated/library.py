@@ -63,7 +63,10 @@ BODIES = {
         "return make_uint2(x[0] | x[1] << 16, x[2] | x[3] << 16);"
     ),
     "mma_k8": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
-    "mma_s8": "emulation::multiply_codes(c, a.x, a.y, a.z, a.w, b0, b1);",
+    "mma_s8": "emulation::multiply_codes<int8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
+    "mma_s8_u8": "emulation::multiply_codes<uint8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
+    "saturated_s8": "return emulation::saturated(x, -128.0f, 127.0f);",
+    "saturated_u8": "return emulation::saturated(x, 0.0f, 255.0f);",
     "load_head": (
         "if (lane == 0) { std::memcpy(to, from, BYTES); ++emulation::barriers[emulation::address(arrived)].phase; }"
     ),

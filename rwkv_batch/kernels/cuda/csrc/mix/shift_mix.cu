@@ -34,6 +34,7 @@
 
 #include "shift_mix.cuh"
 #include "partials.cuh"
+#include "../token_cluster.cuh"
 
 // Returns 1 / channels of this warp.
 __device__ __forceinline__ float warp_weight(int width) {
@@ -264,21 +265,6 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
 }
 
-// Launches clusters of TOKEN_CTAS CTAs.
-inline void launch_clusters(void (*kernel)(const ShiftMixArgs), const ShiftMixArgs& a, void* stream) {
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(a.tokens * TOKEN_CTAS);
-    config.blockDim = dim3(a.width / TOKEN_CTAS / 8);
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = attributes, config.numAttrs = 2;
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = TOKEN_CTAS, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchKernelEx(&config, kernel, ShiftMixArgs(a));
-}
-
 template <int MIXES, OutputFormat OUT>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
     if (a.cu_seqlens != nullptr) {
@@ -287,7 +273,7 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
         return;
     }
     if constexpr (OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE) {
-        if (a.token_ctas == TOKEN_CTAS) return launch_clusters(shift_mix_shares_kernel<MIXES, OUT>, a, stream);
+        if (a.token_ctas == TOKEN_CTAS) return launch_clusters(shift_mix_shares_kernel<MIXES, OUT>, dim3(a.tokens * TOKEN_CTAS), a.width / TOKEN_CTAS / 8, stream, a);
     }
     const auto launch_rows = [&](auto partials) {
         if (a.tokens == 1) {

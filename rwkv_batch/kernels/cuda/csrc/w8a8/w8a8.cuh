@@ -1,49 +1,48 @@
-// y = x @ W^T of int8 inputs and int8 weights with s32 accumulators, on Hopper's tensor cores, for 1 to 4,096 rows and more.
+// y = x @ W^T with int8 weights and 8-bit inputs, exact s32 sums. Hopper's tensor cores, 1 to 4,096 rows and more.
 //
-//   S[t, n] = floor((sum over k <  128 of x[t, k] * W[n, k]) * (input_ratios[t] / 16 * weight_ratios[n] / 16))
-//            + sum over k >= 128 of x[t, k] * W[n, k]
+//   S[t, n] = floor(input_ratios[t] * weight_ratios[n] * (sum over k < 128 of x[t, k] * W[n, k]) / 256)
+//             + sum over k >= 128 of x[t, k] * W[n, k]
 //   y[t, n] = fp16(float(S[t, n]) * (input_scales[t] * weight_scales[n]))
 //
-// S is exact in s32, and three fp32 roundings follow. So a row's results do not depend on the tile, the split of K or the
-// number of rows. The first 128 columns are the large channels (segment 1): their scales are multiples of the others', in 16ths.
+// S is exact, and three fp32 roundings follow. So y has the same bits for any tile, split of K and number of rows
+// (rwkv_batch/model/quant/w8a8.py). The first 128 columns are segment 1.
 //
-// in     x               [T, K]   s8, or u8 (UNSIGNED)   K % 128 == 0
-//        weights         [n, K]   s8                     n % 64 == 0
-//        weight_scales   [n]      fp32
-//        weight_ratios   [n]      s32                    16 to 256
-//        input_scales    [pitch]  fp32                   pitch >= rows rounded up to a tile of rows
-//        input_ratios    [pitch]  s32                    16 to 511 (s8) or 255 (u8), so that S stays below 2^31
+// in     x              [T, K]   s8, or u8 (UNSIGNED)   K % 128 == 0
+//        weights        [n, K]   s8                     n % 64 == 0
+//        weight_scales  [n]      fp32
+//        weight_ratios  [n]      s32                    16 to 256
+//        input_scales   [pitch]  fp32                   pitch: at least the rows of all tiles
+//        input_ratios   [pitch]  s32                    16 to 511 (s8) or 255 (u8)
 //
-// out    y               [T, n]   fp16
+// out    y              [T, n]   fp16
 //
-// Up to 3 maps of the same K and T, each with its own x, form one launch.
+// inout  exchange       with GLOBAL: sums on their way between CTAs
+//        counters       with GLOBAL: a multiple of SPLITS between launches
 //
-// A CTA computes tiles of 64 * BLOCKS * WARPGROUPS outputs by ROWS rows: outputs are wgmma's M, rows its N. One warp
-// copies tiles of W (128 of K per stage) into a ring of stages, another one copies tiles of x. Each of WARPGROUPS
-// consumer warpgroups multiplies 64 * BLOCKS outputs.
-// Segment 1 is the first stage of a tile. Its sums are multiplied by the ratios in place (64-bit products). Then the
-// other stages add to them.
-// (Accumulators of its own would cost registers, or wgmma of 32 rows at a time in the epilogue.)
-// SPLITS > 1: that many CTAs share a tile's K, exchange s32 sums and finish SHARE rows each. They are a cluster and
-// exchange through distributed shared memory. If not all clusters can run at once (GLOBAL), they exchange through
-// memory; then every CTA must run at once. PAIR = 2: two CTAs with neighbouring outputs load half of the tile of x
-// each, for both (multicast).
-// Epilogue: scale, transpose (stmatrix), BATCH rows of 64 outputs at a time from each warpgroup to memory, in whole lines. (Stores by
-// the copy engine waited behind the loads of the next tile.)
+// Up to 3 GEMMs of the same K and T, each with its own x, form one launch.
 //
-// Bytes: W n * K once (row_blocks > 1: again from L2); x T * K per tile of outputs, from L2.
+// Grid: persistent, one CTA per SM (LEAN: two); with SPLITS > 1 or a K of fewer stages than the ring one per tile and
+// split. A CTA computes tiles of 64 * BLOCKS * WARPGROUPS outputs by ROWS rows: outputs are wgmma's M, rows its N. One
+// warp loads W, another one x, 128 of K per stage of the ring. Each consumer warpgroup multiplies 64 * BLOCKS outputs.
+// Segment 1 is the first stage of a tile: its sums are multiplied by the ratios in place, then the others are added.
+// SPLITS > 1: that many CTAs share a tile's K, exchange sums, and finish SHARE rows each. They are a cluster and
+// exchange through distributed shared memory, or (GLOBAL) through memory; then all CTAs of the launch must be resident.
+// PAIR = 2: two CTAs with neighbouring outputs load half of the tile of x each, for both (multicast).
+// Epilogue: scale, transpose (stmatrix), store BATCH rows of 64 outputs at a time, in whole lines.
+//
+// Shared memory: up to 227 KB (LEAN: 113 KB).
+// Bound: memory up to about 128 rows (n * K bytes, once), then the tensor cores, then power.
+// Made for K 4,096 and 16,384, n 4,096 to 65,536 (bench/int8/RESULTS.md).
 #pragma once
 
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "../common.cuh"
+#include "hopper_int8.cuh"
+#include "w8a8_args.cuh"
 
-#include "hopper.cuh"
-
-constexpr int MAX_MAPS = 3;
-constexpr int DEPTH = 128;         // of K a stage; also the large channels
+constexpr int DEPTH = SEGMENT;     // of K a stage
 constexpr int BLOCK_OUTPUTS = 64;  // wgmma's M
 
-struct Int8Map {
+struct W8A8Gemm {
     CUtensorMap weights, inputs;
     __half* y;
     const float* weight_scales;
@@ -53,8 +52,8 @@ struct Int8Map {
     int n, first_group;  // groups: PAIR tiles of outputs
 };
 
-struct Int8Launch {
-    Int8Map maps[MAX_MAPS];
+struct W8A8Launch {
+    W8A8Gemm gemms[MAX_W8A8_GEMMS];
     int count, rows, k;
     int groups, row_blocks;
     int4* exchange;       // GLOBAL: [tiles][FINISHERS][SPLITS - 1][SHARE / 8][THREADS]
@@ -63,7 +62,7 @@ struct Int8Launch {
 };
 
 template <int WARPGROUPS_, int BLOCKS_, int ROWS_, int SPLITS_, int PAIR_, bool GLOBAL_ = false>
-struct Int8Tile {
+struct W8A8Tile {
     static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = BLOCKS_, ROWS = ROWS_, SPLITS = SPLITS_, PAIR = PAIR_;
     static constexpr bool GLOBAL = GLOBAL_;
     static constexpr int OUTPUTS = BLOCK_OUTPUTS * BLOCKS * WARPGROUPS, CLUSTER = (GLOBAL ? 1 : SPLITS) * PAIR, TOGETHER = SPLITS * PAIR, THREADS = 128 * WARPGROUPS;
@@ -104,7 +103,7 @@ struct Layout {
     uint32_t ring, staging, exchange, scales, full, empty, lead;
 
     __device__ __forceinline__ explicit Layout(const void* dynamic) {
-        ring = (hopper::shared_address(dynamic) + 1023) & ~1023u;
+        ring = (hopper::smem_address(dynamic) + 1023) & ~1023u;
         staging = ring + Tile::STAGES * Tile::STAGE_BYTES;
         exchange = Tile::OWN_EXCHANGE ? staging + Tile::ALL_STAGING : ring;
         scales = staging + Tile::ALL_STAGING + (Tile::OWN_EXCHANGE ? Tile::EXCHANGE_BYTES : 0);
@@ -113,25 +112,25 @@ struct Layout {
 };
 
 struct Work {
-    const Int8Map* map;
+    const W8A8Gemm* gemm;
     int output, row;  // first of the tile
 };
 
 // Row blocks run fastest: the CTAs of a wave share W's tiles in L2.
 template <typename Tile>
-__device__ __forceinline__ Work place(const Int8Launch& p, int number, int rank) {
+__device__ __forceinline__ Work place(const W8A8Launch& p, int number, int rank) {
     const int group = number / p.row_blocks, row_block = number - group * p.row_blocks;
-    int map = 0;
-    while (map + 1 < p.count && group >= p.maps[map + 1].first_group) ++map;
+    int at = 0;
+    while (at + 1 < p.count && group >= p.gemms[at + 1].first_group) ++at;
     const int pair = Tile::PAIR > 1 ? rank : 0;
-    return {&p.maps[map], ((group - p.maps[map].first_group) * Tile::PAIR + pair) * Tile::OUTPUTS, row_block * Tile::ROWS};
+    return {&p.gemms[at], ((group - p.gemms[at].first_group) * Tile::PAIR + pair) * Tile::OUTPUTS, row_block * Tile::ROWS};
 }
 
 // Stages of K that a CTA multiplies.
 struct Stages {
     int first, end;
     template <typename Tile>
-    __device__ __forceinline__ static Stages of(const Int8Launch& p, int rank) {
+    __device__ __forceinline__ static Stages of(const W8A8Launch& p, int rank) {
         const int all = p.k / DEPTH;
         if (Tile::SPLITS == 1) return {0, all};
         return {all * rank / Tile::SPLITS, all * (rank + 1) / Tile::SPLITS};
@@ -150,7 +149,7 @@ __device__ __forceinline__ void meet_ctas(unsigned* counter) {
 }
 
 template <typename Tile>
-__device__ __forceinline__ void load_weights(const Int8Launch& p, const Layout<Tile>& at, int rank) {
+__device__ __forceinline__ void load_weights(const W8A8Launch& p, const Layout<Tile>& at, int rank) {
     using namespace hopper;
     RingSlot<Tile::STAGES> slot(1);
     const Stages stages = Stages::of<Tile>(p, rank);
@@ -159,10 +158,10 @@ __device__ __forceinline__ void load_weights(const Int8Launch& p, const Layout<T
         const Work work = place<Tile>(p, number, rank);
         uint32_t bytes = Tile::STAGE_BYTES + Tile::SCALE_BYTES;
         for (int i = stages.first; i < stages.end; ++i) {
-            wait_barrier(at.empty + 8 * slot.stage, slot.parity);
+            mbarrier_wait(at.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = at.full + 8 * slot.stage;
-            expect_bytes(barrier, bytes);
-            copy_box(at.ring + slot.stage * Tile::STAGE_BYTES, &work.map->weights, i * DEPTH, work.output, barrier, hint);
+            mbarrier_expect_tx(barrier, bytes);
+            tma_load(at.ring + slot.stage * Tile::STAGE_BYTES, &work.gemm->weights, i * DEPTH, work.output, 0, barrier, hint);
             bytes = Tile::STAGE_BYTES;
             slot.advance();
         }
@@ -170,28 +169,28 @@ __device__ __forceinline__ void load_weights(const Int8Launch& p, const Layout<T
 }
 
 template <typename Tile>
-__device__ __forceinline__ void load_inputs(const Int8Launch& p, const Layout<Tile>& at, int rank) {
+__device__ __forceinline__ void load_inputs(const W8A8Launch& p, const Layout<Tile>& at, int rank) {
     using namespace hopper;
     RingSlot<Tile::STAGES> slot(1);
     const Stages stages = Stages::of<Tile>(p, rank);
     uint32_t scales = at.scales;  // tiles use the two places in turn
-    wait_for_inputs();
+    wait_for_previous_kernel();
     for (int number = blockIdx.x / Tile::TOGETHER; number < p.groups * p.row_blocks; number += gridDim.x / Tile::TOGETHER) {
         const Work work = place<Tile>(p, number, rank);
         for (int i = stages.first; i < stages.end; ++i) {
-            wait_barrier(at.empty + 8 * slot.stage, slot.parity);
+            mbarrier_wait(at.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = at.full + 8 * slot.stage, to = at.ring + slot.stage * Tile::STAGE_BYTES + Tile::WEIGHT_BYTES;
             if constexpr (Tile::PAIR > 1) {
                 const int row = rank * Tile::BOX_ROWS;
-                multicast_box(to + row * DEPTH, &work.map->inputs, i * DEPTH, work.row + row, barrier, (1 << Tile::PAIR) - 1, EVICT_LAST);
+                tma_multicast(to + row * DEPTH, &work.gemm->inputs, i * DEPTH, work.row + row, 0, barrier, (1 << Tile::PAIR) - 1, EVICT_LAST);
             } else {
 #pragma unroll
                 for (int row = 0; row < Tile::ROWS; row += Tile::BOX_ROWS)
-                    copy_box(to + row * DEPTH, &work.map->inputs, i * DEPTH, work.row + row, barrier, EVICT_LAST);
+                    tma_load(to + row * DEPTH, &work.gemm->inputs, i * DEPTH, work.row + row, 0, barrier, EVICT_LAST);
             }
             if (i == stages.first) {
-                copy_bytes(scales, work.map->input_scales + work.row, Tile::SCALE_BYTES / 2, barrier);
-                copy_bytes(scales + Tile::SCALE_BYTES / 2, work.map->input_ratios + work.row, Tile::SCALE_BYTES / 2, barrier);
+                bulk_load(scales, work.gemm->input_scales + work.row, Tile::SCALE_BYTES / 2, barrier);
+                bulk_load(scales + Tile::SCALE_BYTES / 2, work.gemm->input_ratios + work.row, Tile::SCALE_BYTES / 2, barrier);
             }
             slot.advance();
         }
@@ -200,27 +199,8 @@ __device__ __forceinline__ void load_inputs(const Int8Launch& p, const Layout<Ti
 }
 #endif
 
-// Measuring: clock of CTA 0's consumer warpgroups, [warpgroup][tile][8].
-#ifdef INT8_STAMPS
-__device__ unsigned int8_stamps[4][64][8];
-__device__ __forceinline__ unsigned clock_now() {
-    unsigned now;
-    asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
-    return now;
-}
-#define INT8_STAMPS_BEGIN unsigned tile_number = 0, waited = 0;
-#define INT8_STAMP(i) if (blockIdx.x == 0 && tid == 0 && tile_number < 64) int8_stamps[group][tile_number][i] = clock_now();
-#define INT8_WAITS(wait) { const unsigned start = clock_now(); wait waited += clock_now() - start; }
-#define INT8_STAMPS_NEXT if (blockIdx.x == 0 && tid == 0 && tile_number < 64) int8_stamps[group][tile_number][5] = waited; ++tile_number, waited = 0;
-#else
-#define INT8_STAMPS_BEGIN
-#define INT8_STAMP(i)
-#define INT8_WAITS(wait) wait
-#define INT8_STAMPS_NEXT
-#endif
-
 template <typename Tile, bool UNSIGNED>
-__global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_product_kernel(const __grid_constant__ Int8Launch p) {
+__global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_kernel(const __grid_constant__ W8A8Launch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     constexpr int STAGES = Tile::STAGES, WARPGROUPS = Tile::WARPGROUPS, SHARE = Tile::SHARE;
@@ -228,9 +208,9 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
     const Layout<Tile> at(dynamic);
     const int rank = Tile::TOGETHER > 1 ? blockIdx.x % Tile::TOGETHER : 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) init_barrier(at.full + 8 * i, 1), init_barrier(at.empty + 8 * i, WARPGROUPS * Tile::PAIR);
-        for (int i = 0; i + 1 < WARPGROUPS; ++i) init_barrier(at.lead + 8 * i, 1);
-        fence_barrier_init();
+        for (int i = 0; i < STAGES; ++i) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, WARPGROUPS * Tile::PAIR);
+        for (int i = 0; i + 1 < WARPGROUPS; ++i) mbarrier_init(at.lead + 8 * i, 1);
+        fence_mbarrier_init();
     }
     if constexpr (Tile::PAIR > 1) {
         sync_cluster();
@@ -238,7 +218,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
         __syncthreads();
         if constexpr (Tile::CLUSTER > 1) arrive_cluster();  // waited for before the first remote store
     }
-    launch_dependents();
+    allow_next_kernel();
     const int group = threadIdx.x / 128 - 1, tid = threadIdx.x % 128;  // consumer warpgroup, or -1
     if (group < 0) {
         if constexpr (WARPGROUPS == 3) {
@@ -247,9 +227,9 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
             asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         }
         const int warp = __shfl_sync(0xffffffff, tid / 32, 0);
-        if (warp == 0 && elect_lane()) {
+        if (warp == 0 && elect_one()) {
             load_weights<Tile>(p, at, rank);
-        } else if (warp == 1 && elect_lane()) {
+        } else if (warp == 1 && elect_one()) {
             load_inputs<Tile>(p, at, rank);
         }
         if constexpr (Tile::SPLITS > 1 && !Tile::GLOBAL) {
@@ -266,8 +246,8 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
             asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         }
         const int warp = tid / 32, lane = tid % 32;
-        const uint64_t weights_at = describe_tile(at.ring + group * (Tile::BLOCKS * BLOCK_OUTPUTS * DEPTH));
-        const uint64_t inputs_at = describe_tile(at.ring + Tile::WEIGHT_BYTES);
+        const uint64_t weights_at = smem_descriptor(at.ring + group * (Tile::BLOCKS * BLOCK_OUTPUTS * DEPTH));
+        const uint64_t inputs_at = smem_descriptor(at.ring + Tile::WEIGHT_BYTES);
         const Stages stages = Stages::of<Tile>(p, rank);
         RingSlot<STAGES> slot(0);
         uint32_t lead_parity = 0, scales = at.scales + lane % 4 * 8;
@@ -275,84 +255,79 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
         const auto release = [&](uint32_t barrier) {
             if (tid == 0) {
                 arrive(barrier);
-                if constexpr (Tile::PAIR > 1) arrive_at(barrier, rank ^ 1);
+                if constexpr (Tile::PAIR > 1) arrive_peer(barrier, rank ^ 1);
             }
         };
         // A stage's products, asynchronous.
         const auto multiply_stage = [&](int add) {
             const uint64_t weight = weights_at + slot.stage * (Tile::STAGE_BYTES >> 4), input = inputs_at + slot.stage * (Tile::STAGE_BYTES >> 4);
-            begin_products();
+            wgmma_fence();
 #pragma unroll
             for (int j = 0; j < DEPTH / 32; ++j) {
 #pragma unroll
                 for (int part = 0; part < Tile::PARTS * Tile::BLOCKS; ++part) {  // of rows or of outputs
                     const uint64_t w = weight + (Tile::BLOCKS > 1 ? part * (BLOCK_OUTPUTS * DEPTH >> 4) : 0);
                     const uint64_t x = input + (Tile::PARTS > 1 ? part * (Tile::PART * DEPTH >> 4) : 0);
-                    Wgmma<Tile::PART, UNSIGNED>::multiply(sums + part * (Tile::PART / 2), w + 2 * j, x + 2 * j, j > 0 ? 1 : add);
+                    WgmmaInt8<Tile::PART, UNSIGNED>::multiply(sums + part * (Tile::PART / 2), w + 2 * j, x + 2 * j, j > 0 ? 1 : add);
                 }
             }
-            commit_products();
+            wgmma_commit();
         };
-        INT8_STAMPS_BEGIN
         for (int number = blockIdx.x / Tile::TOGETHER; number < p.groups * p.row_blocks; number += gridDim.x / Tile::TOGETHER) {
-            INT8_STAMP(0)
             const Work work = place<Tile>(p, number, rank);
-            const Int8Map& map = *work.map;
+            const W8A8Gemm& gemm = *work.gemm;
             const int my_outputs = work.output + group * (Tile::BLOCKS * BLOCK_OUTPUTS);
             float of_output[2 * Tile::BLOCKS];  // of wgmma's lower and upper 8 rows
             int ratio[2 * Tile::BLOCKS];
 #pragma unroll
             for (int i = 0; i < 2 * Tile::BLOCKS; ++i) {
-                const int output = min(my_outputs + i / 2 * BLOCK_OUTPUTS + warp * 16 + lane / 4 + i % 2 * 8, map.n - 1);
-                of_output[i] = __ldg(map.weight_scales + output), ratio[i] = __ldg(map.weight_ratios + output);
+                const int output = min(my_outputs + i / 2 * BLOCK_OUTPUTS + warp * 16 + lane / 4 + i % 2 * 8, gemm.n - 1);
+                of_output[i] = __ldg(gemm.weight_scales + output), ratio[i] = __ldg(gemm.weight_ratios + output);
             }
             if (WARPGROUPS > 1 && p.lead > 0) {
-                if (group > 0) wait_barrier(at.lead + 8 * (group - 1), lead_parity);
+                if (group > 0) mbarrier_wait(at.lead + 8 * (group - 1), lead_parity);
                 lead_parity ^= 1;
             }
             const auto signal_lead = [&](int stages_done) {
                 if (stages_done == p.lead && group + 1 < WARPGROUPS && tid == 0) arrive(at.lead + 8 * group);
             };
-            wait_barrier(at.full + 8 * slot.stage, slot.parity);
+            mbarrier_wait(at.full + 8 * slot.stage, slot.parity);
             multiply_stage(0);
             uint32_t before = at.empty + 8 * slot.stage;
             slot.advance();
             if (stages.first == 0) {
-                wait_products<0>();
+                wgmma_wait<0>();
                 settle(sums);
-                INT8_STAMP(1)
                 signal_lead(1);  // the next warpgroup multiplies while this one scales
                 constexpr int CHUNKS = Tile::ROWS / 8, AT_ONCE = CHUNKS % 8 == 0 ? 8 : CHUNKS % 10 == 0 ? 10 : CHUNKS;
 #pragma unroll
                 for (int first = 0; first < CHUNKS; first += AT_ONCE) {
                     int of_row[AT_ONCE][2];
 #pragma unroll
-                    for (int j = 0; j < AT_ONCE; ++j) load_pair(of_row[j], scales + Tile::SCALE_BYTES / 2 + 32 * (first + j));
+                    for (int j = 0; j < AT_ONCE; ++j) load_shared_pair(of_row[j], scales + Tile::SCALE_BYTES / 2 + 32 * (first + j));
 #pragma unroll
                     for (int j = 0; j < AT_ONCE; ++j) {
 #pragma unroll
                         for (int i = 0; i < 4 * Tile::BLOCKS; ++i) {
                             int& sum = sums[i / 4 * (Tile::ROWS / 2) + 4 * (first + j) + i % 4];
-                            sum = static_cast<int>(static_cast<int64_t>(sum) * (of_row[j][i % 2] * ratio[i / 2]) >> 8);
+                            sum = in_units_of_rest(sum, of_row[j][i % 2] * ratio[i / 2]);
                         }
                     }
                 }
                 settle(sums);
-                INT8_STAMP(2)
             }
             for (int i = stages.first + 1; i < stages.end; ++i) {
-                INT8_WAITS(wait_barrier(at.full + 8 * slot.stage, slot.parity);)
+                mbarrier_wait(at.full + 8 * slot.stage, slot.parity);
                 multiply_stage(1);
-                wait_products<1>();
+                wgmma_wait<1>();
                 release(before);
                 before = at.empty + 8 * slot.stage;
                 slot.advance();
                 signal_lead(i + 1);
             }
-            wait_products<0>();
+            wgmma_wait<0>();
             settle(sums);
             release(before);
-            INT8_STAMP(3)
 
             // Scales SHARE rows of a block and stores them; `mine`: their sums, first: the first row, of the tile.
             const auto finish = [&](const int* mine, int first, int block) {
@@ -363,13 +338,13 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
                 const uint32_t to = buffer + ((lane >> 4) * 8 + (lane & 7)) * 128 + ((warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)) * 16;
                 const uint32_t from = buffer + tid / 8 * 128 + ((tid ^ tid / 8) & 7) * 16;
                 int row = work.row + first + tid / 8;
-                __half* y = map.y + static_cast<int64_t>(row) * map.n + output + tid % 8 * 8;
-                const bool inside = output < map.n && (Tile::BATCH >= 16 || tid < 8 * Tile::BATCH);
+                __half* y = gemm.y + static_cast<int64_t>(row) * gemm.n + output + tid % 8 * 8;
+                const bool inside = output < gemm.n && (Tile::BATCH >= 16 || tid < 8 * Tile::BATCH);
 #pragma unroll
                 for (int batch = 0; batch < SHARE; batch += Tile::BATCH) {
                     float of_row[CHUNKS][2];
 #pragma unroll
-                    for (int j = 0; j < CHUNKS; ++j) load_pair(of_row[j], scales + (first + batch + 8 * j) * 4);
+                    for (int j = 0; j < CHUNKS; ++j) load_shared_pair(of_row[j], scales + (first + batch + 8 * j) * 4);
                     uint32_t pairs[2 * LINES][2] = {};
 #pragma unroll
                     for (int j = 0; j < CHUNKS; ++j) {
@@ -378,27 +353,27 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
                             float v[2];
 #pragma unroll
                             for (int i = 0; i < 2; ++i)
-                                v[i] = __fmul_rn(__int2float_rn(mine[4 * (batch / 8 + j) + 2 * up + i]), __fmul_rn(of_row[j][i], of_output[2 * block + up]));
+                                v[i] = scaled_sum(mine[4 * (batch / 8 + j) + 2 * up + i], of_row[j][i], of_output[2 * block + up]);
                             const __half2 pair = __floats2half2_rn(v[0], v[1]);
                             pairs[j][up] = *reinterpret_cast<const uint32_t*>(&pair);
                         }
                     }
-                    sync_threads(1 + group, 128);  // the batch before has been read
+                    sync_consumers(1 + group, 128);  // the batch before has been read
 #pragma unroll
-                    for (int i = 0; i < LINES; ++i) store_transposed(to + i * 16 * 128, pairs[2 * i][0], pairs[2 * i][1], pairs[2 * i + 1][0], pairs[2 * i + 1][1]);
-                    sync_threads(1 + group, 128);
+                    for (int i = 0; i < LINES; ++i) stmatrix_x4_transposed(to + i * 16 * 128, pairs[2 * i][0], pairs[2 * i][1], pairs[2 * i + 1][0], pairs[2 * i + 1][1]);
+                    sync_consumers(1 + group, 128);
                     int4 lines[LINES];
 #pragma unroll
-                    for (int i = 0; i < LINES; ++i) lines[i] = load_shared(from + i * 16 * 128);
+                    for (int i = 0; i < LINES; ++i) lines[i] = load_shared_int4(from + i * 16 * 128);
 #pragma unroll
                     for (int i = 0; i < LINES; ++i) {
-                        if (inside && row < p.rows) store_global(y, lines[i]);
-                        row += 16, y += static_cast<int64_t>(16) * map.n;
+                        if (inside && row < p.rows) store_global_int4(y, lines[i]);
+                        row += 16, y += static_cast<int64_t>(16) * gemm.n;
                     }
                 }
             };
             if constexpr (Tile::SPLITS == 1) {
-                wait_for_inputs();  // before the first write
+                wait_for_previous_kernel();  // before the first write
 #pragma unroll
                 for (int block = 0; block < Tile::BLOCKS; ++block) finish(sums + block * (SHARE / 2), 0, block);
             } else {
@@ -414,7 +389,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
 #pragma unroll
                 for (int to = 0; to < Tile::FINISHERS; ++to) {
                     if (to == rank) continue;
-                    const uint32_t remote = Tile::GLOBAL ? 0 : of_cta(at.exchange + slot_of(rank, to) * 16, to);
+                    const uint32_t remote = Tile::GLOBAL ? 0 : peer_address(at.exchange + slot_of(rank, to) * 16, to);
                     int4* const shared = of_tile + to * (Tile::EXCHANGE_BYTES / 16) + slot_of(rank, to);
 #pragma unroll
                     for (int j = 0; j < SHARE_CHUNKS; ++j) {
@@ -422,14 +397,14 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
                         if constexpr (Tile::GLOBAL) {
                             __stcg(shared + j * Tile::THREADS, make_int4(v[0], v[1], v[2], v[3]));
                         } else {
-                            store_remote(remote + j * Tile::THREADS * 16, v[0], v[1], v[2], v[3]);
+                            store_peer(remote + j * Tile::THREADS * 16, v[0], v[1], v[2], v[3]);
                         }
                     }
                 }
                 if constexpr (Tile::GLOBAL) {
-                    sync_threads(1, Tile::THREADS);
+                    sync_consumers(1, Tile::THREADS);
                     if (thread == 0) meet_ctas<Tile::SPLITS>(p.counters + 8 * number + Tile::SPLITS);
-                    sync_threads(1, Tile::THREADS);
+                    sync_consumers(1, Tile::THREADS);
                 } else {
                     sync_cluster();
                 }
@@ -447,117 +422,17 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) int8_
 #pragma unroll
                         for (int j = 0; j < SHARE_CHUNKS; ++j) {
                             const int place = (from * SHARE_CHUNKS + j) * Tile::THREADS;
-                            const int4 v = Tile::GLOBAL ? __ldcg(given + place) : load_shared(at.exchange + (place + thread) * 16);
+                            const int4 v = Tile::GLOBAL ? __ldcg(given + place) : load_shared_int4(at.exchange + (place + thread) * 16);
                             mine[4 * j] += v.x, mine[4 * j + 1] += v.y, mine[4 * j + 2] += v.z, mine[4 * j + 3] += v.w;
                         }
                     }
-                    wait_for_inputs();
+                    wait_for_previous_kernel();
                     finish(mine, rank * SHARE, 0);
                 }
             }
-            INT8_STAMP(4)
-            INT8_STAMPS_NEXT
             scales ^= (at.scales + lane % 4 * 8) ^ (at.scales + Tile::SCALE_BYTES + lane % 4 * 8);
         }
         if constexpr (Tile::PAIR > 1) sync_cluster();
     }
 #endif
 }
-
-// Launching --------------------------------------------------------------------------------------------------------
-
-struct Int8MapArgs {
-    const void *weights, *x;
-    const void *weight_scales, *weight_ratios, *input_scales, *input_ratios;
-    void* y;
-    int n, unused;
-};
-
-struct Int8Args {
-    Int8MapArgs maps[MAX_MAPS];
-    int count, rows, k, pitch;
-    int warpgroups, blocks, tile_rows, splits, pair;
-    void *exchange, *counters;  // of splits whose CTAs are no cluster; null: a cluster
-    int is_unsigned, lead, ctas, early;  // ctas: at most so many, 0: one per multiprocessor; early: programmatic dependent launch
-};
-
-using EncodeTiled = CUresult (*)(
-    CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-inline EncodeTiled encode_tiled() {
-    static const EncodeTiled found = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-        return result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-    }();
-    return found;
-}
-
-// Boxes of [box_rows][128] of a matrix of bytes [rows][columns], 128-byte swizzle.
-inline bool describe(CUtensorMap* map, const void* matrix, int rows, int columns, int box_rows, CUtensorMapL2promotion promotion) {
-    const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)}, strides[1] = {size[0]};
-    const cuuint32_t box[2] = {DEPTH, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
-    return encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), size, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                          CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-template <typename Tile, bool UNSIGNED>
-int launch_int8(const Int8Args& args, cudaStream_t stream) {
-    // of the scales of rows there are two tiles' in shared memory: no CTA may load the third while the first is in use
-    if (args.k % DEPTH != 0 || args.k / DEPTH < (Tile::SPLITS > 1 ? Tile::SPLITS : Tile::STAGES) || encode_tiled() == nullptr) return cudaErrorInvalidValue;
-    Int8Launch p = {};
-    p.exchange = static_cast<int4*>(args.exchange), p.counters = static_cast<unsigned*>(args.counters);
-    p.count = args.count, p.rows = args.rows, p.k = args.k, p.lead = Tile::SPLITS == 1 ? args.lead : 0;
-    p.row_blocks = (args.rows + Tile::ROWS - 1) / Tile::ROWS;
-    if (p.lead > args.k / DEPTH || p.lead >= Tile::STAGES || args.pitch < p.row_blocks * Tile::ROWS) return cudaErrorInvalidValue;
-    for (int i = 0; i < args.count; ++i) {
-        const Int8MapArgs& m = args.maps[i];
-        Int8Map& map = p.maps[i];
-        if (m.n % BLOCK_OUTPUTS != 0) return cudaErrorInvalidValue;
-        map.y = static_cast<__half*>(m.y), map.n = m.n, map.first_group = p.groups;
-        map.weight_scales = static_cast<const float*>(m.weight_scales), map.weight_ratios = static_cast<const int*>(m.weight_ratios);
-        map.input_scales = static_cast<const float*>(m.input_scales), map.input_ratios = static_cast<const int*>(m.input_ratios);
-        p.groups += (m.n + Tile::OUTPUTS * Tile::PAIR - 1) / (Tile::OUTPUTS * Tile::PAIR);
-        const bool described = describe(&map.weights, m.weights, m.n, args.k, Tile::OUTPUTS, CU_TENSOR_MAP_L2_PROMOTION_L2_128B) &&
-                               describe(&map.inputs, m.x, args.rows, args.k, Tile::BOX_ROWS, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-        if (!described) return cudaErrorInvalidValue;
-    }
-    const auto kernel = int8_product_kernel<Tile, UNSIGNED>;
-    static const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED_BYTES);
-    if (raised != cudaSuccess) return raised;
-    static const int processors = [] {
-        int device = 0, count = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-        return count;
-    }();
-    const int works = p.groups * p.row_blocks, most = (args.ctas > 0 ? args.ctas : processors) / Tile::PAIR;
-    const int clusters = Tile::SPLITS > 1 ? works : works < most ? works : most;
-    if (Tile::GLOBAL && clusters * Tile::TOGETHER > processors) return cudaErrorInvalidValue;
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(clusters * Tile::TOGETHER), config.blockDim = dim3(Tile::THREADS + 128);
-    config.dynamicSmemBytes = Tile::SHARED_BYTES, config.stream = stream, config.attrs = attributes;
-    if (args.early) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (Tile::CLUSTER > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs].val.clusterDim.x = Tile::CLUSTER;
-        attributes[config.numAttrs].val.clusterDim.y = attributes[config.numAttrs].val.clusterDim.z = 1;
-        ++config.numAttrs;
-    }
-    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, p);
-    return error != cudaSuccess ? error : cudaGetLastError();
-}
-
-// The line of the launch table that fits; each .cu file holds some of them. GLOBAL: a split whose CTAs are no cluster.
-#define INT8_LINE(WARPGROUPS, BLOCKS, ROWS, SPLITS, PAIR, UNSIGNED, GLOBAL)                                                         \
-    if (args.warpgroups == WARPGROUPS && args.blocks == BLOCKS && args.tile_rows == ROWS && args.splits == SPLITS && args.pair == PAIR && \
-        args.is_unsigned == UNSIGNED && (args.exchange != nullptr) == GLOBAL)                                                       \
-        return launch_int8<Int8Tile<WARPGROUPS, BLOCKS, ROWS, SPLITS, PAIR, GLOBAL>, UNSIGNED>(args, stream);
-#define INT8_LAUNCH(WARPGROUPS, BLOCKS, ROWS, SPLITS, PAIR, UNSIGNED) INT8_LINE(WARPGROUPS, BLOCKS, ROWS, SPLITS, PAIR, UNSIGNED, false)
-#define INT8_GLOBAL(ROWS, SPLITS, UNSIGNED) INT8_LINE(2, 1, ROWS, SPLITS, 1, UNSIGNED, true)

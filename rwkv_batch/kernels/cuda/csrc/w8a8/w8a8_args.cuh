@@ -1,0 +1,31 @@
+// Arguments of a W8A8 launch, by w8a8.cuh on Hopper and by w8a8_mma.cu on other GPUs.
+#pragma once
+
+#include <stdint.h>
+
+constexpr int MAX_W8A8_GEMMS = 3;
+constexpr int SEGMENT = 128;  // columns of segment 1, the large channels
+
+struct W8A8GemmArgs {
+    const void *weights, *x;
+    const void *weight_scales, *weight_ratios, *input_scales, *input_ratios;
+    void* y;
+    int n, unused;
+};
+
+struct W8A8Args {
+    W8A8GemmArgs gemms[MAX_W8A8_GEMMS];
+    int count, rows, k, pitch;
+    int is_unsigned;
+    int tile_rows, splits, in_memory, pair, warpgroups, blocks, lead, ctas_per_sm;  // the plan; w8a8_mma.cu has none
+    void *exchange, *counters;                                                      // read with in_memory
+};
+
+// Segment 1's sum in units of segment 0. ratios: 16ths of the row times 16ths of the output, below 2^17.
+__device__ __forceinline__ int in_units_of_rest(int sum, int ratios) {
+    return static_cast<int>(static_cast<int64_t>(sum) * ratios >> 8);
+}
+// fp32 y of a sum. Each operation rounds on its own.
+__device__ __forceinline__ float scaled_sum(int sum, float input_scale, float weight_scale) {
+    return __fmul_rn(__int2float_rn(sum), __fmul_rn(input_scale, weight_scale));
+}

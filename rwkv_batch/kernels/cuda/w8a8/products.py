@@ -1,0 +1,215 @@
+"""W8A8 GEMMs on a GPU: weights, inputs in 8 bits, and launches. All kernels give the bits of model/quant/w8a8.py."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, is_mps_active
+from rwkv_batch.kernels.cuda.library import (
+    MAX_W8A8_GEMMS,
+    W8A8Args,
+    W8A8QuantiseArgs,
+    cuda_pointer,
+    hopper_library,
+    library,
+)
+from rwkv_batch.kernels.cuda.w8a8.plans import (
+    BLOCK_OUTPUTS,
+    MAX_EXCHANGED_ROWS,
+    MAX_TILE_ROWS,
+    SEGMENT,
+    Launch,
+    Plan,
+    plan_w8a8,
+)
+from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
+
+MAX_K = 16384
+MAX_OUTPUTS_PER_TILE = 128
+"""Outputs of a tile whose sums are exchanged."""
+COUNTERS_PER_TILE = 8
+INT8_DTYPES = (torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class W8A8Weights:
+    """One matrix W [n, K] in int8, with the transform of its inputs."""
+
+    codes: Tensor
+    """[n, K] int8, columns permuted"""
+    scales: Tensor
+    """[n] fp32"""
+    ratios: Tensor
+    """[n] int32"""
+    factors: Tensor
+    """[K] fp32, by position"""
+    order: Tensor
+    """[K] int16: the channel that is stored at a position"""
+
+    @classmethod
+    def prepare(cls, codes: Codes, transform: InputTransform) -> W8A8Weights:
+        """Copy a matrix's tensors into the form of the kernels, on the device of the codes.
+
+        Raises ValueError for sizes that the kernels do not take.
+        """
+        n, k = codes.codes.shape
+        if n % BLOCK_OUTPUTS or k % SEGMENT or k > MAX_K:
+            raise ValueError(
+                f"got a matrix of {n} outputs and {k} inputs; int8 products take outputs that are a multiple of "
+                f"{BLOCK_OUTPUTS}, and inputs that are a multiple of {SEGMENT} up to {MAX_K}; use --activation-bits 16"
+            )
+        device = codes.codes.device
+        order = transform.positions.to(device).argsort()
+        factors = transform.factors.to(device, torch.float32)[order]
+        scales, ratios = codes.scales.to(device, torch.float32), codes.ratios.to(device, torch.int32)
+        return cls(
+            codes.codes.contiguous(),
+            scales.contiguous(),
+            ratios.contiguous(),
+            factors,
+            order.to(torch.int16).contiguous(),
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        """[n, K]."""
+        return self.codes.shape
+
+
+class W8A8Gemm(NamedTuple):
+    """One GEMM of a launch: y = x @ W^T."""
+
+    x: Codes
+    """[T, K], scales and ratios padded to `pitch_of` the rows"""
+    weights: W8A8Weights
+    y: Tensor
+    """[T, n] fp16"""
+
+
+@dataclass(slots=True)
+class W8A8Workspace:
+    """Memory through which CTAs exchange sums on one device. Launches that use it must not run at once."""
+
+    exchange: Tensor
+    """bytes"""
+    counters: Tensor
+    """[tiles, 8] int32, a multiple of the splits between launches"""
+    num_sms: int
+
+
+@functools.cache
+def prepare_w8a8(device: torch.device) -> W8A8Workspace:
+    """Build the kernels and allocate their workspace. Called once per device, at load."""
+    library()
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    is_hopper = has_hopper_gemm(device)
+    size = num_sms * MAX_OUTPUTS_PER_TILE * MAX_EXCHANGED_ROWS * 4 if is_hopper else 0
+    return W8A8Workspace(
+        torch.empty(size, dtype=torch.uint8, device=device),
+        torch.zeros(num_sms, COUNTERS_PER_TILE, dtype=torch.int32, device=device),
+        num_sms,
+    )
+
+
+def pitch_of(rows: int) -> int:
+    """Return the length of rows' scales: the last tile reads scales past the rows."""
+    return -(-rows // BLOCK_OUTPUTS) * BLOCK_OUTPUTS + MAX_TILE_ROWS
+
+
+def empty_rows(rows: int, k: int, count: int, is_unsigned: bool, device: torch.device) -> Codes:
+    """Return buffers for the inputs of `count` GEMMs: codes [M, T, K], scales and ratios [M, pitch]."""
+    return Codes(
+        torch.empty(count, rows, k, dtype=torch.uint8 if is_unsigned else torch.int8, device=device),
+        torch.empty(count, pitch_of(rows), dtype=torch.float32, device=device),
+        torch.empty(count, pitch_of(rows), dtype=torch.int32, device=device),
+    )
+
+
+def quantise_inputs(x: Tensor, weights: W8A8Weights, relu_squared: bool = False) -> Codes:
+    """Quantise x [T, K] fp16, or max(x, 0)^2 to u8, as `weights` takes it; scales and ratios are padded."""
+    return quantise_mixed(x.unsqueeze(0), [weights], relu_squared)[0]
+
+
+def quantise_mixed(x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool = False) -> list[Codes]:
+    """Quantise x [M, T, K] fp16 for M <= 3 matrices, each with its own transform, in one launch.
+
+    Raises ValueError for shapes that do not match.
+    """
+    count, rows, k = x.shape
+    if count != len(weights) or count > MAX_W8A8_GEMMS or any(w.shape[1] != k for w in weights):
+        shapes = [tuple(w.shape) for w in weights]
+        raise ValueError(f"inputs {tuple(x.shape)} do not fit {shapes}; a launch takes {MAX_W8A8_GEMMS} matrices")
+    out = empty_rows(rows, k, count, relu_squared, x.device)
+    args = W8A8QuantiseArgs(
+        x=cuda_pointer(x),
+        codes=out.codes.data_ptr(),
+        scales=cuda_pointer(out.scales, torch.float32),
+        ratios=cuda_pointer(out.ratios, torch.int32),
+        count=count,
+        rows=rows,
+        k=k,
+        pitch=out.scales.shape[1],
+        relu_squared=relu_squared,
+    )
+    for i, w in enumerate(weights):
+        args.factors[i], args.order[i] = cuda_pointer(w.factors, torch.float32), cuda_pointer(w.order, torch.int16)
+    library().call("rwkv_w8a8_quantise", ctypes.byref(args))
+    return [Codes(*parts) for parts in zip(*out, strict=True)]
+
+
+def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None) -> None:
+    """Run up to 3 GEMMs of the same K and rows in one launch. plan: for tests and tuning; None: the best known.
+
+    GPUs without Hopper's kernels use mma.sync. Raises ValueError for shapes that do not match.
+    """
+    device = gemms[0].y.device
+    if not has_hopper_gemm(device):
+        multiply_by_mma(gemms)
+        return
+    args, launch = _launch_args(gemms)
+    if launch.rows == 0:
+        return
+    work = prepare_w8a8(device)
+    if plan is None:
+        plan = plan_w8a8(launch, work.num_sms, not is_mps_active())
+    for name, value in plan.tile._asdict().items():
+        setattr(args, name, value)
+    args.lead, args.ctas_per_sm = plan.lead, plan.ctas_per_sm
+    args.exchange, args.counters = work.exchange.data_ptr(), work.counters.data_ptr()
+    hopper_library().call("rwkv_w8a8", ctypes.byref(args))
+
+
+def multiply_by_mma(gemms: Sequence[W8A8Gemm]) -> None:
+    """As `multiply`, by the kernel for every GPU."""
+    args, _ = _launch_args(gemms)
+    library().call("rwkv_w8a8_mma", ctypes.byref(args))
+
+
+def _launch_args(gemms: Sequence[W8A8Gemm]) -> tuple[W8A8Args, Launch]:
+    first = gemms[0].x
+    rows, k = first.codes.shape
+    pitch, dtype = len(first.scales), first.codes.dtype
+    if len(gemms) > MAX_W8A8_GEMMS or dtype not in INT8_DTYPES or pitch < pitch_of(rows):
+        raise ValueError(
+            f"got {len(gemms)} GEMMs of {dtype} {tuple(first.codes.shape)} with {pitch} scales; a launch takes "
+            f"{MAX_W8A8_GEMMS} of int8 or uint8 with {pitch_of(rows)} scales"
+        )
+    args = W8A8Args(count=len(gemms), rows=rows, k=k, pitch=pitch, is_unsigned=dtype == torch.uint8)
+    for slot, (x, w, y) in zip(args.gemms, gemms, strict=False):
+        n = w.shape[0]
+        if w.shape[1] != k or x.codes.shape != (rows, k) or len(x.scales) != pitch or y.shape != (rows, n):
+            raise ValueError(f"shapes {tuple(w.shape)}, {tuple(x.codes.shape)}, {tuple(y.shape)} do not fit each other")
+        slot.weights, slot.x, slot.n = cuda_pointer(w.codes, torch.int8), cuda_pointer(x.codes, dtype), n
+        slot.weight_scales = cuda_pointer(w.scales, torch.float32)
+        slot.weight_ratios = cuda_pointer(w.ratios, torch.int32)
+        slot.input_scales = cuda_pointer(x.scales, torch.float32)
+        slot.input_ratios = cuda_pointer(x.ratios, torch.int32)
+        slot.y = cuda_pointer(y)
+    return args, Launch(tuple(w.shape[0] for _, w, _ in gemms), k, dtype == torch.uint8, rows)

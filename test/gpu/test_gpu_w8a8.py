@@ -1,0 +1,257 @@
+"""W8A8 GEMMs on a GPU: every bit as the definition has it, for any rows, plan and kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, fits
+from rwkv_batch.kernels.cuda.w8a8.products import (
+    W8A8Gemm,
+    W8A8Weights,
+    multiply,
+    multiply_by_mma,
+    pitch_of,
+    prepare_w8a8,
+    quantise_inputs,
+    quantise_mixed,
+)
+from rwkv_batch.model.quant.w8a8 import (
+    MAX_RATIO,
+    MAX_UNSIGNED_RATIO,
+    MAX_WEIGHT_RATIO,
+    Codes,
+    InputTransform,
+    input_transform,
+    product,
+    quantise_rows,
+    quantise_weight,
+)
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+hopper = pytest.mark.skipif(not torch.cuda.is_available() or not has_hopper_gemm(GPU), reason="not a Hopper GPU")
+PLANS = [(unsigned, tile) for unsigned, tiles in TILES.items() for tile in tiles]
+SHAPES = (((4096,), 4096), ((192, 4160, 64), 2048), ((768, 768, 768), 768), ((64,), 128), ((2560,), 10240))
+
+
+class Matrix:
+    """A random matrix with large channels."""
+
+    def __init__(self, n: int, k: int) -> None:
+        weight = torch.randn(n, k, device=GPU) / k**0.5
+        self.transform, s = input_transform(torch.rand(k, device=GPU) ** 8 * 40, weight)
+        self.codes = quantise_weight(weight, s, self.transform.positions)
+        self.weights = W8A8Weights.prepare(self.codes, self.transform)
+
+
+def random_codes(rows: int, k: int, unsigned: bool) -> Codes:
+    """Codes over the whole range, sometimes the extremes alone; scales and ratios padded by NaN and 0."""
+    low, high = (0, 256) if unsigned else (-127, 128)
+    codes = torch.randint(low, high, (rows, k), device=GPU, dtype=torch.int16)
+    if torch.rand(()) < 0.3:
+        codes.fill_(high - 1)
+    scales = torch.full((pitch_of(rows),), torch.nan, device=GPU)
+    ratios = torch.zeros(pitch_of(rows), device=GPU, dtype=torch.int32)
+    scales[:rows] = torch.rand(rows, device=GPU)
+    ratios[:rows] = torch.randint(16, (MAX_UNSIGNED_RATIO if unsigned else MAX_RATIO) + 1, (rows,), device=GPU)
+    return Codes(codes.to(torch.uint8 if unsigned else torch.int8), scales, ratios)
+
+
+def random_weights(n: int, k: int) -> tuple[W8A8Weights, Codes]:
+    codes = random_codes(n, k, unsigned=False)
+    ratios = torch.randint(16, MAX_WEIGHT_RATIO + 1, (n,), device=GPU, dtype=torch.int32)
+    codes = Codes(codes.codes, torch.rand(n, device=GPU) * (0.05 / k), ratios)
+    identity = InputTransform(torch.ones(k, device=GPU), torch.arange(k, device=GPU, dtype=torch.int32))
+    return W8A8Weights.prepare(codes, identity), codes
+
+
+def wanted(x: Codes, w: Codes) -> Tensor:
+    """y [T, n] fp16 of the definition; x is padded."""
+    rows = len(x.codes)
+    return product(Codes(x.codes, x.scales[:rows], x.ratios[:rows]), w).half()
+
+
+def poisoned(rows: int, n: int) -> Tensor:
+    """[rows + 8, n] NaN: the last 8 rows must stay."""
+    return torch.full((rows + 8, n), torch.nan, dtype=torch.float16, device=GPU)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def assert_products(
+    ns: Sequence[int], k: int, rows: int, unsigned: bool, plan: Plan | None = None, mma: bool = False
+) -> None:
+    gemms, true, ys = [], [], []
+    for n in ns:
+        weights, codes = random_weights(n, k)
+        x, y = random_codes(rows, k, unsigned), poisoned(rows, n)
+        gemms.append(W8A8Gemm(x, weights, y[:rows]))
+        true.append(wanted(x, codes))
+        ys.append(y)
+    torch.cuda.synchronize()  # weights are read before the previous kernel ends
+    multiply_by_mma(gemms) if mma else multiply(gemms, plan)
+    torch.cuda.synchronize()
+    for y, t in zip(ys, true, strict=True):
+        assert t.isfinite().all()
+        assert same_bits(y[:rows], t), f"{ns} x {k}, {rows} rows, {plan}: {(y[:rows] != t).sum()} of {t.numel()} differ"
+        assert y[rows:].isnan().all(), "rows past the end were written"
+
+
+@hopper
+@pytest.mark.parametrize(("unsigned", "tile"), PLANS, ids=str)
+def test_every_tile_has_the_bits_of_the_definition(unsigned: bool, tile: tuple[int, ...]) -> None:
+    torch.manual_seed(hash((unsigned, *tile)) % 2**31)
+    t = tile[0]
+    num_sms = prepare_w8a8(GPU).num_sms
+    cases = 0
+    for ns, k in SHAPES:
+        for rows in sorted({1, t // 2 + 1, t - 1, t, t + 1, 2 * t + 3}):
+            plan = Plan(next(found for found in TILES[unsigned] if found == tile))
+            if fits(plan, Launch(ns, k, unsigned, rows), num_sms):
+                assert_products(ns, k, rows, unsigned, plan)
+                cases += 1
+    assert cases > 3
+
+
+@hopper
+@pytest.mark.parametrize("plan", [Plan(TILES[True][4], lead=1), Plan(TILES[False][0], ctas_per_sm=2)], ids=str)
+def test_lead_and_two_ctas_per_sm(plan: Plan) -> None:
+    unsigned = plan.tile in TILES[True]
+    for rows in (7, 300, 961):
+        assert_products((4096,), 16384 if unsigned else 4096, rows, unsigned, plan)
+    assert_products((65536,), 1024, 8, unsigned, plan)
+
+
+@pytest.mark.parametrize("width", [768, 1024, 2048, 2560, 4096])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 31, 64, 65, 100, 129, 320, 700, 960, 1500, 4096])
+def test_the_chosen_plan_has_the_bits_of_the_definition(width: int, rows: int) -> None:
+    torch.manual_seed(rows * width)
+    assert_products((width,), width, rows, unsigned=False)
+    assert_products((width,) * 3, width, rows, unsigned=False)
+    assert_products((4 * width,), width, rows, unsigned=False)
+    assert_products((width,), 4 * width, rows, unsigned=True)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 65, 200])
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_mma_has_the_bits_of_the_definition(rows: int, unsigned: bool) -> None:
+    torch.manual_seed(rows)
+    for ns, k in (((64,), 128), ((192, 4160, 64), 2048), ((768,), 3072), ((4096,), 16384)):
+        assert_products(ns, k, rows, unsigned, mma=True)
+
+
+@pytest.mark.parametrize("k", [128, 768, 2048, 2560, 3072, 4096, 8192, 10240, 16384])
+@pytest.mark.parametrize("relu_squared", [False, True])
+def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> None:
+    torch.manual_seed(k)
+    for rows in (1, 2, 8, 64, 333):
+        matrices = [Matrix(64, k) for _ in range(3)]
+        x = torch.randn(3, rows, k, device=GPU) * 3
+        if rows > 7:
+            x[:, 1] = 0
+            x[:, 2, :64] *= 100
+            x[:, 3] *= 1e-6
+            x[:, 4] *= 1e4
+            x[0, 5, 17], x[1, 6, k - 1], x[2, 7, 0] = torch.nan, torch.inf, -torch.inf
+        x = x.half()
+        got = quantise_mixed(x, [m.weights for m in matrices], relu_squared)
+        for i, m in enumerate(matrices):
+            v = x[i].float()
+            true = quantise_rows(torch.where(v <= 0, 0, v).square() if relu_squared else v, m.transform, relu_squared)
+            assert torch.equal(got[i].codes, true.codes)
+            assert torch.equal(got[i].ratios[:rows], true.ratios)
+            assert torch.equal(got[i].scales[:rows].nan_to_num(-1), true.scales.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("outliers", [1, 20, 100])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(outliers: float) -> None:
+    """Inputs and products together; both are exact, so the row's place does not matter."""
+    torch.manual_seed(7)
+    key, value = Matrix(8192, 2048), Matrix(2048, 8192)
+    x = torch.randn(1200, 2048, device=GPU)
+    x[:, torch.randperm(2048)[:8]] *= outliers
+    x = x.half()
+
+    def channel_mix(rows: Tensor) -> Tensor:
+        hidden, y = rows.new_empty(len(rows), 8192), rows.new_empty(len(rows), 2048)
+        multiply([W8A8Gemm(quantise_inputs(rows, key.weights), key.weights, hidden)])
+        multiply([W8A8Gemm(quantise_inputs(hidden, value.weights, relu_squared=True), value.weights, y)])
+        return y
+
+    torch.cuda.synchronize()
+    together = channel_mix(x)
+    hidden = product(quantise_rows(x[:9], key.transform), key.codes).half().float()
+    true = product(quantise_rows(hidden.relu().square(), value.transform, unsigned=True), value.codes).half()
+    assert same_bits(together[:9], true)
+    for start, count in ((0, 1), (1199, 1), (3, 8), (700, 33), (17, 64), (100, 128), (50, 321), (5, 960)):
+        assert same_bits(channel_mix(x[start : start + count].contiguous()), together[start : start + count])
+
+
+def test_graphs_of_several_streams_give_the_same_bits() -> None:
+    """Captured on streams of their own and replayed in turn many times: counters need no reset between launches."""
+    torch.manual_seed(3)
+    cases = []
+    for ns, k, rows, unsigned in (
+        ((4096,), 4096, 1, False),
+        ((4096,), 16384, 64, True),
+        ((4096,), 16384, 128, True),
+        ((4096,) * 3, 4096, 8, False),
+    ):
+        pairs = [random_weights(n, k) for n in ns]
+        gemms = [
+            W8A8Gemm(random_codes(rows, k, unsigned), weights, poisoned(rows, n)[:rows])
+            for (weights, _), n in zip(pairs, ns, strict=True)
+        ]
+        cases.append((gemms, [wanted(gemm.x, codes) for gemm, (_, codes) in zip(gemms, pairs, strict=True)]))
+    prepare_w8a8(GPU)
+    graphs = []
+    for gemms, _ in cases:
+        multiply(gemms)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            for _ in range(3):
+                multiply(gemms)
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    done: torch.cuda.Event | None = None
+    for _ in range(20):
+        for i, (graph, (gemms, _)) in enumerate(zip(graphs, cases, strict=True)):
+            with torch.cuda.stream(streams[i % 2]):
+                if done is not None:
+                    streams[i % 2].wait_event(done)  # launches share the workspace: one after the other
+                for gemm in gemms:
+                    gemm.y.fill_(torch.nan)
+                graph.replay()
+                done = streams[i % 2].record_event()
+    torch.cuda.synchronize()
+    for gemms, true in cases:
+        for gemm, y in zip(gemms, true, strict=True):
+            assert same_bits(gemm.y, y)
+
+
+def test_no_rows_and_wrong_shapes() -> None:
+    matrix = Matrix(64, 256)
+    multiply(
+        [
+            W8A8Gemm(
+                quantise_inputs(torch.empty(0, 256, device=GPU).half(), matrix.weights),
+                matrix.weights,
+                poisoned(-8, 64),
+            )
+        ]
+    )
+    x = quantise_inputs(torch.randn(3, 256, device=GPU).half(), matrix.weights)
+    with pytest.raises(ValueError, match="do not fit"):
+        multiply([W8A8Gemm(x, matrix.weights, torch.empty(3, 128, device=GPU).half())])
+    with pytest.raises(ValueError, match="do not fit"):
+        quantise_inputs(torch.randn(3, 384, device=GPU).half(), matrix.weights)
+    with pytest.raises(ValueError, match="takes 3"):
+        multiply([W8A8Gemm(x, matrix.weights, torch.empty(3, 64, device=GPU).half())] * 4)

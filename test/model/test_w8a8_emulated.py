@@ -1,0 +1,108 @@
+"""W8A8 kernels, run thread by thread on the CPU: the bits of the definition."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.tools import cuda_check
+from rwkv_batch.kernels.cuda.w8a8 import products
+from rwkv_batch.kernels.cuda.w8a8.products import W8A8Gemm, W8A8Weights, multiply_by_mma, pitch_of, quantise_mixed
+from rwkv_batch.model.quant.w8a8 import Codes, input_transform, product, quantise_rows, quantise_weight
+from rwkv_batch.model.quant.w8a8 import InputTransform as Transform
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """Launcher -> the library that has it."""
+    return {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("w8a8_quantise", "w8a8_mma")}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -> None:
+    """Launches go to the emulation."""
+
+    class Kernels:
+        """As library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(libraries[name], name, *args)
+
+    monkeypatch.setattr(products, "library", Kernels)
+    monkeypatch.setattr(products, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+
+
+def made(n: int, k: int) -> tuple[W8A8Weights, Codes, Transform]:
+    """A random matrix with large channels."""
+    weight = torch.randn(n, k) / k**0.5
+    transform, s = input_transform(torch.rand(k) ** 8 * 40, weight)
+    codes = quantise_weight(weight, s, transform.positions)
+    return W8A8Weights.prepare(codes, transform), codes, transform
+
+
+def rows_of(rows: int, k: int) -> Tensor:
+    """Rows of all kinds: large and small values, zeros, NaN, infinity."""
+    x = torch.randn(rows, k) * 3
+    for i, change in enumerate((lambda v: v * 0, lambda v: v * 1e-7, lambda v: v * 1e4, lambda v: -v.abs())):
+        if i + 1 < rows:
+            x[i + 1] = change(x[i + 1])
+    if rows > 6:
+        x[5, 17], x[6, k - 1] = torch.nan, torch.inf
+    return x.half()
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors have the same values; any NaN equals any other."""
+    return bool(torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.nan_to_num(7), wanted.nan_to_num(7)))
+
+
+@pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 2)])
+@pytest.mark.parametrize("relu_squared", [False, True])
+def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, relu_squared: bool) -> None:
+    matrices = [made(64, k) for _ in range(count)]
+    x = torch.stack([rows_of(rows, k) for _ in range(count)])
+    got = quantise_mixed(x, [weights for weights, _, _ in matrices], relu_squared)
+    for i, (_, _, transform) in enumerate(matrices):
+        v = x[i].float()
+        v = torch.where(v <= 0, 0, v).square() if relu_squared else v
+        wanted = quantise_rows(v, transform, unsigned=relu_squared)
+        assert torch.equal(got[i].codes, wanted.codes)
+        assert same(got[i].scales[:rows], wanted.scales)
+        assert torch.equal(got[i].ratios[:rows], wanted.ratios)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "ns"), [(1, 768, (64,)), (8, 1152, (64, 128, 64)), (19, 256, (64,)), (70, 384, (128,))]
+)
+@pytest.mark.parametrize("is_unsigned", [False, True])
+def test_products_have_the_bits_of_the_definition(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool) -> None:
+    gemms, wanted = [], []
+    for n in ns:
+        weights, codes, transform = made(n, k)
+        x = torch.randn(rows, k) * 2
+        inputs = quantise_rows(x.relu().square() if is_unsigned else x, transform, is_unsigned)
+        padding = pitch_of(rows) - rows
+        padded = Codes(
+            inputs.codes,
+            torch.cat([inputs.scales, torch.full((padding,), torch.nan)]),
+            torch.cat([inputs.ratios, torch.zeros(padding, dtype=torch.int32)]),
+        )
+        gemms.append(W8A8Gemm(padded, weights, torch.full((rows, n), torch.nan, dtype=torch.float16)))
+        wanted.append(product(inputs, codes).half())
+    multiply_by_mma(gemms)
+    for gemm, y in zip(gemms, wanted, strict=True):
+        assert torch.equal(gemm.y.view(torch.int16), y.view(torch.int16))
+
+
+def test_a_matrix_that_the_kernels_do_not_take_is_refused() -> None:
+    for n, k in ((96, 256), (64, 192), (64, 16512)):
+        codes = Codes(torch.zeros(n, k, dtype=torch.int8), torch.ones(n), torch.full((n,), 16, dtype=torch.int32))
+        with pytest.raises(ValueError, match=f"{n} outputs and {k} inputs.*--activation-bits 16"):
+            W8A8Weights.prepare(codes, Transform(torch.ones(k), torch.arange(k, dtype=torch.int32)))
