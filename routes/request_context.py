@@ -53,6 +53,8 @@ class RequestContext:
     """Time from the request's arrival to the answer's first byte. 0 before it."""
     error_kind: str = ""
     """Kind of the job's error. A stream may fail under status 200."""
+    warnings: list[dict[str, str]] = field(default_factory=list)
+    """Fields of the request that change nothing: {"field", "message"}."""
 
     def check_rows(self, rows: int, states: int = 1) -> None:
         """Check a request's rows against the key's limit. A mixture counts once per state. Raises ServiceError."""
@@ -93,6 +95,12 @@ def current_request() -> RequestContext:
 
 def set_current_request(request_context: RequestContext) -> None:
     _current.set(request_context)
+
+
+def warn(field: str, message: str) -> None:
+    """Add a warning to the request's answer. Without a request it is dropped."""
+    if current_request() is not _NONE:
+        current_request().warnings.append({"field": field, "message": message})
 
 
 def request_id(given: str | None) -> str:

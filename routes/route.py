@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from routes.context import Context
 from routes.request.bodies import Body, Fields, GenerationBody, with_mixture_weights
 from routes.request.decode_defaults import with_defaults
+from routes.request.ignored import validated
 from routes.request.jobs import offload_if_large, requested_state
-from routes.request.json_body import validate
 from routes.request_context import current_request
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import ResponseFormatter, call_engine, run
@@ -162,6 +162,16 @@ async def model_context(context: Context, route: Route, data: object) -> Context
     return await context.wait_for_model(data.get("model"))
 
 
+async def validated_body(context: Context, route: Route, model: type[Fields], data: object, size: int) -> Any:
+    """Return the request's body or query as `model`. Raises ServiceError. Unknown fields become warnings.
+
+    size: length of `data` in bytes; a large body is validated on a thread
+    """
+    others = () if route.is_about_models else ("model",)  # `model_context` has read it
+    is_strict = context.config.strict_fields
+    return await offload_if_large(size, validated, model, data, others=others, is_strict=is_strict)
+
+
 async def with_defaults_applied(context: Context, parsed: object) -> object:
     """Return the body with the missing decode parameters filled in from its tuned state and model.
 
@@ -194,5 +204,5 @@ async def _run_handler(context: Context, route: Route, data: object, characters:
     if isinstance(data, dict) and data.get("stream") is True:
         raise ServiceError.from_info(_STREAM_NOT_ALLOWED)
     context = await model_context(context, route, data)
-    body = await offload_if_large(characters, validate, route.body, data)
+    body = await validated_body(context, route, route.body, data, characters)
     return await route.respond(context, await with_defaults_applied(context, body))

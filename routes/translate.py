@@ -20,8 +20,9 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request.bodies import PriorityFields, StateFields, Texts
 from routes.request.fields import FixedSamplingFields
+from routes.request.ignored import nearest_name, report_unknown
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
-from routes.request.languages import LANGUAGE_NAMES, detect_languages, language_name
+from routes.request.languages import LANGUAGE_NAMES, detect_languages, is_known_language, language_name
 from routes.request.prompts import format_turn
 from routes.request.tenants import cache_tenant
 from routes.response.event_stream import OutputDecoder
@@ -62,7 +63,7 @@ def _not_auto(name: str) -> str:
 AUTO = "auto"
 """Source language that stands for language detection."""
 Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
-"""A language code or name. The prompt uses the English name of a known code, and any other text unchanged."""
+"""A language code or name. The prompt uses the English name of a known language, and any other text unchanged."""
 
 
 class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
@@ -71,10 +72,10 @@ class TranslateBody(FixedSamplingFields, PriorityFields, StateFields):
     source_lang: Language = Field(
         AUTO,
         description="ISO code or auto. auto detects the language of each text. A short, ambiguous text takes the "
-        "language of the other texts. A text without letters is copied. An unknown code is used unchanged.",
+        "language of the other texts. A text without letters is copied. An unknown language is used unchanged.",
     )
     target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
-        description="ISO code. An unknown code, like Klingon, is used unchanged."
+        description="ISO code or English name. An unknown language, like Klingon, is used unchanged, with a warning."
     )
     text_list: Texts = Field(description="The texts to translate. Order and length are kept.")
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
@@ -204,6 +205,15 @@ def clean_answer(text: str) -> str:
     return _NEXT_LABEL.split(text, maxsplit=1)[0].strip()
 
 
+def _report_unknown_languages(body: TranslateBody, is_strict: bool) -> None:
+    """Add a warning for each unknown language. Raises ServiceError if `is_strict`."""
+    for name, language in (("source_lang", body.source_lang), ("target_lang", body.target_lang)):
+        if language.lower() != AUTO and not is_known_language(language):
+            near = nearest_name(language, [*LANGUAGE_NAMES, *LANGUAGE_NAMES.values()])
+            problem = f"{language!r} is no code or English name of a known language{near}"
+            report_unknown(name, problem, "the prompt has it unchanged", language, is_strict=is_strict)
+
+
 async def batch_translate(context: Context, body: TranslateBody) -> HandlerResponse:
     """Translate every text, in order. Texts of only white space are returned unchanged."""
     limit, given = context.config.max_contents, len(body.text_list)
@@ -211,6 +221,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         raise invalid(
             "text_list", f"has {given} texts, the limit is {limit} (--max-contents); send several requests", given
         )
+    _report_unknown_languages(body, context.config.strict_fields)
     # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
     is_cacheable = not (body.state or body.adapter)
     cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)

@@ -116,6 +116,7 @@ SHARING = {
         "programs/batch/test_batch_files.py",
         "programs/batch/test_hostile_inputs.py",
         "programs/chat/test_console.py",
+        "routes/test_ignored_fields.py",
     ),
     "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),
     "demo": (

@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
 from routes.response.http_response import FILE, JSON, NATIVE_ERRORS, SSE, ErrorFormat
-from routes.response.response_models import Error, OpenAIError
+from routes.response.response_models import Error, OpenAIError, WithWarnings
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 
@@ -62,7 +62,7 @@ class _Schemas(GenerateJsonSchema):
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document."""
     routes = tuple(routes)
-    models: set[type[BaseModel]] = {Error, OpenAIError}
+    models: set[type[BaseModel]] = {Error, OpenAIError, WithWarnings}
     for route in routes:
         models.update(model for model in (route.body, route.answer, *route.events) if model is not None)
     _, schemas = models_json_schema(
@@ -70,8 +70,11 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
         ref_template="#/components/schemas/{model}",
         schema_generator=_Schemas,
     )
+    warnings = schemas["$defs"].pop(WithWarnings.__name__)["properties"]
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
+        if route.answer is not None and (route.body is not None or route.query is not None):
+            schemas["$defs"][route.answer.__name__]["properties"] |= warnings
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",

@@ -16,7 +16,7 @@ from routes.context import Context
 from routes.file_store import Batch, Status
 from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, list_page, new_id, not_found
 from routes.request.bodies import Body, Fields
-from routes.request.fields import Pattern
+from routes.request.fields import IgnoredValue, Pattern
 from routes.request_context import current_request
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.route import Route, Upload
@@ -56,6 +56,7 @@ class BatchesBody(Body):
         "24h", max_length=8, description="Time limit in hours or days, like 24h or 7d. At most 7 days."
     )
     metadata: _Metadata | None = Field(None, description="Repeated in the batch object.")
+    output_expires_after: IgnoredValue = Field(None, description="Accepted and ignored: results are kept for 30 days.")
 
 
 class BatchQuery(Fields):

@@ -47,6 +47,9 @@ class FileBody(Body):
     expires_after: _Seconds | None = Field(
         None, alias="expires_after[seconds]", description="Seconds until the file is deleted. Default: 30 days."
     )
+    expires_after_anchor: Literal["created_at"] | None = Field(
+        None, alias="expires_after[anchor]", description="The time from which the seconds count."
+    )
 
 
 class ListQuery(Fields):

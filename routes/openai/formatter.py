@@ -154,7 +154,7 @@ class OpenAIFormatter(BaseFormatter):
         body: dict[str, Any] = {**self._head, "object": self.chunk_object, "choices": [choice]}
         if self._includes_usage:
             body["usage"] = None
-        return sse(body)
+        return sse(self.first_with_warnings(body))
 
     def stream_end(self) -> bytes:
         if not self._includes_usage:

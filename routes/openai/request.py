@@ -65,7 +65,6 @@ class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
         Field(max_length=MAX_BIASES),
         BeforeValidator(_check_num_biases),
     ] = Field({}, description="Token id -> value added to its logit. -100 bans the token.")
-    user: str = Field("", max_length=1024, description="Accepted and ignored.")
 
     @property
     def samples_per_prompt(self) -> int:

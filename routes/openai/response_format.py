@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
-from routes.request.fields import Fields, Pattern
+from routes.request.fields import Fields, Ignored, Pattern
 from sampling.grammar.constraint import Constraint, Form
 
 
@@ -17,7 +17,9 @@ class JsonSchemaFormat(Fields):
     name: Annotated[str, Pattern(r"^[a-zA-Z0-9_-]{1,64}$", "1 to 64 letters, digits, '_' and '-'")] = Field(
         description="Accepted and ignored."
     )
-    description: str = Field("", description="Accepted and ignored: describe the answer in the messages.")
+    description: Annotated[str, Ignored()] = Field(
+        "", description="Accepted and ignored: describe the answer in the messages."
+    )
     schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON Schema.")
     strict: bool = Field(
         False,

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from routes.response.response_models import END, OpenAIErrorBody, Usage
+from routes.response.response_models import END, OpenAIErrorBody, Usage, WithWarnings
 
 
-class OpenAIFrame(BaseModel):
+class OpenAIFrame(WithWarnings):
     """Fields of every OpenAI answer and chunk."""
 
     id: str

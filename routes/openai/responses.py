@@ -19,7 +19,7 @@ from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerDelta, AnswerParser
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import BaseFormatter, RowResult, run
-from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, sse
+from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, sse, with_warnings
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.errors import ErrorInfo
@@ -147,7 +147,7 @@ class ResponsesFormatter(BaseFormatter):
 
     def __init__(self, body: ResponsesBody, count_tokens: Callable[[str], int]) -> None:
         """`count_tokens`: returns the number of tokens of a text."""
-        self._head = _head(body)
+        self._head = with_warnings(_head(body))
         self._count_tokens = count_tokens
         self._parser = AnswerParser(body.answer_format)
         self._logprobs = ContentLogprobs()

@@ -12,7 +12,15 @@ from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, build_tool_set
 from routes.request import prompts
-from routes.request.fields import THINK_END, UNSUPPORTED_VERBOSITY, Fields, Unsupported
+from routes.request.fields import (
+    THINK_END,
+    UNSUPPORTED_VERBOSITY,
+    Fields,
+    Ignored,
+    IgnoredValue,
+    Repeated,
+    Unsupported,
+)
 from routes.request.messages import Message
 from routes.request.tool_set import ToolSet
 from sampling.grammar.constraint import Constraint
@@ -26,12 +34,21 @@ class TextItemPart(Fields):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
+    annotations: Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
+    logprobs: Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
 
 
 ItemText = str | Annotated[list[TextItemPart], Field(fail_fast=True)]
 
 
-class MessageItem(Fields):
+class Item(Fields):
+    """An item of a conversation."""
+
+    id: Repeated = Field(default=None, description="Accepted and not read: items of earlier answers have it.")
+    status: Repeated = Field(default=None, description="Accepted and not read: items of earlier answers have it.")
+
+
+class MessageItem(Item):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -39,7 +56,7 @@ class MessageItem(Fields):
     content: ItemText
 
 
-class CallItem(Fields):
+class CallItem(Item):
     """A function call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -48,7 +65,7 @@ class CallItem(Fields):
     arguments: str = Field(description="JSON as text.")
 
 
-class ResultItem(Fields):
+class ResultItem(Item):
     """The result of a function call."""
 
     type: Literal["function_call_output"]
@@ -56,10 +73,13 @@ class ResultItem(Fields):
     output: ItemText
 
 
-class ReasoningItem(Fields):
+class ReasoningItem(Item):
     """Reasoning of an earlier answer. It is accepted and ignored."""
 
     type: Literal["reasoning"]
+    summary: Repeated = Field(None, description="Accepted and not read.")
+    content: Repeated = Field(None, description="Accepted and not read.")
+    encrypted_content: Repeated = Field(None, description="Accepted and not read.")
 
 
 def _item_type(item: Any) -> str | None:
@@ -109,7 +129,7 @@ class TextFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
-    description: str = ""
+    description: Annotated[str, Ignored()] = ""
     schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON Schema.")
     strict: bool = False
 
@@ -132,6 +152,8 @@ class Reasoning(Fields):
     """`reasoning` of a response."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: IgnoredValue = Field(default=None, description="Accepted and ignored: the reasoning is returned whole.")
+    generate_summary: IgnoredValue = Field(default=None, description="Accepted and ignored.")
 
 
 class ResponsesBody(ConversationBody):
@@ -170,7 +192,11 @@ class ResponsesBody(ConversationBody):
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] = Field(
         {}, description="Repeated in the response."
     )
-    store: bool = Field(False, description="Accepted and ignored: nothing is stored, and the response has false.")
+    truncation: Annotated[Any, Ignored(("disabled",))] = Field(None, description="Accepted and ignored.")
+    max_tool_calls: IgnoredValue = Field(None, description="Accepted and ignored: it limits OpenAI's own tools.")
+    context_management: IgnoredValue = Field(None, description="Accepted and ignored.")
+    access_programs: IgnoredValue = Field(None, description="Accepted and ignored.")
+    image: Unsupported = Field(None, description="Not supported; refused.")
     previous_response_id: Unsupported = Field(
         None, description="Refused, because responses are not stored. Send the conversation's items, or use session_id."
     )

@@ -1,7 +1,7 @@
 """Request bodies as strict pydantic models, and the defaults and mixture weights applied to them.
 
-null means the default. Unknown fields are ignored. Fixed limits are checked here; limits set by flags (number of
-contents, tokens) are checked in jobs.py.
+null means the default. Unknown fields become warnings (`ignored.py`). Fixed limits are checked here; limits of flags
+(number of contents, tokens) are checked in jobs.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from routes.request.fields import (
     ChatOnlyFields,
     ConstraintFields,
     Fields,
+    IgnoredOpenAIFields,
+    IgnoredValue,
     Number,
     Pattern,
     SessionId,
@@ -143,6 +145,7 @@ class StreamOptions(Fields):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
+    include_obfuscation: IgnoredValue = Field(None, description="Accepted and ignored.")
 
 
 class PrefixCacheFields(Body):
@@ -158,7 +161,9 @@ class PrefixCacheFields(Body):
     )
 
 
-class GenerationBody(ConstraintFields, ChatOnlyFields, PriorityFields, PrefixCacheFields, MixtureFields):
+class GenerationBody(
+    ConstraintFields, ChatOnlyFields, IgnoredOpenAIFields, PriorityFields, PrefixCacheFields, MixtureFields
+):
     """Fields of every route that generates text."""
 
     max_tokens: int = Field(8192, ge=1, description="Maximum number of generated tokens per row.")

@@ -140,7 +140,7 @@ SessionId = Annotated[str, Field(min_length=1, max_length=256), NO_NUL]
 
 
 class Fields(BaseModel):
-    """Base of all request models: strict, but ignores unknown fields and treats null as missing."""
+    """Base of all request models: strict, but treats null as missing. `ignored.py` finds unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -148,6 +148,22 @@ class Fields(BaseModel):
     @classmethod
     def _null_is_default(cls, value: Any) -> Any:
         return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Marks a field that is accepted and ignored. A value other than empty ones and `defaults` becomes a warning."""
+
+    defaults: tuple[Any, ...] = ()
+
+    def is_request(self, value: Any) -> bool:
+        """Return whether the value asks for something that the service does not do."""
+        return bool(value) and value not in self.defaults
+
+
+IgnoredValue = Annotated[Any, Ignored()]
+Repeated = Any
+"""Type of a field that only earlier answers have. Clients send these answers back, and the field is not read."""
 
 
 def reject_values(remedy: str, *allowed: Any) -> AfterValidator:
@@ -219,6 +235,23 @@ class UnsupportedOpenAIFields(Fields):
         Field(None, description="Refused, including an empty object.")
     )
     verbosity: Annotated[Any, UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, except for medium.")
+
+
+class IgnoredOpenAIFields(Fields):
+    """OpenAI's fields that are accepted and ignored. The answer's `warnings` name them."""
+
+    user: Annotated[str, Ignored()] = Field("", max_length=1024, description="Accepted and ignored.")
+    metadata: IgnoredValue = Field(None, description="Accepted and ignored.")
+    store: Annotated[bool, Ignored()] = Field(False, description="Accepted and ignored: answers are not stored.")
+    service_tier: Annotated[Any, Ignored(("auto", "default"))] = Field(
+        None, description="Accepted and ignored. See `priority`."
+    )
+    safety_identifier: IgnoredValue = Field(None, description="Accepted and ignored.")
+    prompt_cache_key: IgnoredValue = Field(None, description="Accepted and ignored. See `cache_salt`.")
+    prompt_cache_retention: IgnoredValue = Field(None, description="Accepted and ignored.")
+    prompt_cache_options: IgnoredValue = Field(None, description="Accepted and ignored.")
+    moderation: IgnoredValue = Field(None, description="Accepted and ignored.")
+    prediction: IgnoredValue = Field(None, description="Accepted and ignored.")
 
 
 _MIXTURES_NOT_SUPPORTED = "is not supported on this route, which uses one state; name it in state"

@@ -35,6 +35,7 @@ LANGUAGE_NAMES = {
     "ug": "Uyghur", "uk": "Ukrainian", "ur": "Urdu", "uz": "Uzbek", "vi": "Vietnamese", "wo": "Wolof",
     "xh": "Xhosa", "yi": "Yiddish", "yo": "Yoruba", "yue": "Cantonese", "zh": "Chinese", "zu": "Zulu",
 }  # fmt: skip
+_NAMES = {name.lower(): name for name in (*LANGUAGE_NAMES.values(), "Traditional Chinese")}
 _ALIASES = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
 _TRADITIONAL = ("hant", "tw", "hk", "mo")
 _SAMPLE_CHARACTERS = 4000
@@ -76,13 +77,18 @@ another language are missed.
 """
 
 
+def is_known_language(code: str) -> bool:
+    """Return whether this is the code or the English name of a known language."""
+    return language_name(code) != code or code.lower() in _NAMES
+
+
 def language_name(code: str) -> str:
-    """Return the English name of a language. An unknown code is returned unchanged."""
+    """Return the English name of a language, given its code or name. An unknown one is returned unchanged."""
     base, _, rest = code.replace("_", "-").partition("-")
     base = _ALIASES.get(base.lower(), base.lower())
     if base == "zh" and any(part in _TRADITIONAL for part in rest.lower().split("-")):
         return "Traditional Chinese"
-    return LANGUAGE_NAMES.get(base, code)
+    return LANGUAGE_NAMES.get(base) or _NAMES.get(code.lower(), code)
 
 
 def detect_languages(texts: Sequence[str]) -> list[str]:

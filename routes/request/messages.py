@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from routes.request.fields import (
-    Unsupported,
-)
+from routes.request.fields import IgnoredValue, Repeated, Unsupported
 
 
 class TextPart(BaseModel):
@@ -37,6 +35,7 @@ class MessageToolCall(BaseModel):
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: MessageFunction
+    index: Repeated = Field(None, description="Accepted: a stream's deltas have it.")
 
 
 class Message(BaseModel):
@@ -54,6 +53,9 @@ class Message(BaseModel):
         max_length=256,
         description="Tool messages: id of the call that this message answers. Results follow their calls.",
     )
+    name: IgnoredValue = Field(None, description="Accepted and ignored. `template` names the speakers.")
+    reasoning_content: Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
+    annotations: Repeated = Field(None, description="Accepted and not read.")
     function_call: Unsupported = Field(None, description="Not supported; refused.")
     audio: Unsupported = Field(None, description="Not supported; refused.")
     refusal: Unsupported = Field(None, description="Not supported; refused.")

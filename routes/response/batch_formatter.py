@@ -56,8 +56,11 @@ class BatchFormatter(BaseFormatter):
                 self._finishes.append(row.finish)
                 choices.append({"index": row.row, "delta": {}, "finish_reason": row.finish.reason})
         if self._has_one_choice:
-            return b"".join(sse({**self._chunk_head, "choices": [choice]}) for choice in choices)
-        return sse({**self._chunk_head, "choices": choices}) if choices else b""
+            return b"".join(self._chunk_event([choice]) for choice in choices)
+        return self._chunk_event(choices) if choices else b""
+
+    def _chunk_event(self, choices: list[dict[str, Any]]) -> bytes:
+        return sse(self.first_with_warnings({**self._chunk_head, "choices": choices}))
 
     def stream_end(self) -> bytes:
         if not self._includes_usage:

@@ -32,6 +32,7 @@ from routes.response.http_response import (
     error_response,
     sse,
     to_json,
+    with_warnings,
 )
 from rwkv_batch.calls import Answer, EngineCall, FindSession
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
@@ -165,6 +166,14 @@ class BaseFormatter:
     """Defaults: no extra bytes around the chunks, native errors."""
 
     error_format = NATIVE_ERRORS
+    _has_warned = False
+
+    def first_with_warnings(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return a stream's event. The first one gets the request's warnings."""
+        if self._has_warned:
+            return event
+        self._has_warned = True
+        return with_warnings(event)  # type: ignore[no-any-return]
 
     def stream_start(self) -> bytes:
         return b""
@@ -286,7 +295,7 @@ async def run_full(
 
     def make() -> HttpResponse:
         try:
-            return HttpResponse(to_json(full_body(_results(events, output_decoder, job.num_rows))))
+            return HttpResponse(to_json(with_warnings(full_body(_results(events, output_decoder, job.num_rows)))))
         except ServiceError as error:
             return error_response(error.info, error_format)
         except Exception:  # the head may be sent already: the client gets an error body

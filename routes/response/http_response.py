@@ -87,8 +87,14 @@ class ErrorFormat:
     statuses: Mapping[ErrorKind, int]
 
 
+def with_warnings(value: Any) -> Any:
+    """Return the body of an answer with the request's warnings, if there are any and the body is an object."""
+    warnings = current_request().warnings
+    return {**value, "warnings": warnings} if warnings and isinstance(value, dict) else value
+
+
 def json_response(value: Any, status: int = 200) -> HttpResponse:
-    return HttpResponse(to_json(value), status)
+    return HttpResponse(to_json(with_warnings(value)), status)
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:

@@ -43,6 +43,21 @@ class OpenAIError(BaseModel):
     index: int = Field(0, description="In a stream: the row that failed, if only one did.")
 
 
+class FieldWarning(BaseModel):
+    """A field of the request that changes nothing."""
+
+    field: str = Field(description="Where it is, like `messages[0].nmae`. Empty if the list was cut.")
+    message: str
+
+
+class WithWarnings(BaseModel):
+    """Warnings about the request. The OpenAPI document adds them to each answer to a body or query."""
+
+    warnings: list[FieldWarning] = Field(
+        [], description="Unknown and ignored fields, and unknown languages. In a stream, in the first event."
+    )
+
+
 class CachedTokens(BaseModel):
     """Details of the prompts' tokens."""
 
@@ -101,7 +116,7 @@ class BatchChunkChoice(BaseModel):
     finish_reason: FinishReason | None = Field(None, description=f"{END} Only in the row's last chunk.")
 
 
-class BatchChunk(BaseModel):
+class BatchChunk(WithWarnings):
     """An event of a stream. It may contain several rows, or several updates of a row."""
 
     object: Literal["chat.completion.chunk", "FIM.completion.chunk"]

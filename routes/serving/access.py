@@ -202,4 +202,6 @@ def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[
         fields["queue_s"] = round(request_context.queue_s, 4)
     if request_context.is_stream and request_context.first_byte_s:
         fields["ttft_s"] = round(request_context.first_byte_s, 4)
+    if request_context.warnings:
+        fields["ignored"] = [warning["field"] for warning in request_context.warnings]
     return fields

@@ -16,7 +16,7 @@ from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
 from routes.request.jobs import offload_if_large
-from routes.request.json_body import parse_json, validate
+from routes.request.json_body import parse_json
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
 from routes.response.http_response import (
     NATIVE_ERRORS,
@@ -29,7 +29,14 @@ from routes.response.http_response import (
     StreamedResponse,
     error_response,
 )
-from routes.route import Route, Upload, model_context, response_or_error, with_defaults_applied
+from routes.route import (
+    Route,
+    Upload,
+    model_context,
+    response_or_error,
+    validated_body,
+    with_defaults_applied,
+)
 from routes.serving.access import (
     CLIENT_CLOSED_REQUEST,
     CLIENT_DISCONNECTED,
@@ -174,10 +181,10 @@ async def _json_data(context: Context, request: Request, access: Grant | None, i
         raise
 
 
-def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:
+async def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:
     """Return the validated query and the file. Raises ServiceError."""
     assert route.query is not None
-    fields = validate(route.query, query)
+    fields = await validated_body(context, route, route.query, query, 0)
     if not route.uploads:
         return Upload(fields)
     return Upload(fields, _body_bytes(request, context.config.max_state_bytes, "--max-state-mb"))
@@ -195,10 +202,10 @@ def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
 async def _handler_argument(context: Context, route: Route, request: Request, data: object) -> object:
     """Return the handler's argument: the validated body, query and file, or raw query. Raises ServiceError."""
     if route.query is not None:
-        return _upload(context, route, request, data)
+        return await _upload(context, route, request, data)
     if route.body is None:
         return data
-    return await offload_if_large(len(request.body), validate, route.body, data)
+    return await validated_body(context, route, route.body, data, len(request.body))
 
 
 async def _run(context: Context, route: Route, rules: BrowserRules, request: Request) -> HandlerResponse:

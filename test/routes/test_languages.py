@@ -73,7 +73,9 @@ def test_language_detection_does_not_block_the_loop(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(translate, "make_plan", planned)
     cache = {translate.CACHE_KEY: TranslationCache(0)}
-    context: Any = SimpleNamespace(config=SimpleNamespace(max_contents=10, share_prefix_cache=False), shared=cache)
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(max_contents=10, share_prefix_cache=False, strict_fields=False), shared=cache
+    )
     body = TranslateBody(target_lang="en", text_list=["Home", "42"])
     reply: Any = asyncio.run(translate.batch_translate(context, body))
     assert b'"Home"' in reply.body and threads[0] is not threading.main_thread()
