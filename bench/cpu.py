@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=200.0, help="for the measuring rounds")
     parser.add_argument("--no-peer", action="store_true", help="our own types alone, in more rounds")
     options = parser.parse_args()
-    if problem := cpu_library.build_unavailable_reason():
+    if problem := cpu_library.library_unavailable_reason():
         print(problem, file=sys.stderr)
         return 1
     result = run(options.seconds, has_peer=not options.no_peer)

@@ -94,7 +94,7 @@ class SessionListing:
         request: _Request[SessionPage] = _Request(on_listed, time.monotonic() + TIMEOUT_S)
         self._requests[request] = None
         is_counted = self._store.shared or bool(owner)
-        tiers = {session.row: session.tier for session in self._in_memory()}
+        tiers = {session.row_id: session.tier for session in self._in_memory()}
         query = ListQuery(limit, offset, tiers, self._newer_than_disk(owner), counted=is_counted, owner=owner)
         self._store.list_sessions(query, lambda outcome: self._listed(request, owner, outcome))
 
@@ -141,7 +141,7 @@ class SessionListing:
         The index has no others: a session leaves memory only once it is stored completely, or it is refused as lost.
         """
         behind = [session for session in self._in_memory() if session.log_broken and session.dirty]
-        return {session.row: _entry_of(session) for session in self._visible((*behind, *self._unlogged()), owner)}
+        return {session.row_id: _entry_of(session) for session in self._visible((*behind, *self._unlogged()), owner)}
 
 
 def _entry_of(session: Session) -> SessionEntry:

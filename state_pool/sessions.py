@@ -34,7 +34,7 @@ class Session:
     """One line of turns, and where its state is: in `slot`, in `host`, or only on disk."""
 
     key: SessionKey
-    row: int
+    row_id: int
     """Its number in the database; never reused."""
     created: float
     updated: float

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from routes.context import Context
+from routes.openai.completion_models import ChatAnswer, ChatChunk
 from routes.openai.content_logprobs import ContentLogprobs
 from routes.openai.conversation import conversation_rows
 from routes.openai.formatter import (
@@ -18,7 +19,6 @@ from routes.openai.formatter import (
     token_counter,
 )
 from routes.openai.request import ChatBody
-from routes.openai.response_models import ChatAnswer, ChatChunk
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
 from routes.response.event_stream import OutputDecoder, RowUpdate

@@ -10,6 +10,7 @@ import msgspec
 
 from routes import models
 from routes.context import Context
+from routes.openai.completion_models import CompletionAnswer, CompletionChunk
 from routes.openai.formatter import (
     OpenAIFormatter,
     check_logprobs,
@@ -20,7 +21,6 @@ from routes.openai.formatter import (
 )
 from routes.openai.logprob_arrays import LogprobArrays
 from routes.openai.request import CompletionBody
-from routes.openai.response_models import CompletionAnswer, CompletionChunk
 from routes.request import prompts
 from routes.request.bodies import Body
 from routes.request.jobs import as_turn, encode, make_job, row_stops

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from routes.openai.response_models import ChosenToken
+from routes.openai.completion_models import ChosenToken
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 

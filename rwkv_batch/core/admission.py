@@ -20,7 +20,7 @@ from typing import Protocol
 
 from rwkv_batch.core.fair_queue import ClientRows, FairQueue
 from rwkv_batch.core.sequence import NO_REQ_SLOT, RunningJob, Sequence
-from rwkv_batch.core.shares import BATCH_PART, Limits
+from rwkv_batch.core.shares import BATCH_SHARE_DIVISOR, Limits
 from rwkv_batch.core.slot_source import SlotSource
 
 BATCH_TURN_STEPS = 64
@@ -40,16 +40,16 @@ class RunningSet(Protocol):
 class Admission:
     """Waiting rows, running slots and request slots. Owned by the scheduler."""
 
-    def __init__(self, limits: Limits, slots: SlotSource, steps: RunningSet) -> None:
+    def __init__(self, limits: Limits, state_slots: SlotSource, running_set: RunningSet) -> None:
         self._limits = limits
-        self._state_slots = slots
-        self._running_set = steps
+        self._state_slots = state_slots
+        self._running_set = running_set
         self.interactive = FairQueue()
         self.batch = FairQueue()
         self._out_of_state_slots = False
         """Whether `allocate` failed in this step. Then it is not called again: each call makes the pool evict."""
         self.free_req_slots = list(range(limits.num_req_slots - 1, -1, -1))
-        self._batch_running_slots = limits.batch_running_slots
+        self._guaranteed_batch_slots = limits.batch_running_slots
         """running slots that batch rows keep in this step, even if interactive rows wait"""
         self._batch_turn_steps = 0
         """steps for which a batch row still keeps the only running slot"""
@@ -79,9 +79,9 @@ class Admission:
         """Fill the free running slots, then preempt. Called once before each step."""
         limits = self._limits
         self._out_of_state_slots = False
-        if not limits.batch_running_slots:
+        if not limits.batch_running_slots:  # only if max_running is 1
             self._update_batch_turn()
-        self._fill(self.batch, self._batch_running_slots, 0)
+        self._fill(self.batch, self._guaranteed_batch_slots, 0)
         self._fill(self.interactive, limits.max_running, 0)
         self._fill(self.batch, limits.max_running, limits.reserved_running_slots)
         self._preempt()
@@ -94,9 +94,9 @@ class Admission:
         if self.batch.num_running:
             self._interactive_since_batch = 0
             self._batch_turn_steps = max(0, self._batch_turn_steps - 1)
-        elif self._interactive_since_batch >= BATCH_PART - 1:
+        elif self._interactive_since_batch >= BATCH_SHARE_DIVISOR - 1:
             self._batch_turn_steps = BATCH_TURN_STEPS
-        self._batch_running_slots = 1 if self._batch_turn_steps else 0
+        self._guaranteed_batch_slots = 1 if self._batch_turn_steps else 0
 
     def _fill(self, queue: FairQueue, max_running: int, reserve: int) -> None:
         """Start rows of one class until `max_running` run or only `reserve` running slots are free."""
@@ -117,15 +117,19 @@ class Admission:
                 victim = self._victim(queue, client)
                 if victim is None:
                     break  # clients come in order of their running rows: no later client has fewer
-                if self._start_one(queue, client, allow_second_row=True):
+                if self._start_one(queue, client, allow_running_jobs=True):
                     self.queue_of(victim.job).pause(victim)
                     self._running_set.remove_running(victim)
                     self._state_slots.preempt(victim)
                     waiting_clients.push(client)
 
     def _victim(self, queue: FairQueue, newcomer: ClientRows) -> Sequence | None:
-        """Return the row to preempt for `newcomer`: the youngest row of the client with the most rows."""
-        if queue is self.interactive and self.batch.num_running > self._batch_running_slots:
+        """Return the row to preempt for a row of `newcomer`, or None.
+
+        For an interactive row this is a batch row, if batch rows have more than they are guaranteed. Otherwise it is
+        the youngest row of the client with the most running rows, if that client has two more than `newcomer`.
+        """
+        if queue is self.interactive and self.batch.num_running > self._guaranteed_batch_slots:
             return _youngest(self.batch.largest())
         largest = queue.largest()
         if largest is None or len(largest.running) < len(newcomer.running) + 2:
@@ -134,19 +138,20 @@ class Admission:
             return None  # interactive rows may use the other half
         return _youngest(largest)
 
-    def _start_one(self, queue: FairQueue, client: ClientRows, allow_second_row: bool) -> bool:
+    def _start_one(self, queue: FairQueue, client: ClientRows, allow_running_jobs: bool) -> bool:
         """Start or resume one row of the client. Returns whether it did.
 
-        allow_second_row: if False, skip interactive jobs that already have a running row
+        allow_running_jobs: if False, start no further row of an interactive job that already runs
         """
-        for sequence in client.paused:
-            queue.resume(sequence)
-            self._running_set.add_running(sequence)
+        if client.paused:
+            longest_paused = next(iter(client.paused))
+            queue.resume(longest_paused)
+            self._running_set.add_running(longest_paused)
             return True
         if self._out_of_state_slots:
             return False
         for job in client.jobs:
-            if job.num_running and not allow_second_row and not job.is_batch:
+            if job.num_running and not allow_running_jobs and not job.is_batch:
                 continue
             index = self._first_ready(queue, job)
             if index is None:
@@ -155,7 +160,7 @@ class Admission:
             if slot is None:
                 self._out_of_state_slots = True
                 return False
-            self._assign_slots(queue.start(job, index), slot)
+            self._start(queue.start(job, index), slot)
             self._interactive_since_batch += queue is self.interactive
             return True
         return False
@@ -164,7 +169,7 @@ class Admission:
         """Return the index of the job's first waiting row that can start. Rows of a busy session are skipped."""
         for index, sequence in enumerate(islice(job.waiting, self._limits.max_running)):
             if self._state_slots.is_ready(sequence) and (
-                sequence.samples or self._may_start_shared_prefill(queue, job.client)
+                sequence.may_sample or self._may_start_shared_prefill(queue, job.client)
             ):
                 return index
         return None
@@ -172,8 +177,9 @@ class Admission:
     def _may_start_shared_prefill(self, queue: FairQueue, client: str) -> bool:
         """Return whether another shared prompt may be read. Shared prompts must never hold all slots.
 
-        Continuations of a shared prompt that was read start before another shared prompt of the client is read.
-        Continuations of other clients do not count, because they may wait long.
+        Several answers to one prompt share it: one row reads the prompt, and each answer continues from its state.
+        While continuations of the client wait, none of its other shared prompts is read. Continuations of other clients
+        do not count, because they may wait long.
         """
         if queue.client_rows(client).num_forked:
             return False
@@ -181,7 +187,8 @@ class Admission:
         held = reading + queue.num_held_shared_prefixes
         return reading < limits.max_shared_prefills and held < limits.max_held_shared_prefixes
 
-    def _assign_slots(self, sequence: Sequence, slot: int) -> None:
+    def _start(self, sequence: Sequence, slot: int) -> None:
+        """Give the row its slots, include it in the steps and set its initial state."""
         sequence.assign_slots(slot, self.free_req_slots.pop())
         self._running_set.add_running(sequence)
         self._state_slots.prepare(sequence)
@@ -191,10 +198,9 @@ class Admission:
         if sequence.req_slot != NO_REQ_SLOT:
             self.free_req_slots.append(sequence.req_slot)
             sequence.req_slot = NO_REQ_SLOT
-            if self.queue_of(sequence.job).end(sequence):
-                self._running_set.add_running(
-                    sequence
-                )  # a paused row still reads its last tokens for the session's state
+            was_paused = self.queue_of(sequence.job).end(sequence)
+            if was_paused:  # it still reads its last tokens, which the session's state must contain
+                self._running_set.add_running(sequence)
 
 
 def _youngest(client: ClientRows | None) -> Sequence | None:
@@ -202,4 +208,4 @@ def _youngest(client: ClientRows | None) -> Sequence | None:
 
     Rows that read a shared prompt are skipped: they end soon.
     """
-    return None if client is None else next((s for s in reversed(client.running) if s.samples), None)
+    return None if client is None else next((s for s in reversed(client.running) if s.may_sample), None)

@@ -86,7 +86,7 @@ class FairQueue:
     @property
     def num_shared_prefills(self) -> int:
         """Running rows that read a prompt for several continuations."""
-        return sum(not sequence.samples for rows in self._clients.values() for sequence in rows.running)
+        return sum(not sequence.may_sample for rows in self._clients.values() for sequence in rows.running)
 
     @property
     def num_held_shared_prefixes(self) -> int:

@@ -111,10 +111,10 @@ class JobTable:
                     sequence.session_reported = True
                     self._report_session(sequence, sequence.lease.num_tokens)
                 self._state_manager.advance(sequence, row.num_tokens)
-            if row.samples:
+            if row.samples_token:
                 sequence.token_ids.append(PENDING)
                 sequence.last_sample_step = step
-            elif not sequence.samples and sequence.num_uncomputed_tokens == 0:
+            elif not sequence.may_sample and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
 
     def _report_session(self, sequence: Sequence, num_tokens: int) -> None:
@@ -139,7 +139,7 @@ class JobTable:
 
         sampled: one token per row that samples, in the order of `rows`
         """
-        sampling_rows = [row.sequence for row in rows if row.samples]
+        sampling_rows = [row.sequence for row in rows if row.samples_token]
         changed, running = self._changed, Phase.RUNNING  # locals: the loop runs for every row of every step
         for sequence, (token, logprob) in zip(sampling_rows, sampled, strict=True):
             if sequence.phase is not running or sequence.discarded_sample_step == step:
@@ -169,7 +169,11 @@ class JobTable:
         """Add the prompt log-probabilities that a step returned. Call before `commit`."""
         for sequence, logprobs in scores:
             job = sequence.job
-            row = sequence if sequence.samples else next((one for one in job.live if one.row == sequence.row), sequence)
+            row = (
+                sequence
+                if sequence.may_sample
+                else next((one for one in job.live if one.row == sequence.row), sequence)
+            )
             if row in job.live:  # else the row ended while the step ran
                 job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
                 self._changed[job] = None
@@ -335,7 +339,7 @@ class JobTable:
         if sequence.is_in_steps:
             return True
         live = sequence.job.live
-        has_forked = not sequence.samples and sequence not in live
+        has_forked = not sequence.may_sample and sequence not in live
         return has_forked and any(0 <= row.row - sequence.row < sequence.fork_count for row in live)
 
     def fail_grammar(self, sequence: Sequence, error: GrammarError) -> None:

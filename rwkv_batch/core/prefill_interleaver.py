@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import RunningJob
-from rwkv_batch.core.shares import BATCH_PART
+from rwkv_batch.core.shares import BATCH_SHARE_DIVISOR
 
-MAX_INTERLEAVED_STEPS = BATCH_PART - 1
+MAX_INTERLEAVED_STEPS = BATCH_SHARE_DIVISOR - 1
 """Maximum prefill steps that overtake one step.
 
 `BatchThrottle` skips the same number of steps, so batch work gets at least one launch in seven.

@@ -84,7 +84,7 @@ class RowBuilder:
         number = 0
         for request in job.spec.rows:
             if request.num_rows > 1 and len(request.prompt) > 1 and not request.mixture:
-                shared = self._sequence(job, number, request, request.prompt[:-1], samples=False)
+                shared = self._sequence(job, number, request, request.prompt[:-1], may_sample=False)
                 shared.fork_count, shared.scored = request.num_rows, scored_positions(request)
                 rows.append(shared)
             else:
@@ -97,7 +97,7 @@ class RowBuilder:
         rows: list[Sequence] = []
         for i in range(request.num_rows):
             own = self._nth(request, i)
-            rows.append(self._sequence(job, first + i, own, list(own.prompt), samples=True))
+            rows.append(self._sequence(job, first + i, own, list(own.prompt), may_sample=True))
             rows[-1].scored = scored_positions(own)
         return rows
 
@@ -117,11 +117,12 @@ class RowBuilder:
         return request if sampling is request.sampling else msgspec.structs.replace(request, sampling=sampling)
 
     def _sequence(
-        self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], samples: bool
+        self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], may_sample: bool
     ) -> Sequence:
         output = RowOutput(row, request, self._stop_rules.build(request), self._byte_table, job.spec.return_token_ids)
-        sequence = Sequence(job, row, request, token_ids, output, samples=samples, prompt_tokens=len(request.prompt))
-        if request.constraint is not None and samples:
+        prompt_tokens = len(request.prompt)
+        sequence = Sequence(job, row, request, token_ids, output, may_sample=may_sample, prompt_tokens=prompt_tokens)
+        if request.constraint is not None and may_sample:
             sequence.matcher = Matcher(job.grammars[request.constraint])
             for token in request.resumed.token_ids if request.resumed is not None else ():
                 sequence.matcher.advance(token)

@@ -25,7 +25,14 @@ from operator import attrgetter
 
 from rwkv_batch.core.admission import Admission
 from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
-from rwkv_batch.core.shares import BATCH_PART, BatchThrottle, Limits, MaskTimeBalancer, awaits_first_token, split_budget
+from rwkv_batch.core.shares import (
+    BATCH_SHARE_DIVISOR,
+    BatchThrottle,
+    Limits,
+    MaskTimeBalancer,
+    awaits_first_token,
+    split_budget,
+)
 from rwkv_batch.core.slot_source import SlotSource
 
 MAX_PREFILL_DELAY_TURNS = 5
@@ -36,18 +43,21 @@ MAX_PREFILL_DELAY_TURNS = 5
 class ScheduledRow:
     sequence: Sequence
     num_tokens: int
-    samples: bool
+    samples_token: bool
     """whether a token is sampled after its last token"""
     uses_device_token: bool = False
     """whether the row's input token is read on the device, where the last step sampled it (by request slot)"""
     ends: bool = False
     """whether the row ends here because it only reads"""
     lowest_slot: int = NO_SLOT
-    """for decoding rows: see `Sequence.lowest_slot`"""
+    """for decoding rows: the lower of the row's state slots, by which a step sorts its rows"""
     max_num_ids: int = 0
     """for decoding rows: maximum length of `token_ids`; at this length nothing more is sampled"""
     is_plain: bool = False
-    """whether it uses the device token and `Sequence.is_plain`; its ScheduledRow is reused in all its steps"""
+    """whether the row uses no feature besides plain sampling (`Sequence.is_plain`)
+
+    Then this object is reused in all its steps.
+    """
 
     @property
     def scored(self) -> range:
@@ -63,14 +73,14 @@ class Scheduler:
     """Waiting, running and paused rows. Owned by the engine's thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
-        """has_pieces: whether steps with batch rows can be launched in pieces of a few layers"""
+        """has_pieces: whether a step with batch rows can be launched in pieces of a few layers"""
         self.limits = limits
         self._slots = slots
         self.admission = Admission(limits, slots, self)
         self._running: dict[Sequence, None] = {}
         """rows in the steps, including answered rows that still read (an ordered set)"""
         self._reading: dict[Sequence, None] = {}
-        """running rows with more than one token to read"""
+        """running rows with more than one token to read: prefill, in chunks"""
         self._batch_throttle = BatchThrottle(limits, self.admission.interactive, self._reading, has_pieces)
         self.mask_time = MaskTimeBalancer(limits)
         self._groups: list[dict[Sequence, ScheduledRow | None]] = [{} for _ in range(limits.groups)]
@@ -78,7 +88,7 @@ class Scheduler:
         self._next_group = 0
         self._turns_since_prefill = 0
         """steps of the first group since its last prefill"""
-        self._has_prefill_left = False
+        self._has_rows_without_chunk = False
         """whether the last step with prefill left rows without a chunk"""
         self._steps = 0
         self._reading_tokens = 0
@@ -118,11 +128,11 @@ class Scheduler:
         return [sequence for sequence in self._running if sequence.job is job]
 
     def add_running(self, sequence: Sequence) -> None:
-        """See `admission.RunningSet`."""
+        """Include a row that got a running slot in the next steps (`admission.RunningSet`)."""
         self._running[sequence] = self._reading[sequence] = None
 
     def remove_running(self, sequence: Sequence) -> None:
-        """See `admission.RunningSet`."""
+        """Leave the row out of the next steps (`admission.RunningSet`)."""
         self._running.pop(sequence, None)
         self._reading.pop(sequence, None)
         for group in self._groups:
@@ -144,7 +154,7 @@ class Scheduler:
         self._reading_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._reading)
         first = next((number for number, group in enumerate(self._groups) if group), 0)
         is_due = not rows or (group_index == first and self._is_prefill_due(len(rows)))
-        if self._reading and (is_due or self._has_prefill_left or len(rows) <= limits.mixed_rows):
+        if self._reading and (is_due or self._has_rows_without_chunk or len(rows) <= limits.mixed_rows):
             skips_batch = self._batch_throttle.skip_step()
             if skips_batch:
                 rows = [row for row in rows if not row.sequence.job.is_batch]
@@ -231,7 +241,7 @@ class Scheduler:
             min(self._groups, key=len)[sequence] = group.pop(sequence)
 
     def _may_run_with_spare(self, sequence: Sequence, oldest: int) -> bool:
-        """Give a session's row its second state slot if it lacks one. Return `Sequence.may_run`."""
+        """Give a session's row its second state slot (`Sequence.spare_slot`) if it lacks one. Return `may_run`."""
         if sequence.lacks_spare_slot:
             self._slots.add_spare(sequence)
         return sequence.may_run(oldest)
@@ -247,16 +257,16 @@ class Scheduler:
         if with_decode and not self._batch_throttle.prefill_now(sum(map(self._chunk, batch))):
             batch = []
         batch_tokens = sum(map(self._chunk, batch)) if interactive else 0
-        reserved = min(batch_tokens, self._batch_throttle.max_prefill_tokens(budget // BATCH_PART))
+        reserved = min(batch_tokens, self._batch_throttle.max_prefill_tokens(budget // BATCH_SHARE_DIVISOR))
         first = split_budget(interactive, budget - reserved, self._chunk, self._steps)
         rest = self._batch_throttle.max_prefill_tokens(budget - sum(count for _, count in first))
         batch_chunks = split_budget(batch, rest, self._chunk, self._steps)
         chunks = [*first, *batch_chunks[: self._batch_throttle.max_prefill_rows(len(batch_chunks))]]
-        self._has_prefill_left = len(chunks) < len(reading)
+        self._has_rows_without_chunk = len(chunks) < len(reading)
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _chunk(self, sequence: Sequence) -> int:
-        """Return the number of tokens to read next: at most a chunk, up to the next cache point.
+        """Return the number of tokens to read next: at most a chunk, up to `Sequence.cache_points[0]`.
 
         The members of a mixture read the same tokens in the same step and share the chunk size.
         """
@@ -278,11 +288,11 @@ class Scheduler:
 
 def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]) -> ScheduledRow:
     """Create the entry of a decoding row. A plain row's entry is stored in its group."""
-    uses_device_token = sequence.samples and sequence.req_slot_holds_last_token
+    uses_device_token = sequence.may_sample and sequence.req_slot_holds_last_token
     is_plain = uses_device_token and sequence.is_plain
     max_num_ids = sequence.prompt_end + sequence.request.max_tokens
     row = ScheduledRow(
-        sequence, 1, sequence.samples, uses_device_token, False, sequence.lowest_slot, max_num_ids, is_plain
+        sequence, 1, sequence.may_sample, uses_device_token, False, sequence.lowest_slot, max_num_ids, is_plain
     )
     if is_plain:
         group[sequence] = row
@@ -293,4 +303,4 @@ def _chunk_row(sequence: Sequence, count: int) -> ScheduledRow:
     """Create the entry of a prompt chunk. After the prompt's last token the row samples or ends."""
     is_last = count == sequence.num_uncomputed_tokens
     ends = is_last and sequence.is_prefill_only
-    return ScheduledRow(sequence, count, samples=is_last and sequence.samples and not ends, ends=ends)
+    return ScheduledRow(sequence, count, samples_token=is_last and sequence.may_sample and not ends, ends=ends)

@@ -143,7 +143,7 @@ class Sequence:
     last_sample_step: int = 0
     """number of the step that samples its last token"""
     shared: SharedSlot | None = None
-    samples: bool = True
+    may_sample: bool = True
     """False: reads its tokens and never samples (the shared prompt of `n` continuations)"""
     fork_count: int = 1
     """rows of the job that end if this one ends before it is forked"""
@@ -172,7 +172,7 @@ class Sequence:
     scored: range = NOTHING_SCORED
     """positions of the request's prompt that it scores"""
     cache_points: list[int] = field(default_factory=list)
-    """positions in `token_ids`, ascending, at which the prefix cache gets its state"""
+    """positions in `token_ids`, ascending, at which the prefix cache gets its state: a prefill chunk ends there"""
     dialogue_idx: int | None = None
     """number of the dialogue that a branching turn created"""
     matcher: Matcher | None = None
@@ -239,7 +239,7 @@ class Sequence:
 
     @property
     def is_prefill_only(self) -> bool:
-        return self.samples and self.request.max_tokens == 0
+        return self.may_sample and self.request.max_tokens == 0
 
     @property
     def reusable_ids(self) -> list[int]:
@@ -283,7 +283,7 @@ class Sequence:
         return (
             self.lease is not None
             and self.spare_slot == NO_SLOT
-            and self.samples
+            and self.may_sample
             and self.is_next_token_pending
             and not self.members
         )

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.sequence import RunningJob, Sequence
 
-BATCH_PART = 4
-"""Batch work gets at least one part in BATCH_PART of the running slots and of prefill."""
+BATCH_SHARE_DIVISOR = 4
+"""Batch work gets at least 1 / BATCH_SHARE_DIVISOR of the running slots and of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Limits:
     @property
     def batch_running_slots(self) -> int:
         """Running slots that interactive rows may not take from batch rows."""
-        return min(max(1, self.max_running // BATCH_PART), self.max_running - 1)
+        return min(max(1, self.max_running // BATCH_SHARE_DIVISOR), self.max_running - 1)
 
     @property
     def max_held_shared_prefixes(self) -> int:
@@ -169,7 +169,7 @@ class BatchThrottle:
     def skip_step(self) -> bool:
         """Return whether this step runs without batch rows because an interactive row awaits its first token."""
         is_first_token_awaited = self._interactive.num_running and any(map(awaits_first_token, self._reading))
-        self._skipped_steps = (self._skipped_steps + 1) % BATCH_PART if is_first_token_awaited else 0
+        self._skipped_steps = (self._skipped_steps + 1) % BATCH_SHARE_DIVISOR if is_first_token_awaited else 0
         return self._skipped_steps > 0
 
     def prefill_now(self, prompt_tokens: int) -> bool:

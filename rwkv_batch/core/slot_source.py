@@ -11,15 +11,15 @@ class SlotSource(Protocol):
     """See `state_manager.StateManager`."""
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Return whether the row may start."""
+        """Return whether the row may start: its initial state can be read, and no row computes its prefix now."""
         ...
 
     def allocate(self) -> int | None:
-        """Return a slot that a row may write; None if none is free."""
+        """Return a state slot that a row may write; None if none is free."""
         ...
 
     def prepare(self, sequence: Sequence) -> None:
-        """Prepare the start of a row that got its slots."""
+        """Set the initial state of a row that got its slots: zero, a tuned state, a session's or a cached prefix's."""
         ...
 
     def add_spare(self, sequence: Sequence) -> None:
@@ -27,5 +27,5 @@ class SlotSource(Protocol):
         ...
 
     def preempt(self, sequence: Sequence) -> None:
-        """Handle a paused row: no other row should wait for its cache points."""
+        """Handle a paused row: rows that wait for its prompt's cached prefix compute it themselves."""
         ...

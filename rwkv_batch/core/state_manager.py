@@ -179,7 +179,7 @@ class StateManager:
                 sequence.tuned_slot.drop()  # the cached prefix includes it
             sequence.tuned_slot = None
         sequence.prompt_end = len(sequence.token_ids)
-        if sequence.request.resumed is not None and sequence.samples:
+        if sequence.request.resumed is not None and sequence.may_sample:
             sequence.token_ids = [*sequence.token_ids, *sequence.request.resumed.token_ids]
         sequence.sampled_start = len(sequence.token_ids)
 
@@ -329,13 +329,13 @@ class StateManager:
             self._park_mixture(sequence, token_ids)
             return
         self._rewind(sequence, token_ids)
-        sequence.token_ids, sequence.samples, sequence.cache_points = token_ids, False, []
+        sequence.token_ids, sequence.may_sample, sequence.cache_points = token_ids, False, []
 
     def _park_mixture(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Park a mixture's slots after its turn. No more steps are needed, because its tokens are kept."""
         read = sequence.num_computed_tokens
         is_beginning = sequence.token_ids[:read] == token_ids[:read]
-        sequence.token_ids, sequence.samples = token_ids, False
+        sequence.token_ids, sequence.may_sample = token_ids, False
         if is_beginning:
             self.parked.park(sequence)
         sequence.num_computed_tokens = len(token_ids)

@@ -103,7 +103,7 @@ class Throughput:
         if step.tokens > step.rows:
             logger.debug("prompts %s", msgspec.json.encode({"at_s": step.started} | _timing_of(step, 0.0)).decode())
         for row in rows:
-            if not row.samples or row.sequence.output.tokens or row.sequence.job.is_batch:
+            if not row.samples_token or row.sequence.output.tokens or row.sequence.job.is_batch:
                 continue
             since = row.sequence.job.submitted_at
             timing = {

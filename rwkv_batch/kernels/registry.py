@@ -8,7 +8,7 @@ import logging
 import torch
 
 from rwkv_batch.model.ops import Ops, ReportsMissingKernels
-from rwkv_batch.model.state import X070
+from rwkv_batch.model.state import RWKV7
 
 _BACKENDS = {
     "cuda": ("rwkv_batch.kernels.cuda.ops", "CudaOps"),
@@ -22,31 +22,33 @@ NO_KERNELS_WARNING = (
     "instead of 6,234): %s. Remedy: `make install-nvcc` where a compiler is missing; `--kernels cuda` refuses to start "
     "like this, `--kernels naive` accepts it in silence"
 )
-_ONLY_X070 = f"the cuda kernels are {X070}'s; {{}} runs on plain torch"
+_ONLY_RWKV7 = f"the cuda kernels are {RWKV7}'s; {{}} runs on plain torch"
 logger = logging.getLogger(__name__)
 
 
-def choose_ops(wanted: str, device: torch.device, version: str = X070) -> tuple[Ops, dict[str, str]]:
+def choose_ops(wanted: str, device: torch.device, version: str = RWKV7) -> tuple[Ops, dict[str, str]]:
     """Returns the backend for a device and model version, and the unavailable ones (name -> reason).
 
     wanted "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
     Raises ValueError if the named backend is unavailable.
     """
     refusals: dict[str, str] = {}
-    backends = _BACKENDS if version == X070 else _OLDER_BACKENDS
+    backends = _BACKENDS if version == RWKV7 else _OLDER_BACKENDS
     for name, (module, attribute) in backends.items():
         if wanted not in ("auto", name):
             continue
         try:
             backend = getattr(importlib.import_module(module), attribute)
             reason = (
-                backend.unavailable_reason(device) if name != "cuda" or version == X070 else _ONLY_X070.format(version)
+                backend.unavailable_reason(device)
+                if name != "cuda" or version == RWKV7
+                else _ONLY_RWKV7.format(version)
             )
         except ImportError as error:
             reason = str(error)
         if reason is None:
             ops = backend()
-            if device.type == "cuda" and name == "naive" and wanted == "auto" and version == X070:
+            if device.type == "cuda" and name == "naive" and wanted == "auto" and version == RWKV7:
                 logger.warning(NO_KERNELS_WARNING, device, refusals["cuda"])
             return ops, refusals | (ops.missing_kernels(device) if isinstance(ops, ReportsMissingKernels) else {})
         refusals[name] = reason

@@ -1,4 +1,21 @@
-"""The tensors of one layer: RWKV-7's, and those that all versions have; linear maps, plain or quantised."""
+"""The tensors of one layer: RWKV-7's, and those that all versions have; linear maps, plain or quantised.
+
+RWKV-7's own letters, as in the paper (arXiv 2503.14456) and the weights' files. A layer is a time mix, then a channel
+mix. Per head, the time mix keeps a matrix S [64 values, 64 keys], the WKV state:
+
+    r        receptance [C]: reads the state, y = S r
+    w        decay [C]: how much of each key's column is kept
+    k, v     key and value [C]: S gets v k^T added
+    a        in-context learning rate [C]: how much of the old value at a key is replaced
+    g        gate [C]: multiplies the time mix's output
+    v_first  the v of layer 0, which later layers mix into theirs by v_gate (the value residual)
+    kk       k scaled by k_k and normalised per head: the key whose old value is replaced
+    r_k      weights of the bonus, which adds the current token's own v to y
+    w0 w1 w2, a0 a1 a2, g1 g2, v0 v1 v2    bias and low-rank pairs (C -> D -> C) that compute w, a, g and v_gate
+    shift    the last token's LayerNorm output, which the token shift mixes with the current one
+
+`kernels/naive.py` has the formulas.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +171,10 @@ def _linears_in(value: object) -> Iterator[Linear]:
 
 @dataclass(slots=True)
 class Projections:
-    """Outputs of the time mix's input projections, [T, C] each; low-rank ones without bias."""
+    """Outputs of the time mix's input projections, [T, C] each; w, a and v_gate still lack their bias.
+
+    The letters are explained at the top of this module.
+    """
 
     r: Tensor
     w: Tensor

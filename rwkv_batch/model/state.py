@@ -126,7 +126,7 @@ def _scales(stored: Tensor) -> Tensor:
     return stored[..., HEAD_SIZE * HEAD_SIZE :].contiguous().view(torch.bfloat16)
 
 
-X070 = "RWKV-7"
+RWKV7 = "RWKV-7"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class ModelShape:
     a_rank: int = 0
     v_rank: int = 0
     gate_rank: int = 0
-    version: str = X070
+    version: str = RWKV7
     """"RWKV-7", "RWKV-6", "RWKV-5.2", "RWKV-5.1", "RWKV-5.0" or "RWKV-4\""""
     head_size: int = HEAD_SIZE
     mix_rank: int = 0

@@ -19,7 +19,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.huggingface import is_folder, native_names, read_folder
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
-from rwkv_batch.model.state import HEAD_SIZE, X070, ModelShape
+from rwkv_batch.model.state import HEAD_SIZE, RWKV7, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
 from rwkv_batch.tokenizer import VOCAB_SIZE
 
@@ -128,8 +128,8 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
                 f"model file {path} is {description}, found in {', '.join(found[:3])}; use RWKV-7 'x070' or "
                 "RWKV-6, 5 or 4 'World' weights"
             )
-    version = older.version_of(tensors) or X070
-    required = ("blocks.0.att.r_k", "blocks.0.att.w1") if version == X070 else ()
+    version = older.version_of(tensors) or RWKV7
+    required = ("blocks.0.att.r_k", "blocks.0.att.w1") if version == RWKV7 else ()
     for name in ("emb.weight", *required, "head.weight"):
         if name not in tensors:
             raise WeightsError(
@@ -140,7 +140,7 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
     if numbers != set(range(layers)):
         missing = min(set(range(layers)) - numbers)
         raise WeightsError(f"model file {path} has {layers} layers but none numbered {missing}; the file is incomplete")
-    return _shape(tensors, layers) if version == X070 else older.shape_of(tensors, version, layers)
+    return _shape(tensors, layers) if version == RWKV7 else older.shape_of(tensors, version, layers)
 
 
 def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
@@ -196,7 +196,7 @@ def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None
             f"model file {path}: 'emb.weight' is {tuple(tensors['emb.weight'].shape)}; "
             f"the width must be a multiple of the head size {shape.head_size}"
         )
-    if shape.version == X070:
+    if shape.version == RWKV7:
         expected = expected_shapes(shape)
     else:
         expected = outside_layers(shape) | older.expected_shapes(shape, tensors)

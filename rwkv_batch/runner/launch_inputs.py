@@ -80,7 +80,7 @@ class RowInputs:
             ],
             reads,
             writes,
-            [i for i, row in enumerate(rows) if row.samples],
+            [i for i, row in enumerate(rows) if row.samples_token],
         )
         if (adapters := self.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts
-from rwkv_batch.model.state import X070
+from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.weights import Weights
 
 HEAD_FACTOR, HEAD_FACTOR_TWO_STAGES = 0.88, 0.6
@@ -25,6 +25,8 @@ CUT_GAIN = 0.04
 
 Two halves take a little longer than a layer, and both stages keep its weights.
 """
+WEIGHTS_MEMORY_FRACTION = 0.8
+"""Share of a GPU's free memory that the layers may take."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
@@ -42,14 +44,12 @@ def split_layers(
     weights: Weights,
     devices: Sequence[torch.device],
     item_bytes: Sequence[float],
-    memory_fraction: float,
     given: Sequence[float],
     may_cut: bool = False,
 ) -> list[LayerRange]:
     """Return the layers of each stage: as given, or so that stages take equal time.
 
     item_bytes: bytes per weight on each device.
-    memory_fraction: share of a GPU's free memory for weights.
     may_cut: on GPUs, layers of RWKV-7 may be cut in half.
     Raises ValueError if the layers do not fit.
     """
@@ -59,7 +59,7 @@ def split_layers(
     counts: Sequence[float]
     if given:
         counts = check_layers(given, layers, len(devices))
-        if weights.shape.version != X070 and any(count % 1 for count in counts):
+        if weights.shape.version != RWKV7 and any(count % 1 for count in counts):
             raise ValueError(
                 f"--pp-layers {_joined(given)} cuts a layer in half, which {weights.shape.version} does not support; "
                 "give whole numbers"
@@ -68,13 +68,13 @@ def split_layers(
         counts = [layers]
     else:
         max_layers = [
-            _layers_that_fit(device, layer * item, memory_fraction / devices.count(device), layers)
+            _layers_that_fit(device, layer * item, WEIGHTS_MEMORY_FRACTION / devices.count(device), layers)
             for device, item in zip(devices, item_bytes, strict=True)
         ]
         head = head_cost(sizes["head.weight"] / layer, len(devices))
         speeds = relative_speeds(devices)
         counts = balance_layers(layers, head, speeds, max_layers)
-        if may_cut and weights.shape.version == X070 and {device.type for device in devices} == {"cuda"}:
+        if may_cut and weights.shape.version == RWKV7 and {device.type for device in devices} == {"cuda"}:
             counts = balance_half_layers(counts, head, speeds, max_layers)
     return to_layer_ranges(counts)
 

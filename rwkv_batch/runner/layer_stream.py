@@ -86,7 +86,7 @@ class StreamedLayers(Sequence[LayerBase]):
                 self._wait_for_compute()
                 self._copy(self._buffers[buffer_index], self._hosts[i + NUM_BUFFERS])
                 arrived[buffer_index] = self._record_event()
-        if self._copy_stream is not None:
+        if self._copy_stream is not None:  # a CUDA graph's capture must end with all its streams joined
             torch.cuda.current_stream(self._device).wait_stream(self._copy_stream)
 
     def _wait_for_compute(self) -> None:

@@ -193,7 +193,7 @@ class ModelRunner:
         done on return.
         """
         are_plain = are_all_plain(rows)
-        step = InFlightStep(rows, rows if are_plain else [row for row in rows if row.samples])
+        step = InFlightStep(rows, rows if are_plain else [row for row in rows if row.samples_token])
         self._tokens.receive(max(self._last_received, *(part.tokens_sent for part in after), 0))
         is_routed = not are_plain and self._launch_groups.is_routed(rows[0])
         graphs = None if is_routed else self.graphs.for_decode(rows, are_plain)
@@ -219,13 +219,13 @@ class ModelRunner:
 
     def _launch_scored(self, step: InFlightStep, between: Callable[[], None] | None) -> None:
         """Launch a step that returns log-probabilities of prompt tokens. The head runs on them separately."""
-        x, inputs = self._hidden(self._inputs.build(step.rows, self._tokens), between)
+        x, inputs = self._run_layers(self._inputs.build(step.rows, self._tokens), between)
         self._step_sampler.sample(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
-    def _hidden(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
-        """Run `Pipeline.hidden`, in pieces if `between` is given and pieces exist."""
-        return self.graphs.hidden_in_pieces(inputs, between) or self.pipeline.hidden(inputs)
+    def _run_layers(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
+        """Run `Pipeline.run_layers`, in pieces if `between` is given and pieces exist."""
+        return self.graphs.run_layers_in_pieces(inputs, between) or self.pipeline.run_layers(inputs)
 
     def _forward(self, inputs: StepInputs, into: Tensor | None, between: Callable[[], None] | None) -> Tensor:
         """Return the logits [R, V] of any step: from graphs if one fits, else in `into` if they fit."""
@@ -236,7 +236,7 @@ class ModelRunner:
         out = into if holds_all else None
         if between is None or not self.has_pieces:
             return self.pipeline.forward(inputs, out)
-        x, inputs_on_device = self._hidden(inputs, between)
+        x, inputs_on_device = self._run_layers(inputs, between)
         return self.pipeline.stages[-1].logits(x, inputs_on_device, out)
 
     def _launch_plain(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
@@ -286,11 +286,11 @@ class ModelRunner:
         reading, decoding = split_prefill_decode(step.rows)
         size = self._launch_groups.mixed_size(decoding, reading)
         assert self.graphs.mixed is not None and size is not None, "`split` has found a size for them"
-        self._step_sampler.admit(row.sequence for row in reading if row.samples)
+        self._step_sampler.admit(row.sequence for row in reading if row.samples_token)
         sequences = [row.sequence for row in decoding]
         reads, writes = slots_of(sequences)
         rows = {"req_slots": [sequence.req_slot for sequence in sequences], "read_slots": reads, "write_slots": writes}
-        req_slots = [row.sequence.req_slot for row in reading if row.samples]
+        req_slots = [row.sequence.req_slot for row in reading if row.samples_token]
         row_indices = [*range(len(decoding)), *range(size.decoding, size.decoding + len(req_slots))]
         unconstrained, constrained = split_by_constraint(step.sampling_rows)
         constrained_indices = [row_indices[i] for i in constrained]

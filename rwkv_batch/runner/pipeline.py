@@ -14,7 +14,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.adapters.per_row import ServedAdapter
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state import X070
+from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, WeightsError
 from rwkv_batch.runner.calibration import MeasuredInputs
@@ -38,12 +38,10 @@ class Pipeline:
         kernels: str = "auto",
         wkv_state: str = "auto",
         layers: tuple[float, ...] = (),
-        memory_fraction: float = 0.8,
         resident: tuple[int | None, ...] = (),
     ) -> None:
-        """layers: of each device; empty: split automatically
-        memory_fraction: share of a GPU's free memory for weights.
-        resident: see EngineConfig.
+        """layers: of each device, in halves (0.5: only the layer's time mix); empty: split automatically
+        resident: per device, layers that stay on it; the others are copied in for every step. None: all stay
         Raises ValueError for devices, dtypes, layers or kernels that cannot be used.
         """
         self.weights = weights
@@ -56,11 +54,12 @@ class Pipeline:
                 "give at most one device per layer in --pp-devices"
             )
         self.kernel_refusals: dict[str, str] = {}
+        """why a faster kernel backend was not chosen, by name"""
         self.stages: list[Stage] = []
         version = weights.shape.version
         precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
-        ranges = split_layers(weights, self.devices, item_bytes, memory_fraction, layers, may_cut=not resident)
+        ranges = split_layers(weights, self.devices, item_bytes, layers, may_cut=not resident)
         if resident and len(resident) != len(devices):
             raise ValueError(
                 f"--pp-resident has {len(resident)} values for {len(devices)} devices; give a number or `all` for each"
@@ -108,14 +107,14 @@ class Pipeline:
             raise
 
     def is_routed(self, number: int) -> bool:
-        """Return `AdapterTable.is_routed` for any stage."""
+        """Return whether a router chooses the adapter's experts for each token, in any stage."""
         return any(stage.adapters.is_routed(number) for stage in self.stages)
 
     def adapter_bytes(self, adapter: ServedAdapter) -> int:
         """Return the bytes of an adapter on all devices, without padding."""
-        numbers = {i: sum(p.a.numel() + p.b.numel() for p in layer.all_pairs) for i, layer in adapter.layers.items()}
+        values = {i: sum(p.a.numel() + p.b.numel() for p in layer.all_pairs) for i, layer in adapter.layers.items()}
         return sum(
-            numbers.get(i, 0) * stage.precision.activations.itemsize
+            values.get(i, 0) * stage.precision.activations.itemsize
             for stage in self.stages
             for i in stage.adapters.layers
         )
@@ -127,13 +126,19 @@ class Pipeline:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
-        """Run one ragged step: inputs on the CPU -> logits [R, V] fp32 on the last device, in `out` if given."""
-        x, inputs = self.hidden(inputs)
+        """Run one step of rows of different lengths: inputs on the CPU -> logits fp32 on the last device.
+
+        Logits are [R, V]: R rows with logits, V the vocabulary. They are written to `out` if given.
+        """
+        x, inputs = self.run_layers(inputs)
         return self.stages[-1].logits(x, inputs, out)
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
-        """Run one step without the head. Returns the residual stream [T, C] and the inputs on its device."""
+    def run_layers(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
+        """Run one step without the head.
+
+        Returns the residual stream [T, C] (T tokens, C width) and the inputs on its device.
+        """
         started = time.perf_counter()
         here = inputs.to(self.devices[0])
         x, v_first = self.stages[0].embed(here.tokens), None
@@ -148,14 +153,14 @@ class Pipeline:
 
 
 def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
-    """Return the values of "kernels" and "wkv_state" for this model version and these devices.
+    """Return the values of "kernels" and "wkv_state" for this model version ("RWKV-7", ...) and these devices.
 
     If a configured value is not supported and its field is in `EngineConfig.auto_fallback_fields`, it becomes "auto",
     with a log line. Otherwise it stays.
     """
-    kinds = {resolve_device(name).type for name in devices}
-    is_older = version != X070
-    is_for_other_device = config.kernels in ("cuda", "cpu") and kinds != {config.kernels}
+    device_types = {resolve_device(name).type for name in devices}
+    is_older = version != RWKV7
+    is_for_other_device = config.kernels in ("cuda", "cpu") and device_types != {config.kernels}
     chosen = {}
     for name, is_refused in (
         ("kernels", is_for_other_device or (is_older and config.kernels == "cuda")),
@@ -165,7 +170,11 @@ def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfi
         chosen[name] = "auto" if is_refused and name in config.auto_fallback_fields else configured
         if chosen[name] != configured:
             logger.info(
-                "%s %s is not supported for %s on %s; using auto", name, configured, version, ", ".join(sorted(kinds))
+                "%s %s is not supported for %s on %s; using auto",
+                name,
+                configured,
+                version,
+                ", ".join(sorted(device_types)),
             )
     return chosen
 

@@ -17,7 +17,7 @@ from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, 
 from rwkv_batch.model.quant.formats import Format, format_of
 from rwkv_batch.model.quant_linear import plain_quantised
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
-from rwkv_batch.model.state import X070, StateArena, StateFormat
+from rwkv_batch.model.state import RWKV7, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_stream import StreamedLayers
@@ -56,7 +56,7 @@ class Stage:
         self.shape = shape
         self.width = shape.width
         layers: Iterator[LayerBase]
-        if shape.version != X070:
+        if shape.version != RWKV7:
             layers = load_layers(loader.older_layer, weights, first, last)
         elif isinstance(ops, PreparesLayers):
             # Prepare layers on the host: memory freed on the device would leave gaps between the layers.
@@ -123,7 +123,7 @@ class Stage:
 
     def run_part(self, part: range, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Run some layers for rows without an adapter: x [T, C] and v_first [T, C] as in `forward`."""
-        assert self.state is not None and self.shape.version == X070, "see `graph_pieces.piece_layers`"
+        assert self.state is not None and self.shape.version == RWKV7, "see `graph_pieces.piece_layers`"
         with self._device:
             layers = cast(Sequence[Layer], self.layers[part.start : part.stop])
             x, v_first = forward_layers(layers, x, v_first, self.state, inputs, self.ops, first=part.start)
@@ -134,7 +134,7 @@ class Stage:
         """Run the layers on x [T, C] and v_first [T, C] from the previous stage."""
         assert self.state is not None, "call allocate_slots first"
         with self._device:
-            if self.shape.version != X070:
+            if self.shape.version != RWKV7:
                 return forward_older_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
             is_whole = not any(self.cuts)
@@ -158,7 +158,7 @@ class Stage:
             return self.head.linear.to_fp32(rows, None if out is None else out[: len(rows)])
 
 
-def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = X070) -> Precision:
+def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = RWKV7) -> Precision:
     """Return the dtypes of a stage.
 
     "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8", "int4" and "w8a8"
@@ -170,7 +170,7 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
     storage = format_of(dtype)
     dtype = "auto" if storage is not None else dtype
     on_gpu = device.type == "cuda"
-    if version != X070:
+    if version != RWKV7:
         if storage is Format.W8A8:
             raise ValueError(f"w8a8 quantises RWKV-7 only, not {version}; use --dtype int8")
         if wkv_state not in ("auto", "fp32"):

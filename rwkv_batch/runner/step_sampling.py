@@ -103,7 +103,7 @@ class Step(NamedTuple):
     def samples_first_token(self) -> bool:
         """Whether an interactive row samples its first token in it, as far as the host knows."""
         rows = (row for part in self.parts for row in part.rows)
-        return any(row.samples and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
+        return any(row.samples_token and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
 
 class StepSampler:

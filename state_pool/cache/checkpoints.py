@@ -150,9 +150,9 @@ def build_session_row(
 ) -> SessionRow:
     """Build the session's row, as it is or as a turn changes it."""
     return SessionRow(
-        session.row,
+        session.row_id,
         session.key,
-        None if session.parent is None else session.parent.row,
+        None if session.parent is None else session.parent.row_id,
         session.turn if turn is None else turn,
         session.num_tokens if num_tokens is None else num_tokens,
         session.created,

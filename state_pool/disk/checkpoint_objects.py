@@ -1,8 +1,11 @@
 """States as objects of a checkpoint store, and the threads that put, get and delete them.
 
+A checkpoint is a session's stored state. The store is a folder or an S3 bucket (--checkpoint-store); each database has
+its own key prefix in it.
+
 Storing a state takes three steps:
 1. Put the object under a new key.
-2. Commit the row with its key, in the transaction that checks the epoch (`statements.put_state`).
+2. Commit the row with its key, in the transaction that checks the session's fence (`statements.put_state`).
 3. Delete the object that it replaces.
 
 A crash in between leaves an object without a row. A sweep deletes such objects after an hour.
@@ -54,14 +57,14 @@ class ObjectStats:
     gets: int = 0
     deletes: int = 0
     orphans: int = 0
-    """Deleted objects without a row."""
+    """Deleted objects that no database row named."""
     missing: int = 0
-    """Objects of rows that were missing or damaged."""
+    """Objects that a database row names but that were missing or damaged."""
     trouble: str | None = None
     """The last error of the store; None after a success."""
 
 
-class ObjectCorrupted(Exception):  # noqa: N818 - names what happened
+class ObjectUnusable(Exception):  # noqa: N818 - names what happened
     """The object is missing, or differs from the one that was put."""
 
 
@@ -91,13 +94,16 @@ class CheckpointObjects:
     def failure(self) -> str | None:
         return self._transfers.failure or self._cleaner.failure or self._watch.failure
 
-    def put(self, state: int, session: int, host: HostState, order: Sequence[str], done: OnPut) -> None:
-        """Put a state's bytes under a new key. The writer bounds the number of states."""
-        key = f"{self._key_prefix}/{state:0{_STATE_DIGITS}x}-{secrets.token_hex(8)}"
+    def put(self, state_number: int, session: int, host: HostState, part_names: Sequence[str], done: OnPut) -> None:
+        """Put a state's bytes under a new key: the parts of `host` in this order.
+
+        session: the session's row id. The caller, the database's writer thread, bounds the number of states.
+        """
+        key = f"{self._key_prefix}/{state_number:0{_STATE_DIGITS}x}-{secrets.token_hex(8)}"
         report: OnceCallback[StoredObject | Exception] = OnceCallback(done)
 
         def work() -> None:
-            outcome = self._try_put(key, state, session, host, order)
+            outcome = self._try_put(key, state_number, session, host, part_names)
             if not report(lambda: outcome) and isinstance(outcome, StoredObject):
                 self.delete(key)
 
@@ -143,14 +149,14 @@ class CheckpointObjects:
         )
 
     def _try_put(
-        self, key: str, state: int, session: int, host: HostState, order: Sequence[str]
+        self, key: str, state_number: int, session: int, host: HostState, part_names: Sequence[str]
     ) -> StoredObject | Exception:
         try:
-            pieces = list(split_chunks(host.parts(), order))
-            data, checksum = b"".join(pieces), checksum_pieces(pieces, state, session)
+            pieces = list(split_chunks(host.parts(), part_names))
+            data, checksum = b"".join(pieces), checksum_pieces(pieces, state_number, session)
             del pieces  # release the memory early; the host buffer may be reused
             self._store.put(key, data)
-        except (CheckpointStoreUnavailable, MemoryError, ValueError) as error:  # concerns this state only
+        except (CheckpointStoreUnavailable, MemoryError, ValueError) as error:  # others may succeed
             return self._record_error(error)
         self.stats.trouble = None
         self.stats.puts += 1
@@ -162,10 +168,10 @@ class CheckpointObjects:
             parts = self._fetch_verified(location)
         except ObjectNotFound:
             return self._missing(location)
-        except ObjectCorrupted as error:
+        except ObjectUnusable as error:
             self.stats.missing += 1
             return error
-        except (CheckpointStoreUnavailable, MemoryError) as error:  # concerns this session only
+        except (CheckpointStoreUnavailable, MemoryError) as error:  # others may succeed
             return self._record_error(error)
         self.stats.trouble = None
         self.stats.gets += 1
@@ -175,10 +181,10 @@ class CheckpointObjects:
         """Get the state's parts, with a second attempt if they do not verify.
 
         A mismatch may be a transfer error, or a proxy's page in place of any object. The object counts as damaged only
-        if the marker reads correctly and a second read still differs. Raises ObjectNotFound, ObjectCorrupted,
+        if the marker reads correctly and a second read still differs. Raises ObjectNotFound, ObjectUnusable,
         CheckpointStoreUnavailable.
         """
-        with contextlib.suppress(ObjectCorrupted):
+        with contextlib.suppress(ObjectUnusable):
             return _verified_parts(location, self._store.get(location.stored.key))
         if not _has_marker(self._store, self._key_prefix):
             raise CheckpointStoreUnavailable(
@@ -197,9 +203,10 @@ class CheckpointObjects:
                 CheckpointStoreUnavailable("it has no objects of this database any more; check its mount or bucket")
             )
         self.stats.missing += 1
-        return ObjectCorrupted(f"the object {location.stored.key} is missing from the checkpoint store {self.name}")
+        return ObjectUnusable(f"the object {location.stored.key} is missing from the checkpoint store {self.name}")
 
     def _record_error(self, error: Exception) -> Exception:
+        """Record an error of the store for /status. Returns it with the store's name."""
         unavailable = CheckpointStoreUnavailable(f"the checkpoint store {self.name} cannot be used ({error})")
         self.stats.trouble = str(unavailable)
         return unavailable
@@ -254,13 +261,13 @@ def _has_marker(store: CheckpointStore, key_prefix: str) -> bool:
 
 
 def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
-    """Split the data into parts. Raises ObjectCorrupted."""
+    """Split the data into parts. Raises ObjectUnusable."""
     sizes = part_sizes(location.layout)
     if (
         len(data) != sum(sizes.values())
         or checksum_pieces([data], location.state, location.session) != location.stored.checksum
     ):
-        raise ObjectCorrupted(f"the object {location.stored.key} of the checkpoint store is damaged")
+        raise ObjectUnusable(f"the object {location.stored.key} of the checkpoint store is damaged")
     parts, at = {}, 0
     for name, size in sizes.items():
         parts[name] = data[at : at + size]
@@ -269,7 +276,7 @@ def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
 
 
 def _state_number(key: str) -> int | None:
-    """The state number in an object's key; None if the object is not a state."""
+    """The state number in an object's key; None for an object that this program did not put, which is an orphan."""
     try:
         return int(key.rpartition("/")[2][:_STATE_DIGITS], 16)
     except ValueError:
@@ -286,13 +293,13 @@ def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
         "INSERT INTO checkpoint_home(id, name) VALUES (1, ?) ON CONFLICT(id) DO NOTHING", (secrets.token_hex(8),)
     )
     key_prefix = str(connection.execute("SELECT name FROM checkpoint_home WHERE id = 1").fetchone()[0])
-    named = connection.execute("SELECT 1 FROM states WHERE object_key IS NOT NULL LIMIT 1").fetchone()
+    has_objects = connection.execute("SELECT 1 FROM states WHERE object_key IS NOT NULL LIMIT 1").fetchone() is not None
     connection.execute("COMMIT")
     try:
         try:
             store.get(f"{key_prefix}/{_MARKER}")
         except ObjectNotFound:
-            if named is not None:
+            if has_objects:
                 raise DatabaseUnusable(
                     f"checkpoint store {store.name}: it has none of the session database's states (no key begins with "
                     f"{key_prefix}); name the store that has them, with --checkpoint-store"
@@ -305,7 +312,7 @@ def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
 
 
 def open_checkpoint_store(address: str) -> CheckpointStore:
-    """Raises DatabaseUnusable."""
+    """Open the folder or S3 bucket of --checkpoint-store. Raises DatabaseUnusable."""
     try:
         location = parse_checkpoint_address(address)
     except ValueError as error:

@@ -46,8 +46,8 @@ def _stored_session(*columns: Any) -> StoredSession:
 def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]:
     """Return the session, then the parents that it is rebuilt from; empty if there is none."""
     found = stored_sessions(connection, "s.session_id = ? AND s.dialogue = ? AND s.hidden = 0", tuple(key))
-    while found and found[-1].disk_turn < 0 and found[-1].row.parent is not None:
-        parents = stored_sessions(connection, "s.id = ?", (found[-1].row.parent,))
+    while found and found[-1].disk_turn < 0 and found[-1].session.parent is not None:
+        parents = stored_sessions(connection, "s.id = ?", (found[-1].session.parent,))
         if not parents:  # reading the session reports the missing parent
             break
         found += parents
@@ -105,7 +105,7 @@ def _acquire_branch(connection: Connection, job: Acquire, epoch: int) -> None:
     _lock(connection, key, epoch)
     found = connection.execute("SELECT epoch FROM directory WHERE session_id = ? AND dialogue = ?", key).fetchone()
     job.stored = find_session(connection, SessionKey(job.session_id, job.branch_from or ROOT))
-    job.fence = Fence(*key, int(found[0]), job.stored[0].row.row if job.stored else None)
+    job.fence = Fence(*key, int(found[0]), job.stored[0].session.row_id if job.stored else None)
     if job.branch_from == ROOT or job.stored:
         job.dialogue = _next_dialogue(connection, job.session_id)
 

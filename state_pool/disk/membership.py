@@ -32,7 +32,10 @@ class _LastHeartbeat:
 
 
 class Membership:
-    """This engine among the others. Writer thread only."""
+    """This engine's entry in the list of engines that share the database. Writer thread only.
+
+    It has a number, sends heartbeats and removes engines whose heartbeats stop.
+    """
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.names: list[str] = []

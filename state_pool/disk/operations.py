@@ -22,9 +22,10 @@ Done = Callable[[Exception | None], None]
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session's row, written with each turn."""
+    """A session's row in the database, written with each turn."""
 
-    row: int
+    row_id: int
+    """Primary key; never reused."""
     key: SessionKey
     parent: int | None
     turn: int
@@ -38,7 +39,7 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    row: SessionRow
+    session: SessionRow
     disk_turn: int
     """Last turn in its stored state; -1: no state."""
     disk_tokens: int
@@ -65,14 +66,14 @@ class Checkpoint:
     fence: Fence | None = None
     """As in `Append`."""
     shared: bool = False
-    """The database is shared: without a fence, the session's row must still exist."""
+    """Whether engines share the database. Then, without a fence, the session's row must still exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
     """Delete sessions from the disk. A dialogue that children still need is hidden and goes later."""
 
-    rows: tuple[int, ...]
+    row_ids: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -114,10 +115,11 @@ class DeleteOldest:
 
     limit: int
     cutoff: float | None
-    """Only sessions unused since this Unix time."""
+    """Only sessions unused since this Unix time. None: of any age, because the database is too large."""
     count: int = 0
+    """Result, set by the store: number of deleted sessions."""
     last_use: float | None = None
-    """The latest of them, Unix time. Valid with `count` when the job is done."""
+    """Result: Unix time when the last of them was used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class ListQuery:
 class Quarantined:
     """A session with damaged rows, and the message for its users."""
 
-    row: int
+    row_id: int
     reason: str
 
 
@@ -197,10 +199,11 @@ class StagedState:
 
     job: Checkpoint
     done: Done
-    state: int = 0
-    """Its number, set before the first chunk."""
+    state_number: int = 0
+    """Its number in the database, set before the first chunk."""
     chunks: deque[memoryview] = field(default_factory=deque)
-    number: int = 0
+    """Chunks to write."""
+    chunks_written: int = 0
     num_bytes: int = 0
     stored: StoredObject | None = None
     """The object with its bytes."""
@@ -250,13 +253,13 @@ class StagingQueue:
         self.current = None
         return True
 
-    def forget(self, rows: set[int]) -> list[StagedState]:
+    def forget(self, row_ids: set[int]) -> list[StagedState]:
         """Remove and return the states of these sessions. Some chunks of them may be written."""
-        removed = [staged for staged in self.waiting if staged.job.session.row in rows]
+        removed = [staged for staged in self.waiting if staged.job.session.row_id in row_ids]
         for staged in removed:
             self.waiting.remove(staged)
         for staged in [*self.uploading, *([self.current] if self.current is not None else [])]:
-            if staged.job.session.row in rows:
+            if staged.job.session.row_id in row_ids:
                 self.finish(staged)
                 removed.append(staged)
         return removed

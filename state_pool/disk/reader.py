@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from state_pool.crash_points import reach
-from state_pool.disk.checkpoint_objects import CheckpointObjects, ObjectCorrupted
+from state_pool.disk.checkpoint_objects import CheckpointObjects, ObjectUnusable
 from state_pool.disk.directory import find_session
 from state_pool.disk.operations import (
     Deliver,
@@ -53,7 +53,7 @@ OnFound = Callable[[list[StoredSession] | LookupFailed], None]
 
 @dataclass(frozen=True, slots=True)
 class _ReadRequest:
-    row: int
+    row_id: int
     on_loaded: OnLoaded
     unusable_states: dict[int, SessionUnusable]
     """States that cannot be used, and why."""
@@ -62,7 +62,7 @@ class _ReadRequest:
 
     def without(self, state: int, error: Exception) -> _ReadRequest:
         """Return the request without one more state, and log why."""
-        logger.error("the stored state of the session with row %d cannot be used: %s", self.row, error)
+        logger.error("the stored state of the session with row %d cannot be used: %s", self.row_id, error)
         return replace(self, unusable_states={**self.unusable_states, state: _unavailable_error(error)})
 
 
@@ -116,9 +116,9 @@ class Reader:
     def failure(self) -> str | None:
         return self._thread.failure
 
-    def load(self, row: int, on_loaded: OnLoaded) -> None:
+    def load(self, row_id: int, on_loaded: OnLoaded) -> None:
         """Queue a session to load. The pool bounds the number."""
-        self._jobs.put(lambda: self._load(_ReadRequest(row, on_loaded, {}, time.monotonic())))
+        self._jobs.put(lambda: self._load(_ReadRequest(row_id, on_loaded, {}, time.monotonic())))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Queue a page of the list. The pool bounds the number."""
@@ -252,7 +252,7 @@ class Reader:
         return lambda: on_found(found)
 
     def _read(self, read: _ReadRequest) -> LoadResult | _StateInStore:
-        stored, replay, num_tokens = self._rows(read.row, read.unusable_states)
+        stored, replay, num_tokens = self._rows(read.row_id, read.unusable_states)
         if not isinstance(stored, ObjectLocation):
             return self._loaded(stored, replay, num_tokens)
         if self._objects is None:
@@ -260,13 +260,13 @@ class Reader:
         return _StateInStore(stored, replay, num_tokens)
 
     def _rows(
-        self, row: int, unusable_states: dict[int, SessionUnusable]
+        self, row_id: int, unusable_states: dict[int, SessionUnusable]
     ) -> tuple[StoredParts | ObjectLocation | None, list[int], int]:
         """See `Loader.read`. Also returns the session's token count from the same snapshot."""
         self._connection.execute("BEGIN")
         try:
-            stored, replay = self._loader.read(row, unusable_states)
-            found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
+            stored, replay = self._loader.read(row_id, unusable_states)
+            found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row_id,)).fetchone()
         finally:
             with contextlib.suppress(sqlite3.Error):  # the first error counts, e.g. of a lost connection
                 self._connection.execute("ROLLBACK")
@@ -309,7 +309,7 @@ class Reader:
 
 def _unavailable_error(error: Exception) -> SessionUnusable:
     """Return the error for a state that could not be fetched or used."""
-    if isinstance(error, (ObjectCorrupted, _InvalidStoredState)):
+    if isinstance(error, (ObjectUnusable, _InvalidStoredState)):
         return SessionCorrupted(f"{error}; delete the session to begin anew")
     return SessionReadFailed(f"the session could not be read ({error}); try again")
 

@@ -32,21 +32,25 @@ class Uploads:
     ) -> None:
         """`changed`: the writer's lock, which guards `staged`. `failed`: called for a failed upload."""
         self._objects = objects
-        self._order = list(layout)
+        self._part_names = list(layout)
         self._num_bytes = sum(part_sizes(layout).values())
         self._staged = staged
         self._changed = changed
         self._failed = failed
 
-    def begin(self, staging: StagedState, state: int) -> None:
-        """Start the upload of a state. `state`: its number in the database, which is part of the object's key."""
+    def begin(self, staging: StagedState, state_number: int) -> None:
+        """Start the upload of a state. Its number in the database is part of the object's key."""
         reach("before_checkpoint")
-        staging.state, staging.num_bytes, staging.upload_started_at = state, self._num_bytes, time.time()
+        staging.state_number, staging.num_bytes, staging.upload_started_at = state_number, self._num_bytes, time.time()
         with self._changed:
             if self._staged.start_upload(staging):
                 job = staging.job
                 self._objects.put(
-                    state, job.session.row, job.host, self._order, lambda outcome: self._uploaded(staging, outcome)
+                    state_number,
+                    job.session.row_id,
+                    job.host,
+                    self._part_names,
+                    lambda outcome: self._uploaded(staging, outcome),
                 )
 
     def _uploaded(self, staging: StagedState, outcome: StoredObject | Exception) -> None:
@@ -79,8 +83,10 @@ class StateWrites:
         member: Membership | None,
         first_state: int,
     ) -> None:
-        """retain: recent tokens of a session whose turns are kept
-        first_state: the next state number, if no other engine shares the database
+        """fingerprint: digest of the model's weights, stored with each turn and state
+        retain: `PoolConfig.retain_tokens`: recent tokens of a session whose turns stay in the log
+        member: this engine among those that share the database; None: it is not shared
+        first_state: the next state number, if the database is not shared
         """
         self._connection = connection
         self._layout = layout
@@ -90,7 +96,7 @@ class StateWrites:
         self._next_state = first_state
 
     def new_number(self) -> int:
-        """Return a new state number."""
+        """Return a new state number: from this engine's range if engines share the database."""
         if self._member is not None:
             return self._member.new_state()
         self._next_state += 1
@@ -98,7 +104,7 @@ class StateWrites:
 
     def split(self, staging: StagedState) -> None:
         """Split a new state into chunks, before its first transaction."""
-        if staging.number == 0 and staging.stored is None:
+        if staging.chunks_written == 0 and staging.stored is None:
             reach("before_checkpoint")
             staging.chunks.extend(split_chunks(staging.job.host.parts(), list(self._layout)))
             staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
@@ -108,17 +114,17 @@ class StateWrites:
 
         Raises TurnNotStored if the written part may be garbage by now.
         """
-        if staging.stored is not None:  # an object needs no check of its number: `publish` checks the fence
+        if staging.stored is not None:  # its state number needs no check: `publish` checks the session's fence
             check_age(staging)
-        elif staging.number == 0:
-            staging.state = self.new_number()
-        elif self._member is not None and not self._member.owns(staging.state):
+        elif staging.chunks_written == 0:
+            staging.state_number = self.new_number()
+        elif self._member is not None and not self._member.owns(staging.state_number):
             raise TurnNotStored("other engines declared this engine lost during a write; the state is stored again")
         written = 0
         while staging.chunks and (written == 0 or may_continue()):
-            statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
+            statements.put_chunk(self._connection, staging.state_number, staging.chunks_written, staging.chunks[0])
             written += len(staging.chunks.popleft())
-            staging.number += 1
+            staging.chunks_written += 1
             reach("within_checkpoint")
         return written
 
@@ -129,13 +135,13 @@ class StateWrites:
         """
         connection, job, session = self._connection, staging.job, staging.job.session
         self._check_session(job)
-        if job.commits is not None and self._retain:
+        if job.commits is not None and self._retain:  # a turn that only this state commits, not the log
             statements.append_turn(connection, job.commits, self._fingerprint)
         statements.stored_turn(connection, session)
         statements.put_session(connection, session, self._fingerprint)
         row = statements.StateRow(
-            state=staging.state,
-            session=session.row,
+            state=staging.state_number,
+            session=session.row_id,
             turn=session.turn,
             num_tokens=session.num_tokens,
             fingerprint=self._fingerprint,
@@ -144,16 +150,16 @@ class StateWrites:
             stored=staging.stored,
         )
         replaced = statements.put_state(connection, row)
-        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
+        statements.trim_turns(connection, session.row_id, session.turn, session.num_tokens, self._retain)
         reach("before_commit")
         return replaced
 
     def _check_session(self, job: Checkpoint) -> None:
         directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
-        if (
-            job.shared and job.fence is None
-        ):  # no lease guards a dialogue; this UPDATE fails if it was deleted, and locks its row
-            row = job.session.row
-            found = self._connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (row,))
+        if job.shared and job.fence is None:
+            # Nothing else guards a dialogue. This UPDATE finds no row if a delete hid it, and else locks the row.
+            found = self._connection.execute(
+                "UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (job.session.row_id,)
+            )
             if found.rowcount != 1:
                 raise SessionNotFound("the dialogue was deleted while its state was being stored")

@@ -38,12 +38,12 @@ def stored_turn(connection: Connection, session: SessionRow) -> int:
     Raises sqlite3.IntegrityError if its row has another session.
     """
     columns = "SELECT turn, session_id, dialogue FROM sessions WHERE id = ?"
-    found = connection.execute(columns, (session.row,)).fetchone()
+    found = connection.execute(columns, (session.row_id,)).fetchone()
     if found is None:
         return 0
     turn, session_id, dialogue = found
     if (session_id, dialogue) != session.key:
-        raise sqlite3.IntegrityError(f"row {session.row} has another session")
+        raise sqlite3.IntegrityError(f"row {session.row_id} has another session")
     return int(turn)
 
 
@@ -56,7 +56,7 @@ def put_session(connection: Connection, session: SessionRow, fingerprint: str) -
         "keeps_log = CASE WHEN sessions.fingerprint <> excluded.fingerprint THEN 1 ELSE sessions.keeps_log END, "
         "fingerprint = excluded.fingerprint WHERE excluded.turn > sessions.turn",
         (
-            session.row,
+            session.row_id,
             session.key.session_id,
             session.key.dialogue,
             session.parent,
@@ -84,7 +84,7 @@ def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
     """
     directory.check_fence(connection, job.fence)
     data = pack_tokens(job.tokens)
-    row, turn = job.session.row, job.session.turn
+    row, turn = job.session.row_id, job.session.turn
     stored = stored_turn(connection, job.session)
     if job.fence is not None and stored == turn and _is_logged(connection, job, data):
         return len(data)  # an earlier commit in doubt succeeded
@@ -100,7 +100,7 @@ def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
 
 def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
     """Whether this turn is already stored. Only this engine can have stored it, since the epoch is unique."""
-    row, turn = job.session.row, job.session.turn
+    row, turn = job.session.row_id, job.session.turn
     found = connection.execute(
         "SELECT checksum FROM turns WHERE session = ? AND turn = ? AND created = ?", (row, turn, job.session.updated)
     ).fetchone()
@@ -361,9 +361,9 @@ def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membe
             reach("after_append")
         case Delete():
             reach("before_delete")
-            return delete_sessions(connection, job.rows)
+            return delete_sessions(connection, job.row_ids)
         case Quarantined():
-            connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
+            connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row_id))
         case Acquire():
             assert member is not None
             directory.acquire(connection, job, member.number, member.new_epoch())

@@ -33,7 +33,7 @@ SWEEP_INTERVAL_S = 3600.0
 
 
 class CompletionQueue:
-    """Callbacks from other threads to the engine thread."""
+    """Callbacks from other threads to the engine thread: a call queues one, `run` runs them."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -150,9 +150,11 @@ class Store:
 
     def load_sessions(self, index: SessionIndex) -> None:
         """Add every stored session to the index, oldest first. A shared database is queried per session instead."""
-        by_row = {stored.row.row: build_session(stored) for stored in self._stored}
+        by_row = {stored.session.row_id: build_session(stored) for stored in self._stored}
         for stored in self._stored:
-            by_row[stored.row.row].parent = by_row.get(stored.row.parent) if stored.row.parent is not None else None
+            by_row[stored.session.row_id].parent = (
+                by_row.get(stored.session.parent) if stored.session.parent is not None else None
+            )
         for session in sorted(by_row.values(), key=lambda s: s.updated):
             index.add(session)
         for session_id, largest in self._numbers:
@@ -202,7 +204,7 @@ class Store:
     def submit(self, job: SmallJob, done: Done) -> None:
         """Queue a small write."""
         if isinstance(job, Delete):
-            self._deleted.update(job.rows)
+            self._deleted.update(job.row_ids)
             done = self._until_deleted(job, done)
         self.writer.submit(job, self._count_pending(done))
 
@@ -210,9 +212,9 @@ class Store:
         """Queue a state. Check `has_room_for_state` first."""
         self.writer.submit_state(job, self._count_pending(done))
 
-    def load(self, row: int, on_loaded: OnLoaded) -> None:
+    def load(self, row_id: int, on_loaded: OnLoaded) -> None:
         """Queue a session to load."""
-        self._reader.load(row, on_loaded)
+        self._reader.load(row_id, on_loaded)
 
     def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
         """Find the first of these ids that a stored session has."""
@@ -260,7 +262,7 @@ class Store:
     def _until_deleted(self, job: Delete, done: Done) -> Done:
         def outcome(error: Exception | None) -> None:
             if error is None:
-                self._deleted.difference_update(job.rows)
+                self._deleted.difference_update(job.row_ids)
             done(error)
 
         return outcome
@@ -328,8 +330,8 @@ def _open_objects(config: PoolConfig, connection: Connection, deliver: Completio
 
 def build_session(stored: StoredSession) -> Session:
     """Return the session without its parent."""
-    row = stored.row
-    session = Session(row.key, row.row, row.created, row.updated)
+    row = stored.session
+    session = Session(row.key, row.row_id, row.created, row.updated)
     session.origin, session.adapter = row.origin, row.adapter
     session.turn, session.num_tokens = row.turn, row.num_tokens
     session.disk_turn, session.disk_tokens = stored.disk_turn, stored.disk_tokens

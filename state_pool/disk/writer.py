@@ -125,7 +125,7 @@ class Writer:
         """Queue a small job. The callers bound the number: a session has one running turn."""
         with self._changed:
             if isinstance(job, Delete):
-                self._forget_states(set(job.rows))
+                self._forget_states(set(job.row_ids))
             self._small_jobs.append((job, done))
             self._changed.notify()
 
@@ -142,10 +142,10 @@ class Writer:
             self._changed.notify()
         self._thread.join()
 
-    def _forget_states(self, rows: set[int]) -> None:
+    def _forget_states(self, row_ids: set[int]) -> None:
         """Remove queued states of deleted sessions, which must not reappear after the delete."""
         being_written = self._staged.current
-        for staged in self._staged.forget(rows):
+        for staged in self._staged.forget(row_ids):
             if (
                 staged.stored is None or staged is not being_written
             ):  # otherwise its row may already be committed; the delete removes it
@@ -156,8 +156,8 @@ class Writer:
         """Make the written part of a state garbage. An object being uploaded is deleted after its upload."""
         if staged.stored is not None and self._objects is not None:
             self._objects.delete(staged.stored.key)
-        elif staged.number:
-            self._garbage.append(staged.state)
+        elif staged.chunks_written:
+            self._garbage.append(staged.state_number)
 
     # -- writer thread ---------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class Writer:
     def _chunks_written(self, staging: StagedState) -> None:
         with self._changed:
             if self._staged.current is not staging:  # a delete came first, maybe before the first chunk
-                self._garbage.append(staging.state)
+                self._garbage.append(staging.state_number)
 
     def _state_written(self, staging: StagedState, replaced: list[GarbageState]) -> None:
         reach("after_checkpoint")

@@ -187,8 +187,8 @@ class Acquisition:
 
     def _cached_dialogue(self, stored: list[StoredSession]) -> Session:
         """Return the dialogue from memory, or add it from the database. Dialogues never change."""
-        session = self._index.get(stored[0].row.key)
-        if session is None or session.row != stored[0].row.row:
+        session = self._index.get(stored[0].session.key)
+        if session is None or session.row_id != stored[0].session.row_id:
             if session is not None:
                 self.drop(session)
             session = build_session(stored[0])
@@ -204,11 +204,11 @@ class Acquisition:
         if not stored:
             self._reset(session)
             return
-        row = stored[0].row
-        if (session.row, session.turn) != (row.row, row.turn):
+        row = stored[0].session
+        if (session.row_id, session.turn) != (row.row_id, row.turn):
             self._tiers.forget(session)
             self._index.num_existing += not session.exists
-            session.row, session.turn, session.num_tokens = row.row, row.turn, row.num_tokens
+            session.row_id, session.turn, session.num_tokens = row.row_id, row.turn, row.num_tokens
             session.created = row.created
             session.origin, session.adapter = row.origin, row.adapter
         session.disk_turn, session.disk_tokens = stored[0].disk_turn, stored[0].disk_tokens
@@ -225,7 +225,7 @@ class Acquisition:
             return
         self._tiers.forget(session)
         self._index.num_existing -= 1
-        session.row, session.turn, session.num_tokens = self._store.next_row(), 0, 0
+        session.row_id, session.turn, session.num_tokens = self._store.next_row(), 0, 0
         session.disk_turn, session.disk_tokens = -1, 0
         session.origin = session.adapter = None
         session.created = time.time()

@@ -39,17 +39,20 @@ class SharedCleanup:
         cutoff = self._expiry.cutoff()
         if self._is_deleting or not self._store.is_cleanup_leader:
             return
-        job = self._over_limit_job() or (None if cutoff is None else DeleteOldest(_MAX_DELETES_PER_JOB, cutoff))
+        expired = None if cutoff is None else DeleteOldest(_MAX_DELETES_PER_JOB, cutoff)
+        job = self._over_limit_job() or expired
         if job is not None:
             self._is_deleting = True
             self._store.submit(job, lambda error: self._done(job, error))
 
     def _done(self, job: DeleteOldest, error: Exception | None) -> None:
+        """Count the deleted sessions, which the store has written into the job."""
         self._is_deleting = False
         if error is None and job.count:
             self._counters.count_removed(job.count, job.last_use, is_expired=job.cutoff is not None)
 
     def _over_limit_job(self) -> DeleteOldest | None:
+        """Return a job, without a cutoff, that frees the bytes above `state_db_max_gb`."""
         store = self._store
         if not store.over_limit or store.has_pending_deletes or self._config.state_db_full != "evict":
             return None
@@ -78,9 +81,9 @@ class SessionDeletes:
         self._undeleted: list[tuple[int, ...]] = []
         """Deletes that failed on disk, to be retried."""
 
-    def delete(self, rows: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
-        """Delete sessions by their database rows. Failed deletes are retried, also at shutdown."""
-        if self._store is None or not rows:
+    def delete(self, row_ids: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
+        """Delete sessions by the ids of their database rows. Failed deletes are retried, also at shutdown."""
+        if self._store is None or not row_ids:
             if on_durable is not None:
                 self._deliver(lambda: on_durable(None))
             return
@@ -89,13 +92,13 @@ class SessionDeletes:
             if error is None:
                 reach("after_delete")
             else:
-                self._undeleted.append(rows)
+                self._undeleted.append(row_ids)
             if on_durable is not None:
                 on_durable(error)
 
-        self._store.submit(Delete(rows), done)
+        self._store.submit(Delete(row_ids), done)
 
     def retry(self) -> None:
         undeleted, self._undeleted = self._undeleted, []
-        for rows in undeleted:
-            self.delete(rows)
+        for row_ids in undeleted:
+            self.delete(row_ids)

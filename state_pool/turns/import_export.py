@@ -95,13 +95,13 @@ class ImportExport:
                 self._num_active -= 1
                 on_exported(stored if isinstance(stored, Exception) else _unavailable_error(key, stored))
                 return
-            last, known = stored[0].row, self._index.get(key)
+            last, known = stored[0].session, self._index.get(key)
             in_memory = known is not None and (known.slot is not None or known.host is not None)
-            if known is not None and in_memory and (known.row, known.turn) == (last.row, last.turn):
+            if known is not None and in_memory and (known.row_id, known.turn) == (last.row_id, last.turn):
                 self._copy_out(known, on_exported)
                 return
             session = build_session(stored[0])
-            store.load(last.row, lambda result: self._read(session, on_exported, result))
+            store.load(last.row_id, lambda result: self._read(session, on_exported, result))
 
         with self._limit_concurrency():
             store.find(key, found)
@@ -121,7 +121,7 @@ class ImportExport:
         elif session.slot is not None:
             self._tiers.save(session.slot, arrived, frees_slot=False)
         elif self._store is not None:
-            self._store.load(session.row, lambda result: self._read(session, on_exported, result))
+            self._store.load(session.row_id, lambda result: self._read(session, on_exported, result))
 
     def _read(self, session: Session, on_exported: OnExported, result: LoadResult) -> None:
         result = self._tuned.with_origin_state(session, result)
@@ -250,8 +250,8 @@ class ImportExport:
         elif error is None:
             self._add_imported(session, file)
         elif self._store is not None:
-            self._delete_rows((session.row,))
-            session.row = (
+            self._delete_rows((session.row_id,))
+            session.row_id = (
                 self._store.next_row()
             )  # turns that wait for it start anew; the delete does not touch the new row
         on_durable(error)

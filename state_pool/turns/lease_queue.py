@@ -166,8 +166,8 @@ class LeaseQueue:
         elif self._store is not None and self._may_load(session):
             session.loading = True
             self._tiers.num_loading += 1
-            expected = (session.row, session.turn)
-            self._store.load(session.row, lambda result: self._loaded(session, expected, result))
+            expected = (session.row_id, session.turn)
+            self._store.load(session.row_id, lambda result: self._loaded(session, expected, result))
 
     def _may_load(self, session: Session) -> bool:
         """Whether the reader and host memory have room."""
@@ -180,7 +180,7 @@ class LeaseQueue:
         session.loading = False
         if session.deleted or session.slot is not None or session.host is not None:
             return
-        if (session.row, session.turn) != expected:  # another engine's turn has changed it
+        if (session.row_id, session.turn) != expected:  # another engine's turn has changed it
             return
         result = self._tuned.with_origin_state(session, result)
         if isinstance(result, Loaded):
@@ -195,7 +195,7 @@ class LeaseQueue:
         """Remember the damage in memory and on disk, so that the session is not used later."""
         self._index.mark_unusable(session, reason)
         if self._store is not None:
-            self._store.submit(Quarantined(session.row, reason), lambda _: None)
+            self._store.submit(Quarantined(session.row_id, reason), lambda _: None)
 
 
 def origin_of(lease: Lease) -> Origin | None:

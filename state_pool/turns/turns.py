@@ -382,7 +382,7 @@ class Turns:
     def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
         for session in to_delete:
             self._discard(session)
-        self.session_deletes.delete(tuple(s.row for s in to_delete if s.exists or s.pending is not None), on_durable)
+        self.session_deletes.delete(tuple(s.row_id for s in to_delete if s.exists or s.pending is not None), on_durable)
 
     def _discard(self, session: Session) -> None:
         session.deleted = True

@@ -7,7 +7,7 @@ from collections import Counter
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.shares import (
-    BATCH_PART,
+    BATCH_SHARE_DIVISOR,
     INTERACTIVE_WINDOW_S,
     MAX_PREFILL_DELAY_STEPS,
     MAX_ROWS_IN_PIECES,
@@ -34,7 +34,7 @@ class Steps:
         rows = self.plan.schedule(now=self.now)
         read(rows)
         for row in rows:
-            row.sequence.last_sample_step = self.number if row.samples else row.sequence.last_sample_step
+            row.sequence.last_sample_step = self.number if row.samples_token else row.sequence.last_sample_step
         self.number += 1
         return rows
 
@@ -129,7 +129,7 @@ def test_an_interactive_prompt_gets_the_rest_of_a_short_step() -> None:
     steps.batch(20, prompt_tokens=1000)
     chat = steps.chat(prompt_tokens=10_000)
     both = 0
-    for _ in range(2 * BATCH_PART):
+    for _ in range(2 * BATCH_SHARE_DIVISOR):
         rows = steps.step()
         decoding = sum(row.num_tokens == 1 for row in of_batch(rows))
         assert sum(row.num_tokens for row in rows) - decoding == 256, "the whole budget is used"
@@ -160,7 +160,7 @@ def test_consecutive_requests_do_not_count_as_one_long_prompt() -> None:
     """Batch rows run in every fourth step of one wait for a first token, not of four waits."""
     steps = Steps()
     steps.batch(60)
-    for _ in range(2 * BATCH_PART):
+    for _ in range(2 * BATCH_SHARE_DIVISOR):
         chat = steps.chat(prompt_tokens=40)
         assert not of_batch(steps.step()), "a step without batch rows reads the whole prompt"
         assert of_batch(steps.step())

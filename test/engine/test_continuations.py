@@ -37,7 +37,7 @@ def jobs_with_shared_prompts(plan: Scheduler, count: int, client: str, rows: int
     made = []
     for _ in range(count):
         running, sequences = job(rows, prompt_tokens=5, client=client)
-        sequences[0].samples = False
+        sequences[0].may_sample = False
         plan.add(running, sequences[:1])
         made.append(running)
     return made
@@ -50,7 +50,7 @@ def test_no_further_shared_prompt_starts_while_continuations_wait() -> None:
     plan.schedule()
     assert children[-1].phase is Phase.WAITING
     jobs_with_shared_prompts(plan, 5, "a", 20)
-    assert all(row.sequence.samples for row in plan.schedule())
+    assert all(row.sequence.may_sample for row in plan.schedule())
 
 
 def test_shared_batch_prompts_do_not_delay_interactive_ones() -> None:
@@ -94,7 +94,7 @@ def test_shared_prompts_with_waiting_continuations_are_limited_over_all_clients(
         plan.add_forked(children)
     for number in range(30):
         jobs_with_shared_prompts(plan, 1, f"late{number}", 2)
-    assert all(row.sequence.samples for row in plan.schedule())
+    assert all(row.sequence.may_sample for row in plan.schedule())
 
 
 @pytest.mark.parametrize("req_slots", [1, 2, 3, 4, 6, 8, 16, 64, 320])
@@ -108,7 +108,7 @@ def test_waiting_turns_and_shared_prompts_leave_a_slot_free(req_slots: int) -> N
         jobs_with_shared_prompts(plan, 1, f"bulk{number}", 9)
     for _ in range(4 * req_slots):
         rows = [row.sequence for row in plan.schedule()]
-        reading = [sequence for sequence in rows if not sequence.samples]
+        reading = [sequence for sequence in rows if not sequence.may_sample]
         if not reading:
             break
         for sequence in reading:

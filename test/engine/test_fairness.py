@@ -269,7 +269,7 @@ class Checked:
         assert rows or not self.rows, "every row that may run is in the step"
         read(rows)
         for row in rows:
-            self.rows[row.sequence] -= row.samples
+            self.rows[row.sequence] -= row.samples_token
             if self.rows[row.sequence] == 0:
                 self.end(row.sequence)
 

@@ -86,7 +86,7 @@ def test_counts_that_do_not_match_the_model_are_refused(given: tuple[float, ...]
 def test_given_counts_are_used(tmp_path: Path) -> None:
     weights = open_weights(tiny_model(tmp_path))
     whole = (False, False)
-    assert split_layers(weights, [CPU] * 2, [4, 4], 0.8, (2, 1)) == [(0, 2, whole), (2, 3, whole)]
+    assert split_layers(weights, [CPU] * 2, [4, 4], (2, 1)) == [(0, 2, whole), (2, 3, whole)]
     pipeline = Pipeline(weights, ("cpu", "cpu"), layers=(1, 2))
     assert [len(stage.layers) for stage in pipeline.stages] == [1, 2]
     pipeline = Pipeline(weights, ("cpu", "cpu"), layers=(1.5, 1.5))

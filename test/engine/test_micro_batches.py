@@ -141,7 +141,7 @@ class Pipe:
             sequence = row.sequence
             self.steps[sequence] += 1
             sequence.num_computed_tokens += row.num_tokens
-            if row.samples:
+            if row.samples_token:
                 self.sampled_at[sequence] = at
                 sequence.token_ids.append(PENDING)
                 sequence.last_sample_step = self.number
@@ -151,7 +151,7 @@ class Pipe:
         self.host = max(self.host, sampled)
         for row in rows:
             sequence = row.sequence
-            if row.samples:
+            if row.samples_token:
                 known = sequence.token_ids.index(PENDING)
                 sequence.token_ids[known] = 7
                 sequence.output.tokens.append(7)

@@ -21,7 +21,7 @@ from test.state_files import random_state, write_state
 
 PROMPTS = [f"{word}, once upon a time there was a" for word in ("Now", "So", "And then", "But", "Then")]
 SAMPLED = SamplingParams(temperature=1.0, top_k=40, seed=5)
-EXACT = cpu_library.build_unavailable_reason() is None
+EXACT = cpu_library.library_unavailable_reason() is None
 """Without packed matrices, the last bits of a product depend on the batch."""
 
 

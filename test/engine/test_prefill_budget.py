@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rwkv_batch.core.shares import BATCH_PART, MIN_TOKENS_PER_JOB, split_budget
+from rwkv_batch.core.shares import BATCH_SHARE_DIVISOR, MIN_TOKENS_PER_JOB, split_budget
 from test.engine.test_scheduler import job, read, scheduler
 
 
@@ -17,7 +17,7 @@ def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quar
     for number in range(6):
         plan.add(*job(1, prompt_tokens=500, client=f"chat{number}"))
     of_batch = []
-    for _ in range(2 * BATCH_PART):
+    for _ in range(2 * BATCH_SHARE_DIVISOR):
         rows = plan.schedule()
         assert sum(row.num_tokens for row in rows) == 64
         of_batch.append(sum(row.num_tokens for row in rows if row.sequence.job.is_batch))
@@ -61,7 +61,7 @@ def test_batch_rows_skip_no_step_for_a_row_that_jumps_forward() -> None:
     chat_rows[0].uncounted_ids = [*range(40)]
     for _ in range(3):
         rows = plan.schedule()
-        assert chat_rows[0] in [row.sequence for row in rows if row.num_tokens > 1 or row.samples]
+        assert chat_rows[0] in [row.sequence for row in rows if row.num_tokens > 1 or row.samples_token]
         assert sum(row.sequence.job.is_batch for row in rows) == 20
         read(rows)
 

@@ -77,7 +77,7 @@ class Device:
         self.now += ms
         read(rows)
         for row in rows:
-            if row.samples:
+            if row.samples_token:
                 self.first_at.setdefault(row.sequence, self.now)
 
     def _process_outputs(self, step: Step) -> None:
@@ -229,11 +229,11 @@ def test_overtaking_outputs_are_processed_after_the_next_piece_is_launched() -> 
     comes = [False, True, True]
     prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
         lambda: comes.pop(0),
-        lambda _: [ScheduledRow(chat, 5, samples=True)],
+        lambda _: [ScheduledRow(chat, 5, samples_token=True)],
         lambda rows: calls.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
         lambda step: calls.append(f"process {step.number}"),
     )
-    between = prefill_interleaver.begin([ScheduledRow(sequence, 1, samples=True) for sequence in batch])
+    between = prefill_interleaver.begin([ScheduledRow(sequence, 1, samples_token=True) for sequence in batch])
     assert between is not None
     between()
     calls.append("piece")
@@ -250,11 +250,11 @@ def test_prefill_before_the_first_piece_is_processed_after_it() -> None:
     calls: list[str] = []
     _, (chat,) = job(1, 5)
     _, batch = job(9)
-    rows = [ScheduledRow(sequence, 1, samples=True) for sequence in batch]
+    rows = [ScheduledRow(sequence, 1, samples_token=True) for sequence in batch]
     comes = [True, False, True, True, True]
     prefill_interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
         lambda: comes.pop(0),
-        lambda _: [ScheduledRow(chat, 5, samples=True)],
+        lambda _: [ScheduledRow(chat, 5, samples_token=True)],
         lambda rows: calls.append("prompt") or Step(7, [InFlightStep(rows, rows)]),  # type: ignore[func-returns-value]
         lambda step: calls.append(f"process {step.number}"),
     )
@@ -274,7 +274,7 @@ def test_prefill_before_the_first_piece_is_processed_after_it() -> None:
     assert calls[4:] == ["process 7", "prompt", "process 7"], "nothing is left until the next step"
     prefill_interleaver.interleave_now()
     assert calls[7:] == [], "the maximum per step"
-    assert prefill_interleaver.begin([ScheduledRow(chat, 5, samples=True)]) is None
+    assert prefill_interleaver.begin([ScheduledRow(chat, 5, samples_token=True)]) is None
     prefill_interleaver.interleave_now()
     assert calls[7:] == [], "a step without batch work has no pieces"
 
@@ -302,10 +302,10 @@ def test_pieces_are_launched_one_ahead_of_the_device() -> None:
 def test_a_step_holds_a_first_token_until_it_is_known() -> None:
     _, (chat,) = job(1, 5)
     _, (bulk, *_) = job(9)
-    row = ScheduledRow(chat, 5, samples=True)
+    row = ScheduledRow(chat, 5, samples_token=True)
     assert Step(0, [InFlightStep([row], [row])]).samples_first_token
-    assert not Step(0, [InFlightStep([ScheduledRow(chat, 3, samples=False)], [])]).samples_first_token
-    other = ScheduledRow(bulk, 1, samples=True)
+    assert not Step(0, [InFlightStep([ScheduledRow(chat, 3, samples_token=False)], [])]).samples_first_token
+    other = ScheduledRow(bulk, 1, samples_token=True)
     assert not Step(0, [InFlightStep([other], [other])]).samples_first_token
     chat.output.append_token(5, None)
     assert not Step(0, [InFlightStep([row], [row])]).samples_first_token

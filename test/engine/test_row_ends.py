@@ -140,7 +140,7 @@ def test_a_row_without_prefix_cache_adds_nothing_to_it(loop: Stepped) -> None:
 def test_rows_cancelled_before_they_read_a_shared_slot_release_it(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, make_request("hello there", n=3, use_prefix_cache=False, **ENDLESS))
-    loop.until(lambda: any(row.samples for row in job_rows(loop, job)), "the prompt is read for all")
+    loop.until(lambda: any(row.may_sample for row in job_rows(loop, job)), "the prompt is read for all")
     assert any(row.shared is not None for row in job_rows(loop, job))
     loop.cancel(job)
     loop.end(job)
@@ -157,7 +157,9 @@ def job_rows(loop: Stepped, job: RunningJob) -> list[Sequence]:
 def test_continuations_of_a_cancelled_job_leave_the_queue(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, make_request("hello there", n=12, use_prefix_cache=False, **ENDLESS))
-    loop.until(lambda: sum(row.phase is Phase.RUNNING and row.samples for row in job_rows(loop, job)) >= 3, "some run")
+    loop.until(
+        lambda: sum(row.phase is Phase.RUNNING and row.may_sample for row in job_rows(loop, job)) >= 3, "some run"
+    )
     assert loop.engine.scheduler.admission.waiting_rows >= 8
     loop.cancel(job)
     assert loop.engine.scheduler.admission.waiting_rows == 0
@@ -174,7 +176,7 @@ def test_each_row_of_a_shared_prompt_ends_once(loop: Stepped) -> None:
         make_request("other", n=2, max_tokens=9, ignore_eos=True),
     )
     loop.until(lambda: len(job_rows(loop, job)) == 4, "both prompts are read")
-    assert all(row.samples for row in job_rows(loop, job))
+    assert all(row.may_sample for row in job_rows(loop, job))
     loop.end(job)
     assert sorted(job.finishes) == [0, 1, 2, 3]  # the sink asserts that no row ends twice
     loop.check_idle()
@@ -184,7 +186,7 @@ def test_a_cancelled_shared_prompt_ends_all_its_rows(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, make_request("hello there " * 40, n=3, use_prefix_cache=False, **ENDLESS))
     loop.step(2)
-    assert [row.samples for row in job_rows(loop, job)] == [False]
+    assert [row.may_sample for row in job_rows(loop, job)] == [False]
     loop.cancel(job)
     assert sorted(loop.end(job).finishes) == [0, 1, 2]
     loop.check_idle(free)

@@ -65,7 +65,7 @@ def per_job(rows: list[ScheduledRow]) -> Counter[RunningJob]:
 def read(rows: list[ScheduledRow]) -> None:
     for row in rows:
         row.sequence.num_computed_tokens += row.num_tokens
-        if row.samples:
+        if row.samples_token:
             row.sequence.token_ids.append(7)
 
 
@@ -112,7 +112,7 @@ def test_prompts_are_read_in_chunks_within_the_budget() -> None:
     sizes = []
     for _ in range(4):
         rows = plan.schedule()
-        sizes.append([(row.num_tokens, row.samples) for row in rows])
+        sizes.append([(row.num_tokens, row.samples_token) for row in rows])
         read(rows)
     assert sizes == [[(16, False)], [(16, False)], [(16, False)], [(2, True)]]
 
@@ -127,7 +127,7 @@ def test_prompt_budget_is_shared_between_jobs() -> None:
     assert sum(row.num_tokens for row in rows) == 64
     assert per_job(rows)[quick] == 1
     read(rows)
-    assert any(row.sequence.job is quick and row.samples for row in plan.schedule())
+    assert any(row.sequence.job is quick and row.samples_token for row in plan.schedule())
 
 
 def test_decoding_rows_are_in_every_step_with_any_prefill() -> None:
@@ -206,12 +206,12 @@ def test_shared_prompts_never_hold_all_running_slots() -> None:
     plan, _ = scheduler(req_slots=16)
     for _ in range(10):
         running, rows = job(1, prompt_tokens=5)
-        rows[0].samples = False
+        rows[0].may_sample = False
         plan.add(running, rows)
     plain, plain_rows = job(1)
     plan.add(plain, plain_rows)
     rows = plan.schedule()
-    assert sum(not row.sequence.samples for row in rows) == 2 and plain_rows[0] in {row.sequence for row in rows}
+    assert sum(not row.sequence.may_sample for row in rows) == 2 and plain_rows[0] in {row.sequence for row in rows}
 
 
 def test_long_prompts_take_turns() -> None:
@@ -293,7 +293,7 @@ def test_only_a_sampled_token_is_read_from_the_device() -> None:
     sizes = []
     for _ in range(2):
         (step,) = plan.schedule()
-        sizes.append((step.num_tokens, step.samples, step.uses_device_token))
+        sizes.append((step.num_tokens, step.samples_token, step.uses_device_token))
         read([step])
     assert sizes == [(4, False, False), (1, True, False)]
     row.token_ids[-1] = PENDING  # it samples before its sampler has counted the run

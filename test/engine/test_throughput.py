@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def rows(*num_tokens: int) -> list[ScheduledRow]:
     sequence: Any = SimpleNamespace()
-    return [ScheduledRow(sequence, count, samples=False) for count in num_tokens]
+    return [ScheduledRow(sequence, count, samples_token=False) for count in num_tokens]
 
 
 def test_rows_that_only_read_have_generated_nothing(clock: Clock) -> None:
@@ -76,7 +76,7 @@ def test_waits_before_first_tokens_of_interactive_rows_are_logged(
         job = SimpleNamespace(is_batch=is_batch, submitted_at=came)
         sequence: Any = SimpleNamespace(job=job, prompt_tokens=30, queue_s=0.1, output=SimpleNamespace(tokens=[]))
         sequence.num_computed_tokens, sequence.token_ids = 30, [0] * 31
-        return ScheduledRow(sequence, 30, samples=True)
+        return ScheduledRow(sequence, 30, samples_token=True)
 
     Throughput().count([row(98.0, False), row(90.0, True)], 2, started=99.0, launched=99.2)
     (steps, first) = (

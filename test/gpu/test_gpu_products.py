@@ -14,8 +14,8 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     TILE_ROWS,
     GemmShape,
     has_hopper_gemm,
-    hopper_returns_fp32,
     launch_hopper_gemm,
+    may_return_fp32,
 )
 from rwkv_batch.kernels.cuda.library import library
 from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, CudaLinear, Gemm, multiply, multiply_transposed, skinny
@@ -120,9 +120,7 @@ def test_fp32_output(rows: int) -> None:
     """The last tile is narrower; nothing is rounded to fp16 or written after the end."""
     skip_where_missing(rows)
     outputs = 128 * torch.cuda.get_device_properties(GPU).multi_processor_count + 16
-    assert hopper_returns_fp32(rows, GemmShape(outputs, 512), GPU) and not hopper_returns_fp32(
-        rows, GemmShape(4096, 512), GPU
-    )
+    assert may_return_fp32(rows, GemmShape(outputs, 512), GPU) and not may_return_fp32(rows, GemmShape(4096, 512), GPU)
     x, linear = normal(rows, 512), CudaLinear(weight(outputs, 512) * 1e4)
     out = torch.full((rows + 4, outputs), torch.nan, device=GPU)
     linear.to_fp32(x, out[:rows])

@@ -104,7 +104,7 @@ def test_prefill_in_pieces_equals_whole_prefill(stage: Stage) -> None:
     for _ in range(2):
         calls.clear()
         state.wkv[2:4] = 0
-        x, _ = graphs.pieces.hidden(inputs, between)
+        x, _ = graphs.pieces.run_layers(inputs, between)
         torch.cuda.synchronize()
         assert len(calls) == LAYERS - 1, "700 tokens: pieces of one layer"
         assert (x - wanted).norm() / wanted.norm() < 2e-3

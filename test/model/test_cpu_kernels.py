@@ -24,7 +24,7 @@ from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.stage import Stage
 
 needs_compiler = pytest.mark.skipif(
-    cpu_library.build_unavailable_reason() is not None, reason=str(cpu_library.build_unavailable_reason())
+    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
 )
 pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def test_without_a_compiler_naive_is_used_with_a_reason(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("native.build.load", fail)
     cpu_library.library.cache_clear()
-    cpu_library.build_unavailable_reason.cache_clear()
+    cpu_library.library_unavailable_reason.cache_clear()
     try:
         ops, refusals = choose_ops("auto", CPU)
         assert ops.name == "naive"
@@ -171,7 +171,7 @@ def test_without_a_compiler_naive_is_used_with_a_reason(monkeypatch: pytest.Monk
             choose_ops("cpu", CPU)
     finally:
         cpu_library.library.cache_clear()
-        cpu_library.build_unavailable_reason.cache_clear()
+        cpu_library.library_unavailable_reason.cache_clear()
 
 
 def test_another_device_is_refused() -> None:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu import library as cpu_library
-from rwkv_batch.kernels.cpu.library import Kind
+from rwkv_batch.kernels.cpu.library import Packing
 from rwkv_batch.kernels.cpu.linear import CpuLinear, run_linears
 from rwkv_batch.model.layer import Linear
 
 needs_compiler = pytest.mark.skipif(
-    cpu_library.build_unavailable_reason() is not None, reason=str(cpu_library.build_unavailable_reason())
+    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
 )
 SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 2101)]
 
@@ -65,7 +65,7 @@ def test_packed_bf16_rounds_the_inputs_only(rows: int) -> None:
 @needs_compiler
 def test_bf16_numbers_in_fp32_take_half_the_bytes() -> None:
     short, long = CpuLinear(make(64, 64, torch.bfloat16).float()), CpuLinear(make(64, 64, torch.float32))
-    assert (short.kind, long.kind) == (Kind.BF16, Kind.FP32)
+    assert (short.packing, long.packing) == (Packing.BF16, Packing.FP32)
     assert short.packed.numel() * 2 == long.packed.numel()
 
 
@@ -133,6 +133,6 @@ def test_wrong_arguments_are_refused() -> None:
 @needs_compiler
 def test_argument_blocks_have_the_size_the_library_reads() -> None:
     """Each field is eight bytes, so a missing or extra field is found."""
-    assert ctypes.sizeof(cpu_library.JobArgs) == 8 * 8
+    assert ctypes.sizeof(cpu_library.GemmArgs) == 8 * 8
     assert ctypes.sizeof(cpu_library.LayerArgs) == 8 * (6 + 8 + 14 * 5)
     assert ctypes.sizeof(cpu_library.StepArgs) == 8 * 16

@@ -21,7 +21,7 @@ from rwkv_batch.model.weights import Weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
 
 SLOTS = 12
-PROBLEM = cpu_library.build_unavailable_reason()
+PROBLEM = cpu_library.library_unavailable_reason()
 KERNELS = ["naive", pytest.param("cpu", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))]
 needs_compiler = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 SHAPES: dict[str, dict[str, Any]] = {

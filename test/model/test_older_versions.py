@@ -142,7 +142,7 @@ def test_the_number_of_threads_changes_no_bit(case: Case) -> None:
             found.append(model.forward(step_inputs(rows, [0, 0, 0], [2, 3, 4], [0, 1, 2])))
     finally:
         torch.set_num_threads(threads)
-    assert cpu_library.build_unavailable_reason() is not None or torch.equal(*found)
+    assert cpu_library.library_unavailable_reason() is not None or torch.equal(*found)
 
 
 def test_unsupported_options_of_a_version() -> None:

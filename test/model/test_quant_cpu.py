@@ -12,7 +12,7 @@ from rwkv_batch.kernels.cpu.linear import CpuLinear, CpuQuantLinear, make_quanti
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 pytestmark = pytest.mark.skipif(
-    cpu_library.build_unavailable_reason() is not None, reason=str(cpu_library.build_unavailable_reason())
+    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
 )
 SHAPES = [(64, 128), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 1000)]
 

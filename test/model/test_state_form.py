@@ -22,7 +22,7 @@ from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
 
-PROBLEM = cpu_library.build_unavailable_reason()
+PROBLEM = cpu_library.library_unavailable_reason()
 KERNELS = ["naive", pytest.param("cpu", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))]
 SLOTS, LAYERS, WIDTH = 12, 3, 128
 CODES = 64 * 64

@@ -187,7 +187,7 @@ class Runner:
         sampled = [
             self._sample(row, mixed(found, shares(row.sequence)))
             for row, found in zip(rows, states, strict=True)
-            if row.samples
+            if row.samples_token
         ]
         return Step(rows, sampled, scores=scores)
 

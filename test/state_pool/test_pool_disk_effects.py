@@ -29,7 +29,7 @@ from test.state_pool.test_pool_effects import chunks
 def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store the state of "s" in many chunks and call `then` on the writer thread at one of them."""
     writer, put = get_store(driver).writer, statements.put_chunk
-    row = get_session(driver, "s").row
+    row = get_session(driver, "s").row_id
 
     def put_and_do(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
         put(connection, state, number, data)
@@ -69,8 +69,8 @@ def test_chunks_of_state_deleted_during_write_are_collected(
         """The writer has committed a chunk and looks for the next job."""
         writer = get_store(driver).writer
         if at is None and not deleted and writer._staged.current is not None:
-            deleted.append(writer._staged.current.number)
-            writer.submit(Delete((writer._staged.current.job.session.row,)), result)
+            deleted.append(writer._staged.current.chunks_written)
+            writer.submit(Delete((writer._staged.current.job.session.row_id,)), result)
         return checkpoint_if_needed(idle)
 
     monkeypatch.setattr(log, "checkpoint_if_needed", delete_between)
@@ -86,7 +86,7 @@ def test_delete_before_the_last_chunk_fails_the_checkpoint(tmp_path: Path, monke
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
-    writer, row = get_store(driver).writer, get_session(driver, "s").row
+    writer, row = get_store(driver).writer, get_session(driver, "s").row_id
     written, result = writer._state_written, Outcome()
 
     def deleted_before(staging: object, old: object) -> None:

@@ -23,7 +23,7 @@ from programs.batch.reorder_buffer import ReorderBuffer
 from programs.batch.run import Run
 from programs.batch.sidecar import Sidecar
 from programs.record import Record, RunError
-from programs.serve.batches.lines import MAX_LINES, BatchFormat, BatchTask, validate_lines
+from programs.serve.batches.batch_format import MAX_LINES, BatchFormat, BatchTask, validate_lines
 from routes.context import Context
 from routes.file_store import (
     Batch,

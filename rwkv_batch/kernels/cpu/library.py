@@ -8,28 +8,30 @@ import functools
 from pathlib import Path
 
 from native import build
+from rwkv_batch.model.low_rank import Target
 
 SOURCES = Path(__file__).with_name("csrc")
 LIBRARY = build.Library(
     name="rwkv_cpu",
     sources=(SOURCES / "linear.cpp", SOURCES / "mix.cpp", SOURCES / "layers.cpp"),
-    # GCC 12 takes the "undefined" operands inside its own AVX-512 intrinsics for mistakes.
+    # GCC 12 warns of uninitialised values in its own AVX-512 intrinsics.
     flags=("-Wno-maybe-uninitialized",),
 )
 
 
-class Kind(enum.IntEnum):
-    """How a matrix is packed."""
+class Packing(enum.IntEnum):
+    """Format of a packed matrix, as in csrc/linear.cpp."""
 
     FP32 = 0
     BF16 = 1
     INT8 = 2
 
 
-class Failure(enum.IntEnum):
-    """Why a step failed."""
+class StepFailure(enum.IntEnum):
+    """What `rwkv_layers` returns if a step failed."""
 
     ROWS_DO_NOT_FIT = 1
+    """a row has no tokens, ends beyond the step's tokens, or names a slot that does not exist"""
     NO_MEMORY = 2
 
 
@@ -41,47 +43,59 @@ def _integers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
-class MapArgs(ctypes.Structure):
-    """csrc/linear.h's Map: a packed matrix."""
+class MatrixArgs(ctypes.Structure):
+    """csrc/linear.h's PackedMatrix [out, in].
 
-    _fields_ = [*_pointers("weight"), *_integers("inner", "out", "kind", "parts")]
+    parts: bf16 numbers that each x is split into, 1 or 3
+    """
+
+    _fields_ = [*_pointers("data"), *_integers("in_features", "out_features", "packing", "parts")]
 
 
-class JobArgs(ctypes.Structure):
-    """csrc/linear.h's Job: one matrix over the rows of a call."""
+class GemmArgs(ctypes.Structure):
+    """csrc/linear.h's Gemm: one matrix over the rows of a call."""
 
-    _fields_ = [("map", MapArgs), *_pointers("x", "y"), *_integers("activation")]
+    _fields_ = [("w", MatrixArgs), *_pointers("x", "y"), *_integers("activation")]
 
 
 class LayerArgs(ctypes.Structure):
-    """csrc/layers.cpp's Layer: addresses of a layer's tensors; null: absent."""
+    """csrc/layers.cpp's Layer: addresses of the tensors of model/layer.py's Layer; null: absent."""
 
     _fields_ = [
         *_pointers("ln1_weight", "ln1_bias", "ln2_weight", "ln2_bias", "ln_x_weight", "ln_x_bias"),
         *_pointers("att_mix", "ffn_mix", "w0", "a0", "v0", "k_k", "k_a", "r_k"),
-        *((name, MapArgs) for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value")),
-        *((name, MapArgs) for name in ("w1", "a1", "g1", "v1", "w2", "a2", "g2", "v2")),
+        *((name, MatrixArgs) for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value")),
+        *((name, MatrixArgs) for name in ("w1", "a1", "g1", "v1", "w2", "a2", "g2", "v2")),
     ]
 
 
 class PairArgs(ctypes.Structure):
-    """csrc/layers.cpp's Pair: an adapter's pair at one linear layer."""
+    """csrc/layers.cpp's Pair: an adapter's low-rank pair at one linear layer, y += b (a x)."""
 
     _fields_ = [*_pointers("a", "b"), *_integers("rank")]
 
 
 class AdapterLayerArgs(ctypes.Structure):
-    """csrc/layers.cpp's AdapterLayer: an adapter's part of one layer."""
+    """csrc/layers.cpp's AdapterLayer: an adapter's part of one layer.
+
+    An adapter may have several experts at the channel mix; the router chooses `active` of them for each token.
+    """
 
     _fields_ = [
-        ("pairs", PairArgs * 6),
+        ("pairs", PairArgs * len(Target)),
         *_pointers("router", "experts"),
         *_integers("num_experts", "active"),
     ]
 
 
 class StepArgs(ctypes.Structure):
-    """csrc/layers.cpp's Step: inputs and outputs of a step."""
+    """csrc/layers.cpp's Step: inputs and outputs of a step. Shapes are there.
+
+    v_first: the values v of layer 0, which later layers mix into theirs
+    wkv, shift: the states, by slot
+    ends, read, write: for each row, the end of its tokens, the slot that it reads and the slot that it writes
+    rows, tokens: of the step; slots: of the states; width: C
+    """
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerArgs)),
@@ -114,8 +128,8 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def build_unavailable_reason() -> str | None:
-    """Returns why this machine has no library; None if it has one."""
+def library_unavailable_reason() -> str | None:
+    """Returns why the library cannot be built or loaded; None if it can."""
     try:
         library()
     except (build.BuildError, OSError) as error:

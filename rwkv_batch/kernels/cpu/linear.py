@@ -12,7 +12,7 @@ from torch import Tensor
 
 from native.tensors import pointer
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cpu.library import JobArgs, Kind, MapArgs, library
+from rwkv_batch.kernels.cpu.library import GemmArgs, MatrixArgs, Packing, library
 from rwkv_batch.kernels.cpu.memory import allocate_plain
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
@@ -40,10 +40,10 @@ class CpuLinear(Linear):
         self.parts = 1 if weight.dtype == torch.bfloat16 else 3
         if weight.dtype != torch.bfloat16:
             weight = _as_bf16_if_exact(weight.float())
-        self.kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.FP32
+        self.packing = Packing.BF16 if weight.dtype == torch.bfloat16 else Packing.FP32
         self.out_features, self.in_features = weight.shape
-        self.packed = _pack(weight, self.kind, allocate)
-        self.args = MapArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.kind, self.parts)
+        self.packed = _pack(weight, self.packing, allocate)
+        self.args = MatrixArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.packing, self.parts)
 
     @property
     def num_bytes(self) -> int:
@@ -66,15 +66,15 @@ class CpuQuantLinear(CpuLinear):
 
     def __init__(self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain) -> None:
         """Packs codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
-        self.parts, self.kind = 1, Kind.INT8
+        self.parts, self.packing = 1, Packing.INT8
         self.out_features, self.in_features = codes.shape
-        self.packed = allocate(library().rwkv_packed_bytes(self.in_features, self.out_features, self.kind))
+        self.packed = allocate(library().rwkv_packed_bytes(self.in_features, self.out_features, self.packing))
         codes, scales = codes.contiguous(), scales.contiguous()
         sizes = self.in_features, self.out_features
         library().rwkv_pack_int8(
             codes.data_ptr(), scales.data_ptr(), *sizes, self.packed.data_ptr(), torch.get_num_threads()
         )
-        self.args = MapArgs(self.packed.data_ptr(), *sizes, self.kind, self.parts)
+        self.args = MatrixArgs(self.packed.data_ptr(), *sizes, self.packing, self.parts)
 
 
 def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
@@ -103,13 +103,13 @@ def run_linears(
     rows = maps[0][1].shape[0]
     inputs = [x.to(torch.float32).contiguous() for _, x, _ in maps]
     results = list(outs) if outs is not None else [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
-    jobs = (JobArgs * len(maps))()
+    gemms = (GemmArgs * len(maps))()
     for i, (linear, _, activation) in enumerate(maps):
         if inputs[i].shape != (rows, linear.in_features):
             raise ValueError(f"x is {tuple(inputs[i].shape)}, the map takes [{rows}, {linear.in_features}]")
         place = pointer(results[i], "a map's result", torch.float32, (rows, linear.out_features), CPU)
-        jobs[i] = JobArgs(linear.args, inputs[i].data_ptr(), place, activation)
-    if library().rwkv_linear(jobs, len(maps), rows, torch.get_num_threads()):
+        gemms[i] = GemmArgs(linear.args, inputs[i].data_ptr(), place, activation)
+    if library().rwkv_linear(gemms, len(maps), rows, torch.get_num_threads()):
         raise MemoryError(f"no memory to pack {rows} rows for {len(maps)} matrices")
     return results
 
@@ -120,10 +120,10 @@ def _as_bf16_if_exact(weight: Tensor) -> Tensor:
     return short if torch.equal(short.float(), weight) else weight
 
 
-def _pack(weight: Tensor, kind: Kind, allocate: Allocate) -> Tensor:
+def _pack(weight: Tensor, packing: Packing, allocate: Allocate) -> Tensor:
     """Returns the matrix packed for csrc/linear.cpp, 64-byte aligned, as bytes."""
     out, inner = weight.shape
-    packed = allocate(library().rwkv_packed_bytes(inner, out, kind))
-    pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32
+    packed = allocate(library().rwkv_packed_bytes(inner, out, packing))
+    pack = library().rwkv_pack_bf16 if packing is Packing.BF16 else library().rwkv_pack_fp32
     pack(weight.data_ptr(), *weight.stride(), inner, out, packed.data_ptr(), torch.get_num_threads())
     return packed

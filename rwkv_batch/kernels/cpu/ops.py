@@ -15,7 +15,7 @@ from torch import Tensor
 
 from native.tensors import pointer
 from rwkv_batch.kernels.cpu.adapters import CpuAdapterTable
-from rwkv_batch.kernels.cpu.library import Failure, LayerArgs, StepArgs, build_unavailable_reason, library
+from rwkv_batch.kernels.cpu.library import LayerArgs, StepArgs, StepFailure, library, library_unavailable_reason
 from rwkv_batch.kernels.cpu.linear import CPU, CpuLinear, make_quantised
 from rwkv_batch.kernels.cpu.memory import PackedMemory
 from rwkv_batch.kernels.naive import NaiveOps
@@ -46,7 +46,7 @@ class PackedOps(NaiveOps):
         """Requires a CPU and, for the first build, a C++ compiler."""
         if device.type != "cpu":
             return f"the cpu kernels run on a CPU, not on {device}"
-        return build_unavailable_reason()
+        return library_unavailable_reason()
 
     def make_linear(self, weight: Tensor) -> Linear:
         """Packs a matrix [out, in] in bf16, fp16 or fp32."""
@@ -134,7 +134,7 @@ def _rows(inputs: StepInputs) -> tuple[int, int, int]:
 
 
 def _check_status(failure: int, inputs: StepInputs, state: StateArena) -> None:
-    if failure == Failure.NO_MEMORY:
+    if failure == StepFailure.NO_MEMORY:
         raise MemoryError(f"no memory for a step over {len(inputs.tokens)} tokens")
     if failure:
         raise IndexError(

@@ -38,7 +38,7 @@ def fits_fused_projections(
     """
     if not MIN_ROWS <= rows <= MAX_HOPPER_ROWS or not has_hopper_gemm(full[0].device) or is_mps_active():
         return False
-    num_sms = len(prepare_hopper_gemm(full[0].device).partials)
+    num_sms = prepare_hopper_gemm(full[0].device).num_sms
     shapes = [[GemmShape(*weight.shape) for weight in weights] for weights in (full, split, dependent)]
     tiles = [sum(-(-shape.n // TILE_N) for shape in part) for part in shapes]
     return (

@@ -42,7 +42,7 @@ TILE_ROWS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256)
 """
 MAX_HOPPER_ROWS = TILE_ROWS[-1]
 LARGEST_TILE = 320
-"""Rows of the largest tile of any of these kernels; sizes the split-K workspace."""
+"""Rows of the largest tile of any of these kernels (fp8). The split-K workspace has this size."""
 MAX_MULTI_TILE_ROWS = 1024
 """Maximum fp16 rows with weights [n, k] over several tiles; cuBLAS is faster for all but small weights."""
 SPLITS = (1, 2, 4)
@@ -75,6 +75,10 @@ class HopperWorkspace:
     """[num_sms, TILE_N * LARGEST_TILE] fp32"""
     counters: Tensor
     """[num_sms, 2] int32, zero between launches"""
+
+    @property
+    def num_sms(self) -> int:
+        return len(self.partials)
 
 
 @functools.cache
@@ -128,7 +132,8 @@ def plan_hopper_gemm(
 ) -> Plan:
     """Returns the smallest tile that holds the rows, and the largest split-K that fits.
 
-    co_resident: whether all CTAs of a launch run at once; split-K requires it.
+    co_resident: whether all CTAs of a launch run at once. Split-K requires it: the CTAs of a tile wait for each other.
+    depth: inputs (k) of one pipeline stage of the kernel; `sizes`: its compiled tile sizes
     """
     splits = max_splits(shapes, num_sms, co_resident, depth)
     return Plan(next(size for size in sizes if size >= rows), splits)
@@ -143,17 +148,17 @@ def max_splits(shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool, d
     return max(fitting, default=1)
 
 
-def hopper_returns_fp32(rows: int, shape: GemmShape, device: torch.device) -> bool:
-    """Whether the kernel returns fp32: one tile of rows, and enough outputs for every SM."""
+def may_return_fp32(rows: int, shape: GemmShape, device: torch.device) -> bool:
+    """Whether the output can be fp32: one tile of rows, and a tile of outputs for every SM, so without split-K."""
     if rows > MAX_HOPPER_ROWS or not has_hopper_gemm(device) or not fits_hopper_gemm(shape, transposed=False):
         return False
-    return shape.n // TILE_N >= len(prepare_hopper_gemm(device).partials)
+    return shape.n // TILE_N >= prepare_hopper_gemm(device).num_sms
 
 
 def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
     """Runs up to 8 GEMMs over the same rows; weights [n, k], or [k, n] if transposed.
 
-    y is fp16, or fp32 where `hopper_returns_fp32` allows it.
+    y is fp16, or fp32 where `may_return_fp32` allows it.
     Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """
     rows, device = gemms[0][1].shape[0], gemms[0][1].device
@@ -165,28 +170,28 @@ def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
     args = Fp16LaunchArgs(count=len(gemms), rows=rows, transposed=transposed, to_fp32=dtype == torch.float32)
     shapes = fill_fp16_gemms(args.gemms[: len(gemms)], gemms, rows, transposed, dtype)
     blocks = -(-rows // MAX_HOPPER_ROWS)  # of rows
-    plan = plan_hopper_gemm(-(-rows // blocks), shapes, len(work.partials) // blocks, not is_mps_active())
+    plan = plan_hopper_gemm(-(-rows // blocks), shapes, work.num_sms // blocks, not is_mps_active())
     launch_hopper_kernel("rwkv_gemm_fp16", args, plan, work)
 
 
 def fill_fp16_gemms(
-    slots: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[Int8GemmArgs],
+    gemm_args: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[Int8GemmArgs],
     gemms: Sequence[Fp16Gemm],
     rows: int,
     transposed: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[GemmShape, ...]:
-    """Fills fp16 GEMMs into a launch, y of `dtype`; returns their shapes.
+    """Fills fp16 GEMMs into a launch's `gemm_args`, y of `dtype`; returns their shapes.
 
     Raises ValueError for shapes that do not match.
     """
     shapes = []
-    for slot, (weight, x, y, activation) in zip(slots, gemms, strict=True):
+    for args, (weight, x, y, activation) in zip(gemm_args, gemms, strict=True):
         shape = GemmShape(*(reversed(weight.shape) if transposed else weight.shape))
         if not fits_hopper_gemm(shape, transposed) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
             raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
-        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y, dtype)
-        slot.n, slot.k, slot.activation = shape.n, shape.k, activation
+        args.weight, args.x, args.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y, dtype)
+        args.n, args.k, args.activation = shape.n, shape.k, activation
         shapes.append(shape)
     return tuple(shapes)
 

@@ -1,5 +1,7 @@
 """fp8 weights on Hopper's tensor cores: fp8 rows, or two-part rows (csrc/gemm/gemm_fp8.cuh).
 
+Letters: y [rows, n] = x [rows, k] @ weight [n, k]^T.
+
 A two-part row is two e5m2 values per input (`Fp8Gemm.x`), which keeps more bits than one fp8 value. Weights [n, k] take
 up to 640 rows, weights [k, n] up to 4,096. Two-part rows: at most 64.
 """
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.hopper_gemm import (
     LARGEST_TILE,
     TILE_N,
@@ -73,16 +76,19 @@ class Fp8Gemm(NamedTuple):
     With two-part rows it may also be two-part, [rows, 2, n] e5m2. A single GEMM with two-part rows may also write
     split-K partials, [`num_splits`, rows, n] fp32.
     """
-    activation: int
+    activation: Activation
     transposed: bool = False
-    """whether the weight is [k, n]"""
+    """whether the weight is stored as [k, n]; normally it is [n, k]"""
 
 
 def fits_hopper_fp8(rows: int, n: int, k: int, device: torch.device, transposed: bool = False) -> bool:
-    """Whether the kernel takes so many fp8 rows times [n, k]; transposed: stored as [k, n]."""
+    """Whether the kernel multiplies so many fp8 rows by a weight [n, k] faster than cuBLAS.
+
+    transposed: the weight is stored as [k, n]
+    """
     cublas_rows = () if transposed else FASTER_ON_CUBLAS
-    worth_it = rows <= (MAX_TRANSPOSED_ROWS if transposed else MAX_FP8_ROWS) and rows not in cublas_rows
-    return worth_it and k % QUANTISED_TILE_K == 0 and n % 16 == 0 and has_hopper_gemm(device)
+    is_faster = rows <= (MAX_TRANSPOSED_ROWS if transposed else MAX_FP8_ROWS) and rows not in cublas_rows
+    return is_faster and k % QUANTISED_TILE_K == 0 and n % 16 == 0 and has_hopper_gemm(device)
 
 
 def may_return_fp32(rows: int, n: int, k: int, device: torch.device) -> bool:
@@ -90,7 +96,7 @@ def may_return_fp32(rows: int, n: int, k: int, device: torch.device) -> bool:
     if rows > FP32_TILE_ROWS[-1] or not fits_hopper_fp8(rows, n, k, device):
         return False
     tile_rows = next(size for size in FP32_TILE_ROWS if size >= rows)
-    return tile_rows - rows < 64 and n // TILE_N >= len(prepare_hopper_gemm(device).partials)
+    return tile_rows - rows < 64 and n // TILE_N >= prepare_hopper_gemm(device).num_sms
 
 
 @functools.cache
@@ -111,7 +117,8 @@ def plan_fp8(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_resident
 def plan_transposed(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool = True) -> Plan:
     """As `plan_fp8`, for weights [k, n].
 
-    Beyond 320 rows it returns the fastest plan by a model of SM time per step; among equals the tallest tile.
+    Beyond 320 rows it returns the fastest plan by a model of an SM's cycles per 128 inputs (one pipeline stage); among
+    equals the tallest tile.
     Split-K only where all CTAs run at once.
     """
     if rows <= FP8_TILE_ROWS[-1]:
@@ -120,10 +127,10 @@ def plan_transposed(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_r
 
     def cost(plan: Plan) -> tuple[float, int]:
         units = -(-rows // plan.tile_rows) * tiles * plan.splits
-        step_cycles = max(
+        stage_cycles = max(
             plan.tile_rows * CYCLES_PER_ROW, (TILE_N + plan.tile_rows) * QUANTISED_TILE_K / BYTES_PER_CYCLE
         )
-        return -(-units // num_sms) * step_cycles / plan.splits, -plan.tile_rows
+        return -(-units // num_sms) * stage_cycles / plan.splits, -plan.tile_rows
 
     # a tile above MAX_COLUMNS is two wgmmas; leave out sizes whose second wgmma would have no rows in the last tile
     row_blocks = {
@@ -142,44 +149,49 @@ def launch_hopper_fp8(
     """Runs up to 12 GEMMs over the same fp8 rows (`fits_hopper_fp8`) or two-part rows (`fits_two_part_gemm`).
 
     fp16_gemms: fp16 GEMMs that `fits_fp16_gemms` allows in the launch
-    dependent: fp16 GEMMs that read the outputs of fp16_gemms
+    dependent: fp16 GEMMs that read the outputs of fp16_gemms, as the second matrices of low-rank pairs do
     Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """
     first = gemms[0]
-    rows, parts, to_fp32 = len(first.x), first.x_scales is None, first.y.dtype == torch.float32
+    rows, has_two_part_rows, to_fp32 = len(first.x), first.x_scales is None, first.y.dtype == torch.float32
     count = len(gemms) + len(fp16_gemms) + len(dependent)
-    most_rows = MAX_TRANSPOSED_ROWS if first.transposed else MAX_FP8_ROWS
-    if parts or to_fp32:
-        most_rows = MAX_TWO_PART_ROWS if parts else FP32_TILE_ROWS[-1]
-    check_counts(count, rows, most_rows, to_partials=parts and to_fp32)
+    max_rows = MAX_TRANSPOSED_ROWS if first.transposed else MAX_FP8_ROWS
+    if has_two_part_rows or to_fp32:
+        max_rows = MAX_TWO_PART_ROWS if has_two_part_rows else FP32_TILE_ROWS[-1]
+    check_counts(count, rows, max_rows, to_partials=has_two_part_rows and to_fp32)
     work = prepare_hopper_gemm(first.x.device)
     args = Fp8LaunchArgs(count=count, dependent=len(dependent), rows=rows, transposed=first.transposed, to_fp32=to_fp32)
-    args.to_partials = parts and to_fp32
-    placed = zip(args.gemms, gemms, strict=False)
-    shapes = tuple(_fill_gemm(slot, m, first, len(work.partials)) for slot, m in placed)
-    plan = _plan(first, shapes, len(work.partials))
-    name = "rwkv_gemm_two_part" if parts else "rwkv_gemm_fp8_transposed" if first.transposed else "rwkv_gemm_fp8"
+    args.to_partials = has_two_part_rows and to_fp32
+    pairs = zip(args.gemms, gemms, strict=False)
+    shapes = tuple(_fill_gemm(gemm_args, gemm, first, work.num_sms) for gemm_args, gemm in pairs)
+    plan = _plan(first, shapes, work.num_sms)
+    name = "rwkv_gemm_fp8_transposed" if first.transposed else "rwkv_gemm_fp8"
+    if has_two_part_rows:
+        name = "rwkv_gemm_two_part"
     launch_quantised(name, args, shapes, fp16_gemms, dependent, plan, work)
 
 
-def _fill_gemm(slot: Fp8GemmArgs, m: Fp8Gemm, first: Fp8Gemm, num_sms: int) -> GemmShape:
-    """Fills one GEMM of a launch with `first`. Raises ValueError for tensors that do not match."""
-    n, k = reversed(m.weight.shape) if m.transposed else m.weight.shape
-    rows, parts, dtype = len(first.x), first.x_scales is None, first.y.dtype
-    made: tuple[int, ...] = (rows, n)
-    if parts and dtype == torch.float32:
-        made = (num_splits(rows, n, k, num_sms), rows, n)
-    elif m.y.dtype == TWO_PART_DTYPE:
-        made = (rows, 2, n)
-    given = (rows, 2, k) if parts else (rows, k)
-    scaled = m.x_scales is None if parts else m.x_scales is not None and m.x_scales.shape == (rows,)
-    if m.x.shape != given or m.y.shape != made or not scaled or (m.y.dtype == TWO_PART_DTYPE and not parts):
-        raise ValueError(f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit together")
-    slot.weight, slot.x = cuda_pointer(m.weight, FP8_DTYPE), cuda_pointer(m.x, TWO_PART_DTYPE if parts else FP8_DTYPE)
-    slot.y, slot.is_two_part = cuda_pointer(m.y, m.y.dtype if parts else dtype), m.y.dtype == TWO_PART_DTYPE
-    slot.weight_scales = m.weight_scales.data_ptr()
-    slot.input_scales = None if m.x_scales is None else m.x_scales.data_ptr()
-    slot.n, slot.k, slot.activation = n, k, m.activation
+def _fill_gemm(args: Fp8GemmArgs, gemm: Fp8Gemm, first: Fp8Gemm, num_sms: int) -> GemmShape:
+    """Fills one GEMM into a launch whose first GEMM is `first`. Raises ValueError for tensors that do not match."""
+    weight, x, y, x_scales = gemm.weight, gemm.x, gemm.y, gemm.x_scales
+    n, k = reversed(weight.shape) if gemm.transposed else weight.shape
+    rows, has_two_part_rows, dtype = len(first.x), first.x_scales is None, first.y.dtype
+    writes_two_parts = y.dtype == TWO_PART_DTYPE
+    x_shape = (rows, 2, k) if has_two_part_rows else (rows, k)
+    y_shape: tuple[int, ...] = (rows, n)
+    if has_two_part_rows and dtype == torch.float32:
+        y_shape = (num_splits(rows, n, k, num_sms), rows, n)
+    elif writes_two_parts:
+        y_shape = (rows, 2, n)
+    scales_match = x_scales is None if has_two_part_rows else x_scales is not None and x_scales.shape == (rows,)
+    if x.shape != x_shape or y.shape != y_shape or not scales_match or (writes_two_parts and not has_two_part_rows):
+        raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit together")
+    args.weight = cuda_pointer(weight, FP8_DTYPE)
+    args.x = cuda_pointer(x, TWO_PART_DTYPE if has_two_part_rows else FP8_DTYPE)
+    args.y, args.is_two_part = cuda_pointer(y, y.dtype if has_two_part_rows else dtype), writes_two_parts
+    args.weight_scales = gemm.weight_scales.data_ptr()
+    args.input_scales = None if x_scales is None else x_scales.data_ptr()
+    args.n, args.k, args.activation = n, k, gemm.activation
     return GemmShape(n, k)
 
 

@@ -69,8 +69,8 @@ def launch_hopper_int8(
     )
     args.to_partials = to_partials
     placed = zip(args.gemms, gemms, strict=False)
-    shapes = tuple(_fill_gemm(slot, m, args, len(work.partials)) for slot, m in placed)
-    plan = plan_two_part(rows, shapes, len(work.partials))
+    shapes = tuple(_fill_gemm(slot, m, args, work.num_sms) for slot, m in placed)
+    plan = plan_two_part(rows, shapes, work.num_sms)
     launch_quantised(
         "rwkv_gemm_int8_transposed" if transposed else "rwkv_gemm_int8", args, shapes, fp16_gemms, dependent, plan, work
     )

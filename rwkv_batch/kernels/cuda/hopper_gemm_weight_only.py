@@ -72,5 +72,5 @@ def launch_weight_only(gemms: Sequence[WeightOnlyGemm]) -> None:
         slot.x, slot.y = cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
         slot.n, slot.k, slot.activation, slot.out_fp32 = m.n, m.k, m.activation, m.y.dtype == torch.float32
     shapes = tuple(GemmShape(m.n, m.k) for m in gemms)
-    plan = plan_hopper_gemm(rows, shapes, len(work.partials), not is_mps_active(), TILE_K, TILE_ROWS)
+    plan = plan_hopper_gemm(rows, shapes, work.num_sms, not is_mps_active(), TILE_K, TILE_ROWS)
     launch_hopper_kernel(f"rwkv_weight_only_{first.format}", args, plan, work)

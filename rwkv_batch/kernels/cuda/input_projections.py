@@ -99,7 +99,7 @@ def _fits_one_quantised_launch(layer: CudaLayer, tokens: int) -> bool:
         return False
     quantised = [GemmShape(m.packed.rows, m.packed.columns) for m in linears]
     low = [GemmShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
-    return fits_fp16_gemms(tokens, quantised, low, len(prepare_hopper_gemm(layer.low_in.device).partials))
+    return fits_fp16_gemms(tokens, quantised, low, prepare_hopper_gemm(layer.low_in.device).num_sms)
 
 
 def _uses_multi_tile_projections(layer: CudaLayer, tokens: int) -> bool:
@@ -259,13 +259,13 @@ class LowRanks:
 
 @dataclass(slots=True)
 class CudaProjections(Projections):
-    """A layer's projections; the low ranks up may be pending."""
+    """A layer's projections. The second low-rank products (D -> C), of w, a, g and v_gate, may be pending."""
 
     low: LowRanks | None = None
-    """set until w, a, g and v_gate are computed"""
+    """the results of the first products (C -> D), until the second are computed"""
 
     def finish(self) -> None:
-        """Computes pending up projections."""
+        """Computes the pending products."""
         if self.low is not None:
             multiply(self.low.up_gemms)
             self.low = None

@@ -15,8 +15,8 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     GemmShape,
     fits_hopper_gemm,
     has_hopper_gemm,
-    hopper_returns_fp32,
     launch_hopper_gemm,
+    may_return_fp32,
 )
 from rwkv_batch.kernels.cuda.library import MAX_GEMMS, SkinnyLaunchArgs, cuda_pointer, library
 from rwkv_batch.model.layer import Linear
@@ -118,7 +118,7 @@ class CudaLinear(Linear):
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
             skinny([Gemm(self.weight, x, out)])
             return out
-        if hopper_returns_fp32(len(x), GemmShape(*self.weight.shape), self.weight.device):
+        if may_return_fp32(len(x), GemmShape(*self.weight.shape), self.weight.device):
             launch_hopper_gemm([(self.weight, x, out, Activation.NONE)], transposed=False)
             return out
         return torch.mm(x, self.weight.T, out_dtype=torch.float32, out=out)

@@ -1,6 +1,10 @@
 """The parts of a layer on a CUDA device: fp16 with fp32 sums.
 
-"As naive" means: computes the same as that function of kernels/naive.py, which is the definition.
+"As naive" means: computes the same as that function of kernels/naive.py, which is the definition. model/ops.py
+describes the arguments, model/layer.py the letters.
+
+Weights may be quantised. Rows are then quantised too: to one fp8 value per input, or to two ("two-part rows",
+quantised_rows.py).
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ FFN_STEP, MAX_FFN = 64, 16384
 
 
 class CudaOps:
-    """Backend of own CUDA kernels and cuBLAS."""
+    """Backend of own CUDA kernels and cuBLAS. Its methods check and prepare; modules of the same names launch."""
 
     name = "cuda"
     make_linear = CudaLinear
@@ -74,7 +78,10 @@ class CudaOps:
         return machine.cuda_unavailable_reason(device) or library_unavailable_reason()
 
     def missing_kernels(self, device: torch.device) -> dict[str, str]:
-        """Return why optional kernels do not run on the device, by name; the service works without them."""
+        """Return why optional kernels do not run on the device; the service works without them.
+
+        "wide": the Hopper GEMMs (hopper_gemm.py), which take steps of many rows.
+        """
         reason = hopper_gemm_unavailable_reason(device)
         return {} if reason is None else {"wide": reason}
 
@@ -129,22 +136,21 @@ class CudaOps:
     ) -> tuple[Tensor | QuantisedRows, Tensor]:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
 
-        wkv may be [num_slots, H, 4224] uint8: int8 states with their scales. One kernel serves rows of one token,
-        another longer rows; a mixed step runs both. y is quantised (two-part) if all rows have one token and the output
-        layer `takes_two_part_rows`.
+        wkv may be [num_slots, H, 4224] uint8: int8 states with their scales (model/state.py). One kernel serves rows of
+        one token, which come first; another serves longer rows. A mixed step runs both. If all rows have one token, the
+        first kernel may also compute the pending second low-rank products (`CudaProjections.low`). y is quantised
+        (two-part) if all rows have one token and the output layer `takes_two_part_rows`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         rows = len(inputs.read_slots)
         num_single = inputs.single_rows if inputs.max_seqlen > 1 else rows
-        parts = None
-        if num_single == len(p.r) and not has_adapters(inputs) and isinstance(layer.output, CudaQuantLinear):
-            parts = (
-                layer.output.empty_two_part_rows(num_single, width)
-                if layer.output.takes_two_part_rows(num_single)
-                else None
-            )
-        y: Tensor | QuantisedRows = torch.empty_like(p.r) if parts is None else parts
+        two_parts = None
+        output_layer = layer.output
+        if num_single == len(p.r) and not has_adapters(inputs) and isinstance(output_layer, CudaQuantLinear):
+            takes_two_parts = output_layer.takes_two_part_rows(num_single)
+            two_parts = output_layer.empty_two_part_rows(num_single, width) if takes_two_parts else None
+        y: Tensor | QuantisedRows = torch.empty_like(p.r) if two_parts is None else two_parts
         f32 = torch.float32
         args = WkvArgs(
             **{name: cuda_pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
@@ -155,8 +161,8 @@ class CudaOps:
             ln_weight=cuda_pointer(layer.ln_x.weight, f32),
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
             y=cuda_pointer(y) if isinstance(y, Tensor) else None,
-            y_two_part=None if parts is None else cuda_pointer(parts.codes, parts.codes.dtype),
-            scales=None if parts is None else cuda_pointer(parts.scales, f32),
+            y_two_part=None if two_parts is None else cuda_pointer(two_parts.codes, two_parts.codes.dtype),
+            scales=None if two_parts is None else cuda_pointer(two_parts.scales, f32),
             state=slots_pointer(wkv, (torch.float16, f32, torch.uint8)),
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
@@ -203,9 +209,9 @@ class CudaOps:
         x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
         adapters: LayerAdapters | None = None,
     ) -> Tensor | PartialSums | RowSums:
-        """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, split-K partials or fixed-point sums.
+        """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, split-K partials, or one row's fixed-point sums.
 
-        Few rows read only the rows of ffn.value whose input is not zero.
+        With few rows, only the rows of ffn.value are read whose input is not zero.
         """
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         return channel_mix(layer, x, adapters, self.workspaces)

@@ -77,7 +77,7 @@ def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor |
     """Two-part rows [T, 2, in] -> [T, out] fp16, or split-K partials of it."""
     rows, packed = len(x.codes), linear.packed
     device = x.codes.device
-    count = num_splits(rows, packed.outputs, packed.inputs, len(prepare_hopper_gemm(device).partials))
+    count = num_splits(rows, packed.outputs, packed.inputs, prepare_hopper_gemm(device).num_sms)
     if count == 1:
         return multiply_rows(linear, x)
     partials = torch.empty(count, rows, packed.outputs, dtype=torch.float32, device=device)

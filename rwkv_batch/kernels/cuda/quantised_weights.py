@@ -65,7 +65,7 @@ class QuantisedWeights:
         p = self.packed
         if self.format is not Format.INT8 or not self.takes_two_part_rows(rows):
             return False
-        return num_splits(rows, p.outputs, p.inputs, len(prepare_hopper_gemm(p.qweight.device).partials)) == 1
+        return num_splits(rows, p.outputs, p.inputs, prepare_hopper_gemm(p.qweight.device).num_sms) == 1
 
     def empty_two_part_rows(self, rows: int, width: int, *count: int) -> QuantisedRows:
         """Returns empty two-part rows [*count, rows, 2, width] in this format's type."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rwkv_batch.model.adapters.files import Adapter, ExpertParts
 from rwkv_batch.model.adapters.merge import kind_of, low_rank_pair
 from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Pair, Target
-from rwkv_batch.model.state import X070
+from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights
 
@@ -49,7 +49,7 @@ def per_row_adapter(weights: Weights, adapter: Adapter) -> ServedAdapter:
     Supports LoRA, PiSSA (its initial pair is subtracted, as additional rank) and two-dimensional MiSS. Raises FileError
     for other kinds, or if it does not fit the model; then nothing has changed.
     """
-    if weights.shape.version != X070:
+    if weights.shape.version != RWKV7:
         raise _only_merged(adapter, "only RWKV-7 models support adapters per row")
     layers: dict[int, dict[Target, Pair]] = {}
     experts = {layer: _experts(weights, adapter, layer, parts) for layer, parts in adapter.experts.items()}

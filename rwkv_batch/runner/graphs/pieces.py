@@ -128,8 +128,8 @@ class GraphPieces:
         self._ended = pieces.run(between, self._ended)
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
-        """Run `Pipeline.hidden` in pieces, for rows without an adapter.
+    def run_layers(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
+        """Run `Pipeline.run_layers` in pieces, for rows without an adapter.
 
         Returns the residual stream [T, C] and the inputs on the device.
         """

@@ -169,17 +169,17 @@ class StepGraphs:
             self._disable_prompt_pieces(error)
             return None
 
-    def hidden_in_pieces(
+    def run_layers_in_pieces(
         self, inputs: StepInputs, between: Callable[[], None] | None
     ) -> tuple[Tensor, StepInputs] | None:
-        """Run `Pipeline.hidden` in pieces: x [T, C] and the inputs on its device.
+        """Run `Pipeline.run_layers` in pieces: x [T, C] and the inputs on its device.
 
         None: `between` is None, or the step cannot be in pieces.
         """
         pieces = None if self.decode is None else self.decode.pieces
         if between is None or pieces is None or inputs.adapters is not None:
             return None
-        return pieces.hidden(inputs, between)
+        return pieces.run_layers(inputs, between)
 
 
 class LaunchGroups:
@@ -245,7 +245,7 @@ class LaunchGroups:
             return None
         tokens = sum(row.num_tokens for row in reading)
         size = self._graphs.mixed_size(len(decoding), len(reading), tokens)
-        sampling = (row.sequence for row in [*decoding, *reading] if row.samples and row.sequence.matcher is None)
+        sampling = (row.sequence for row in [*decoding, *reading] if row.samples_token and row.sequence.matcher is None)
         return size if size is not None and self._step_sampler.fits_graphs(sampling) else None
 
 

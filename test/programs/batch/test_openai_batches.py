@@ -20,7 +20,7 @@ import pytest
 from programs.backends.backend import UNREACHABLE, Reply
 from programs.batch.lines import LineWorker, Outcome
 from programs.record import Record
-from programs.serve.batches.lines import BatchTask
+from programs.serve.batches.batch_format import BatchTask
 from routes.config import HttpConfig
 from routes.context import MAX_FILE_DOWNLOADS, Context, Readiness, RequestLimiter
 from routes.file_store import Store

@@ -15,8 +15,8 @@ struct Layer {
   Norm ln1, ln2, ln_x;
   const float *att_mix, *ffn_mix;               // [6, C] in the order r, w, k, v, a, g; [C]
   const float *w0, *a0, *v0, *k_k, *k_a, *r_k;  // [C]; v0 null in the model's first layer, v1 and v2 empty
-  Map receptance, key, value, output, ffn_key, ffn_value;
-  Map w1, a1, g1, v1, w2, a2, g2, v2;
+  PackedMatrix receptance, key, value, output, ffn_key, ffn_value;
+  PackedMatrix w1, a1, g1, v1, w2, a2, g2, v2;
 };
 
 // An adapter's pair at a linear layer: y += b (a x). Rank 0: none.
@@ -56,12 +56,12 @@ namespace {
 constexpr int64_t HEAD = 64;
 
 // Linear layers of one phase; empty ones are skipped.
-struct Jobs {
-  Job list[7];
+struct Gemms {
+  Gemm list[7];
   int64_t count = 0;
 
-  void add(const Map& map, const float* x, float* y, Activation activation = NONE) {
-    if (map.weight) list[count++] = {map, x, y, activation};
+  void add(const PackedMatrix& matrix, const float* x, float* y, Activation activation = NONE) {
+    if (matrix.data) list[count++] = {matrix, x, y, activation};
   }
 };
 
@@ -79,9 +79,9 @@ struct Buffers {
       return at;
     };
     const int64_t tokens = s.rows.tokens, size = tokens * s.width;
-    auto widest = [&](Map Layer::*map) {
+    auto widest = [&](PackedMatrix Layer::*matrix) {
       int64_t out = 0;
-      for (int64_t i = 0; i < s.num_layers; ++i) out = std::max(out, (s.layers[i].*map).out);
+      for (int64_t i = 0; i < s.num_layers; ++i) out = std::max(out, (s.layers[i].*matrix).out);
       return tokens * out;
     };
     delta = take(size), h = take(size), y = take(size), mixed = take(6 * size);
@@ -96,7 +96,7 @@ struct Buffers {
 
 // The phases of linear layers in one layer. v: where its values are stored.
 struct Phases {
-  Jobs input_projections, low_ranks, output, key, value;
+  Gemms input_projections, low_ranks, output, key, value;
 
   // separate_activation: adapters add to the output of ffn_key before its activation.
   Phases(const Layer& l, const Buffers& b, float* v, int64_t size, bool separate_activation) {
@@ -119,8 +119,8 @@ struct Phases {
 
   int64_t packed(int64_t rows) const {
     int64_t most = 0;
-    for (const Jobs* jobs : {&input_projections, &low_ranks, &output, &key, &value}) {
-      most = std::max(most, packed_elements(jobs->list, jobs->count, rows));
+    for (const Gemms* gemms : {&input_projections, &low_ranks, &output, &key, &value}) {
+      most = std::max(most, packed_elements(gemms->list, gemms->count, rows));
     }
     return most;
   }
@@ -149,7 +149,7 @@ void add_pair(const Pair& pair, const float* x, float* y, int64_t in, int64_t ou
 
 struct Addition {
   Target target;
-  const Map& map;
+  const PackedMatrix& w;
   const float* x;
   float* y;
 };
@@ -158,9 +158,9 @@ struct Addition {
 void add_adapters(Member& me, const Step& s, int64_t layer, std::initializer_list<Addition> list) {
   me.run_items(s.rows.tokens, [&](int64_t t) {
     for (const Addition& one : list) {
-      float* y = one.y + t * one.map.out;
+      float* y = one.y + t * one.w.out;
       if (const AdapterLayer* own = s.adapters[t]) {
-        add_pair(own[layer].pairs[one.target], one.x + t * one.map.in, y, one.map.in, one.map.out);
+        add_pair(own[layer].pairs[one.target], one.x + t * one.w.in, y, one.w.in, one.w.out);
       }
     }
   });
@@ -237,7 +237,7 @@ void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t*
   float* v = l.v0 ? b.v : s.v_first;
   float *shift = s.shift + i * 2 * s.width, *wkv = s.wkv + i * wkv_size;
   const Phases phases(l, b, v, size, s.adapters);
-  auto run = [&](const Jobs& jobs) { linear(me, jobs.list, jobs.count, tokens, packed); };
+  auto run = [&](const Gemms& gemms) { linear(me, gemms.list, gemms.count, tokens, packed); };
 
   shift_mix(me, {x, i ? b.delta : nullptr, s.out, l.ln1, l.att_mix, shift, shift_stride, s.width, 6, b.h, b.mixed},
             s.rows);
@@ -309,11 +309,11 @@ EXPORT int64_t rwkv_layers(const Step* step) {
   return DONE;
 }
 
-// Runs up to 16 jobs over the same rows.
-EXPORT int64_t rwkv_linear(const Job* jobs, int64_t count, int64_t rows, int64_t threads) {
-  const int64_t elements = packed_elements(jobs, count, rows);
+// Runs up to 16 GEMMs over the same rows.
+EXPORT int64_t rwkv_linear(const Gemm* gemms, int64_t count, int64_t rows, int64_t threads) {
+  const int64_t elements = packed_elements(gemms, count, rows);
   uint16_t* packed = static_cast<uint16_t*>(scratch.take(elements * 2));
   if (elements && !packed) return NO_MEMORY;
-  with_team(threads, [&](Member& me) { linear(me, jobs, count, rows, packed); });
+  with_team(threads, [&](Member& me) { linear(me, gemms, count, rows, packed); });
   return DONE;
 }

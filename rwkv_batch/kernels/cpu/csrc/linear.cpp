@@ -30,14 +30,14 @@ constexpr int64_t BF16_PANEL = fp32::BF16_OUTPUTS;  // outputs per bf16 panel: t
 constexpr int64_t STEP = fp32::STEP;  // inputs per AMX tile
 constexpr int64_t TILE = fp32::TILE;  // elements per AMX tile, 1 KiB
 constexpr int64_t CHUNK = 480;                      // rows at a time; a multiple of 32 and of 10
-constexpr int MAX_JOBS = 16;
+constexpr int MAX_GEMMS = 16;
 
-enum Kind : int64_t { FP32 = 0, BF16 = 1, INT8 = 2 };
+enum Packing : int64_t { FP32 = 0, BF16 = 1, INT8 = 2 };
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-float activate(float x, int64_t kind) {
-  switch (kind) {
+float activate(float x, int64_t activation) {
+  switch (activation) {
     case TANH: return std::tanh(x);
     case SIGMOID: return 1.f / (1.f + std::exp(-x));
     case RELU_SQUARED: return x < 0 ? 0.f : x * x;  // NaN stays NaN
@@ -59,32 +59,32 @@ void finish(float* y, const float* from, int64_t width, int64_t activation) {
 // ---- vectors ---------------------------------------------------------------------------------
 
 // fp32 and int8. Tiles have nearly equal sizes: a tile with few rows would be bound by latency.
-void vector_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
+void vector_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   float out[TILE_ROWS * PANEL];
-  const int64_t first = panel * PANEL, width = std::min(PANEL, job.map.out - first), tiles = divide_up(rows, TILE_ROWS);
+  const int64_t first = panel * PANEL, width = std::min(PANEL, gemm.w.out - first), tiles = divide_up(rows, TILE_ROWS);
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t row = rows * t / tiles;
     const int n = int(rows * (t + 1) / tiles - row);
-    if (job.map.kind == INT8) {
-      const int64_t groups = int8::groups(job.map.in);
-      const auto* w = static_cast<const int8_t*>(job.map.weight) + panel * groups * int8::GROUP_BYTES;
+    if (gemm.w.packing == INT8) {
+      const int64_t groups = int8::groups(gemm.w.in);
+      const auto* w = static_cast<const int8_t*>(gemm.w.data) + panel * groups * int8::GROUP_BYTES;
       int8::tile(n, packed + row * groups * int8::ROW_ELEMENTS, w, out, groups);
     } else {
-      const float* x = job.x + (first_row + row) * job.map.in;
-      fp32::panel(n, x, static_cast<const float*>(job.map.weight) + first * job.map.in, out, job.map.in);
+      const float* x = gemm.x + (first_row + row) * gemm.w.in;
+      fp32::panel(n, x, static_cast<const float*>(gemm.w.data) + first * gemm.w.in, out, gemm.w.in);
     }
-    float* y = job.y + (first_row + row) * job.map.out + first;
-    for (int r = 0; r < n; ++r) finish(y + r * job.map.out, out + r * PANEL, width, job.activation);
+    float* y = gemm.y + (first_row + row) * gemm.w.out + first;
+    for (int r = 0; r < n; ++r) finish(y + r * gemm.w.out, out + r * PANEL, width, gemm.activation);
   }
 }
 
-void bf16_panel(const Job& job, int64_t panel, int64_t first_row, int64_t rows) {
+void bf16_panel(const Gemm& gemm, int64_t panel, int64_t first_row, int64_t rows) {
   float sums[CHUNK * BF16_PANEL];
-  const int64_t in = job.map.in, out = job.map.out, first = panel * BF16_PANEL, width = std::min(BF16_PANEL, out - first);
-  const auto* w = static_cast<const uint16_t*>(job.map.weight) + panel * BF16_PANEL * divide_up(in, STEP) * STEP;
-  fp32::bf16_panel(rows, job.x + first_row * in, w, sums, in);
+  const int64_t in = gemm.w.in, out = gemm.w.out, first = panel * BF16_PANEL, width = std::min(BF16_PANEL, out - first);
+  const auto* w = static_cast<const uint16_t*>(gemm.w.data) + panel * BF16_PANEL * divide_up(in, STEP) * STEP;
+  fp32::bf16_panel(rows, gemm.x + first_row * in, w, sums, in);
   for (int64_t r = 0; r < rows; ++r) {
-    finish(job.y + (first_row + r) * out + first, sums + r * BF16_PANEL, width, job.activation);
+    finish(gemm.y + (first_row + r) * out + first, sums + r * BF16_PANEL, width, gemm.activation);
   }
 }
 
@@ -113,22 +113,22 @@ void split16(const float* x, uint16_t* to, int64_t parts) {
 }
 
 // Packs rows first .. first+n-1 of x (at most 16 / parts) as one row tile: [steps][16][STEP] bf16, zero-padded.
-void pack_rows(const Job& job, int64_t first, int64_t n, uint16_t* to) {
-  const int64_t steps = divide_up(job.map.in, STEP);
+void pack_rows(const Gemm& gemm, int64_t first, int64_t n, uint16_t* to) {
+  const int64_t steps = divide_up(gemm.w.in, STEP);
   for (int64_t s = 0; s < steps; ++s, to += TILE) {
-    const int64_t width = std::min(STEP, job.map.in - s * STEP);
+    const int64_t width = std::min(STEP, gemm.w.in - s * STEP);
     for (int64_t r = 0; r < n; ++r) {
-      const float* x = job.x + (first + r) * job.map.in + s * STEP;
+      const float* x = gemm.x + (first + r) * gemm.w.in + s * STEP;
       float padded[STEP];
       if (width < STEP) {
         std::memset(padded, 0, sizeof padded);
         std::memcpy(padded, x, width * sizeof(float));
         x = padded;
       }
-      split16(x, to + r * job.map.parts * STEP, job.map.parts);
-      split16(x + 16, to + r * job.map.parts * STEP + 16, job.map.parts);
+      split16(x, to + r * gemm.w.parts * STEP, gemm.w.parts);
+      split16(x + 16, to + r * gemm.w.parts * STEP + 16, gemm.w.parts);
     }
-    std::memset(to + n * job.map.parts * STEP, 0, (16 - n * job.map.parts) * STEP * 2);
+    std::memset(to + n * gemm.w.parts * STEP, 0, (16 - n * gemm.w.parts) * STEP * 2);
   }
 }
 
@@ -182,31 +182,31 @@ void amx_one(const uint16_t* a, const uint16_t* w, int64_t steps, float* out) {
 }
 
 // Adds the parts of each row of a [16][32] tile into y.
-void finish_tile(const Job& job, float* tile, int64_t row, int64_t n, int64_t first) {
-  const int64_t width = std::min(BF16_PANEL, job.map.out - first);
+void finish_tile(const Gemm& gemm, float* tile, int64_t row, int64_t n, int64_t first) {
+  const int64_t width = std::min(BF16_PANEL, gemm.w.out - first);
   for (int64_t r = 0; r < n; ++r) {
-    float* sum = tile + r * job.map.parts * 32;
-    if (job.map.parts == 3) {
+    float* sum = tile + r * gemm.w.parts * 32;
+    if (gemm.w.parts == 3) {
       for (int i = 0; i < 32; ++i) sum[i] += sum[i + 32] + sum[i + 64];
     }
-    finish(job.y + (row + r) * job.map.out + first, sum, width, job.activation);
+    finish(gemm.y + (row + r) * gemm.w.out + first, sum, width, gemm.activation);
   }
 }
 
-void amx_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
+void amx_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   alignas(64) float out[2 * 16 * 32];
-  const int64_t steps = divide_up(job.map.in, STEP), per_tile = 16 / job.map.parts, tile_size = steps * TILE;
-  const auto* w = static_cast<const uint16_t*>(job.map.weight) + panel * 2 * tile_size;
-  configure(int(std::min(per_tile, rows) * job.map.parts));
+  const int64_t steps = divide_up(gemm.w.in, STEP), per_tile = 16 / gemm.w.parts, tile_size = steps * TILE;
+  const auto* w = static_cast<const uint16_t*>(gemm.w.data) + panel * 2 * tile_size;
+  configure(int(std::min(per_tile, rows) * gemm.w.parts));
   for (int64_t done = 0; done < rows; done += 2 * per_tile, packed += 2 * tile_size) {
     const int64_t left = rows - done, first = panel * BF16_PANEL;
     if (left > per_tile) {
       amx_two(packed, packed + tile_size, w, steps, out);
-      finish_tile(job, out + 512, first_row + done + per_tile, std::min(per_tile, left - per_tile), first);
+      finish_tile(gemm, out + 512, first_row + done + per_tile, std::min(per_tile, left - per_tile), first);
     } else {
       amx_one(packed, w, steps, out);
     }
-    finish_tile(job, out, first_row + done, std::min(per_tile, left), first);
+    finish_tile(gemm, out, first_row + done, std::min(per_tile, left), first);
   }
 }
 
@@ -214,51 +214,51 @@ void amx_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t fi
 bool amx_allowed() { return false; }
 #endif
 
-int64_t row_tiles(const Job& job, int64_t rows) { return divide_up(rows, 16 / job.map.parts); }
+int64_t row_tiles(const Gemm& gemm, int64_t rows) { return divide_up(rows, 16 / gemm.w.parts); }
 
-bool uses_amx(const Job& job) { return job.map.kind == BF16 && amx_allowed(); }
+bool uses_amx(const Gemm& gemm) { return gemm.w.packing == BF16 && amx_allowed(); }
 
-bool is_packed(const Job& job) { return job.map.kind == INT8 || uses_amx(job); }
+bool is_packed(const Gemm& gemm) { return gemm.w.packing == INT8 || uses_amx(gemm); }
 
 // Work items of packing `rows` rows, and elements per item.
-int64_t pieces(const Job& job, int64_t rows) { return job.map.kind == INT8 ? rows : row_tiles(job, rows); }
-int64_t piece_size(const Job& job) {
-  return job.map.kind == INT8 ? int8::groups(job.map.in) * int8::ROW_ELEMENTS : divide_up(job.map.in, STEP) * TILE;
+int64_t pieces(const Gemm& gemm, int64_t rows) { return gemm.w.packing == INT8 ? rows : row_tiles(gemm, rows); }
+int64_t piece_size(const Gemm& gemm) {
+  return gemm.w.packing == INT8 ? int8::groups(gemm.w.in) * int8::ROW_ELEMENTS : divide_up(gemm.w.in, STEP) * TILE;
 }
 
-// Offsets of each job's tiles and panels among those of all jobs.
+// Offsets of each GEMM's tiles and panels among those of all GEMMs.
 struct Plan {
-  int64_t pack_end[MAX_JOBS], panel_end[MAX_JOBS], offset[MAX_JOBS], packs = 0, panels = 0, size = 0;
+  int64_t pack_end[MAX_GEMMS], panel_end[MAX_GEMMS], offset[MAX_GEMMS], packs = 0, panels = 0, size = 0;
 
-  Plan(const Job* jobs, int64_t count, int64_t rows) {
+  Plan(const Gemm* gemms, int64_t count, int64_t rows) {
     for (int64_t j = 0; j < count; ++j) {
       offset[j] = size;
-      if (is_packed(jobs[j])) {
-        packs += pieces(jobs[j], rows);
-        size += divide_up(pieces(jobs[j], rows) * piece_size(jobs[j]), 32) * 32;  // keep 64-byte alignment
+      if (is_packed(gemms[j])) {
+        packs += pieces(gemms[j], rows);
+        size += divide_up(pieces(gemms[j], rows) * piece_size(gemms[j]), 32) * 32;  // keep 64-byte alignment
       }
       pack_end[j] = packs;
-      panels += divide_up(jobs[j].map.out, jobs[j].map.kind == BF16 ? BF16_PANEL : PANEL);
+      panels += divide_up(gemms[j].w.out, gemms[j].w.packing == BF16 ? BF16_PANEL : PANEL);
       panel_end[j] = panels;
     }
   }
 };
 
-// Runs all jobs for rows first .. first+rows-1, at most CHUNK.
-void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_t rows, uint16_t* packed) {
-  const Plan plan(jobs, count, rows);
+// Runs all GEMMs for rows first .. first+rows-1, at most CHUNK.
+void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int64_t rows, uint16_t* packed) {
+  const Plan plan(gemms, count, rows);
   if (plan.packs) {
     me.run_items(plan.packs, [&](int64_t t) {
       const int64_t j = std::upper_bound(plan.pack_end, plan.pack_end + count, t) - plan.pack_end;
       const int64_t piece = t - (j ? plan.pack_end[j - 1] : 0);
-      uint16_t* to = packed + plan.offset[j] + piece * piece_size(jobs[j]);
-      if (jobs[j].map.kind == INT8) {
-        int8::pack_row(jobs[j].x + (first + piece) * jobs[j].map.in, jobs[j].map.in, to);
+      uint16_t* to = packed + plan.offset[j] + piece * piece_size(gemms[j]);
+      if (gemms[j].w.packing == INT8) {
+        int8::pack_row(gemms[j].x + (first + piece) * gemms[j].w.in, gemms[j].w.in, to);
         return;
       }
 #if WITH_AMX
-      const int64_t per_tile = 16 / jobs[j].map.parts;
-      pack_rows(jobs[j], first + piece * per_tile, std::min(per_tile, rows - piece * per_tile), to);
+      const int64_t per_tile = 16 / gemms[j].w.parts;
+      pack_rows(gemms[j], first + piece * per_tile, std::min(per_tile, rows - piece * per_tile), to);
 #endif
     });
   }
@@ -266,15 +266,15 @@ void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_
     const int64_t j = std::upper_bound(plan.panel_end, plan.panel_end + count, p) - plan.panel_end;
     const int64_t panel = p - (j ? plan.panel_end[j - 1] : 0);
 #if WITH_AMX
-    if (uses_amx(jobs[j])) {
-      amx_panel(jobs[j], packed + plan.offset[j], panel, first, rows);
+    if (uses_amx(gemms[j])) {
+      amx_panel(gemms[j], packed + plan.offset[j], panel, first, rows);
       return;
     }
 #endif
-    if (jobs[j].map.kind == BF16) {
-      bf16_panel(jobs[j], panel, first, rows);
+    if (gemms[j].w.packing == BF16) {
+      bf16_panel(gemms[j], panel, first, rows);
     } else {
-      vector_panel(jobs[j], packed + plan.offset[j], panel, first, rows);
+      vector_panel(gemms[j], packed + plan.offset[j], panel, first, rows);
     }
   });
 #if WITH_AMX
@@ -284,13 +284,13 @@ void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_
 
 }  // namespace
 
-int64_t packed_elements(const Job* jobs, int64_t count, int64_t rows) {
-  return Plan(jobs, count, std::min(rows, CHUNK)).size;
+int64_t packed_elements(const Gemm* gemms, int64_t count, int64_t rows) {
+  return Plan(gemms, count, std::min(rows, CHUNK)).size;
 }
 
-void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* packed) {
+void linear(Member& me, const Gemm* gemms, int64_t count, int64_t rows, uint16_t* packed) {
   for (int64_t first = 0; first < rows; first += CHUNK) {
-    run_chunk(me, jobs, count, first, std::min(CHUNK, rows - first), packed);
+    run_chunk(me, gemms, count, first, std::min(CHUNK, rows - first), packed);
   }
 }
 
@@ -298,9 +298,9 @@ void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* 
 EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
 
 // Returns the size of a packed matrix in bytes.
-EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t kind) {
-  if (kind == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
-  if (kind == INT8) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
+EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t packing) {
+  if (packing == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
+  if (packing == INT8) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
   return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
 }
 

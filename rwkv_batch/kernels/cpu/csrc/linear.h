@@ -5,23 +5,24 @@
 #include "activation.h"
 #include "team.h"
 
-// A packed matrix. Mirrored in cpu/library.py as five int64.
-struct Map {
-  const void* weight;  // packed
+// A matrix as rwkv_pack_* wrote it. Mirrored in cpu/library.py as five int64.
+struct PackedMatrix {
+  const void* data;
   int64_t in, out;
-  int64_t kind;  // packing
-  int64_t parts;  // bf16 parts of x: 1 or 3
+  int64_t packing;  // Packing in linear.cpp
+  int64_t parts;    // bf16 numbers that each x is split into: 1 or 3
 };
 
-struct Job {
-  Map map;
+// One matrix over the rows of a call.
+struct Gemm {
+  PackedMatrix w;
   const float* x;  // [rows, in]
   float* y;        // [rows, out]
   int64_t activation;
 };
 
-// Elements that linear() needs to pack the rows of these jobs.
-int64_t packed_elements(const Job* jobs, int64_t count, int64_t rows);
+// Elements that linear() needs to pack the rows of these GEMMs.
+int64_t packed_elements(const Gemm* gemms, int64_t count, int64_t rows);
 
-// Runs up to 16 jobs over the same rows; `packed` is 64-byte aligned.
-void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* packed);
+// Runs up to 16 GEMMs over the same rows; `packed` is 64-byte aligned.
+void linear(Member& me, const Gemm* gemms, int64_t count, int64_t rows, uint16_t* packed);
