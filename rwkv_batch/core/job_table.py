@@ -169,11 +169,9 @@ class JobTable:
         """Add the prompt log-probabilities that a step returned. Call before `commit`."""
         for sequence, logprobs in scores:
             job = sequence.job
-            row = (
-                sequence
-                if sequence.may_sample
-                else next((one for one in job.live if one.row == sequence.row), sequence)
-            )
+            row = sequence
+            if not sequence.may_sample:  # a shared prompt: its first continuation gets the scores
+                row = next((one for one in job.live if one.row == sequence.row), sequence)
             if row in job.live:  # else the row ended while the step ran
                 job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
                 self._changed[job] = None
