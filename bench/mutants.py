@@ -87,6 +87,8 @@ class TestMap:
     seconds: dict[str, float]
     failed: list[str]
     lines: dict[str, dict[int, set[str]]]
+    unreadable: int = 0
+    """coverage files of processes that were killed while they wrote"""
 
     def save(self, target: Path) -> None:
         names = sorted({name for by_line in self.lines.values() for tests in by_line.values() for name in tests})
@@ -96,6 +98,7 @@ class TestMap:
             for path, by_line in self.lines.items()
         }
         record = {"seconds": self.seconds, "failed": self.failed, "names": names, "lines": packed}
+        record["unreadable"] = self.unreadable
         target.write_bytes(gzip.compress(json.dumps(record).encode()))
 
     @classmethod
@@ -106,7 +109,7 @@ class TestMap:
             path: {int(line): {names[one] for one in tests} for line, tests in by_line.items()}
             for path, by_line in record["lines"].items()
         }
-        return cls(record["seconds"], record["failed"], lines)
+        return cls(record["seconds"], record["failed"], lines, record["unreadable"])
 
     def of(self, mutant: Mutant, budget_s: float) -> list[str]:
         """Return the tests for a mutant, cheapest file first."""
@@ -229,13 +232,18 @@ def _add_lines(result: TestMap, file: str, source: Path) -> None:
     import coverage
 
     data = coverage.CoverageData(str(source))
-    data.read()
-    for measured in data.measured_files():
+    try:
+        data.read()
+        found = {measured: data.contexts_by_lineno(measured) for measured in data.measured_files()}
+    except coverage.exceptions.CoverageException:  # its process was killed while it wrote
+        result.unreadable += 1
+        return
+    for measured, contexts_by_line in found.items():
         path = next((one for one in scope_files() if measured.endswith(f"/{one}")), None)
         if path is None:
             continue
         by_line = result.lines.setdefault(path, {})
-        for line, contexts in data.contexts_by_lineno(measured).items():
+        for line, contexts in contexts_by_line.items():
             names = {context if "::" in context else file for context in contexts}
             by_line.setdefault(line, set()).update(name for name in names if name == file or name in result.seconds)
 
@@ -333,7 +341,10 @@ def main() -> None:
             return NOT_RUN, ""
         mutant = mutants[name]
         chosen = _collected(*args.tests) if args.tests else tests.of(mutant, args.test_s)
-        return try_mutant(trees, folder, mutant, tests, chosen, apply, rest_s)
+        try:
+            return try_mutant(trees, folder, mutant, tests, chosen, apply, rest_s)
+        except OSError as error:
+            return "error", str(error)
 
     controls = in_parallel(args.workers, run, [(name, False) for name in names[: args.controls]])
     found = dict(zip(names, in_parallel(args.workers, run, [(name, True) for name in names]), strict=True))
@@ -342,6 +353,7 @@ def main() -> None:
     record |= {"tests": len(tests.seconds), "controls": dict(Counter(outcome for outcome, _ in controls))}
     record |= {"seconds": round(time.monotonic() - start)}
     report(args.out, record, mutants, outcomes)
+    record |= {"unreadable_coverage_files": tests.unreadable}
     details = {"control_details": controls, "failed_tests": tests.failed, "outcomes": outcomes}
     (args.out / "record.json").write_text(json.dumps(record | details, ensure_ascii=False, indent=1))
     shutil.rmtree(folder, ignore_errors=True)

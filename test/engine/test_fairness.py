@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import groupby
 
 import pytest
 
 from rwkv_batch.core.admission import BATCH_TURN_STEPS
 from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.scheduler import Scheduler
-from rwkv_batch.core.sequence import Phase, Sequence
+from rwkv_batch.core.sequence import Phase, Sequence, SharedSlot
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
 
 
@@ -179,6 +180,21 @@ def test_batch_work_gets_the_only_running_slot_for_a_while() -> None:
     assert finished > 50
 
 
+def test_three_interactive_rows_run_between_two_turns_of_batch_work_in_the_only_slot() -> None:
+    plan, slots = scheduler(req_slots=1, slots=10)
+    plan.add(*job(50, client="bulk"))
+    steps = []
+    for _ in range(4 * BATCH_TURN_STEPS):
+        plan.add(*job(1, client="flood"))
+        row = plan.schedule()[0]
+        read([row])
+        steps.append(row.sequence.job.is_batch)
+        if not row.sequence.job.is_batch:
+            end(plan, slots, row.sequence)
+    lengths = [(is_batch, len(list(group))) for is_batch, group in groupby(steps)]
+    assert lengths[:4] == [(False, 3), (True, BATCH_TURN_STEPS)] * 2
+
+
 def test_batch_work_alone_is_preempted_from_the_only_slot_at_once() -> None:
     plan, _ = scheduler(req_slots=1, slots=10)
     plan.add(*job(50, client="bulk"))
@@ -234,6 +250,36 @@ def test_a_job_without_running_rows_may_use_the_reserve() -> None:
     plan.schedule()
     plan.add(running, rows[1:])
     assert per_job(plan.schedule())[running] == 1 and plan.admission.paused_rows == 0
+
+
+def test_a_paused_row_that_ends_reads_its_last_tokens() -> None:
+    """Its session's state must have read the whole turn."""
+    plan, slots = scheduler(req_slots=16)
+    plan.add(*job(50, client="bulk"))
+    before = [row.sequence for row in plan.schedule()]
+    for _ in range(6):
+        plan.add(*job(1, client="chat"))
+    now = {row.sequence for row in plan.schedule()}
+    paused = next(sequence for sequence in before if sequence not in now)
+    paused.phase, paused.samples = Phase.CLOSING, False
+    plan.release_req_slot(paused)
+    assert paused in {row.sequence for row in plan.schedule()} and plan.admission.paused_rows == 4
+
+
+def test_cancelled_continuations_free_their_shared_prompts() -> None:
+    plan, slots = scheduler(req_slots=16)
+    running, shared_prompts = job(1, prompt_tokens=5)
+    shared_prompts[0].samples = False
+    for slot in range(20, 26):  # more than may be held at a time
+        cancelled, continuations = job(9)
+        for sequence in continuations:
+            sequence.shared = SharedSlot(slot, lambda: None, len(continuations))
+        slots.blocked.update(continuations)
+        plan.add_forked(continuations)
+        plan.schedule()
+        assert plan.remove_waiting(cancelled) == continuations
+    plan.add(running, shared_prompts)
+    assert [row.sequence for row in plan.schedule()] == shared_prompts
 
 
 class Checked:
