@@ -254,7 +254,7 @@ def test_a_job_without_running_rows_may_use_the_reserve() -> None:
 
 def test_a_paused_row_that_ends_reads_its_last_tokens() -> None:
     """Its session's state must have read the whole turn."""
-    plan, slots = scheduler(req_slots=16)
+    plan, _slots = scheduler(req_slots=16)
     plan.add(*job(50, client="bulk"))
     before = [row.sequence for row in plan.schedule()]
     for _ in range(6):
