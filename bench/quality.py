@@ -40,7 +40,7 @@ from torch import Tensor
 from bench.quality_states import Compared, Text, by_state_format, long_texts
 from demo.corpus import translation
 from demo.files import ensure_model
-from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
+from rwkv_batch.model.quant.formats import WEIGHT_ONLY, dequantise, is_quantised, quantise
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
@@ -123,7 +123,7 @@ def by_kind(weights: Weights, reference: Reader, device: str, text: Text) -> Ite
     """Yield the figures of each format and kind of matrix alone."""
     names = [name for name in weights.tensors if is_quantised(name)]
     kinds = sorted({kind_of(name) for name in names})
-    for format_ in Format:
+    for format_ in WEIGHT_ONLY:
         for kind in kinds:
             changed, error_sq, norm_sq = dict(weights.tensors), 0.0, 0.0
             for name in (name for name in names if kind_of(name) == kind):

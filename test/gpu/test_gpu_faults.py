@@ -72,7 +72,7 @@ def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "warmup"),
-    [("sampling", True), ("draw", False), ("side stream", True)],
+    [("sampling", True), ("sampling", False), ("side stream", True)],
     ids=["sampling, at start", "sampling, at first use", "a side stream, at start"],
 )
 def test_the_engine_runs_without_graphs_if_capture_fails(

@@ -21,7 +21,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import DeferredMix, RowSums, SingleR
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, fits_hopper_row, multiply_few
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.layer import Norm, Prologue
-from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -49,7 +49,7 @@ def linear(format_: Format, n: int, k: int) -> tuple[CudaQuantLinear, Tensor]:
 
 @pytest.mark.parametrize("inputs", ["normal", "outlier", "tiny", "zero but one"])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (32, 256), (96, 768), (2560, 2560), (16384, 1024), (65536, 4096)])
-@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_any_inputs(format_: Format, n: int, k: int, inputs: str) -> None:
     map_, meant = linear(format_, n, k)
     x = normal(1, k)
@@ -64,7 +64,7 @@ def test_any_inputs(format_: Format, n: int, k: int, inputs: str) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_nan_and_infinity_are_kept(format_: Format, value: float) -> None:
     """A comparison with NaN is false, so it may not count as zero."""
     map_, _ = linear(format_, 96, 768)
@@ -74,7 +74,7 @@ def test_nan_and_infinity_are_kept(format_: Format, value: float) -> None:
 
 
 @pytest.mark.parametrize("width", [4096, 1024, 768])
-@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_quantised_and_fp16_products_in_one_launch(format_: Format, width: int) -> None:
     sizes = (width, 32, 4 * width, 544)
     maps = [linear(format_, n, width) for n in sizes]
@@ -103,7 +103,7 @@ def sums_of(delta: Tensor) -> RowSums:
 
 @pytest.mark.parametrize("has_delta", ["halves", "sums", ""])
 @pytest.mark.parametrize("width", [4096, 768])
-@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_the_row_is_mixed_in_the_kernel(
     monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str
 ) -> None:
@@ -188,7 +188,7 @@ def test_sums_begin_with_zeros(format_: Format) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.12, 0.5, 1.0])
 @pytest.mark.parametrize(("width", "ffn"), [(4096, 16384), (768, 3072), (2560, 10240)])
-@pytest.mark.parametrize("format_", Format)
+@pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> None:
     """Any share of non-zero inputs, isolated and adjacent; a second run gives the same bits."""
     stored = quantise(torch.randn(width, ffn, device=GPU) / ffn**0.5, format_)

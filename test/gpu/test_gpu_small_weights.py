@@ -13,7 +13,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, prepare_hopper_gemm
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
@@ -58,7 +58,7 @@ def weights_of(size: str) -> Weights:
     return Weights(Path("random"), tensors, ModelShape(LAYERS, width, VOCAB, ffn, *ranks), "")
 
 
-@pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in Format], ids=lambda param: " ".join(param))
+@pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in WEIGHT_ONLY], ids=lambda param: " ".join(param))
 def pair(request: pytest.FixtureRequest) -> Pair:
     from rwkv_batch.kernels.cuda.ops import CudaOps
 

@@ -11,13 +11,20 @@ from torch import Tensor
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.cuda.packed_weights import pack, pack_nibbles
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.model.quant.formats import Format, codes_int4, dequantise, format_for, is_quantised, quantise
+from rwkv_batch.model.quant.formats import (
+    WEIGHT_ONLY,
+    Format,
+    codes_int4,
+    dequantise,
+    format_for,
+    is_quantised,
+    quantise,
+)
 from rwkv_batch.model.quant_linear import QuantLinear
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
 
-WEIGHT_ONLY = [format_ for format_ in Format if format_ is not Format.W8A8]
 ERRORS = {Format.FP8: 0.028, Format.INT8: 0.0085, Format.INT4: 0.12}
 """For normally distributed weights."""
 

@@ -15,14 +15,11 @@ from rwkv_batch.kernels.cuda import skinny_quant
 from rwkv_batch.kernels.cuda.linear import Gemm, skinny
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
-from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 SHAPES = ((96, 512), (32, 256))
-
-
-WEIGHT_ONLY = [format_ for format_ in Format if format_ is not Format.W8A8]
 
 
 @pytest.fixture(scope="module")

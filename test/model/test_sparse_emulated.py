@@ -11,16 +11,13 @@ from torch import Tensor
 from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SPLITS
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS, Packed, pack
-from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 WIDTH, FFN = 64, 2304
 FFN_OF_ONE_ROW = 8320
 """Three times as many rows of a warp as it looks at at once"""
-
-
-WEIGHT_ONLY = [format_ for format_ in Format if format_ is not Format.W8A8]
 
 
 @pytest.fixture(scope="module")

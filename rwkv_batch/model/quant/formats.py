@@ -43,6 +43,10 @@ class Format(enum.StrEnum):
     W8A8 = "w8a8"
 
 
+WEIGHT_ONLY = (Format.FP8, Format.INT8, Format.INT4)
+"""Formats that do not quantise inputs."""
+
+
 @dataclass(slots=True)
 class Quantised:
     """A quantised matrix [out, in]. G = ceil(in / 128)."""
