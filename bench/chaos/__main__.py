@@ -1,18 +1,20 @@
 """Runs the real service under mixed traffic and faults, and counts violations.
 
-    python -m bench.chaos [--minutes 10] [--clients 16] [--model FILE] [--seed 1] [--log FILE] [--out FILE]
+    python -m bench.chaos [--hours 1.5] [--clients 16] [--pause-s 0] [--model FILE] [--seed 1] [--log FILE] [--out FILE]
                           [--service-argument=--front=nginx ...]
 
-`app.py` runs with small caches. Its clients use every route. They also disconnect early, send invalid bodies, import
-intact and damaged session files, and delete sessions. For the first three fifths of the time the program kills HTTP
-workers and the engine, and sends malformed packets. After that there is only traffic. It counts:
+`app.py` runs with small caches. Its clients use every route, batches included. They also disconnect early, send invalid
+bodies, import intact and damaged session files, and delete sessions. All the time, keys, tuned states, adapters and
+models are reloaded and used. In the storm, the first third, the program kills HTTP workers and the engine, and sends
+malformed packets. In the quiet part it does not. It counts:
 
 * unexplained answers: an unexpected status or a broken connection while no fault was injected. A 429 of a full queue
   is expected.
 * slots, leases, rows and jobs in use without a request, before and after the quiet part;
-* threads and file descriptors that a process gained in the quiet part, beyond a few of lazily filled pools;
-* memory growth of each process in the last three quarters of the quiet part, at most 1 % per hour (`slope.py`). The
-  caches are full by then. Pages of files (code, embedding rows) do not count.
+* threads and descriptors that an idle process gained in the quiet part, beyond a few of lazily filled pools;
+* growth of memory, threads and descriptors of each process, and of the number of files, in the last three quarters of
+  the quiet part. The upper bound is 1 % per hour (`slope.py`). The caches are full by then. Pages of files (code,
+  embedding rows) do not count.
 * acknowledged turns that were lost or changed. All sessions run a second time on an undisturbed service
   (`bench/chaos/crash.py`).
 
@@ -34,18 +36,20 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import Service, check_all, stored_names, wrong_sessions
+from bench.chaos.crash import PASSWORD, Service, check_all, stored_names, wrong_sessions
 from bench.chaos.disturbances import Disturbances
 from bench.chaos.health import Figures, Sampler, all_figures, held_when_idle, name_of, names_of
+from bench.chaos.reloads import Administrator, Files
 from bench.chaos.slope import Slope, medians, slope
 from bench.chaos.traffic import Client, Findings, stop
 from bench.tools.origin import origin
 
-FAULT_SHARE = 0.6
+STORM_SHARE = 1 / 3
 """Share of the run in which faults are injected."""
+PROGRESS_S = 300.0
 WARM_UP_S = 15.0
 MAX_GAINED = 8
-"""Threads or files that a process may gain: some pools fill on first use."""
+"""Threads or descriptors that a process may gain: some pools fill on first use."""
 TINY = (
     "--max-running=8",
     "--l1-sessions=2",
@@ -87,33 +91,41 @@ def measure_idle(
 
 def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
     """Run traffic and faults against one service, and return the record."""
-    database = str(folder / "sessions.db")
-    service = Service(folder, *service_arguments, *TINY, "--state-db", database, *arguments.service_argument)
+    (folder / "tmp").mkdir()
+    files, database = Files(folder), str(folder / "sessions.db")
+    flags = [*service_arguments, *TINY, "--state-db", database, "--password", PASSWORD, *files.arguments]
+    service = Service(folder, *flags, *arguments.service_argument, TMPDIR=str(folder / "tmp"))
     disturbances, findings, gate = Disturbances(service.url), Findings(), threading.Event()
     gate.set()
-    clients = [Client(service.url, number, disturbances, findings, gate) for number in range(arguments.clients)]
-    sampler = Sampler(service.process.pid)
+    common = (disturbances, findings, gate)
+    clients = [Client(service.url, number, *common, arguments.pause_s) for number in range(arguments.clients)]
+    clients.append(Administrator(service.url, arguments.clients, *common, supervisor=service.process.pid, files=files))
+    sampler = Sampler(service.process.pid, folder)
     sampler.start()
     for client in clients:
         client.start()
-    seconds = arguments.minutes * 60
+    seconds = arguments.hours * 3600
     try:
-        inject_faults(disturbances, seconds * FAULT_SHARE, random.Random(arguments.seed))
+        inject_faults(disturbances, seconds * STORM_SHARE, random.Random(arguments.seed))
         time.sleep(WARM_UP_S)  # the last restarted process fills its pools
         held_before, before = measure_idle(clients, gate, service)
         quiet_since = time.monotonic()
-        time.sleep(seconds * (1 - FAULT_SHARE))
+        wait(seconds * (1 - STORM_SHARE), findings)
         held_after, after = measure_idle(clients, gate, service)
     finally:
         stop(clients, gate)
         sampler.stop()
     names = {pid: name_of(pid) for pid in after} | names_of(service.url)
     talks = [talk for client in clients for talk in client.talks]
-    more = {what: gained(before, after, what) for what in ("threads", "files")}
+    more = {what: gained(before, after, what) for what in ("threads", "descriptors")}
     service.stop()
     since = quiet_since + (time.monotonic() - quiet_since) / 4
-    found = {pid: slope_since(samples, since) for pid, samples in sampler.samples.items() if pid in after}
-    shape = {pid: kib_of_blocks(sampler.samples[pid]) for pid, one in found.items() if one and one.an_hour}
+    found = slopes_since(sampler, since, names)
+    shape = {
+        f"{pid} {names[pid]}": kib_of_blocks([(at, figures.anonymous) for at, figures in sampler.samples[pid]])
+        for pid in after
+        if pid in sampler.samples
+    }
     stored = stored_names(folder, [*service_arguments, "--state-db", database])
     wrong = wrong_sessions(talks, stored) + check_all(folder, talks, service_arguments)
     return {
@@ -127,10 +139,10 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "first_unexplained": findings.unexplained[:10],
         "held_at_rest": [held_before, held_after],
         "more_threads": more["threads"],
-        "more_files": more["files"],
-        "memory_growth_an_hour": {f"{pid} {names[pid]}": slope_record(one) for pid, one in found.items() if one},
-        "memory_grows": [f"{pid} {names[pid]}" for pid, one in found.items() if one and one.grows],
-        "memory_kib_of_blocks": {f"{pid} {names[pid]}": one for pid, one in shape.items()},
+        "more_descriptors": more["descriptors"],
+        "growth_an_hour": {what: slope_record(one) for what, one in found.items()},
+        "grows": [what for what, one in found.items() if one.grows],
+        "memory_kib_of_blocks": shape,
         "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
 
@@ -141,11 +153,25 @@ def gained(before: dict[int, Figures], after: dict[int, Figures], what: str) -> 
     return {f"{pid} {name_of(pid)}": count for pid, count in more.items() if count > MAX_GAINED}
 
 
-def slope_since(samples: list[tuple[float, int]], since: float) -> Slope | None:
-    """Return the memory slope after `since`; None for a process that started later, as it has not warmed up."""
-    if samples[0][0] > since:
-        return None
-    return slope([(at, float(anonymous)) for at, anonymous in samples if at > since])
+def wait(seconds: float, findings: Findings) -> None:
+    """Wait, and print the progress."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, PROGRESS_S))
+        with findings.lock:
+            answers, unexplained = findings.answers.total(), findings.unexplained[:3]
+        print(f"{answers} answers, {findings.acknowledged} turns, unexplained: {unexplained}", flush=True)
+
+
+def slopes_since(sampler: Sampler, since: float, names: dict[int, str]) -> dict[str, Slope]:
+    """Return the slopes after `since` by name. Processes that started later have not warmed up and are left out."""
+    found = {"files": slope([(at, float(count)) for at, count in sampler.files if at > since])}
+    for pid, samples in sampler.samples.items():
+        if pid in names and samples[0][0] <= since:
+            for what in ("anonymous", "threads", "descriptors"):
+                points = [(at, float(getattr(figures, what))) for at, figures in samples if at > since]
+                found[f"{what} of {pid} {names[pid]}"] = slope(points)
+    return {what: one for what, one in found.items() if one is not None}
 
 
 def kib_of_blocks(samples: list[tuple[float, int]]) -> list[tuple[int, int]]:
@@ -164,14 +190,15 @@ def slope_record(found: Slope) -> dict[str, float]:
 def has_violations(result: dict[str, Any]) -> bool:
     """Whether there was any violation."""
     held = any(count for one in result["held_at_rest"] for count in one.values())
-    leaks = bool(result["more_threads"] or result["more_files"] or result["memory_grows"])
+    leaks = bool(result["more_threads"] or result["more_descriptors"] or result["grows"])
     return bool(result["unexplained"] or result["lost_or_different"]) or held or leaks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--hours", type=float, default=1.5)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="mean pause of a client after a request")
     parser.add_argument("--model", default="", help="default: the built-in demo model")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
@@ -193,7 +220,7 @@ def main() -> None:
     last = {
         "measure": "chaos",
         **origin(arguments.commit),
-        "minutes": arguments.minutes,
+        "hours": arguments.hours,
         "clients": arguments.clients,
         **result,
     }

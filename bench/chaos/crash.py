@@ -46,6 +46,9 @@ SESSIONS_PER_CLIENT = 4
 START_S = 180.0
 MAX_UNANSWERED = 3
 """Unanswered turns after which a session is not used any more: each doubles its possible histories."""
+PASSWORD = "password-of-the-service"
+HEADERS = {"Authorization": f"Bearer {PASSWORD}"}
+"""Sent to every service, also to those without a password."""
 
 
 @dataclass
@@ -85,13 +88,15 @@ class Conversation:
 class Service:
     """`app.py` with all its processes."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, str(ROOT / "app.py"), "--port", str(port), "--http-workers", "1", *arguments]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
         with (folder / "service.log").open("ab") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=clean)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=clean | environment
+            )
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline:

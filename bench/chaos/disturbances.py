@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from bench.chaos.crash import HEADERS
+
 AFTER_S = 3.0
 """A fault may still affect requests for this long after its end."""
 PACKETS = (
@@ -56,7 +58,7 @@ class Disturbances:
 
     def kill(self, rng: random.Random) -> None:
         """Send SIGKILL to the engine or to one HTTP worker, and wait until the service has recovered."""
-        status = httpx.get(f"{self.url}/status", timeout=10, verify=False).json()["processes"]
+        status = httpx.get(f"{self.url}/status", timeout=10, verify=False, headers=HEADERS).json()["processes"]
         role = rng.choice(("engine", "http_worker"))
         pid = status["engine"]["pid"] if role == "engine" else rng.choice(status["http_workers"])["pid"]
         with self._disturbing(f"{role} killed"):
@@ -70,8 +72,8 @@ class Disturbances:
             time.sleep(0.2)
             with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
                 if httpx.get(f"{self.url}/readyz", timeout=2, verify=False).status_code == 200:
-                    processes = httpx.get(f"{self.url}/status", timeout=5, verify=False).json()["processes"]
-                    if len(processes["http_workers"]) >= workers:
+                    status = httpx.get(f"{self.url}/status", timeout=5, verify=False, headers=HEADERS).json()
+                    if len(status["processes"]["http_workers"]) >= workers:
                         return
         raise RuntimeError("the service did not come back within a minute")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,12 +12,12 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import descendants
+from bench.chaos.crash import HEADERS, descendants
 
-SAMPLE_S = 1.0
+SAMPLE_S = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Figures:
     """One process at one moment."""
 
@@ -24,16 +25,16 @@ class Figures:
     anonymous: int
     """Resident bytes without a file behind them. File pages come and go with memory pressure."""
     threads: int
-    files: int
+    descriptors: int
 
 
 def figures_of(pid: int) -> Figures | None:
     """Return the figures of a process; None if it has ended."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         rss, file_backed = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "RssFile"))
-        return Figures(rss, rss - file_backed, int(status["Threads"]), files)
+        return Figures(rss, rss - file_backed, int(status["Threads"]), descriptors)
     except (OSError, KeyError, ValueError):
         return None
 
@@ -47,7 +48,7 @@ def name_of(pid: int) -> str:
 
 def names_of(url: str) -> dict[int, str]:
     """Return the names of the engine and the HTTP workers by process id, from /status."""
-    processes = httpx.get(f"{url}/status", timeout=10, verify=False).json()["processes"]
+    processes = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()["processes"]
     return {processes["engine"]["pid"]: "engine"} | {one["pid"]: one["name"] for one in processes["http_workers"]}
 
 
@@ -59,10 +60,13 @@ def all_figures(supervisor: int) -> dict[int, Figures]:
 
 @dataclass
 class Sampler:
-    """Samples the memory of each process on its own thread."""
+    """Samples the figures of each process, and the files of the service, on its own thread."""
 
     supervisor: int
-    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    folder: Path
+    """All files of the service, temporary ones included."""
+    samples: dict[int, list[tuple[float, Figures]]] = field(default_factory=dict)
+    files: list[tuple[float, int]] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -75,14 +79,15 @@ class Sampler:
         while not self._stop.wait(SAMPLE_S):
             with contextlib.suppress(OSError):
                 for pid, figures in all_figures(self.supervisor).items():
-                    self.samples.setdefault(pid, []).append((time.monotonic(), figures.anonymous))
+                    self.samples.setdefault(pid, []).append((time.monotonic(), figures))
+                self.files.append((time.monotonic(), sum(len(files) for _, _, files in os.walk(self.folder))))
 
 
 def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
     """Return the resources in use while there are no requests, after they have settled."""
     deadline = time.monotonic() + timeout_s
     while True:
-        status = httpx.get(f"{url}/status", timeout=10, verify=False).json()
+        status = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()
         held = _held(status)
         if not any(held.values()) or time.monotonic() > deadline:
             return held
@@ -91,7 +96,7 @@ def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
 
 def _held(status: dict[str, Any]) -> dict[str, Any]:
     pool = status["pool"]
-    owned = pool["l1"]["sessions"] + pool["prefix_cache"]["l1"]
+    owned = pool["l1"]["sessions"] + pool["prefix_cache"]["l1"] + pool["tuned_states"]["in_slots"]
     return {
         "rows": status["running_rows"] + status["waiting_rows"] + status.get("paused_rows", 0),
         "slots": max(0, pool["slots"]["total"] - pool["slots"]["free"] - owned),

@@ -10,8 +10,8 @@ FLAT = 0.01
 """Growth per hour, as a share, that counts as flat."""
 BLOCKS = 24
 """Time blocks, each reduced to its median: samples of neighbouring seconds are not independent."""
-LONG_S = 600.0
-"""From this length on, a significant slope above FLAT is growth. Shorter runs need a lower bound above FLAT."""
+LONG_S = 1800.0
+"""From this length on, the upper bound must be below FLAT. Shorter runs only fail if the lower one is above."""
 _SIGMAS = 1.96
 """95 %."""
 
@@ -31,10 +31,8 @@ class Slope:
 
     @property
     def grows(self) -> bool:
-        """Whether the growth is more than flat."""
-        if self.seconds >= LONG_S:
-            return self.an_hour > FLAT and self.low > 0
-        return self.low > FLAT
+        """Whether the figure grows, or a long run does not show that it is flat."""
+        return (self.high if self.seconds >= LONG_S else self.low) > FLAT
 
 
 def medians(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:

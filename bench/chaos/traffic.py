@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -15,11 +16,16 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import Conversation, Turn, send_turn
+from bench.chaos.crash import HEADERS, Conversation, Turn, send_turn
 from bench.chaos.disturbances import Disturbances
 
 SESSIONS_PER_CLIENT = 3
 _SYSTEM = "You are a helpful assistant that answers in one short line and never asks back. Number "
+_ERROR = re.compile(r'"error":(?!\s*(null|""))')
+"""An error in a body. Batches, responses and states have an empty one."""
+_BATCHED = "/v1/chat/completions"
+_BATCH_TIMEOUT_S = 100.0
+_ENDED = ("completed", "failed", "expired", "cancelled")
 _WORDS = ("red", "seven", "river", "whose", "Baum", "7", "sky", "天", "né")
 
 
@@ -45,8 +51,15 @@ class Client(threading.Thread):
     """Sends random requests until it is stopped; pauses while `gate` is cleared."""
 
     def __init__(
-        self, url: str, number: int, disturbances: Disturbances, findings: Findings, gate: threading.Event
+        self,
+        url: str,
+        number: int,
+        disturbances: Disturbances,
+        findings: Findings,
+        gate: threading.Event,
+        pause_s: float = 0.0,
     ) -> None:
+        """`pause_s`: mean pause after a request."""
         super().__init__(name=f"client-{number}", daemon=True)
         self.talks: list[Conversation] = []
         self.is_waiting = threading.Event()
@@ -57,6 +70,7 @@ class Client(threading.Thread):
         self._disturbances = disturbances
         self._findings = findings
         self._gate = gate
+        self._pause_s = pause_s
         self._names = itertools.count()
         self._files: list[tuple[bytes, int]] = []
 
@@ -70,7 +84,7 @@ class Client(threading.Thread):
             raise
 
     def _send_requests(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=120, verify=False) as client:
+        with httpx.Client(base_url=self._url, timeout=120, verify=False, headers=HEADERS) as client:
             while not self.stopping:
                 if not self._gate.is_set():
                     self.is_waiting.set()
@@ -78,6 +92,8 @@ class Client(threading.Thread):
                     self.is_waiting.clear()
                     continue
                 self._one(client)
+                if self._pause_s:
+                    time.sleep(self._rng.expovariate(1 / self._pause_s))
 
     def _one(self, client: httpx.Client) -> None:
         chosen: Callable[[httpx.Client], None] = self._rng.choices(
@@ -90,8 +106,9 @@ class Client(threading.Thread):
                 self._delete_session,
                 self._export,
                 self._import,
+                self._batch,
             ),
-            (30, 25, 8, 8, 6, 2, 4, 4),
+            (30, 25, 8, 8, 6, 2, 4, 4, 1),
         )[0]
         chosen(client)
 
@@ -110,7 +127,7 @@ class Client(threading.Thread):
             self._findings.note(what, type(error).__name__, excuse, str(error))
             return None
         body = response.text[-400:] if "text" in response.headers.get("content-type", "json") else response.text[:400]
-        failed = '"error"' in body and response.status_code == 200
+        failed = response.status_code == 200 and _ERROR.search(body) is not None
         status: object = f"{response.status_code} with an error" if failed else response.status_code
         right = response.status_code in fine and not failed
         is_overloaded = response.status_code == 429 and (
@@ -129,22 +146,57 @@ class Client(threading.Thread):
         prompts *= rng.choice((1, 1, 2, 5))
         common = {"max_tokens": rng.choice((1, 4, 16)), "stream": rng.random() < 0.5, "timeout_s": 60}
         message = {"role": "user", "content": prompts[0]}
-        path, body = rng.choice(
-            [
-                ("/v1/chat/completions", {"contents": prompts}),
-                ("/v1/chat/completions", {"messages": [message]}),
-                ("/v2/chat/completions", {"contents": prompts}),
-                ("/big_batch/completions", {"contents": prompts, "stream": True}),
-                ("/FIM/v1/batch-FIM", {"prefix": prompts, "suffix": ["end"] * len(prompts)}),
-                ("/openai/v1/chat/completions", {"messages": [message], "n": rng.choice((1, 3))}),
-                ("/openai/v1/completions", {"prompt": prompts, "n": rng.choice((1, 2)), "stop": ["red", "\n\n"]}),
-                ("/v1/completions", {"prompt": prompts}),
-            ]
-        )
+        choices: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/chat/completions", {"contents": prompts}),
+            ("/v1/chat/completions", {"messages": [message]}),
+            ("/v2/chat/completions", {"contents": prompts}),
+            ("/big_batch/completions", {"contents": prompts, "stream": True}),
+            ("/FIM/v1/batch-FIM", {"prefix": prompts, "suffix": ["end"] * len(prompts)}),
+            ("/openai/v1/chat/completions", {"messages": [message], "n": rng.choice((1, 3))}),
+            ("/openai/v1/completions", {"prompt": prompts, "n": rng.choice((1, 2)), "stop": ["red", "\n\n"]}),
+            ("/v1/completions", {"prompt": prompts}),
+            ("/openai/v1/responses", {"input": prompts[0]}),
+            ("/v1/chat/completions", {"contents": prompts, "choice": ["red", f"seven {rng.randrange(9)}"]}),
+            ("/v1/chat/completions", {"contents": prompts, "state": "poet"}),
+            ("/v1/chat/completions", {"contents": prompts, "adapter": "pupil"}),
+        ]
+        path, body = rng.choice(choices)
         self._post(client, path, {**common, "model": "rwkv7", **body})
         if rng.random() < 0.2:
             texts = {"source_lang": "en", "target_lang": "zh-CN", "text_list": [self._words(5)], "timeout_s": 100}
             self._post(client, "/translate/v1/batch-translate", texts)
+            self._post(client, "/v1/score", {"contents": prompts, "candidates": [" red", " river"]})
+
+    def _batch(self, client: httpx.Client) -> None:
+        """Upload lines, wait for their answers, and delete the files."""
+        count = self._rng.choice((1, 10, 50))
+        body = {"messages": [{"role": "user", "content": self._words(4)}], "max_tokens": 4}
+        lines = [{"custom_id": f"{i}", "method": "POST", "url": _BATCHED, "body": body} for i in range(count)]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        files, path = {"file": ("lines.jsonl", content)}, "/openai/v1/files"
+        uploaded = self._send(path, (200,), lambda: client.post(path, data={"purpose": "batch"}, files=files))
+        if uploaded is None:
+            return
+        file = uploaded.json()["id"]
+        made = self._post(client, "/openai/v1/batches", {"input_file_id": file, "endpoint": _BATCHED})
+        if made is not None:
+            began, batch = time.monotonic(), made.json()
+            path = f"/openai/v1/batches/{batch['id']}"
+            while batch["status"] not in _ENDED and time.monotonic() < began + _BATCH_TIMEOUT_S:
+                time.sleep(0.5)
+                asked = self._send("batch", (200,), lambda: client.get(path))
+                batch = batch if asked is None else asked.json()
+            excuse = batch["status"] == "completed" and batch["request_counts"]["completed"] == count
+            excuse = excuse or self._disturbances.explains(began, time.monotonic())
+            self._findings.note("batch ended", batch["status"], excuse, json.dumps(batch))
+            for name in ("output_file_id", "error_file_id"):
+                self._delete_file(client, batch.get(name))
+        self._delete_file(client, file)
+
+    def _delete_file(self, client: httpx.Client, file: str | None) -> None:
+        if file is not None:
+            self._send("file content", (200,), lambda: client.get(f"/openai/v1/files/{file}/content"))
+            self._send("file deleted", (200,), lambda: client.delete(f"/openai/v1/files/{file}"))
 
     def _read(self, client: httpx.Client) -> None:
         path = self._rng.choice(("/status", "/metrics", "/healthz", "/v1/models", "/openapi.json", "/docs", "/readyz"))

@@ -11,7 +11,7 @@ from bench.chaos.slope import FLAT, slope
 MIB = 1 << 20
 
 
-def memory(an_hour: float, seconds: int = 1200, noise: float = 0.002, seed: int = 1) -> list[tuple[float, float]]:
+def memory(an_hour: float, seconds: int = 2400, noise: float = 0.002, seed: int = 1) -> list[tuple[float, float]]:
     """Return samples of a 300 MiB process, one per second, with noise and occasional bursts."""
     rng = random.Random(seed)
     samples = []
@@ -33,7 +33,7 @@ def test_growth_is_found_despite_noise_and_bursts(an_hour: float) -> None:
 
 def test_a_single_step_is_not_growth() -> None:
     """A table that doubles once does not grow for ever."""
-    found = slope([(float(at), 300.0 * MIB if at < 100 else 300.3 * MIB) for at in range(1200)])
+    found = slope([(float(at), 300.0 * MIB if at < 200 else 300.3 * MIB) for at in range(2400)])
     assert found is not None and not found.grows
 
 
