@@ -1,6 +1,8 @@
 """The readers of users' files with small valid files of each kind.
 
-    python -m test.fuzzing.readers --count 20000 --seed 1     all readers, with their figures
+    python -m test.fuzzing.readers --count 20000 --seed 1 --processes 4     all readers, with their figures
+
+`--count` is per reader. Runs with different seeds share no input, so machines may divide the work by seeds.
 
 A reader may return or raise its own error with a short message. Anything else is a fault: another exception, a number
 beyond the file, the limit of memory or of CPU time.
@@ -16,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ from test.resource_limits import run_bounded
 
 MAX_MESSAGE = 3000
 PER_PROCESS = 2000
+CPU_S = 60
+"""For the inputs of one process."""
 GLOSSARY = '{"pool": "状态", "Straße": "street"}'.encode()
 _DIGEST = b"0" * 64
 KEYS = b'[[key]]\nname = "a"\nkey = "secret-of-a"\nrows = 16\n\n[[key]]\nname = "b"\nsha256 = "%s"\n' % _DIGEST
@@ -121,7 +126,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-def fuzz(name: str, folder: str, seed: int, count: int) -> dict[str, Any]:
+def fuzz(name: str, folder: str, seed: str, count: int) -> dict[str, Any]:
     """Read `count` changed files. Returns figures, and the first fault with its input."""
     reader, rng = READERS[name], random.Random(f"{name} {seed}")
     path = Path(folder) / reader.file
@@ -145,36 +150,44 @@ def fuzz(name: str, folder: str, seed: int, count: int) -> dict[str, Any]:
         else:
             continue
         return {"fault": why, "number": number, "input": base64.b64encode(data[:20_000]).decode()}
-    return {"read": read, "refused": refused}
+    return {"read": read, "refused": refused, "cpu_s": time.process_time()}
 
 
-def run(name: str, folder: Path, seed: int, count: int) -> dict[str, Any]:
-    """`fuzz` in processes with limits. One that met them leaves its last input in the folder."""
-    total = {"read": 0, "refused": 0}
-    for part in range(-(-count // PER_PROCESS)):
-        part_seed, size = seed + part, min(PER_PROCESS, count - part * PER_PROCESS)
-        cost = run_bounded(fuzz, name, str(folder), part_seed, size, cpu_s=60, memory_mib=1024)
-        found = cost.result
+def run(name: str, seed: int, count: int, processes: int = 1) -> dict[str, Any]:
+    """`fuzz` in processes with limits, `processes` at a time. Returns the sums, or the first fault."""
+    sizes = [min(PER_PROCESS, count - begin) for begin in range(0, count, PER_PROCESS)]
+    total = {"read": 0, "refused": 0, "cpu_s": 0}
+    with ThreadPoolExecutor(processes) as pool:
+        for found in pool.map(lambda part: _run_part(name, f"{seed} {part[0]}", part[1]), enumerate(sizes)):
+            if "fault" in found:
+                pool.shutdown(cancel_futures=True)
+                return {"reader": name, **found}
+            total = {figure: total[figure] + found[figure] for figure in total}
+    return {"reader": name, "seed": seed, "count": count, **total, "cpu_s": round(total["cpu_s"], 1)}
+
+
+def _run_part(name: str, seed: str, size: int) -> dict[str, Any]:
+    """Run one process of `fuzz`. If a limit ended it, its last input is the fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        cost = run_bounded(fuzz, name, folder, seed, size, cpu_s=CPU_S, memory_mib=1024)
+        found: dict[str, Any] | None = cost.result
         if found is None:
-            last = base64.b64encode((folder / READERS[name].file).read_bytes()).decode()
+            last = base64.b64encode((Path(folder) / READERS[name].file).read_bytes()).decode()
             found = {"fault": f"the process ended ({cost.exit_code})", "input": last}
-        if "fault" in found:
-            return {"reader": name, "seed": part_seed, **found}
-        total = {figure: total[figure] + found[figure] for figure in total}
-    return {"reader": name, "seed": seed, "count": count, **total}
+    return {**found, "seed": seed} if "fault" in found else found
 
 
 def main() -> None:
     """Fuzz all readers and print one line of JSON for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20_000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20_000, help="inputs per reader")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     for name in READERS:
-        with tempfile.TemporaryDirectory() as folder:
-            started = time.monotonic()
-            found = run(name, Path(folder), args.seed, args.count)
-            print(json.dumps({**found, "seconds": round(time.monotonic() - started, 1)}), flush=True)
+        started = time.monotonic()
+        found = run(name, args.seed, args.count, args.processes)
+        print(json.dumps({**found, "seconds": round(time.monotonic() - started, 1)}), flush=True)
 
 
 if __name__ == "__main__":

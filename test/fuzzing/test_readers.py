@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ COUNT = 100_000 if "RWKV_LONG_TESTS" in os.environ else 500
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_reader_refuses_what_it_cannot_read(tmp_path: Path, name: str) -> None:
+def test_a_reader_refuses_what_it_cannot_read(name: str) -> None:
     seed = int.from_bytes(os.urandom(4), "little") if "RWKV_LONG_TESTS" in os.environ else 0
-    found = run(name, tmp_path, seed, COUNT)
+    found = run(name, seed, COUNT)
     assert "fault" not in found, found
     assert found["refused"] > COUNT // 10 and found["read"], "the changes are neither too small nor too large"
