@@ -11,7 +11,7 @@ import pytest
 from rwkv_batch.core.admission import BATCH_TURN_STEPS
 from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.scheduler import Scheduler
-from rwkv_batch.core.sequence import Phase, Sequence, SharedSlot
+from rwkv_batch.core.sequence import Phase, Sequence
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
 
 
@@ -261,25 +261,9 @@ def test_a_paused_row_that_ends_reads_its_last_tokens() -> None:
         plan.add(*job(1, client="chat"))
     now = {row.sequence for row in plan.schedule()}
     paused = next(sequence for sequence in before if sequence not in now)
-    paused.phase, paused.samples = Phase.CLOSING, False
+    paused.phase, paused.may_sample = Phase.CLOSING, False
     plan.release_req_slot(paused)
     assert paused in {row.sequence for row in plan.schedule()} and plan.admission.paused_rows == 4
-
-
-def test_cancelled_continuations_free_their_shared_prompts() -> None:
-    plan, slots = scheduler(req_slots=16)
-    running, shared_prompts = job(1, prompt_tokens=5)
-    shared_prompts[0].samples = False
-    for slot in range(20, 26):  # more than may be held at a time
-        cancelled, continuations = job(9)
-        for sequence in continuations:
-            sequence.shared = SharedSlot(slot, lambda: None, len(continuations))
-        slots.blocked.update(continuations)
-        plan.add_forked(continuations)
-        plan.schedule()
-        assert plan.remove_waiting(cancelled) == continuations
-    plan.add(running, shared_prompts)
-    assert [row.sequence for row in plan.schedule()] == shared_prompts
 
 
 class Checked:
