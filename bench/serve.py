@@ -3,10 +3,11 @@
     python -m bench.serve --concurrency 64 --chunk-size 4
     python -m bench.serve --url http://127.0.0.1:8000 --route /translate/v1/batch-translate --no-stream
 
-`--concurrency` clients run at once. Each sends `--rounds` requests of `--rows` prompts, one after the other. Each row
-samples exactly `--max-tokens` tokens where the route allows it. The service counts tokens (/metrics). The client
-measures times in its own process, with one selector loop and no threads. The engine alone gets the same prompts as one
-job per client, in its own process with the same settings. Both alternate, and the ratio compares medians.
+`--concurrency` clients run at once; several numbers are measured one after the other. Each client sends `--rounds`
+requests of `--rows` prompts, one after the other. Each row samples exactly `--max-tokens` tokens where the route
+allows it. The service counts tokens (/metrics). The client measures times in its own process, with one selector loop
+and no threads. The engine alone gets the same prompts as one job per client, in its own process with the same
+settings. Both alternate, and the ratio compares medians.
 
 `cpu_ratio` compares CPU seconds per token of the engine alone and of all service processes. It is also reliable on a
 shared machine, where wall time is not.
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,8 @@ from bench.tools.service import machine, service, service_cpu_s, summary
 from programs.settings import parse_settings
 
 
-def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> None:
-    """Run the same prompts through an engine in this process; sends tokens, seconds and CPU seconds."""
+def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
+    """Run the prompts of each load received through an engine here; sends tokens, seconds and CPU seconds."""
     from programs.settings.model_file import with_default_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
@@ -49,7 +51,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
     encode = Tokenizer().encode
     sampling = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 
-    def job(client: int, turn: int) -> Job:
+    def job(load: Load, client: int, turn: int) -> Job:
         rows = [
             GenerateRequest(
                 prompt=encode(prompt),
@@ -62,7 +64,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
         ]
         return Job(job_id=f"{client}.{turn}", rows=rows, sampler="rapid", label="bench")
 
-    def run(clients: int, rounds: int) -> tuple[int, float, float]:
+    def run(load: Load) -> tuple[int, float, float]:
         tokens = 0
         clients_done = threading.Semaphore(0)
 
@@ -71,39 +73,38 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
             tokens += sum(delta.num_tokens for delta in events.deltas)
             if events.done:
                 client, turn = map(int, events.job_id.split("."))
-                if turn + 1 < rounds:
-                    engine.submit(job(client, turn + 1), sink, lambda refusal: None)
+                if turn + 1 < load.rounds:
+                    engine.submit(job(load, client, turn + 1), sink, lambda refusal: None)
                 else:
                     clients_done.release()
 
         started, used = time.perf_counter(), time.process_time()
-        for client in range(clients):
-            engine.submit(job(client, 0), sink, lambda refusal: None)
-        for _ in range(clients):
+        for client in range(load.concurrency):
+            engine.submit(job(load, client, 0), sink, lambda refusal: None)
+        for _ in range(load.concurrency):
             clients_done.acquire()
         return tokens, time.perf_counter() - started, time.process_time() - used
 
-    run(2, 1)
-    while reply.recv():
-        reply.send(run(load.concurrency, load.rounds))
+    while load := reply.recv():
+        reply.send(run(load))
     engine.stop()
 
 
 @contextmanager
-def engine_process(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
-    """Start a process with an engine. Send True to run; receive (tokens, seconds, CPU seconds)."""
+def engine_process(arguments: Sequence[str]) -> Iterator[Connection]:
+    """Start a process with an engine. Send a Load to run; receive (tokens, seconds, CPU seconds)."""
     # The service's engine process sets this too: with spinning threads an engine alone is a third faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     folder = tempfile.mkdtemp(prefix="rwkv-bench-")
     flags = [*arguments, "--state-db", str(Path(folder) / "alone.db")]
-    process = spawn.Process(target=engine_alone, args=(flags, load, theirs))
+    process = spawn.Process(target=engine_alone, args=(flags, theirs))
     process.start()
     theirs.close()
     try:
         yield ours
-        ours.send(False)
+        ours.send(None)
         process.join(30)
     finally:
         process.kill()
@@ -114,7 +115,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="URL of a running service; skips the engine alone")
     parser.add_argument("--route", default="/v1/chat/completions")
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
     parser.add_argument("--rounds", type=int, default=1, help="requests of each client, one after the other")
     parser.add_argument("--rows", type=int, default=1, help="prompts in each request")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -127,59 +128,75 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def compare_with_engine(
-    load: Load, options: argparse.Namespace, flags: Sequence[str], report: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Alternate between HTTP and the engine alone; adds the comparison to `report`."""
+def compare(load: Load, url: str, engine: Connection, repeats: int, client_processes: int) -> dict[str, Any]:
+    """Alternate between HTTP and the engine alone."""
     http, speeds, costs, served_costs = [], [], [], []
-    with service(flags) as url, engine_process(flags, load) as process:
-        over_http(Load(**{**vars(load), "concurrency": 2, "rounds": 1}), url, 1)
-        for _ in range(options.repeats):
-            process.send(True)
-            tokens, seconds, cpu_s = process.recv()
-            speeds.append(round(tokens / seconds, 1))
-            costs.append(cpu_s / tokens * 1e6)
-            before = service_cpu_s(url)
-            run = over_http(load, url, options.client_processes)
-            served_costs.append((service_cpu_s(url) - before) / run["tokens"] * 1e6)
-            http.append(summary(load, run))
-            print(
-                f"engine alone {speeds[-1]} tokens/s ({costs[-1]:.0f} us CPU per token), "
-                f"over HTTP {http[-1]['tokens_per_s']} tokens/s ({served_costs[-1]:.0f} us)",
-                flush=True,
-            )
-        report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
-    report["engine_tokens_per_s"] = speeds
-    report["ratio"] = round(statistics.median(one["tokens_per_s"] for one in http) / statistics.median(speeds), 3)
-    report["cpu_us_per_token_engine"] = round(statistics.median(costs), 1)
-    report["cpu_us_per_token_served"] = round(statistics.median(served_costs), 1)
-    report["cpu_ratio"] = round(statistics.median(costs) / statistics.median(served_costs), 3)
-    return http
+    warm = replace(load, concurrency=2, rounds=1)
+    over_http(warm, url, 1)
+    engine.send(warm)
+    engine.recv()
+    for _ in range(repeats):
+        engine.send(load)
+        tokens, seconds, cpu_s = engine.recv()
+        speeds.append(round(tokens / seconds, 1))
+        costs.append(cpu_s / tokens * 1e6)
+        before = service_cpu_s(url)
+        run = over_http(load, url, client_processes)
+        served_costs.append((service_cpu_s(url) - before) / run["tokens"] * 1e6)
+        http.append(summary(load, run))
+        print(
+            f"{load.concurrency} clients: engine alone {speeds[-1]} tokens/s ({costs[-1]:.0f} us CPU per token), "
+            f"over HTTP {http[-1]['tokens_per_s']} tokens/s ({served_costs[-1]:.0f} us)",
+            flush=True,
+        )
+    return {
+        "engine_tokens_per_s": speeds,
+        "ratio": round(statistics.median(one["tokens_per_s"] for one in http) / statistics.median(speeds), 3),
+        "cpu_us_per_token_engine": round(statistics.median(costs), 1),
+        "cpu_us_per_token_served": round(statistics.median(served_costs), 1),
+        "cpu_ratio": round(statistics.median(costs) / statistics.median(served_costs), 3),
+        **http_report(http),
+    }
+
+
+def http_report(http: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median run over HTTP and the speed of each."""
+    median = sorted(http, key=lambda run: run["tokens_per_s"])[len(http) // 2]
+    return {"http": median, "http_tokens_per_s": [run["tokens_per_s"] for run in http]}
 
 
 def main() -> None:
-    """Measure and print; the last line is JSON."""
+    """Measure and print; the last line is JSON, with the loads in order."""
     options, rest = parse()
-    load = Load(
-        options.route,
-        options.concurrency,
-        options.rounds,
-        options.rows,
-        options.max_tokens,
-        options.prompt_words,
-        options.chunk_size,
-        not options.no_stream and "translate" not in options.route,
-        options.password,
-    )
-    report: dict[str, Any] = {**machine(), "load": {**vars(load), "password": bool(load.password)}}
+    loads = [
+        Load(
+            options.route,
+            concurrency,
+            options.rounds,
+            options.rows,
+            options.max_tokens,
+            options.prompt_words,
+            options.chunk_size,
+            not options.no_stream and "translate" not in options.route,
+            options.password,
+        )
+        for concurrency in options.concurrency
+    ]
+    report: dict[str, Any] = {**machine(), "load": {**vars(loads[0]), "password": bool(options.password)}}
+    results = []
     if options.url:
-        runs = [over_http(load, options.url, options.client_processes) for _ in range(options.repeats)]
-        http = [summary(load, run) for run in runs]
+        for load in loads:
+            runs = [
+                summary(load, over_http(load, options.url, options.client_processes)) for _ in range(options.repeats)
+            ]
+            results.append(http_report(runs))
     else:
-        http = compare_with_engine(load, options, rest, report)
-    report["http"] = sorted(http, key=lambda run: run["tokens_per_s"])[len(http) // 2]
-    report["http_tokens_per_s"] = [run["tokens_per_s"] for run in http]
-    print(json.dumps(report))
+        with service(rest) as url, engine_process(rest) as engine:
+            results = [compare(load, url, engine, options.repeats, options.client_processes) for load in loads]
+            report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
+    for load, result in zip(loads, results, strict=True):
+        result["concurrency"] = load.concurrency
+    print(json.dumps({**report, **results[0], "loads": results}))
 
 
 if __name__ == "__main__":
