@@ -51,7 +51,7 @@ ROOMS = {
     "rwkv_batch.kernels.cpu": "rwkv_batch.kernels rwkv_batch.model rwkv_batch.model.quant",
     "rwkv_batch.kernels.cuda": "rwkv_batch.kernels rwkv_batch.kernels.cuda.w8a8 rwkv_batch.model "
     "rwkv_batch.model.quant",
-    "rwkv_batch.kernels.cuda.w8a8": "rwkv_batch.kernels.cuda rwkv_batch.model.quant",
+    "rwkv_batch.kernels.cuda.w8a8": "rwkv_batch.kernels.cuda rwkv_batch.model rwkv_batch.model.quant",
     "rwkv_batch.runner": "rwkv_batch rwkv_batch.runner.graphs rwkv_batch.core "
     "rwkv_batch.model rwkv_batch.model.rwkv7 rwkv_batch.model.quant "
     "rwkv_batch.model.older "

@@ -17,6 +17,7 @@ from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.calibration import MeasuredInputs
 from rwkv_batch.runner.stage import Stage
 
 VOCAB = 65536
@@ -42,7 +43,8 @@ def random_stage(
     ops, _ = choose_ops("cuda", device)
     storage = format_of(dtype)
     layers = weights.shape.layers
-    return Stage(weights, 0, layers, Precision(device, torch.float16, torch.float16, wkv_state, storage), ops)
+    precision = Precision(device, torch.float16, torch.float16, wkv_state, storage)
+    return Stage(weights, 0, layers, precision, ops, largest_inputs=MeasuredInputs(weights, device))
 
 
 def random_file(size: str, device: torch.device, as_released: bool = True) -> Weights:

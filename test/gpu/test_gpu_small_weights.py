@@ -13,10 +13,11 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, prepare_hopper_gemm
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.calibration import MeasuredInputs
 from rwkv_batch.runner.stage import Stage
 from test.gpu.test_gpu_forward import poisoned_memory  # noqa: F401  # for every test here too
 
@@ -58,15 +59,18 @@ def weights_of(size: str) -> Weights:
     return Weights(Path("random"), tensors, ModelShape(LAYERS, width, VOCAB, ffn, *ranks), "")
 
 
-@pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in WEIGHT_ONLY], ids=lambda param: " ".join(param))
+@pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in Format], ids=lambda param: " ".join(param))
 def pair(request: pytest.FixtureRequest) -> Pair:
     from rwkv_batch.kernels.cuda.ops import CudaOps
 
     size, format_ = request.param
     weights, half, full = weights_of(size), torch.float16, torch.float32
+    largest = MeasuredInputs(weights, GPU)
+    fast_precision = Precision(GPU, half, half, StateFormat.FP16, format_)
+    true_precision = Precision(GPU, full, full, StateFormat.FP32, format_)
     made = Pair(
-        Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateFormat.FP16, format_), CudaOps()),
-        Stage(weights, 0, LAYERS, Precision(GPU, full, full, StateFormat.FP32, format_), NaiveOps()),
+        Stage(weights, 0, LAYERS, fast_precision, CudaOps(), largest_inputs=largest),
+        Stage(weights, 0, LAYERS, true_precision, NaiveOps(), largest_inputs=largest),
     )
     generator = torch.Generator(GPU).manual_seed(1)
     for stage in made:

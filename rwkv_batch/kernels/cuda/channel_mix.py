@@ -34,6 +34,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     sum_partials,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS, Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer
@@ -66,14 +67,21 @@ def channel_mix(
         hidden, is_squared = hidden_quantised(layer, layer.ffn_value, x, adapters)
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
         y = _value_quantised(layer.ffn_value, hidden, is_squared)
-        if adapters is not None and not is_squared:
-            library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
+    elif isinstance(layer.ffn_value, CudaW8A8Linear):
+        hidden, is_squared = layer.ffn_key(x), False
+        if adapters is not None:
+            adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))
+        of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
+        y = layer.ffn_value(hidden)
     else:
+        is_squared = True
         hidden = _hidden(layer, x, adapters)
         of_experts = mix_experts(layer, x, hidden, adapters)
         y = _value(layer, hidden, workspaces)
     if adapters is None:
         return y
+    if not is_squared:
+        library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
     y = sum_partials(y)
     adapters.add(AdaptedLinear(Target.FFN_VALUE, hidden, y))
     return y if of_experts is None else y + of_experts

@@ -41,6 +41,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS, QuantGemm, multiply_few
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, multiply_mixed
 from rwkv_batch.model.layer import Projections
 
 MAX_FUSED_WKV_ROWS = 4
@@ -78,6 +79,8 @@ def _uses_grouped_projections(layer: CudaLayer, tokens: int) -> bool:
     if layer.rkv is not None:
         return is_grouped(tokens, layer.rkv[0])
     linear = layer.receptance
+    if isinstance(linear, CudaW8A8Linear):
+        return is_grouped(tokens, layer.low_in[0])
     assert isinstance(linear, CudaQuantLinear), "gemms without a stack are in small codes"
     if linear.takes_fp16_rows(tokens):
         return is_grouped(tokens, layer.low_in[0])
@@ -112,8 +115,7 @@ def _uses_multi_tile_projections(layer: CudaLayer, tokens: int) -> bool:
     if layer.rkv is not None:
         return True
     linear = layer.receptance
-    assert isinstance(linear, CudaQuantLinear), "gemms without a stack are in small codes"
-    return not _multiplies_codes(linear, tokens)
+    return not (isinstance(linear, CudaQuantLinear) and _multiplies_codes(linear, tokens))
 
 
 def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
@@ -121,8 +123,18 @@ def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
     return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
 
 
+def _w8a8_rkv(layer: CudaLayer) -> list[CudaW8A8Linear]:
+    """r, k, v of a w8a8 layer; empty for others."""
+    return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaW8A8Linear)]
+
+
 def _rkv_quantised(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor, low: LowRanks | None = None) -> None:
     """Quantised r, k, v: mixed [6, T, C] -> rkv [3, T, C]. low: the low ranks, if they are in the same launch."""
+    in_8_bits = _w8a8_rkv(layer)
+    if in_8_bits:
+        assert isinstance(mixed, Tensor), "w8a8 quantises its inputs itself"
+        multiply_mixed(in_8_bits, mixed, rkv)
+        return
     linears = _quantised_rkv(layer)
     tokens = rkv.shape[1]
     if isinstance(mixed, Tensor) and not (linears[0].takes_fp8_rows(tokens) or linears[0].takes_two_part_rows(tokens)):
@@ -284,6 +296,10 @@ def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rk
         multiply([*(Gemm(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return
     linears, rows = _quantised_rkv(layer), rkv.shape[1]
+    if not linears:  # w8a8
+        _rkv_quantised(layer, mixed, rkv)
+        multiply(low)
+        return
     if isinstance(mixed, QuantisedMix) or linears[0].takes_two_part_rows(rows) or not linears[0].takes_fp16_rows(rows):
         _rkv_quantised(layer, mixed, rkv)
         multiply(low)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
 from rwkv_batch.model.layer import MIX_ORDER, Layer, Linear
 from rwkv_batch.model.mmap_release import release
 
@@ -45,7 +46,7 @@ def prepare_layer(layer: Layer) -> CudaLayer:
     Its Linears become views of these, so no weight is held twice. Raises ValueError for weights of another type.
     """
     width, device = layer.att_mix.shape[1], layer.att_mix.device
-    small = isinstance(layer.receptance, CudaQuantLinear)
+    small = isinstance(layer.receptance, CudaQuantLinear | CudaW8A8Linear)
     given = layer.w1.weight.dtype if small else layer.receptance.weight.dtype
     if given != torch.float16:
         raise ValueError(f"the cuda kernels want fp16 weights, not {given}; use --kernels naive")

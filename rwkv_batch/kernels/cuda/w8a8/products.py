@@ -63,7 +63,7 @@ class W8A8Weights:
         if n % BLOCK_OUTPUTS or k % SEGMENT or k > MAX_K:
             raise ValueError(
                 f"got a matrix of {n} outputs and {k} inputs; int8 products take outputs that are a multiple of "
-                f"{BLOCK_OUTPUTS}, and inputs that are a multiple of {SEGMENT} up to {MAX_K}; use --activation-bits 16"
+                f"{BLOCK_OUTPUTS}, and inputs that are a multiple of {SEGMENT} up to {MAX_K}; use --dtype int8"
             )
         device = codes.codes.device
         order = transform.positions.to(device).argsort()
@@ -81,6 +81,11 @@ class W8A8Weights:
     def shape(self) -> torch.Size:
         """[n, K]."""
         return self.codes.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (self.codes, self.scales, self.ratios, self.factors, self.order))
 
 
 class W8A8Gemm(NamedTuple):

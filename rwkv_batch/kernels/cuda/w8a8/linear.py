@@ -1,0 +1,61 @@
+"""Linear maps of W8A8 weights on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda.w8a8.products import (
+    W8A8Gemm,
+    W8A8Weights,
+    multiply,
+    prepare_w8a8,
+    quantise_inputs,
+    quantise_mixed,
+)
+from rwkv_batch.model.layer import Linear
+from rwkv_batch.model.quant.formats import Quantised
+
+
+class CudaW8A8Linear(Linear):
+    """W8A8 weights [out, in]; exact sums, results in fp16."""
+
+    def __init__(self, stored: Quantised, squares_inputs: bool = False) -> None:
+        """squares_inputs: the map takes x and multiplies max(x, 0)^2.
+
+        Raises ValueError for sizes that the kernels do not take.
+        """
+        assert stored.transform is not None, "w8a8 has a transform of its inputs"
+        self.weights = W8A8Weights.prepare(stored.in_segments(), stored.transform)
+        self.weight = self.weights.codes
+        self.squares_inputs = squares_inputs
+        prepare_w8a8(self.weight.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and the inputs' transform."""
+        return self.weights.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp16."""
+        y = x.new_empty(len(x), len(self.weight))
+        if len(x):
+            multiply([W8A8Gemm(quantise_inputs(x, self.weights, self.squares_inputs), self.weights, y)])
+        return y
+
+    def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp32 in `out`, of fp16 results. Raises ValueError if `out` has another shape."""
+        y = self(x)
+        if out is None:
+            return y.float()
+        if out.shape != y.shape:
+            raise ValueError(f"the result is {tuple(y.shape)}, the place for it {tuple(out.shape)}")
+        return out.copy_(y)
+
+
+def multiply_mixed(linears: Sequence[CudaW8A8Linear], x: Tensor, y: Tensor) -> None:
+    """Run up to 3 maps over inputs of their own: x [M, T, in] fp16 -> y [M, T, out] fp16."""
+    weights = [linear.weights for linear in linears]
+    codes = quantise_mixed(x[: len(linears)], weights)
+    multiply([W8A8Gemm(*gemm) for gemm in zip(codes, weights, y, strict=True)])
