@@ -62,7 +62,7 @@ class RequestContext:
         if error is not None:
             raise ServiceError.from_info(error)
 
-    def submit(self, job: Job) -> None:
+    def count_job(self, job: Job) -> None:
         """Count a job's rows and prompt tokens."""
         self.rows += job.num_rows
         self.prompt_tokens += sum(row.num_prompt_tokens for row in job.rows)

@@ -18,8 +18,8 @@ SPARE_CORES = 4
 
 
 def replica_config(config: EngineConfig, name: str) -> EngineConfig:
-    """Returns the settings of one named engine that shares a database."""
-    if not config.pool.service:
+    """Returns the settings of one named engine. It needs the name only if engines share a database."""
+    if not config.pool.service:  # the service's engines do not share one
         return config
     return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, engine=name))
 
@@ -27,11 +27,11 @@ def replica_config(config: EngineConfig, name: str) -> EngineConfig:
 def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> EngineConfig:
     """Returns the settings of a loaded model's engine.
 
-    It may have other layers and devices than the service's own. Its sessions have a database of their own.
+    The model may have other layers and devices than the service's own. Its sessions have a database of their own.
     `own_engines`: number of engines of the service's own model.
     """
     database = base.pool.state_db
-    if database != base.pool.files_stem:
+    if base.pool.on_server:
         database = f"{database}#{spec.name}"  # on a server each model has its own schema
     elif database:
         path = Path(database)

@@ -134,7 +134,7 @@ class ConversationBody(OpenAIBody, TemplateFields):
             opens_with_call=begins_with_call(tool_set, thinks=self.thinks, continues=self.continues),
             must_call=tool_set is not None and tool_set.must_call,
             is_constrained=tool_set is None and not self.thinks and self.constraint is not None,
-            is_calls_or_text=self.format_constraint is not None,
+            is_calls_or_constrained=self.format_constraint is not None,
         )
 
     @property

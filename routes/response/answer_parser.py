@@ -38,7 +38,7 @@ class AnswerFormat:
     """The answer has calls only, except for a thought."""
     is_constrained: bool = False
     """The answer is constrained text without calls: its white space and tags are kept."""
-    is_calls_or_text: bool = False
+    is_calls_or_constrained: bool = False
     """The answer is either calls or constrained text, whose strings may look like calls."""
 
 
@@ -53,7 +53,7 @@ class AnswerParser:
                 answer_format.names,
                 answer_format.opens_with_call,
                 answer_format.must_call,
-                answer_format.is_calls_or_text,
+                answer_format.is_calls_or_constrained,
             )
             if answer_format.names
             else None

@@ -48,7 +48,7 @@ async def submit(context: Context, job: Job) -> EventStream:
     request_context = current_request()
     job = msgspec.structs.replace(
         job,
-        rows=[await _with_stored_id(context, row) for row in job.rows],
+        rows=[await _with_stored_session_id(context, row) for row in job.rows],
         client=request_context.client,
         limits=request_context.limits,
         tenant=cache_tenant(context.config),
@@ -56,8 +56,8 @@ async def submit(context: Context, job: Job) -> EventStream:
         timeout_s=time_limit(context.config, job.timeout_s),
     )
     if (usage := job.usage) is not None:
-        request_context.check_rows(usage.rows, usage.states)
-    request_context.submit(job)
+        request_context.check_rows(usage.rows, usage.states)  # the key's limit
+    request_context.count_job(job)
     stream = EventStream(context, job)
     context.engine.submit(job, stream.sink, _future_callback(loop, admission))
     try:
@@ -70,10 +70,11 @@ async def submit(context: Context, job: Job) -> EventStream:
     return stream
 
 
-async def _with_stored_id(context: Context, row: GenerateRequest) -> GenerateRequest:
+async def _with_stored_session_id(context: Context, row: GenerateRequest) -> GenerateRequest:
     """Return the row with the stored id of its session, if it has one.
 
-    An id without a session names a new session of the API key.
+    The stored id has the API key's name. If the key has no session of this id, the id may name a session without an
+    owner. If there is none either, the turn begins a new session of the key.
     """
     if row.session is None:
         return row
@@ -212,15 +213,15 @@ class SseChunks:
         self._stream.close()
 
     def _next_chunk(self) -> bytes:
-        batch = self._stream.pull(HEARTBEAT_INTERVAL_S)
-        if not batch:
+        events = self._stream.pull(HEARTBEAT_INTERVAL_S)
+        if not events:
             return HEARTBEAT
-        updates = self._decoder.read(batch)
+        updates = self._decoder.read(events)
         chunk = self._formatter.chunk(updates) if updates else b""
-        for row in updates:
-            if row.finish is not None and row.finish.error is not None:
-                chunk += sse(self._formatter.error_format.body(row.finish.error) | {"index": row.row})
-        if batch[-1].done:
+        for update in updates:
+            if update.finish is not None and update.finish.error is not None:
+                chunk += sse(self._formatter.error_format.body(update.finish.error) | {"index": update.row})
+        if events[-1].done:
             self.ended = True
             chunk += self._end()
         return chunk or HEARTBEAT
@@ -232,7 +233,7 @@ class SseChunks:
 
 
 class JsonChunks:
-    """A JSON answer whose head is sent. It sends white space until the value is ready, as JSON allows."""
+    """A JSON answer whose status and headers are sent. White space follows until the value is ready."""
 
     def __init__(self, stream: EventStream, make: Callable[[], HttpResponse]) -> None:
         self._stream = stream
@@ -248,7 +249,7 @@ class JsonChunks:
         if not self._stream.wait_on_thread(HEARTBEAT_INTERVAL_S):
             return BLANK
         self.ended = True
-        return self._make().body
+        return self._make().body  # its status comes too late: 200 is sent
 
     def close(self) -> None:
         self._stream.close()
@@ -257,8 +258,8 @@ class JsonChunks:
 def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[RowResult]:
     """Return all rows of a finished job. Raises ServiceError if the job or all of its rows failed."""
     rows = [RowResult("", None, []) for _ in range(num_rows)]
-    for updates in output_decoder.read(stream.pull(0)):
-        rows[updates.row] = RowResult(updates.text, updates.finish, updates.logprobs, updates.prompt_logprobs)
+    for update in output_decoder.read(stream.pull(0)):
+        rows[update.row] = RowResult(update.text, update.finish, update.logprobs, update.prompt_logprobs)
     if output_decoder.error is not None:
         raise ServiceError.from_info(output_decoder.error)
     errors = [row.finish.error for row in rows if row.finish is not None and row.finish.error is not None]
@@ -268,7 +269,7 @@ def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) 
 
 
 def _immediate_error(first_events: JobEvents, num_rows: int) -> ErrorInfo | None:
-    """Return the error of a job that failed before any text, given its first events. Else None."""
+    """Return the error of a job whose first events end all rows with errors, or end it before any text. Else None."""
     errors = [
         delta.finish.error
         for delta in first_events.deltas
@@ -289,42 +290,42 @@ async def run_full(
 ) -> HandlerResponse:
     """Run a job and answer with one JSON value, built by `full_body` from its rows. The status waits for the result.
 
-    head_after_s: time after which the head is sent with status 200, for clients that give up without one
+    head_after_s: time after which status 200 and the headers are sent, for clients that give up without them
     """
-    events = await submit(context, job)
+    stream = await submit(context, job)
 
     def make() -> HttpResponse:
         try:
-            return HttpResponse(to_json(with_warnings(full_body(_results(events, output_decoder, job.num_rows)))))
+            return HttpResponse(to_json(with_warnings(full_body(_results(stream, output_decoder, job.num_rows)))))
         except ServiceError as error:
             return error_response(error.info, error_format)
-        except Exception:  # the head may be sent already: the client gets an error body
+        except Exception:  # the status may be sent already: the client gets an error body
             logger.exception("an answer could not be written")
             return error_response(_INTERNAL_ERROR, error_format)
 
     try:
-        is_finished = await events.wait_finished(head_after_s)
+        is_finished = await stream.wait_finished(head_after_s)
     except asyncio.CancelledError:  # nobody will read the answer
-        events.close()
+        stream.close()
         raise
     if is_finished:
-        return await offload_if_large(events.num_waiting_bytes(), make)
-    return StreamedResponse(JsonChunks(events, make), JSON)
+        return await offload_if_large(stream.num_waiting_bytes(), make)
+    return StreamedResponse(JsonChunks(stream, make), JSON)
 
 
 async def run(
-    context: Context, job: Job, formatter: ResponseFormatter, output_decoder: OutputDecoder, stream: bool
+    context: Context, job: Job, formatter: ResponseFormatter, output_decoder: OutputDecoder, is_stream: bool
 ) -> HandlerResponse:
     """Run a job and answer in the format of `formatter`."""
-    if not stream:
+    if not is_stream:
         return await run_full(context, job, output_decoder, formatter.full_body, formatter.error_format)
-    events = await submit(context, job)
+    stream = await submit(context, job)
     try:
-        first_events = await events.wait_started(START_WAIT_S)
+        first_events = await stream.wait_started(START_WAIT_S)  # at once None for other jobs than a session's turn
     except asyncio.CancelledError:
-        events.close()
+        stream.close()
         raise
     if first_events is not None and (error := _immediate_error(first_events, job.num_rows)) is not None:
-        events.close()
+        stream.close()
         raise ServiceError.from_info(error)
-    return StreamedResponse(SseChunks(events, output_decoder, formatter), SSE)
+    return StreamedResponse(SseChunks(stream, output_decoder, formatter), SSE)

@@ -88,18 +88,22 @@ class ToolCallParser:
     """
 
     def __init__(
-        self, names: Iterable[str], is_open: bool = False, must_call: bool = False, is_calls_or_text: bool = False
+        self,
+        names: Iterable[str],
+        is_open: bool = False,
+        must_call: bool = False,
+        is_calls_or_constrained: bool = False,
     ) -> None:
         """Create the parser of one row.
 
         names: functions that may be called
         is_open: the prompt ended with FENCE, so the text begins after it
         must_call: all text is calls
-        is_calls_or_text: an answer that does not begin with a call has no calls
+        is_calls_or_constrained: an answer that does not begin with a call has no calls
         """
         self._names = frozenset(names)
         self._must_call = must_call
-        self._is_either = is_calls_or_text
+        self._is_either = is_calls_or_constrained
         self._buffer = ""
         self._pending_space = ""
         """White space that is dropped if a call comes next."""

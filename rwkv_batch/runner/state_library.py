@@ -46,7 +46,7 @@ _SENT = "sent"
 """Source of a state that came without a file name."""
 
 
-class _SavedMixture(msgspec.Struct):
+class _KeptMixture(msgspec.Struct):
     """The content of a mixture's file."""
 
     members: list[tuple[str, float]]
@@ -59,7 +59,9 @@ class StateLibrary(FileLibrary[StateInfo]):
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
     ) -> None:
-        """put, refusal: see FileLibrary"""
+        """put: queues a command for the engine's thread, or returns False
+        refusal: the error for the client if it returns False
+        """
         super().__init__(config, "state", put, refusal)
         self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
 
@@ -78,20 +80,19 @@ class StateLibrary(FileLibrary[StateInfo]):
         if self._folder is not None and self._folder.is_dir():
             make_private(self._folder)
             remove_stale_files(self._folder)
-        kept = sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []
         self._open_mixtures()
-        for path in kept:
+        for path in sorted(self._folder.glob(f"*{_STATE_SUFFIX}")) if self._folder is not None else []:
             if not STATE_NAME.fullmatch(path.stem):  # a temporary file, which another engine may be writing
                 continue
             if path.stem in self._infos:
                 logger.warning("state %s of --state replaces the one kept in %s", path.stem, path)
                 continue
             try:
-                self._open_saved(path)
+                self._open_kept(path)
             except (FileError, PoolError) as error:
                 logger.error("tuned state %s, kept in %s, cannot be loaded: %s", path.stem, path, error)
                 self._infos[path.stem] = StateInfo(
-                    name=path.stem, file=_saved_source(path), is_kept=True, error=str(error)
+                    name=path.stem, file=_kept_source(path), is_kept=True, error=str(error)
                 )
 
     def _open_mixtures(self) -> None:
@@ -99,24 +100,26 @@ class StateLibrary(FileLibrary[StateInfo]):
         for path in sorted(self._folder.glob(f"*{_MIXTURE_SUFFIX}")) if self._folder is not None else []:
             name = path.name.removesuffix(_MIXTURE_SUFFIX)
             try:
-                kept = msgspec.json.decode(path.read_bytes(), type=_SavedMixture | list[tuple[str, float]])
-                if not isinstance(kept, _SavedMixture):  # the older format, without defaults
-                    kept = _SavedMixture(kept)
-                self._infos[name] = StateInfo(name=name, mixture=kept.members, defaults=kept.defaults, is_kept=True)
+                mixture = msgspec.json.decode(path.read_bytes(), type=_KeptMixture | list[tuple[str, float]])
+                if not isinstance(mixture, _KeptMixture):  # the older format, without defaults
+                    mixture = _KeptMixture(mixture)
+                self._infos[name] = StateInfo(
+                    name=name, mixture=mixture.members, defaults=mixture.defaults, is_kept=True
+                )
             except (OSError, msgspec.MsgspecError) as error:
                 logger.error("kept mixture %s cannot be loaded: %s", name, error)
                 self._infos[name] = StateInfo(
                     name=name, file=path.name, is_kept=True, error=str(error).replace(str(path), path.name)
                 )
 
-    def _open_saved(self, path: Path) -> None:
+    def _open_kept(self, path: Path) -> None:
         """Load a kept state. Raises PoolError, or FileError; their messages name the file without its folder."""
         with with_requested_name(path, path.name):
             state, host = self._read(path, AUTO)
-            self._register(path.stem, state, host, _saved_source(path), True, _saved_defaults(path))
+            self._register(path.stem, state, host, _kept_source(path), True, _kept_defaults(path))
 
     def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
-        """Read a state file. Any thread. Raises FileError."""
+        """Read a state file and convert it to the slots' dtypes and stages. Any thread. Raises FileError."""
         state = read_tuned_state(path, self._shape, orientation)
         try:
             return state, self._arena.tuned_state(state.wkv)
@@ -175,7 +178,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         temp_path = None if self._folder is None else _temp_path_in(self._folder)
         self._read_and_register(
             reply,
-            lambda: self._read_sent(call, path, temp_path),
+            lambda: self._read_given(call, path, temp_path),
             lambda found: self._finish(call, temp_path, *found),
             lambda: _unlink(temp_path),
         )
@@ -198,7 +201,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             make_private_folder(self._folder)
             temp_path = _temp_path_in(self._folder)
             try:
-                temp_path.write_bytes(msgspec.json.encode(_SavedMixture(members, call.defaults)))
+                temp_path.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
                 temp_path.replace(self._folder / f"{call.name}{_MIXTURE_SUFFIX}")
             finally:
                 _unlink(temp_path)  # gone if it was renamed
@@ -211,8 +214,11 @@ class StateLibrary(FileLibrary[StateInfo]):
         )
         return info
 
-    def _read_sent(self, call: AddState, path: Path | None, temp_path: Path | None) -> tuple[TunedTensor, HostTensors]:
-        """Read a request's state and keep it in `temp_path`. Raises FileError; OSError if it cannot be kept."""
+    def _read_given(self, call: AddState, path: Path | None, temp_path: Path | None) -> tuple[TunedTensor, HostTensors]:
+        """Read the state that a request sent, or named in --models-dir, and write it to `temp_path`.
+
+        Raises FileError; OSError if it cannot be written.
+        """
         with contextlib.ExitStack() as stack:
             source = path or stack.enter_context(_as_file(call.content, self._folder))
             stack.enter_context(with_requested_name(source, call.file))
@@ -226,12 +232,12 @@ class StateLibrary(FileLibrary[StateInfo]):
         try:
             info = self._register(call.name, state, host, call.file or _SENT, temp_path is not None, call.defaults)
             if temp_path is not None:
-                self._save(temp_path, call.name)
+                self._rename_kept(temp_path, call.name)
         finally:
             _unlink(temp_path)  # gone if it was kept
         return info
 
-    def _save(self, temp_path: Path, name: str) -> None:
+    def _rename_kept(self, temp_path: Path, name: str) -> None:
         """Give a state's file its final name. Raises OSError; then the state is not registered either."""
         try:
             temp_path.replace(temp_path.with_name(f"{name}{_STATE_SUFFIX}"))
@@ -251,8 +257,8 @@ class StateLibrary(FileLibrary[StateInfo]):
         if self._folder is not None:
             _unlink(self._folder / f"{name}{_STATE_SUFFIX}")
             _unlink(self._folder / f"{name}{_MIXTURE_SUFFIX}")
-        del self._infos[name]
         assert info is not None, "every state of the pool is listed"
+        del self._infos[name]
         return info
 
 
@@ -267,12 +273,12 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def _saved_source(path: Path) -> str:
+def _kept_source(path: Path) -> str:
     """Return the source of a kept state."""
     return metadata_of(path).get(_FILE) or _SENT
 
 
-def _saved_defaults(path: Path) -> DecodeDefaults:
+def _kept_defaults(path: Path) -> DecodeDefaults:
     """Return the decode parameters kept with a state. Raises FileError."""
     try:
         return msgspec.json.decode(metadata_of(path).get(_DEFAULTS, "{}"), type=DecodeDefaults)

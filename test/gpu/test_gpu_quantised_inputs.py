@@ -1,4 +1,4 @@
-"""fp8 times fp8: a layer's inputs are quantised by shift_mix; the low ranks are in the same launch."""
+"""fp8 rows times fp8 weights: shift_mix quantises a layer's inputs; the low-rank products are in the same launch."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ TWO_PART_ROWS = (5, 9, 16, 32, 33, 64)
 """Row counts with two-part inputs."""
 SAME_PLAN = (5, 9, 33, 64, 65, 130)
 """Row counts with the same tiles for both layouts of a matrix."""
-VALUE_ROWS = (*SAME_PLAN, 257, 320, 400, 600, 800, 1000, 1040, 4100)
-ROUNDED_IN_PARTS = 6e-3
+FFN_VALUE_ROWS = (*SAME_PLAN, 257, 320, 400, 600, 800, 1000, 1040, 4100)
+ANY_FP8 = 0x31
+"""Byte of some fp8 value."""
+TWO_PART_ERROR = 6e-3
 """Error that two-part inputs add to a product, or to two products in a row."""
 
 
@@ -50,7 +52,7 @@ def stage() -> Stage:
     return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP16, Format.FP8), CudaOps())
 
 
-def step(lengths: list[int]) -> StepInputs:
+def step_inputs(lengths: list[int]) -> StepInputs:
     ends = torch.tensor([0, *lengths], device=GPU).cumsum(0)
     slots = torch.arange(2, 2 + len(lengths), device=GPU)
     return StepInputs(torch.zeros_like(ends[1:]), ends, slots, slots, ends[1:] - 1, max(lengths))
@@ -60,20 +62,28 @@ def normal(*size: int) -> Tensor:
     return torch.randn(*size, device=GPU).half()
 
 
-def parts_of(halves: Tensor) -> Tensor:
-    """Return [T, C] fp16 as two parts [T, 2, C]."""
-    first = halves.to(torch.float8_e5m2)
-    return torch.stack([first, ((halves - first.half()) * 8).to(torch.float8_e5m2)], dim=1)
+def poison_free_memory(count: int) -> None:
+    """Leave NaN in the memory that torch reuses for outputs, so that unwritten elements are noticed."""
+    torch.full((count,), torch.nan, device=GPU, dtype=torch.float16)
 
 
-def mix(stage: Stage, prologue: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
-    """Return mixed inputs and new shifts of random rows; the same ones at each call."""
+def in_two_parts(x: Tensor) -> Tensor:
+    """Return x [T, C] fp16 as two parts [T, 2, C] e5m2 whose sum, first + second / 8, is near x."""
+    first = x.to(torch.float8_e5m2)
+    return torch.stack([first, ((x - first.half()) * 8).to(torch.float8_e5m2)], dim=1)
+
+
+def mix(stage: Stage, prologue: Prologue, lengths: list[int], as_fp16: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
+    """Return shift_mix's inputs of linear maps and its new shifts, for random rows that are the same at each call.
+
+    as_fp16: in fp16, as rows with adapters need them; else quantised
+    """
     generator = torch.Generator(GPU).manual_seed(sum(lengths))
     sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
     x, shift = (torch.randn(*size, device=GPU, generator=generator).half() for size in sizes)
-    inputs = step(lengths)
+    inputs = step_inputs(lengths)
     inputs.tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=GPU)
-    inputs.adapters = torch.zeros(sum(lengths), dtype=torch.int64) if halves else None
+    inputs.adapters = torch.zeros(sum(lengths), dtype=torch.int64) if as_fp16 else None
     _, mixed = stage.ops.shift_mix(x, x.flip(0), prologue, shift, inputs)
     return mixed, shift
 
@@ -83,11 +93,11 @@ def test_quantised_inputs_are_those_of_the_fp16_inputs(stage: Stage, lengths: li
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
     for prologue, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
-        plain, shift = mix(stage, prologue, lengths, halves=True)
-        mixed, shift_too = mix(stage, prologue, lengths, halves=False)
+        plain, shift = mix(stage, prologue, lengths, as_fp16=True)
+        mixed, shift_too = mix(stage, prologue, lengths, as_fp16=False)
         assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
-        assert count == 1 or torch.equal(mixed.fp16, plain[2:])
+        assert count == 1 or torch.equal(mixed.fp16, plain[2:])  # v, w, a, g: v is quantised too, for its own map
         for i in range(count):
             wanted = quantise_rows(plain[i])
             assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8))
@@ -100,13 +110,10 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
     """Near separate launches; the same bits at each call, and for any content of the other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
-    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
+    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, as_fp16=False)
     assert isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
-    poison = torch.full(
-        (1 << 28,), torch.nan, device=GPU, dtype=torch.float16
-    )  # memory that torch reuses for outputs is poisoned
-    del poison
+    poison_free_memory(1 << 28)
     got = stage.ops.project(layer, mixed)
     with monkeypatch.context() as context:
         context.setattr(cuda_input_projections, "_fits_one_quantised_launch", lambda layer, tokens: False)
@@ -119,7 +126,7 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
         assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
     kept = torch.arange(rows, device=GPU) % 3 == 0
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
-    mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
+    mixed.codes.view(torch.uint8)[:, ~kept] = ANY_FP8
     other_rows = stage.ops.project(layer, mixed)
     assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
 
@@ -129,75 +136,72 @@ def test_parts_add_up_to_the_fp16_inputs(stage: Stage, lengths: list[int]) -> No
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
     for prologue, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
-        plain, shift = mix(stage, prologue, lengths, halves=True)
-        mixed, shift_too = mix(stage, prologue, lengths, halves=False)
+        plain, shift = mix(stage, prologue, lengths, as_fp16=True)
+        mixed, shift_too = mix(stage, prologue, lengths, as_fp16=False)
         assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
         assert torch.equal(shift, shift_too)
-        assert count == 1 or torch.equal(mixed.fp16, plain[2:])
+        assert count == 1 or torch.equal(mixed.fp16, plain[2:])  # v, w, a, g: v is quantised too, for its own map
         for i in range(count):
             assert mixed[i].scales is None
-            assert torch.equal(mixed[i].codes.view(torch.uint8), parts_of(plain[i]).view(torch.uint8))
+            assert torch.equal(mixed[i].codes.view(torch.uint8), in_two_parts(plain[i]).view(torch.uint8))
 
 
 @pytest.mark.parametrize("rows", TWO_PART_ROWS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_products_of_two_part_rows(stage: Stage, rows: int, index: int) -> None:
-    """Near the fp16 products, by what two parts leave out; the same bits at each call, for any other rows."""
+    """Near the fp16 products, within the rounding of two parts; the same bits at each call, for any other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     kept = torch.arange(rows, device=GPU) % 3 == 0
-    poison = torch.full(
-        (1 << 28,), torch.nan, device=GPU, dtype=torch.float16
-    )  # memory that torch reuses for outputs is poisoned
-    del poison
-    plain, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=True)
-    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
+    poison_free_memory(1 << 28)
+    plain, _ = mix(stage, layer.time_mix_prologue, [1] * rows, as_fp16=True)
+    mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, as_fp16=False)
     assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
     got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
     for name in names:
         y, z = getattr(got, name).float(), getattr(wanted, name).float()
-        assert ((y - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS, name
+        assert ((y - z).norm() / z.norm()).item() < TWO_PART_ERROR, name
     for _ in range(20):
         again = stage.ops.project(layer, mixed)
         assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
-    mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
+    mixed.codes.view(torch.uint8)[:, ~kept] = ANY_FP8
     other_rows = stage.ops.project(layer, mixed)
     assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
 
     x = normal(rows, WIDTH)
-    parts = parts_of(x)
-    others = torch.where(kept[:, None, None], parts.view(torch.uint8), 0x31).view(torch.float8_e5m2)
+    parts = in_two_parts(x)
+    others = torch.where(kept[:, None, None], parts.view(torch.uint8), ANY_FP8).view(torch.float8_e5m2)
     y, z = layer.output(QuantisedRows(parts, None)), layer.output(x).float()
-    assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
+    assert ((y.float() - z).norm() / z.norm()).item() < TWO_PART_ERROR
     assert torch.equal(layer.output(QuantisedRows(others, None))[kept], y[kept])
     partials = stage.ops.output(layer, QuantisedRows(parts, None))
     assert isinstance(partials, PartialSums)
-    assert torch.equal(sum_partials(partials), y), "y is the sum that the kernel made itself"
+    assert torch.equal(sum_partials(partials), y), "the kernel of y adds its partial sums in this order"
     y, z = (
         sum_partials(stage.ops.channel_mix(layer, QuantisedRows(parts, None))),
         sum_partials(stage.ops.channel_mix(layer, x)).float(),
     )
-    assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
+    assert ((y.float() - z).norm() / z.norm()).item() < TWO_PART_ERROR
     if rows > MAX_SPARSE_ROWS:  # with fewer rows, sums depend on the inputs that are zero in all rows
         assert torch.equal(sum_partials(stage.ops.channel_mix(layer, QuantisedRows(others, None)))[kept], y[kept])
 
 
-@pytest.mark.parametrize("rows", VALUE_ROWS)
+@pytest.mark.parametrize("rows", FFN_VALUE_ROWS)
 @pytest.mark.parametrize("n", [WIDTH, 1056])
-def test_transposed_value(rows: int, n: int) -> None:
-    """Equal to the row-major matrix, to the bit where split-K is the same; for any content of the other rows."""
+def test_transposed_ffn_value(rows: int, n: int) -> None:
+    """ffn.value stored as [k, n] gives the results of [n, k].
+
+    They are bit-identical where the tiles are the same, and do not depend on other rows.
+    """
     if not scaled_mm_dtypes(GPU) or not has_hopper_gemm(GPU):
-        pytest.skip("this GPU keeps the matrix in both layouts")
+        pytest.skip("this GPU stores the matrix in both layouts")
     stored = quantise(torch.randn(n, 4096, device=GPU) / 64, Format.FP8)
     value, output_major = CudaQuantValue(stored), CudaQuantLinear(stored)
-    assert value.num_bytes == output_major.num_bytes, "it is held once"
+    assert value.num_bytes == output_major.num_bytes, "the matrix is stored once"
     hidden = torch.relu(normal(rows, 4096))
-    poison = torch.full(
-        (1 << 24,), torch.nan, device=GPU, dtype=torch.float16
-    )  # memory that torch reuses for outputs is poisoned
-    del poison
+    poison_free_memory(1 << 24)
     y, wanted = value(hidden), output_major(hidden)
     same = torch.equal(y, wanted) if rows in SAME_PLAN else True
     assert same and ((y.float() - wanted.float()).norm() / wanted.float().norm()).item() < 1e-3
@@ -211,11 +215,11 @@ def test_transposed_value(rows: int, n: int) -> None:
 def test_wkv_writes_two_part_output(stage: Stage, rows: int, form: StateFormat) -> None:
     """The parts equal those of the fp16 output that adapters read."""
     layer = stage.layers[1]
-    parts = Projections(*normal(7, rows, WIDTH).unbind())
-    first, inputs, outputs = normal(rows, WIDTH), step([1] * rows), []
+    projections = Projections(*normal(7, rows, WIDTH).unbind())
+    v_first, inputs, outputs = normal(rows, WIDTH), step_inputs([1] * rows), []
     for has_adapters in (True, False):
         inputs.adapters = torch.zeros(rows, dtype=torch.int64) if has_adapters else None
         state = StateArena(rows + 2, 1, stage.shape, GPU, form, torch.float16).layer_wkv(0)
-        outputs.append(stage.ops.time_mix(layer, parts, first, state, inputs)[0])
+        outputs.append(stage.ops.time_mix(layer, projections, v_first, state, inputs)[0])
     assert isinstance(outputs[1], QuantisedRows)
-    assert torch.equal(outputs[1].codes.view(torch.uint8), parts_of(outputs[0]).view(torch.uint8))
+    assert torch.equal(outputs[1].codes.view(torch.uint8), in_two_parts(outputs[0]).view(torch.uint8))

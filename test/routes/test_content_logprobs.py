@@ -15,7 +15,7 @@ CALL = '{"name": "f", "arguments": {"a": "```"}}'
 TALK, THINKS = AnswerFormat(), AnswerFormat(thinks=True)
 TOOLS, MUST_CALL = AnswerFormat(names=("f",)), AnswerFormat(names=("f",), opens_with_call=True, must_call=True)
 THINKS_AND_CALLS = AnswerFormat(thinks=True, names=("f",))
-CALLS_OR_TEXT = AnswerFormat(names=("f",), is_calls_or_text=True)
+CALLS_OR_TEXT = AnswerFormat(names=("f",), is_calls_or_constrained=True)
 CASES = [
     (TALK, " Hello "),
     (TALK, "\n<think>\nHi\n</think>\nHi <think> 你好"),

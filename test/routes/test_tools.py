@@ -34,12 +34,17 @@ TOOLS: list[Any] = [
 ]
 
 
-def reasoning_delta(
-    pieces: list[str], opens_with_call: bool = False, is_calls_or_text: bool = False
+def parse_answer(
+    pieces: list[str], opens_with_call: bool = False, is_calls_or_constrained: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
     """Return content and calls of an answer in these pieces."""
     parser = AnswerParser(
-        AnswerFormat(names=NAMES, opens_with_call=opens_with_call, is_calls_or_text=is_calls_or_text, continues=True)
+        AnswerFormat(
+            names=NAMES,
+            opens_with_call=opens_with_call,
+            is_calls_or_constrained=is_calls_or_constrained,
+            continues=True,
+        )
     )
     content, calls = "", dict[int, tuple[str, str]]()
     for at, piece in enumerate([*pieces, ""]):
@@ -78,16 +83,16 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
-def test_calls_are_split_at_any_cut(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert reasoning_delta([text]) == (content, calls)
-    assert reasoning_delta(list(text)) == (content, calls)
+def test_calls_are_parsed_at_any_split_of_the_text(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parse_answer([text]) == (content, calls)
+    assert parse_answer(list(text)) == (content, calls)
     for at in range(len(text)):
-        assert reasoning_delta([text[:at], text[at:]]) == (content, calls)
+        assert parse_answer([text[:at], text[at:]]) == (content, calls)
 
 
 def test_an_answer_opened_as_a_call_by_the_prompt() -> None:
-    assert reasoning_delta([CALL.removeprefix("```json")], opens_with_call=True) == ("", [("f", '{"city": "Paris"}')])
-    assert reasoning_delta(['\n{"na'], opens_with_call=True) == ("", [])
+    assert parse_answer([CALL.removeprefix("```json")], opens_with_call=True) == ("", [("f", '{"city": "Paris"}')])
+    assert parse_answer(['\n{"na'], opens_with_call=True) == ("", [])
 
 
 def test_an_incomplete_opening_is_text_unless_calls_are_required() -> None:
@@ -105,7 +110,7 @@ def test_strings_of_constrained_text_may_look_like_calls(inside: str, before: st
     for value in (inside, {"a": inside}, [inside, CALL]):
         text = before + json.dumps(value)
         for pieces in ([text], list(text), [text[:9], text[9:]]):
-            assert reasoning_delta(pieces, is_calls_or_text=True) == (text, [])
+            assert parse_answer(pieces, is_calls_or_constrained=True) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -115,9 +120,9 @@ def test_with_a_format_only_an_initial_call_is_a_call(text: str, content: str, c
     if text.startswith("```json```json"):  # not a call, so no call can follow
         content, calls = text, []
     for before in ("", "\n "):
-        before_content = before if content and not calls else ""
+        before_content = before if content and not calls else ""  # white space stays before text, not before calls
         for pieces in ([before + text], list(before + text)):
-            assert reasoning_delta(pieces, is_calls_or_text=True) == (before_content + content, calls)
+            assert parse_answer(pieces, is_calls_or_constrained=True) == (before_content + content, calls)
 
 
 FRAGMENTS = (
@@ -130,13 +135,13 @@ FRAGMENTS = (
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), st.booleans(), st.booleans(), st.data())
 def test_any_split_of_any_text_gives_the_same(
-    text: str, opens_with_call: bool, is_calls_or_text: bool, data: st.DataObject
+    text: str, opens_with_call: bool, is_calls_or_constrained: bool, data: st.DataObject
 ) -> None:
-    whole = reasoning_delta([text], opens_with_call, is_calls_or_text)
-    assert reasoning_delta(list(text), opens_with_call, is_calls_or_text) == whole
+    whole = parse_answer([text], opens_with_call, is_calls_or_constrained)
+    assert parse_answer(list(text), opens_with_call, is_calls_or_constrained) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert reasoning_delta(pieces, opens_with_call, is_calls_or_text) == whole
+    assert parse_answer(pieces, opens_with_call, is_calls_or_constrained) == whole
     if "```json" not in text and "<tool_call>" not in text and not opens_with_call:
         assert whole == (text, [])
 
@@ -191,7 +196,7 @@ def test_a_recursive_schema_has_a_bounded_signature() -> None:
 
 def make_tools(must_call: bool = False) -> ToolSet:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    functions = tuple(Function(name, "", schema, False, "") for name in NAMES)
+    functions = tuple(Function(name, "", schema, strict=False, field="") for name in NAMES)
     return ToolSet(functions, functions, must_call, parallel_calls=True)
 
 
@@ -228,7 +233,7 @@ def test_arguments_that_are_not_json_stay_unchanged() -> None:
 
 @pytest.fixture(scope="module")
 def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service that answers the text in the user's message."""
+    """A client of a service that answers with the last user message, without "say", for any max_tokens."""
     running = Service(
         tmp_path_factory.mktemp("fake"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
     )
@@ -245,7 +250,9 @@ def call_chat(client: OpenAI, text: str, **fields: Any) -> Any:
     return client.chat.completions.create(**{"model": "rwkv7", "messages": messages, "tools": TOOLS, **fields})
 
 
-SAID = f"Let me see. 🌍\n{CALL}\n" + '<tool_call>\n{"name": "g", "arguments": {"city": "東京"}}\n</tool_call>'
+ANSWER_WITH_TWO_CALLS = (
+    f"Let me see. 🌍\n{CALL}\n" + '<tool_call>\n{"name": "g", "arguments": {"city": "東京"}}\n</tool_call>'
+)
 CALLED = [("f", {"city": "Paris"}), ("g", {"city": "東京"})]
 
 
@@ -255,7 +262,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
 
 
 def test_calls_of_a_complete_answer(echo_client: OpenAI) -> None:
-    choice = call_chat(echo_client, SAID).choices[0]
+    choice = call_chat(echo_client, ANSWER_WITH_TWO_CALLS).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see. 🌍")
     assert calls_of(choice.message) == CALLED
     assert len({call.id for call in choice.message.tool_calls}) == 2
@@ -264,7 +271,7 @@ def test_calls_of_a_complete_answer(echo_client: OpenAI) -> None:
 
 
 def test_calls_of_a_stream(echo_client: OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": f"say {SAID}"}]
+    messages: list[Any] = [{"role": "user", "content": f"say {ANSWER_WITH_TWO_CALLS}"}]
     with echo_client.chat.completions.stream(model="rwkv7", messages=messages, tools=TOOLS) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion()
@@ -273,7 +280,7 @@ def test_calls_of_a_stream(echo_client: OpenAI) -> None:
     assert calls_of(final.choices[0].message) == CALLED
     pieces = [
         call
-        for chunk in call_chat(echo_client, SAID, stream=True)
+        for chunk in call_chat(echo_client, ANSWER_WITH_TWO_CALLS, stream=True)
         for choice in chunk.choices
         for call in choice.delta.tool_calls or ()
     ]
@@ -290,13 +297,13 @@ def test_without_calls_an_answer_is_text(echo_client: OpenAI) -> None:
 
 def test_an_answer_that_must_be_a_call(echo_client: OpenAI) -> None:
     text = CALL.removeprefix("```json\n")
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        made = call_chat(echo_client, text, tool_choice=choice).choices[0]
-        assert (made.finish_reason, calls_of(made.message)) == ("tool_calls", CALLED[:1])
+    for tool_choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        choice = call_chat(echo_client, text, tool_choice=tool_choice).choices[0]
+        assert (choice.finish_reason, calls_of(choice.message)) == ("tool_calls", CALLED[:1])
 
 
 def test_a_round_trip_of_calls_and_results(echo_client: OpenAI) -> None:
-    first = call_chat(echo_client, SAID).choices[0].message
+    first = call_chat(echo_client, ANSWER_WITH_TWO_CALLS).choices[0].message
     messages: list[Any] = [{"role": "user", "content": "Go."}, first]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls]
     answer = echo_client.chat.completions.create(model="rwkv7", messages=messages, tools=TOOLS, max_tokens=1)

@@ -18,13 +18,13 @@ from rwkv_batch.errors import ServiceError
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100
-"""Mistakes of a file that are told."""
+"""Maximum errors of a file that are reported."""
 _NATIVE_FIELDS = ("contents", "prefix")
 _OPENAI = "/openai"
 
 
 def path_of(url: str, body: dict[str, Any]) -> str:
-    """The route that a line means. Where OpenAI and we have one of that url it is OpenAI's, unless the body is ours."""
+    """Return the path of a line's route: OpenAI's route of that url if there is one, unless the body is native."""
     is_native = url in BY_PATH and any(name in body for name in _NATIVE_FIELDS)
     return _OPENAI + url if _OPENAI + url in BY_PATH and not is_native else url
 
@@ -41,13 +41,13 @@ class BatchTask:
         return TaskRequest(path, body)
 
     def text(self, answer: Any) -> str:
-        """The whole body, as JSON."""
+        """Return the whole body as JSON."""
         return json.dumps(answer, ensure_ascii=False)
 
 
 @dataclass(slots=True)
 class BatchFormat:
-    """See FileFormat. A line's id is made of the batch's and its number, so that it is one whenever it runs."""
+    """See FileFormat. A line's id has the batch's id and the line's number, so it stays the same after a restart."""
 
     batch_id: str
     max_tokens: int
@@ -58,7 +58,7 @@ class BatchFormat:
         return Jsonl("", "", check=self._size_problem).read(lines)
 
     def _size_problem(self, data: bytes) -> str:
-        """Parsing too many values would stop all batches for seconds."""
+        """Return why a line is too large. Parsing too many values would stop all batches for seconds."""
         try:
             check_num_values(data, self.max_tokens)
         except ServiceError as error:
@@ -77,7 +77,7 @@ class BatchFormat:
         return self._line(record, response, None)
 
     def error(self, record: Record, outcome: Outcome) -> str:
-        """What the file of errors says of a line that has failed."""
+        """Return a failed line's entry in the error file."""
         if outcome.reply is None:
             return self._line(record, None, {"code": outcome.code or "invalid_request", "message": outcome.problem})
         response = {"status_code": outcome.status, "request_id": self._id(record), "body": outcome.reply}
@@ -93,7 +93,7 @@ class BatchFormat:
 
 
 def validate_lines(records: Iterator[Record], endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """How many lines a batch's file has, and what is wrong with it, as OpenAI tells it."""
+    """Return the number of lines of a batch's file, and its errors in OpenAI's form."""
     count, errors, seen = 0, [], set()
     for record in records:
         count += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from programs.backends.backend import Reply
+from programs.backends.backend import UNREACHABLE, Reply
 from programs.backends.handlers import call_handler
 from programs.batch.files import RunFiles
 from programs.batch.inputs import Input
@@ -67,9 +67,10 @@ class _HandlerBackend:
     batch: Batch
 
     async def model(self) -> str:
-        return ""
+        return ""  # each line names its own
 
     async def open(self) -> int:
+        """Return the number of lines in flight: at most the API key's limit of rows."""
         rows = (self.batch.limits or {}).get("rows")
         return min(IN_FLIGHT, rows or IN_FLIGHT)
 
@@ -89,16 +90,15 @@ class _RejectingWorker:
     status: Status
 
     async def open(self) -> int:
-        """See LineWorker."""
+        """Return the number of lines in flight."""
         return _REJECTED_AT_ONCE
 
     async def outcome(self, record: Record) -> Outcome:
-        """See LineWorker."""
         code, message = _MESSAGES[self.status]
-        return Outcome(problem=message, code=code, status=0)
+        return Outcome(problem=message, code=code, status=UNREACHABLE)  # no HTTP answer
 
     def on_committed(self, keys: list[bytes]) -> None:
-        """See LineWorker."""
+        """Do nothing: LineWorker forgets answers that are on disk here."""
 
 
 class _InputError(Exception):
@@ -129,7 +129,7 @@ class BatchJob:
         self._format = BatchFormat(batch.id, context.config.max_request_tokens)
 
     async def run(self) -> None:
-        """Bring the batch to its end. Raises RunError if that has to be tried again later."""
+        """Run the batch until it ends. Raises RunError for a failure that a later try may mend."""
         try:
             await self._run_steps()
         except _InputError as error:
@@ -154,7 +154,7 @@ class BatchJob:
             raise _KeyRemovedError
 
     async def fail(self, message: str, code: str = "internal") -> None:
-        """End it for a fault that no later try mends. What was answered is kept as its results. Raises OSError."""
+        """Fail the batch for good. Lines that were answered are its results. Raises OSError."""
         reasons = [{"code": code, "message": message, "param": None, "line": None}]
         await self._set_status(Status.FINALIZING, ends_as=Status.FAILED, errors=reasons)
         await self._finalise()
@@ -167,7 +167,7 @@ class BatchJob:
 
     async def _validate(self) -> None:
         try:
-            count, wrong = await asyncio.to_thread(self._validation_errors)
+            count, errors = await asyncio.to_thread(self._check_lines)
         except _StoppedError:
             self._check_key()
             self.batch = await asyncio.to_thread(self._store.update, self.batch.id, lambda batch: batch)
@@ -175,8 +175,8 @@ class BatchJob:
         except asyncio.CancelledError:
             self._is_stopped = True
             raise
-        if wrong:
-            await self._set_status(Status.FAILED, errors=wrong)
+        if errors:
+            await self._set_status(Status.FAILED, errors=errors)
             return
 
         def begun(batch: Batch) -> Batch:
@@ -188,7 +188,8 @@ class BatchJob:
         self.batch = await asyncio.to_thread(self._store.update, self.batch.id, begun)
         self.is_cancelled = self.batch.status is Status.CANCELLING
 
-    def _validation_errors(self) -> tuple[int, list[dict[str, Any]]]:
+    def _check_lines(self) -> tuple[int, list[dict[str, Any]]]:
+        """Return the number of lines and their errors."""
         source = self._input(lambda: self.is_cancelled or self.is_key_removed or self._is_stopped)
         try:
             return validate_lines(self._format.read(source.lines()), self.batch.endpoint)
@@ -227,7 +228,7 @@ class BatchJob:
         return self._store.runs / f"{self.batch.id}{suffix}"
 
     async def _run_lines(self) -> Status:
-        """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
+        """Answer lines until the batch ends, and reject the rest. Returns the status to end with. Raises RunError."""
         if Status.IN_PROGRESS.value not in self.batch.times:  # cancelled before its lines were checked: no results
             return Status.CANCELLED
         ends_as = self._status_now()
@@ -255,7 +256,7 @@ class BatchJob:
         source = self._input(stopped.is_set)
         files = await asyncio.to_thread(self._open_outputs)
         try:
-            reorder_buffer = ReorderBuffer(False, files.progress)
+            reorder_buffer = ReorderBuffer(keeps_order=False, previous=files.progress)
             run = Run(self._format.read(source.lines()), worker, files, reorder_buffer, RunStats(source.fraction))
             return await self._watch(asyncio.create_task(run.run()), files, can_stop=isinstance(worker, LineWorker))
         finally:
@@ -264,9 +265,11 @@ class BatchJob:
             source.close()
 
     def _open_outputs(self) -> RunFiles:
-        output, errors = OutputFile(self._path(".jsonl"), ""), OutputFile(self._path(".errors.jsonl"), "")
+        """Open the result files, cut to the lines that the sidecar lists as durable."""
+        output = OutputFile(self._path(".jsonl"), compression="")
+        errors = OutputFile(self._path(".errors.jsonl"), compression="")
         sidecar = Sidecar(self._path(".progress"))
-        progress = sidecar.begin({}, "")
+        progress = sidecar.begin(settings={}, input_digest="")  # the batch's id stands for both
         output.cut(progress.output_bytes)
         errors.cut(progress.errors_bytes)
         return RunFiles(output, errors, sidecar, self._format, progress, error_line=self._format.error)

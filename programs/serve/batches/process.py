@@ -42,14 +42,16 @@ _RETRY_S = 10.0
 
 
 def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Connection) -> None:
-    """Main function of the process. The supervisor is sent ("started", None), and sends ("keys", names of the
-    API keys or None), ("models", the engines there are) and "drain".
+    """Main function of the process.
+
+    It sends the supervisor ("started", None) and ("used", names of the models that lines named). The supervisor sends
+    ("keys", names of the API keys or None), ("models", the running engines) and "drain".
     """
     become_child(name, style)
     store = open_store(config)
     assert store is not None
     fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
-    context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store)
+    context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store)  # both serve HTTP requests only
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     models = ModelRegistry(
         lambda _: None, lambda model: connect_model(context, model, name, fleet.quotas), fleet.update
@@ -91,7 +93,7 @@ class BatchRunner:
     """Begins batches and follows them. One event loop."""
 
     def __init__(self, store: Store, context: Context, report_used: Callable[[], None]) -> None:
-        """`report_used`: reports the models that lines used to the supervisor, which unloads idle ones."""
+        """`report_used`: reports the models that lines named to the supervisor, which unloads idle models."""
         self._report_used = report_used
         self._store = store
         self._context = context
@@ -105,7 +107,7 @@ class BatchRunner:
         """Why the store could not be read last time; "" if it could."""
 
     def set_key_names(self, names: frozenset[str] | None) -> None:
-        """Set the names of the API keys in force. None: not known. Batches of other keys end at the next poll."""
+        """Set the names of the valid API keys. None: not known. Batches of other keys end at the next poll."""
         self._key_names = names
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -142,9 +144,8 @@ class BatchRunner:
             if job is not None:
                 job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
                 job.is_key_removed = job.is_key_removed or is_key_removed
-            elif batch.id not in before and self._can_start(
-                batch, is_key_removed
-            ):  # a batch of `before` may have ended since the store was read
+            elif batch.id not in before and self._can_start(batch, is_key_removed):
+                # a batch of `before` may have ended after the store was read
                 self._start(batch)
                 self._jobs[batch.id].is_key_removed = is_key_removed
         if time.monotonic() - self._swept > _SWEEP_S:
@@ -180,11 +181,11 @@ class BatchRunner:
 
 
 async def _run_or_fail(job: BatchJob) -> None:
-    """Bring a batch to its end. Raises RunError or OSError if that has to be tried again later."""
+    """Run a batch until it ends. Raises RunError or OSError for a failure that a later try may mend."""
     try:
         await job.run()
     except (RunError, OSError):
         raise
-    except Exception as error:  # a fault of ours: its owner is told, others go on
+    except Exception as error:  # a bug: its owner gets the error, other batches continue
         logger.exception("batch %s failed", job.batch.id)
         await job.fail(f"the batch failed: {type(error).__name__}: {error}")
