@@ -228,7 +228,7 @@ def ceiling_shares(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
-    parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
+    parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4", "w8a8"), default=["fp16"])
     parser.add_argument("--wkv-state", type=StateFormat, choices=list(StateFormat), default=StateFormat.FP16)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
