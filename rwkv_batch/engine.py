@@ -205,14 +205,12 @@ class Engine:
 
     def _load(self) -> None:
         # On this thread: torch keeps compute threads, the device and cuBLAS handles per thread.
-        self.model_runner = ModelRunner(self.config, self._wake.set)
-        self._user_files.adapters.open(self.model_runner.pool.adapters, self.model_runner.pipeline)
-        self._user_files.states.open(self.model_runner.pool, self.model_runner.arena, self.model_runner.weights.shape)
-        self.state_manager = StateManager(
-            self.model_runner.pool, self.model_runner.tokenizer, self.model_runner.overlaps
-        )
-        self.scheduler = Scheduler(self.model_runner.limits, self.state_manager, self.model_runner.has_pieces)
-        self.jobs = JobTable(self.scheduler, self.state_manager, self.model_runner.tokenizer, self.model_runner.vocab)
+        runner = self.model_runner = ModelRunner(self.config, self._wake.set)
+        self._user_files.adapters.open(runner.pool.adapters, runner.pipeline)
+        self._user_files.states.open(runner.pool, runner.arena, runner.weights.shape)
+        self.state_manager = StateManager(runner.pool, runner.tokenizer, runner.overlaps)
+        self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
+        self.jobs = JobTable(self.scheduler, self.state_manager, runner.tokenizer, runner.vocab)
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
         from sampling.grammar.compile_sandbox import CompileSandbox
@@ -260,9 +258,8 @@ class Engine:
         self.jobs.expire(now)
         rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step, now)
         if rows:
-            self._in_flight.append(
-                self._launch(rows, self._interleaver.begin(rows) if self.model_runner.has_pieces else None)
-            )
+            between_pieces = self._interleaver.begin(rows) if self.model_runner.has_pieces else None
+            self._in_flight.append(self._launch(rows, between_pieces))
             self._interleaver.finish()
         may_wait = len(self._in_flight) < self.model_runner.steps_in_flight and not self._awaits_masks()
         has_outputs = bool(self._in_flight) and not (rows and may_wait)
@@ -298,6 +295,7 @@ class Engine:
             try:
                 has_batch_prefill = in_pieces and any(row.sequence.job.is_batch for row in part)
                 has_pieces = part[-1].uses_device_token or has_batch_prefill
+                self.model_runner.step_sampler.admit(part, self.scheduler.admission.started)
                 step = self.model_runner.launch(part, oldest, between_pieces if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
                 if self.scheduler.limits.masks_block_step:

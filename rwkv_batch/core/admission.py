@@ -49,6 +49,8 @@ class Admission:
         self._out_of_state_slots = False
         """Whether `allocate` failed in this step. Then it is not called again: each call makes the pool evict."""
         self.free_req_slots = list(range(limits.num_req_slots - 1, -1, -1))
+        self.started: dict[Sequence, None] = {}
+        """sampling rows with a request slot whose parameters their sampler does not have yet (an ordered set)"""
         self._guaranteed_batch_slots = limits.batch_running_slots
         """running slots that batch rows keep in this step, even if interactive rows wait"""
         self._batch_turn_steps = 0
@@ -190,6 +192,8 @@ class Admission:
     def _start(self, sequence: Sequence, slot: int) -> None:
         """Give the row its slots, include it in the steps and set its initial state."""
         sequence.assign_slots(slot, self.free_req_slots.pop())
+        if sequence.may_sample and not sequence.is_prefill_only:
+            self.started[sequence] = None
         self._running_set.add_running(sequence)
         self._state_slots.prepare(sequence)
 
@@ -198,6 +202,7 @@ class Admission:
         if sequence.req_slot != NO_REQ_SLOT:
             self.free_req_slots.append(sequence.req_slot)
             sequence.req_slot = NO_REQ_SLOT
+            self.started.pop(sequence, None)
             was_paused = self.queue_of(sequence.job).end(sequence)
             if was_paused:  # it still reads its last tokens, which the session's state must contain
                 self._running_set.add_running(sequence)

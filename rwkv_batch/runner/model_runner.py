@@ -37,7 +37,6 @@ from rwkv_batch.runner.step_sampling import (
 from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
 from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_ON_FIRST_USE
-from sampling.sampler import Sampler
 from state_pool.errors import DatabaseUnusable
 from state_pool.pool import StatePool
 
@@ -90,18 +89,18 @@ class ModelRunner:
             raise StartupError(str(error)) from error
         self.steps_in_flight = self.limits.groups + self.overlaps
         """launched but not yet read by the host: one per group, and one more if it hides the host's work"""
-        self._step_sampler = StepSampler(
+        self.step_sampler = StepSampler(
             config.samplers, self.device, self.limits.num_req_slots, self.vocab, self.tokenizer
         )
         if yields_cores:
-            low_priority(partial(self.sampler, ""))
+            low_priority(partial(self.step_sampler.sampler, ""))
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
         stages, parameters = self.pipeline.stages, self.weights.num_parameters
         self.graphs = StepGraphs.for_stages(
-            stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters
+            stages, self.step_sampler.sampler(""), self.limits, config, self.steps_in_flight, parameters
         )
         self._inputs = RowInputs(self.pool.adapters, self.pipeline.devices[0])
-        self._launch_groups = LaunchGroups(self.graphs, self.pipeline, self._step_sampler, self._inputs)
+        self._launch_groups = LaunchGroups(self.graphs, self.pipeline, self.step_sampler, self._inputs)
         self._require_pieces()
         decode = self.graphs.decode
         self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
@@ -151,7 +150,7 @@ class ModelRunner:
         """Run every kind of step once, so that no request waits for a capture, a compile or an allocation."""
         started = time.perf_counter()
         for name in COMPILED_ON_FIRST_USE:
-            self.sampler(name)
+            self.step_sampler.sampler(name)
         self.graphs.warm_up(adapters=bool(self._config.served_adapters))
         decode_tokens = 0 if self.graphs.decode is not None else 1  # one token per decode row
         run_all_prompt_sizes(self.pipeline, self.limits, self._logits, decode_tokens)
@@ -161,13 +160,10 @@ class ModelRunner:
 
     # Steps ---------------------------------------------------------------------------------------------------
 
-    def sampler(self, name: str) -> Sampler:
-        return self._step_sampler.sampler(name)
-
     @property
     def is_compiling_or_capturing(self) -> bool:
         """Whether a sampler or a graph is being created, which may take longer than a step. Any thread."""
-        return self._step_sampler.is_compiling or self.graphs.is_recording
+        return self.step_sampler.is_compiling or self.graphs.is_recording
 
     @property
     def has_pieces(self) -> bool:
@@ -213,14 +209,14 @@ class ModelRunner:
         else:
             inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
             logits = mix_logits(self._forward(inputs, into, between), step.sampling_rows)
-            self._step_sampler.sample(step, logits, self._tokens)
+            self.step_sampler.sample(step, logits, self._tokens)
         step.layers_s = self.pipeline.layers_s
         return step
 
     def _launch_scored(self, step: InFlightStep, between: Callable[[], None] | None) -> None:
         """Launch a step that returns log-probabilities of prompt tokens. The head runs on them separately."""
         x, inputs = self._run_layers(self._inputs.build(step.rows, self._tokens), between)
-        self._step_sampler.sample(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
+        self.step_sampler.sample(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
     def _run_layers(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
@@ -255,7 +251,7 @@ class ModelRunner:
         req_slots = [sequence.req_slot for sequence in sequences]
         slots, adapters = slots_of(sequences), self._inputs.adapters_of(sequences)
         unconstrained, constrained = split_by_constraint(step.sampling_rows)
-        if unconstrained and self._step_sampler.fits_graphs([sequences[i] for i in unconstrained]):
+        if unconstrained and self.step_sampler.fits_graphs([sequences[i] for i in unconstrained]):
             sampled_tokens = graphs.run(req_slots, *slots, constrained, adapters, between)
             step.tokens_sent = self._tokens.send()
             step.samples.append(
@@ -268,7 +264,7 @@ class ModelRunner:
             if constrained:
                 step.deferred = DeferredSample(constrained, graphs.logits, constrained)
         else:
-            self._step_sampler.sample(step, graphs.run_logits(req_slots, *slots, adapters, between), self._tokens)
+            self.step_sampler.sample(step, graphs.run_logits(req_slots, *slots, adapters, between), self._tokens)
 
     def _launch_mixtures(self, graphs: DecodeGraphs, step: InFlightStep, sequences: list[Sequence]) -> None:
         """Launch a decode step with mixtures. Members are rows of the graph; their logits are mixed after it."""
@@ -279,14 +275,13 @@ class ModelRunner:
             [sequence for sequence in sequences for _ in range(1 + len(sequence.members))]
         )
         logits = mix_logits(graphs.run_logits(req_slots, reads, writes, adapters), step.sampling_rows)
-        self._step_sampler.sample(step, logits, self._tokens)
+        self.step_sampler.sample(step, logits, self._tokens)
 
     def _launch_mixed(self, graphs: DecodeGraphs, step: InFlightStep) -> None:
         """Launch decode rows, then prompts, in one graph that samples for both."""
         reading, decoding = split_prefill_decode(step.rows)
         size = self._launch_groups.mixed_size(decoding, reading)
         assert self.graphs.mixed is not None and size is not None, "`split` has found a size for them"
-        self._step_sampler.admit(row.sequence for row in reading if row.samples_token)
         sequences = [row.sequence for row in decoding]
         reads, writes = slots_of(sequences)
         rows = {"req_slots": [sequence.req_slot for sequence in sequences], "read_slots": reads, "write_slots": writes}
@@ -316,12 +311,12 @@ class ModelRunner:
         constrained = (step.sampling_rows[i].sequence for i in step.deferred.indices)
         if any(sequence.awaits_earlier_tokens for sequence in constrained if sequence.may_sample_in(step.number)):
             return []
-        return self._step_sampler.sample_constrained(step, self._tokens)
+        return self.step_sampler.sample_constrained(step, self._tokens)
 
     def read(self, step: InFlightStep) -> list[SampledToken]:
         """Return the tokens of the sampling rows, in order. Waits for the step."""
         self._last_received = max(self._last_received, step.tokens_sent)
-        return self._step_sampler.read(step)
+        return self.step_sampler.read(step)
 
     def read_scores(self, step: InFlightStep) -> list[RowScores]:
         """Return the log-probabilities of the step's prompt tokens, by row. Waits for the step."""
@@ -386,8 +381,8 @@ class ModelRunner:
             "decode_graphs": self.graphs.refusal or "used",
             "pipeline": self._pipeline_status(),
             "samplers": {
-                "used": self._step_sampler.used,
-                "refused": self._step_sampler.refusals,
+                "used": self.step_sampler.used,
+                "refused": self.step_sampler.refusals,
             },
             "max_running": self.limits.max_running,
             "free_slots": self.pool.tiers.slots.num_free,

@@ -159,21 +159,24 @@ class StepSampler:
                 return False
         return True
 
-    def admit(self, sequences: Iterable[Sequence]) -> None:
-        """Admit rows that sample for the first time to their samplers."""
-        for sequence in sequences:
-            if not sequence.has_sampled:
-                sampler, request = self.sampler(sequence.sampler), sequence.request
-                sampler.admit(sequence.req_slot, request.sampling)
-                if request.resumed is not None and request.resumed.token_ids:
-                    sampler.append_tokens([sequence.req_slot], [request.resumed.token_ids])
+    @torch.inference_mode()
+    def admit(self, rows: list[ScheduledRow], started: dict[Sequence, None]) -> None:
+        """Pass the parameters of a step's started rows to their samplers. Does not wait for the device.
+
+        started: see `Admission`; the rows are removed from it
+        """
+        for sequence in [row.sequence for row in rows if row.sequence in started] if started else ():
+            del started[sequence]
+            sampler, request = self.sampler(sequence.sampler), sequence.request
+            sampler.admit(sequence.req_slot, request.sampling)
+            if request.resumed is not None and request.resumed.token_ids:
+                sampler.append_tokens([sequence.req_slot], [request.resumed.token_ids])
 
     def sample(self, step: InFlightStep, logits: Tensor, last_tokens: LastTokens) -> None:
         """Sample for the rows of logits [R, V] fp32, one group per sampler. Does not wait for the device.
 
         `sample_constrained` does the constrained rows.
         """
-        self.admit(row.sequence for row in step.sampling_rows)
         unconstrained, constrained = split_by_constraint(step.sampling_rows)
         if constrained:
             step.deferred = DeferredSample(constrained, logits, constrained)

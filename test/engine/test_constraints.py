@@ -303,7 +303,7 @@ def test_failed_sampling_ends_only_constrained_rows(model: Path, monkeypatch: py
 
         free = submit(engine, make_request("free", max_tokens=30, ignore_eos=True))
         with monkeypatch.context() as patched:
-            patched.setattr(engine.model_runner._step_sampler._masks, "fill", failing)
+            patched.setattr(engine.model_runner.step_sampler._masks, "fill", failing)
             held = submit(engine, make_request("held", constraint=choice("yes"))).wait()
         assert held.events[-1].error is not None and "masks are broken" in held.events[-1].error.message
         assert free.wait().finishes[0].completion_tokens == 30

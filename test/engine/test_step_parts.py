@@ -102,7 +102,9 @@ class FakeGraphs:
         logits = self.run_logits(req_slots, read_slots, write_slots, adapters, between)
         rows = [row for row in range(len(req_slots)) if row not in deferred]
         tokens = torch.zeros(len(req_slots), dtype=torch.int64)
-        tokens[rows] = self._model_runner.sampler("").sample(logits[rows], [req_slots[row] for row in rows]).token_ids
+        tokens[rows] = (
+            self._model_runner.step_sampler.sampler("").sample(logits[rows], [req_slots[row] for row in rows]).token_ids
+        )
         sampled_tokens = [req_slots[row] for row in rows]
         self._model_runner._tokens.sampled_tokens[sampled_tokens] = tokens[rows]
         return tokens

@@ -98,7 +98,7 @@ def test_compiling_a_sampler_does_not_count_as_hanging(engine: Engine, monkeypat
 
     def slowly(*arguments: object, **_: object) -> object:
         seen.append(engine.loop_count)
-        return engine.model_runner.sampler(""), {}
+        return engine.model_runner.step_sampler.sampler(""), {}
 
     monkeypatch.setattr("rwkv_batch.runner.step_sampling.choose_sampler", slowly)
     run(engine, make_request("x", max_tokens=1), sampler="naive")
