@@ -25,6 +25,9 @@ class Packing(enum.IntEnum):
     FP32 = 0
     BF16 = 1
     INT8 = 2
+    W8A8 = 3
+    W8U8 = 4
+    """W8A8 whose inputs are not negative"""
 
 
 class StepFailure(enum.IntEnum):
@@ -112,6 +115,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rwkv_pack_fp32": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_bf16": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_int8": (None, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
+    "rwkv_pack_w8a8": (None, [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_linear": (ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]),
     "rwkv_layers": (ctypes.c_int64, [ctypes.c_void_p]),
 }
@@ -120,7 +124,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """Returns the library, built if needed. Raises native.build.BuildError with the compiler's output."""
-    built = build.load(LIBRARY)
+    return declare(build.load(LIBRARY))
+
+
+def declare(built: ctypes.CDLL) -> ctypes.CDLL:
+    """Declares the functions' signatures."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(built, name)
         function.restype, function.argtypes = result, arguments

@@ -15,11 +15,22 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu.library import GemmArgs, MatrixArgs, Packing, library
 from rwkv_batch.kernels.cpu.memory import allocate_plain
 from rwkv_batch.model.layer import Linear
-from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
+from rwkv_batch.model.quant import w8a8
+from rwkv_batch.model.quant.formats import (
+    GROUP,
+    SCALE_UNIT,
+    Format,
+    Quantised,
+    codes_int4,
+    dequantise,
+    has_squared_inputs,
+)
 
 Allocate = Callable[[int], Tensor]
 """Number of bytes -> zeroed memory for a packed matrix, see `memory.py`."""
 CPU = torch.device("cpu")
+MAX_W8A8_INPUTS = 32768
+"""Sums of more products may not fit 32 bits."""
 
 
 class CpuLinear(Linear):
@@ -77,13 +88,42 @@ class CpuQuantLinear(CpuLinear):
         self.args = MatrixArgs(self.packed.data_ptr(), *sizes, self.packing, self.parts)
 
 
-def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
-    """Returns a quantised matrix. int4 is stored as int8, without loss; fp8 as bf16, as CPUs have no fp8 arithmetic.
+class CpuW8A8Linear(CpuLinear):
+    """A W8A8 matrix on a CPU, as model/quant/w8a8.py defines it: [T, in] fp32 -> [T, out] fp32.
 
-    Raises ValueError for w8a8.
+    The result is not rounded to fp16, as it is on a GPU. A row with NaN or infinity becomes NaN.
     """
+
+    def __init__(self, stored: Quantised, unsigned: bool = False, allocate: Allocate = allocate_plain) -> None:
+        """Packs a matrix. unsigned: its inputs are never negative.
+
+        Raises ValueError for more inputs than 32-bit sums allow, or other positions than a permutation's.
+        """
+        assert stored.transform is not None, "w8a8 has a transform of its inputs"
+        self.parts, self.packing = 1, Packing.W8U8 if unsigned else Packing.W8A8
+        sizes = self.in_features, self.out_features = stored.in_features, stored.out_features
+        if self.in_features > MAX_W8A8_INPUTS:
+            raise ValueError(
+                f"a w8a8 matrix with {self.in_features} inputs; the limit is {MAX_W8A8_INPUTS}; use --dtype int8"
+            )
+        factors, positions = (t.contiguous() for t in stored.transform)
+        if not torch.equal(w8a8.permutation((positions < w8a8.LARGE_CHANNELS).float()), positions):
+            raise ValueError(
+                f"positions of a w8a8 matrix that are not {w8a8.LARGE_CHANNELS} channels and the rest, each in order; "
+                "delete the folder of quantised weights"
+            )
+        self.packed = allocate(library().rwkv_packed_bytes(*sizes, self.packing))
+        tensors = [*(t.contiguous() for t in stored.in_segments()), factors, positions]
+        library().rwkv_pack_w8a8(
+            *(t.data_ptr() for t in tensors), *sizes, self.packed.data_ptr(), torch.get_num_threads()
+        )
+        self.args = MatrixArgs(self.packed.data_ptr(), *sizes, self.packing, self.parts)
+
+
+def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
+    """Returns a quantised matrix. int4 is stored as int8, without loss; fp8 as bf16, as CPUs have no fp8 arithmetic."""
     if stored.format is Format.W8A8:
-        raise ValueError("the cpu kernels do not multiply w8a8; use --kernels naive or --dtype int8")
+        return CpuW8A8Linear(stored, has_squared_inputs(name), allocate)
     if stored.format is Format.FP8:
         return CpuLinear(dequantise(stored).bfloat16().float(), allocate)
     codes = stored.codes

@@ -9,9 +9,6 @@
 #include <utility>
 
 #include "simd.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace int8 {
 

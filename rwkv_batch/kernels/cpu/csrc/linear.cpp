@@ -5,34 +5,31 @@
 // bf16 panels       W bf16 (exact), x fp32; W is widened in registers
 // bf16 panels, AMX  W bf16; x as 1 (bf16 precision) or 3 (fp32 precision, 3 x 8 bits) bf16 parts
 // int8 panels       W int8 with a scale per output and 128 inputs (int8.h); x as 16-bit integers
+// W8A8 panels       W and x int8 in two segments, a scale per output and row (w8a8.h)
 #include "linear.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "amx.h"
 #include "fp32.h"
 #include "int8.h"
 #include "simd.h"
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
-#define WITH_AMX 1
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#define WITH_AMX 0
-#endif
+#include "w8a8_products.h"
 
 namespace {
 
-constexpr int64_t PANEL = fp32::OUTPUTS;  // outputs per fp32 or int8 panel
+constexpr int64_t PANEL = fp32::OUTPUTS;  // outputs per fp32, int8 or W8A8 panel
 constexpr int64_t BF16_PANEL = fp32::BF16_OUTPUTS;  // outputs per bf16 panel: two AMX tiles of 16
 constexpr int64_t STEP = fp32::STEP;  // inputs per AMX tile
 constexpr int64_t TILE = fp32::TILE;  // elements per AMX tile, 1 KiB
 constexpr int64_t CHUNK = 480;                      // rows at a time; a multiple of 32 and of 10
 constexpr int MAX_GEMMS = 16;
 
-enum Packing : int64_t { FP32 = 0, BF16 = 1, INT8 = 2 };
+// W8U8: W8A8 whose inputs are not negative.
+enum Packing : int64_t { FP32 = 0, BF16 = 1, INT8 = 2, W8A8 = 3, W8U8 = 4 };
+
+bool is_w8a8(const Gemm& gemm) { return gemm.w.packing == W8A8 || gemm.w.packing == W8U8; }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -45,14 +42,22 @@ float activate(float x, int64_t activation) {
   }
 }
 
-// Activates and writes `width` outputs of one row.
-void finish(float* y, const float* from, int64_t width, int64_t activation) {
+inline __attribute__((always_inline)) void finish_some(float* y, const float* from, int64_t width, int64_t activation) {
   if (activation == NONE) {
     std::memcpy(y, from, width * sizeof(float));
   } else if (activation == RELU_SQUARED) {  // the most frequent activation: its own loop vectorises
     for (int64_t i = 0; i < width; ++i) y[i] = activate(from[i], RELU_SQUARED);
   } else {
     for (int64_t i = 0; i < width; ++i) y[i] = activate(from[i], activation);
+  }
+}
+
+// Activates and writes `width` outputs of one row. A whole panel's width is a constant, for the compiler.
+void finish(float* y, const float* from, int64_t width, int64_t activation) {
+  if (width == BF16_PANEL) {
+    finish_some(y, from, BF16_PANEL, activation);
+  } else {
+    finish_some(y, from, width, activation);
   }
 }
 
@@ -92,11 +97,6 @@ void bf16_panel(const Gemm& gemm, int64_t panel, int64_t first_row, int64_t rows
 
 #if WITH_AMX
 
-bool amx_allowed() {
-  static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-  return allowed;
-}
-
 // Splits 16 inputs of a row into `parts` bf16 rows: x = part 0 + part 1 + part 2.
 void split16(const float* x, uint16_t* to, int64_t parts) {
   __m512 rest = _mm512_loadu_ps(x);
@@ -130,19 +130,6 @@ void pack_rows(const Gemm& gemm, int64_t first, int64_t n, uint16_t* to) {
     }
     std::memset(to + n * gemm.w.parts * STEP, 0, (16 - n * gemm.w.parts) * STEP * 2);
   }
-}
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t columns[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tiles 0..3: sums, 4..5: x, 6..7: weights.
-void configure(int rows) {
-  TileConfig config;
-  for (int t = 0; t < 8; ++t) config.columns[t] = 64, config.rows[t] = uint8_t(t < 6 ? rows : 16);
-  _tile_loadconfig(&config);
 }
 
 // One panel of 32 outputs times two row tiles.
@@ -210,19 +197,38 @@ void amx_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t 
   }
 }
 
-#else
-bool amx_allowed() { return false; }
 #endif
+
+// ---- W8A8 ------------------------------------------------------------------------------------
+
+template <bool UNSIGNED>
+void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
+  const w8a8::Shape shape(gemm.w.in);
+  const auto* matrix = static_cast<const int8_t*>(gemm.w.data) + shape.head_bytes();
+  const w8a8::Operands operands{shape, matrix + panel * shape.panel_bytes(), reinterpret_cast<const char*>(packed)};
+  const int64_t out = gemm.w.out, width = std::min(PANEL, out - panel * PANEL);
+  float* y = gemm.y + first_row * out + panel * PANEL;
+  w8a8::multiply<UNSIGNED>(operands, rows, [&](int64_t row, const vf sums[2]) {
+    if (width == PANEL && gemm.activation == NONE) {
+      store(y + row * out, sums[0]), store(y + row * out + LANES, sums[1]);
+      return;
+    }
+    float one[PANEL];
+    store(one, sums[0]), store(one + LANES, sums[1]);
+    finish(y + row * out, one, width, gemm.activation);
+  });
+}
 
 int64_t row_tiles(const Gemm& gemm, int64_t rows) { return divide_up(rows, 16 / gemm.w.parts); }
 
 bool uses_amx(const Gemm& gemm) { return gemm.w.packing == BF16 && amx_allowed(); }
 
-bool is_packed(const Gemm& gemm) { return gemm.w.packing == INT8 || uses_amx(gemm); }
+bool is_packed(const Gemm& gemm) { return gemm.w.packing == INT8 || is_w8a8(gemm) || uses_amx(gemm); }
 
 // Work items of packing `rows` rows, and elements per item.
-int64_t pieces(const Gemm& gemm, int64_t rows) { return gemm.w.packing == INT8 ? rows : row_tiles(gemm, rows); }
+int64_t pieces(const Gemm& gemm, int64_t rows) { return uses_amx(gemm) ? row_tiles(gemm, rows) : rows; }
 int64_t piece_size(const Gemm& gemm) {
+  if (is_w8a8(gemm)) return w8a8::Shape(gemm.w.in).row_bytes() / int64_t(sizeof(uint16_t));
   return gemm.w.packing == INT8 ? int8::groups(gemm.w.in) * int8::ROW_ELEMENTS : divide_up(gemm.w.in, STEP) * TILE;
 }
 
@@ -252,9 +258,12 @@ void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int6
       const int64_t j = std::upper_bound(plan.pack_end, plan.pack_end + count, t) - plan.pack_end;
       const int64_t piece = t - (j ? plan.pack_end[j - 1] : 0);
       uint16_t* to = packed + plan.offset[j] + piece * piece_size(gemms[j]);
-      if (gemms[j].w.packing == INT8) {
-        int8::pack_row(gemms[j].x + (first + piece) * gemms[j].w.in, gemms[j].w.in, to);
-        return;
+      const PackedMatrix& w = gemms[j].w;
+      const float* row = gemms[j].x + (first + piece) * w.in;
+      switch (w.packing) {
+        case INT8: int8::pack_row(row, w.in, to); return;
+        case W8A8: w8a8::pack_row<false>(row, w.data, w8a8::Shape(w.in), to); return;
+        case W8U8: w8a8::pack_row<true>(row, w.data, w8a8::Shape(w.in), to); return;
       }
 #if WITH_AMX
       const int64_t per_tile = 16 / gemms[j].w.parts;
@@ -271,10 +280,11 @@ void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int6
       return;
     }
 #endif
-    if (gemms[j].w.packing == BF16) {
-      bf16_panel(gemms[j], panel, first, rows);
-    } else {
-      vector_panel(gemms[j], packed + plan.offset[j], panel, first, rows);
+    switch (gemms[j].w.packing) {
+      case BF16: bf16_panel(gemms[j], panel, first, rows); return;
+      case W8A8: w8a8_panel<false>(gemms[j], packed + plan.offset[j], panel, first, rows); return;
+      case W8U8: w8a8_panel<true>(gemms[j], packed + plan.offset[j], panel, first, rows); return;
+      default: vector_panel(gemms[j], packed + plan.offset[j], panel, first, rows);
     }
   });
 #if WITH_AMX
@@ -301,6 +311,7 @@ EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
 EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t packing) {
   if (packing == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
   if (packing == INT8) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
+  if (packing == W8A8 || packing == W8U8) return w8a8::Shape(in).bytes(out);
   return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
 }
 
@@ -344,6 +355,21 @@ EXPORT void rwkv_pack_int8(const int8_t* codes, const float* scales, int64_t in,
     for (int64_t o = 0; o < std::min(PANEL, out - panel * PANEL); ++o) {
       const int64_t output = panel * PANEL + o;
       int8::pack_output(codes + output * in, scales + output * groups, in, o, packed + panel * groups * int8::GROUP_BYTES);
+    }
+  }
+}
+
+// codes [out, in] (columns permuted), scales and ratios [out], factors and positions [in]; `packed` is zeroed.
+EXPORT void rwkv_pack_w8a8(const int8_t* codes, const float* scales, const int32_t* ratios, const float* factors,
+                           const int32_t* positions, int64_t in, int64_t out, int8_t* packed, int64_t threads) {
+  const w8a8::Shape shape(in);
+  std::memcpy(packed, factors, in * sizeof(float));
+  std::memcpy(packed + w8a8::padded(in) * sizeof(float), positions, in * sizeof(int32_t));
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+  for (int64_t panel = 0; panel < divide_up(out, PANEL); ++panel) {
+    int8_t* to = packed + shape.head_bytes() + panel * shape.panel_bytes();
+    for (int64_t o = panel * PANEL; o < std::min(out, (panel + 1) * PANEL); ++o) {
+      w8a8::pack_output(codes + o * in, scales[o], ratios[o], shape, o % PANEL, to);
     }
   }
 }

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -29,6 +32,21 @@ static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
 // x - 0 is x even for -0, so the compiler drops the subtraction. It keeps 0 + x.
 static inline vf splat(float x) { return x - vf{}; }
+
+// Rounds to the nearest integers, ties to even. Each is within int32.
+static inline vi round_to_int(vf x) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+  return (vi)_mm_cvtps_epi32((__m128)x);
+#else
+  vi n;
+  for (int i = 0; i < LANES; ++i) n[i] = int32_t(__builtin_nearbyintf(x[i]));
+  return n;
+#endif
+}
 
 // e^x to about 2 ulp for x in [-87, 88], clamped outside.
 static inline vf vexp(vf x) {
