@@ -64,6 +64,7 @@ LONGEST = (
     "state_pool/test_pool_nth_failure.py",
     "test_document_examples.py",
     "model/test_quant_store.py",
+    "model/test_w8a8_instructions.py",
     "programs/batch/test_batch_limits.py",
     "model/test_gemm_int8_emulated.py",
     "routes/test_generated_bodies.py",
