@@ -10,7 +10,16 @@ from torch import Tensor
 
 from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.w8a8 import products
-from rwkv_batch.kernels.cuda.w8a8.products import W8A8Gemm, W8A8Weights, multiply_by_mma, pitch_of, quantise_mixed
+from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Plan, Tile
+from rwkv_batch.kernels.cuda.w8a8.products import (
+    W8A8Gemm,
+    W8A8Weights,
+    W8A8Workspace,
+    multiply,
+    multiply_by_mma,
+    pitch_of,
+    quantise_mixed,
+)
 from rwkv_batch.model.quant.w8a8 import Codes, input_transform, product, quantise_rows, quantise_weight
 from rwkv_batch.model.quant.w8a8 import InputTransform as Transform
 from test.model.emulated.library import call, emulated
@@ -18,10 +27,16 @@ from test.model.emulated.library import call, emulated
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
+EMULATED_TILES = (8, 32, 80, 128)
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     """Launcher -> the library that has it."""
-    return {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("w8a8_quantise", "w8a8_mma")}
+    found = {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("w8a8_quantise", "w8a8_mma")}
+    others = ("w8a8_middle", "w8a8_many", "w8a8_many_unsigned")
+    found["rwkv_w8a8"] = emulated("w8a8_few", tmp_path_factory.mktemp("w8a8"), EMULATED_TILES, others=others)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +51,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
             call(libraries[name], name, *args)
 
     monkeypatch.setattr(products, "library", Kernels)
+    monkeypatch.setattr(products, "hopper_library", Kernels)
+    monkeypatch.setattr(products, "has_hopper_gemm", lambda device: True)
+    work = W8A8Workspace(torch.empty(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32), 4)
+    monkeypatch.setattr(products, "prepare_w8a8", lambda device: work)
     monkeypatch.setattr(products, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 
 
@@ -78,11 +97,8 @@ def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, r
         assert torch.equal(got[i].ratios[:rows], wanted.ratios)
 
 
-@pytest.mark.parametrize(
-    ("rows", "k", "ns"), [(1, 768, (64,)), (8, 1152, (64, 128, 64)), (19, 256, (64,)), (70, 384, (128,))]
-)
-@pytest.mark.parametrize("is_unsigned", [False, True])
-def test_products_have_the_bits_of_the_definition(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool) -> None:
+def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, plan: Plan | None) -> None:
+    """Multiply by Hopper's kernel, or by mma without a plan."""
     gemms, wanted = [], []
     for n in ns:
         weights, codes, transform = made(n, k)
@@ -96,9 +112,30 @@ def test_products_have_the_bits_of_the_definition(rows: int, k: int, ns: tuple[i
         )
         gemms.append(W8A8Gemm(padded, weights, torch.full((rows, n), torch.nan, dtype=torch.float16)))
         wanted.append(product(inputs, codes).half())
-    multiply_by_mma(gemms)
+    multiply_by_mma(gemms) if plan is None else multiply(gemms, plan)
     for gemm, y in zip(gemms, wanted, strict=True):
         assert torch.equal(gemm.y.view(torch.int16), y.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "ns"), [(1, 768, (64,)), (8, 1152, (64, 128, 64)), (19, 256, (64,)), (70, 384, (128,))]
+)
+@pytest.mark.parametrize("is_unsigned", [False, True])
+def test_mma_has_the_bits_of_the_definition(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool) -> None:
+    assert_products(rows, k, ns, is_unsigned, None)
+
+
+@pytest.mark.parametrize(
+    ("is_unsigned", "tile"),
+    [(unsigned, Tile(rows)) for unsigned in (False, True) for rows in EMULATED_TILES if Tile(rows) in TILES[unsigned]],
+    ids=str,
+)
+def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) -> None:
+    """K of fewer stages than the ring and of more; several tiles per CTA, with warpgroups apart."""
+    rows = tile.tile_rows
+    assert_products(rows + 3, 384, (192, 64), is_unsigned, Plan(tile))
+    if rows in (8, 128):
+        assert_products(2 * rows, 1664, (320, 128, 128), is_unsigned, Plan(tile, lead=1))
 
 
 def test_a_matrix_that_the_kernels_do_not_take_is_refused() -> None:

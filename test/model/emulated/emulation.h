@@ -317,15 +317,15 @@ void multiply_shared(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   }
   meet_warp();
 }
-// The same of whole numbers, u8 times s8.
-template <int N>
-void multiply_bytes(int (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+// The same of whole numbers.
+template <int N, typename Left, typename Right>
+void multiply_bytes(int* sums, uint64_t a, uint64_t b, int add) {
   const int row = running / 32 % 4 * 16 + running % 32 / 4, t = running % 4;
   const auto at = [](uint64_t tile, int line, int k) { return swizzled(static_cast<uint32_t>(tile) + line * 128 + k, false); };
   for (int i = 0; i < N / 2; ++i) {
     const int n = i / 4 * 8 + 2 * t + i % 2, m = row + i % 4 / 2 * 8;
     int sum = add ? sums[i] : 0;
-    for (int k = 0; k < 32; ++k) sum += shared<uint8_t>(at(a, m, k)) * shared<int8_t>(at(b, n, k));
+    for (int k = 0; k < 32; ++k) sum += shared<Left>(at(a, m, k)) * shared<Right>(at(b, n, k));
     sums[i] = sum;
   }
   meet_warp();
@@ -341,15 +341,15 @@ inline void load_pairs(uint32_t (&pairs)[4], uint32_t at) {
   }
   meet_warp();
 }
-// stmatrix.x2.trans: two 8x8 matrices of halves, lane i giving the address of a row of matrix i / 8.
-inline void stmatrix_transposed(uint32_t to, uint32_t low, uint32_t high) {
+// stmatrix.trans: 8x8 matrices of halves, lane i giving the address of a row of matrix i / 8.
+template <int MATRICES>
+void stmatrix_transposed(uint32_t to, const uint32_t (&words)[MATRICES]) {
   const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
   threads[running].operands[0] = to;
   meet_warp();
-  for (int matrix = 0; matrix < 2; ++matrix) {
-    const uint32_t word = matrix == 0 ? low : high;
+  for (int matrix = 0; matrix < MATRICES; ++matrix) {
     for (int i = 0; i < 2; ++i) {  // element (g, 2t + i) goes to row 2t + i, column g
-      const uint16_t value = static_cast<uint16_t>(word >> (16 * i));
+      const uint16_t value = static_cast<uint16_t>(words[matrix] >> (16 * i));
       std::memcpy(dynamic_shared.data() + threads[first + matrix * 8 + 2 * t + i].operands[0] + 2 * g, &value, 2);
     }
   }

@@ -47,7 +47,19 @@ BODIES = {
     "store_evict_first": "store16(p, v);",
     "ld_global_ca": "return *p;",
     "st_global": "*static_cast<uint4*>(at) = v;",
-    "stmatrix_transposed": "emulation::stmatrix_transposed(to, low, high);",
+    "stmatrix_transposed": "emulation::stmatrix_transposed(to, {low, high});",
+    "stmatrix_x4_transposed": "emulation::stmatrix_transposed(to, {a, b, c, d});",
+    "peer_address": "return address;",
+    "arrive_peer": "",
+    "arrive_cluster": "",
+    "wait_cluster": "",
+    "tma_multicast": "",
+    "store_peer": "",
+    "meet_ctas": "",
+    "sync_consumers": "emulation::sync_warpgroups();",
+    "load_shared_pair": "std::memcpy(v, emulation::dynamic_shared.data() + at, 8);",
+    "load_shared_int4": "return emulation::shared<int4>(at);",
+    "store_global_int4": "*static_cast<int4*>(to) = v;",
     "load_pairs": "emulation::load_pairs(pairs, at);",
     "encode_tiled": "return emulation::encode;",
     "load_stream": "return *static_cast<const uint4*>(p);",
@@ -109,7 +121,7 @@ void wgmma_rs(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add)
     """
 template <int N>
 void wgmma_u8s8(int (&sums)[N / 2], uint32_t a, uint32_t b, int add) {
-  emulation::multiply_bytes<N>(sums, a << 4, b << 4, add);
+  emulation::multiply_bytes<N, uint8_t, int8_t>(sums, a << 4, b << 4, add);
 }
 """
     """
@@ -127,6 +139,16 @@ void wgmma_rs(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add)
 )
 
 
+INT8_PRODUCT = """
+template <int N, bool UNSIGNED>
+struct WgmmaInt8 {
+  static void multiply(int* sums, uint64_t a, uint64_t b, int add) {
+    emulation::multiply_bytes<N, int8_t, std::conditional_t<UNSIGNED, uint8_t, int8_t>>(sums, a << 4, b << 4, add);
+  }
+};
+"""
+
+
 NOT_OPTIMISED = (
     "shift_mix",
     "quantise",
@@ -140,9 +162,13 @@ NOT_OPTIMISED = (
 
 
 def emulated(
-    source: str, folder: Path, tiles: tuple[int, ...] = (), splits: tuple[int, ...] = (1, 2, 4)
+    source: str,
+    folder: Path,
+    tiles: tuple[int, ...] = (),
+    splits: tuple[int, ...] = (1, 2, 4),
+    others: tuple[str, ...] = (),
 ) -> ctypes.CDLL:
-    """A source of csrc/ by name, compiled for the CPU. Its launchers run their kernels to the end.
+    """A source of csrc/ by name, and `others`, compiled for the CPU. Its launchers run their kernels to the end.
 
     `tiles`, `splits`: rows of a tile, and blocks that share its k, of the launches that a test plans; others are
     refused. Without them all of a launcher's are compiled, of which there may be 46.
@@ -163,7 +189,8 @@ def emulated(
         "-include",
         str(HERE / "emulation.h"),
     ]
-    command += ["-I", _cuda_include(), "-x", "c++", str(folder / f"{source}.cu"), "-o", str(out)]
+    files = [str(folder / f"{name}.cu") for name in (source, *others)]
+    command += ["-I", _cuda_include(), "-x", "c++", *files, "-o", str(out)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(out))
@@ -185,6 +212,10 @@ def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -
 
     if tiles:
         text = re.sub(r"launch_planned<([\d, ]+)>", kept, text)
+        text = re.sub(r"^    W8A8_(?:CLUSTER|MEMORY|TILE)\(.*", "", text, flags=re.MULTILINE)
+        text = re.sub(
+            r"^    W8A8_ROWS\((\d+).*", lambda f: f[0] if int(f[1]) in tiles else "", text, flags=re.MULTILINE
+        )
     return re.sub(r"case (\d): code = launch\(.*", lambda found: found[0] if int(found[1]) in splits else "", text)
 
 
@@ -195,6 +226,9 @@ def _without_ptx(text: str) -> str:
     text = re.sub(r"template <int N, bool TRANSPOSED>\n__device__[^;]*;", "", text)
     text = re.sub(r"#define HOPPER_WGMMA_FP16_RS\(.*?\n\n", REGISTER_PRODUCT, text, flags=re.DOTALL)
     text = re.sub(r"^HOPPER_WGMMA_\w+\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"template <int N, bool UNSIGNED>\nstruct WgmmaInt8;.*(?=}  // namespace)", INT8_PRODUCT, text, flags=re.DOTALL
+    )
     text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
     text = re.sub(r'asm volatile\("" : "\+[fr]"[^;]*;', ";", text)
     text = text.replace("#include <cuda_pipeline.h>", "")

@@ -95,6 +95,24 @@ inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stre
     launch_with_smem<ORDER>(kernel, grid, threads, 0, stream, args...);
 }
 
+// Launches clusters of `size` CTAs, which may start early.
+template <typename... Params, typename... Args>
+inline void launch_clusters(
+    void (*kernel)(Params...), int size, dim3 grid, int threads, size_t smem_bytes, void* stream, const Args&... args) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes, config.numAttrs = 2;
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = size, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
 // Launches a kernel of at most two CTAs per SM that streams through L1.
 // The driver keeps the previous kernel's carveout, which can leave an L1 of 28 KB. This launch sets the smallest
 // carveout that holds the CTAs. It pads their shared memory, so that early CTAs do not pile up on one SM.

@@ -25,19 +25,3 @@ __device__ __forceinline__ void store_remote(float2* place, int block, const flo
                  "f"(v.x), "f"(v.y) : "memory");
 #endif
 }
-
-// Launches clusters of TOKEN_CTAS CTAs that may start early.
-template <typename... Params, typename... Args>
-inline void launch_clusters(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = attributes, config.numAttrs = 2;
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = TOKEN_CTAS, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchKernelEx(&config, kernel, Params(args)...);
-}

@@ -273,7 +273,7 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
         return;
     }
     if constexpr (OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE) {
-        if (a.token_ctas == TOKEN_CTAS) return launch_clusters(shift_mix_shares_kernel<MIXES, OUT>, dim3(a.tokens * TOKEN_CTAS), a.width / TOKEN_CTAS / 8, stream, a);
+        if (a.token_ctas == TOKEN_CTAS) return launch_clusters(shift_mix_shares_kernel<MIXES, OUT>, TOKEN_CTAS, dim3(a.tokens * TOKEN_CTAS), a.width / TOKEN_CTAS / 8, 0, stream, a);
     }
     const auto launch_rows = [&](auto partials) {
         if (a.tokens == 1) {

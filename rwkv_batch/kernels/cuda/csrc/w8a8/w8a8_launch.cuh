@@ -47,19 +47,12 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     // Row scales of two tiles fit shared memory. With fewer stages than the ring, loads could run two tiles ahead.
     const bool is_persistent = Tile::SPLITS == 1 && stages >= Tile::STAGES;
     const int clusters = is_persistent ? min(works, num_sms * (Tile::LEAN ? args.ctas_per_sm : 1) / Tile::PAIR) : works;
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(clusters * Tile::TOGETHER), config.blockDim = dim3(Tile::THREADS + 128);
-    config.dynamicSmemBytes = Tile::SHARED_BYTES, config.stream = static_cast<cudaStream_t>(stream), config.attrs = attributes;
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    if (Tile::CLUSTER > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs].val.clusterDim.x = Tile::CLUSTER;
-        attributes[config.numAttrs].val.clusterDim.y = attributes[config.numAttrs].val.clusterDim.z = 1;
-        ++config.numAttrs;
+    const dim3 grid(clusters * Tile::TOGETHER);
+    if constexpr (Tile::CLUSTER > 1) {
+        launch_clusters(kernel, Tile::CLUSTER, grid, Tile::THREADS + 128, Tile::SHARED_BYTES, stream, p);
+    } else {
+        launch_with_smem(kernel, grid, Tile::THREADS + 128, Tile::SHARED_BYTES, stream, p);
     }
-    cudaLaunchKernelEx(&config, kernel, W8A8Launch(p));
     return launch_result();
 }
 

@@ -111,8 +111,8 @@ void launch_w8a8_quantise(const W8A8QuantiseArgs& a, void* stream) {
     const int quads = (a.k / PARTS / 4 + QUADS - 1) / QUADS, threads = (quads + 31) / 32 * 32;
     const dim3 grid(a.rows * PARTS, a.count);
     const auto kernel = a.relu_squared ? w8a8_quantise_kernel<QUADS, PARTS, true> : w8a8_quantise_kernel<QUADS, PARTS, false>;
-    if constexpr (PARTS == TOKEN_CTAS) {
-        launch_clusters(kernel, grid, threads, stream, a);
+    if constexpr (PARTS > 1) {
+        launch_clusters(kernel, PARTS, grid, threads, 0, stream, a);
     } else {
         launch(kernel, grid, threads, stream, a);
     }
