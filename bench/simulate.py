@@ -29,7 +29,8 @@ from typing import Any
 
 from bench.tools.origin import origin
 from test.simulation.faults import KINDS
-from test.simulation.world import STEPS, WorldFailed, run
+from test.simulation.runs import WorldFailed, run
+from test.simulation.world import STEPS
 
 Result = tuple[int, dict[str, int], str]
 SAVED_AFTER = 50

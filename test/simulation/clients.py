@@ -25,6 +25,7 @@ from sampling.params import SamplingParams
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import LINEAR, SessionKey
 from test.simulation.device import ALPHABET, fold
+from test.simulation.faults import CROWD
 from test.simulation.history import History
 from test.simulation.judge import Judge, Submission
 from test.simulation.violation import Violation, demand
@@ -61,6 +62,10 @@ class Clients:
     def _tokens(self, least: int, most: int) -> list[int]:
         return [self._rng.choice(ALPHABET) for _ in range(self._rng.randint(least, most))]
 
+    def deleted(self, name: str) -> None:
+        """A session was deleted without a request."""
+        self._judge.deletes.append((self._world.tasks.now, name, False))
+
     def log_event(self, text: str) -> None:
         """Record a line for readers of a failure."""
         line = f"{self._world.counts['steps']:4} {self._world.tasks.now:8.3f} {text}"
@@ -73,9 +78,17 @@ class Clients:
 
     # Requests ------------------------------------------------------------------------------------------------
 
+    def fill(self) -> None:
+        """Give every session a first turn."""
+        for number in range(CROWD):
+            self._turn(branches=False, name=f"s{number}")
+        self._world.drain()
+
     def act(self) -> None:
         """Perhaps send a request."""
         rng = self._rng
+        if self._world.settings.is_crowded:
+            self._crowd()
         for _ in range(rng.choice((0, 0, 1, 1, 3))):
             kind = rng.random()
             if kind < 0.30:
@@ -92,6 +105,16 @@ class Clients:
                 self._export()
             elif kind < 0.92:
                 self._import()
+
+    def _crowd(self) -> None:
+        """While the store hangs, let sessions talk that are on disk, and some that are in memory."""
+        faults = self._world.faults
+        if not faults.quiet and self._world.tasks.now >= faults.hangs_until:
+            faults.hang(30.0)
+        talking = {row.session.session_id for one in self.open_jobs.values() for row in one.job.rows if row.session}
+        idle = [name for number in range(CROWD) if (name := f"s{number}") not in talking]
+        for name in self._rng.sample(idle, min(len(idle), 8)):
+            self._turn(branches=False, name=name)
 
     def _request(self, prompt: list[int], session: SessionTurn | None = None, n: int = 1) -> GenerateRequest:
         rng = self._rng
@@ -116,8 +139,8 @@ class Clients:
     def _session(self) -> str:
         return f"s{self._rng.randrange(self._world.settings.num_sessions)}"
 
-    def _turn(self, branches: bool) -> None:
-        name, parent = self._session(), None
+    def _turn(self, branches: bool, name: str = "") -> None:
+        name, parent = name or self._session(), None
         if branches:
             known = [key.dialogue for key in self._world.ledger.by_key if key.session_id == name and key.dialogue > 0]
             parent = self._rng.choice([0, *known, self._rng.randrange(6)])
@@ -153,10 +176,10 @@ class Clients:
         return msgspec.structs.replace(request, **changes)
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
-        if len(self.open_jobs) >= MAX_WAITING_JOBS:
+        if len(self.open_jobs) >= MAX_WAITING_JOBS and not self._world.settings.is_crowded:
             return
         self._number += 1
-        timeout = self._rng.choice((None, None, None, 0.02, 0.3, 3.0))
+        timeout = self._rng.choice((None, None, None, 0.02, 0.3, 3.0)) if not self._world.settings.is_crowded else None
         job = Job(
             job_id=f"job{self._number}",
             rows=requests,

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from test.simulation.disk import Disk
 from test.simulation.tasks import Tasks
 
+CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
+CROWD = 110
+"""Sessions of a crowded world: more than the pool tries per step."""
+DAY_S = 86400.0
 DISK_TROUBLES = ("database or disk is full", "disk I/O error", "database is locked")
-KINDS = ("disk", "read", "step", "memory", "crash", "thread", "import")
+KINDS = ("disk", "read", "step", "memory", "crash", "thread", "import", "power", "clock", "hang")
 """Names of the faults, to disable some during an analysis."""
 
 
@@ -51,16 +57,26 @@ class Settings:
     thread: float
     """probability of an error other than SQLite's in a thread of the pool"""
     bad_import: float
+    synchronous: str
+    power: float
+    """probability of a power loss, per statement that syncs"""
+    clock: float
+    """probability that the clock of the day is set"""
+    hang: float
+    """probability that the store answers no reads for a while"""
+    session_ttl: float | None
+    is_crowded: bool
+    """whether many sessions talk at once"""
 
     @staticmethod
-    def random_settings(rng: random.Random, without: frozenset[str] = frozenset()) -> Settings:
+    def random_settings(rng: random.Random, more: random.Random, without: frozenset[str] = frozenset()) -> Settings:
         """Return a seed's settings."""
         often = rng.random() < 0.5  # half of the worlds have no faults: they must answer all requests
         durability = rng.choice(["log", "log", "log", "turn", "lazy"])
 
         def chance(kind: str, most: float) -> float:
             sampled = rng.random() * most
-            may_lose = durability == "lazy" and kind in ("disk", "read", "thread")  # as its documents say
+            may_lose = durability == "lazy" and kind in ("read", "thread")  # as its documents say
             return sampled if often and kind not in without and not may_lose else 0.0
 
         return Settings(
@@ -91,7 +107,19 @@ class Settings:
             crash=chance("crash", 0.02),
             thread=chance("thread", 0.005),
             bad_import=chance("import", 0.02),
+            synchronous=more.choice(["FULL", "FULL", "NORMAL"]),
+            power=more.choice([0.0, 0.05]) if "power" not in without else 0.0,
+            clock=more.choice([0.0, 0.0, 0.05]) if "clock" not in without else 0.0,
+            hang=more.choice([0.0, 0.0, 0.02]) if "hang" not in without else 0.0,
+            session_ttl=more.choice([None, 0.0, 3600.0, 3.0]),
+            is_crowded=False,
         )
+
+    def crowd(self) -> None:
+        """Let many sessions talk at once."""
+        self.is_crowded, self.num_sessions, self.max_waiting_rows = True, CROWD, 10 * CROWD
+        self.max_running, self.l1_sessions, self.l2_sessions, self.delays = 8, 4, 16, [2, 8]
+        self.crash = self.power = self.thread = self.read = self.disk = self.hang = 0.0
 
 
 @dataclass
@@ -101,18 +129,48 @@ class Faults:
     settings: Settings
     tasks: Tasks
     rng: random.Random
+    more: random.Random
+    disk: Disk
+    on_sync: Callable[[], None]
+    """called when everything written so far is safe"""
     last: dict[str, float] = field(default_factory=dict)
     """kind -> virtual time"""
     _disk_until: float = -1.0
     _trouble: str = ""
+    hangs_until: float = -1.0
+    """virtual time until which the store answers no reads"""
     quiet: bool = False
     """no further faults"""
 
     def step(self) -> None:
-        """Perhaps start a disk failure. Called once per step."""
+        """Perhaps start a disk failure, set the clock, or let the store hang. Called once per step."""
+        if not self.quiet and self.more.random() < self.settings.clock:
+            self.met("clock")
+            self.tasks.skew += self.more.choice((-1, 1)) * self.more.uniform(3700.0, DAY_S)
+        if not self.quiet and self.more.random() < self.settings.hang:
+            self.hang(self.more.choice([0.3, 3.0]))
         if not self.quiet and self.rng.random() < self.settings.disk:
             self._disk_until = self.tasks.now + self.rng.choice([0.01, 0.2, 3.0])
             self._trouble = self.rng.choice(DISK_TROUBLES)
+
+    def hang(self, seconds: float) -> None:
+        """Let the store answer no reads for a while."""
+        self.met("hang")
+        self.hangs_until = self.tasks.now + seconds
+
+    def wait_for_store(self) -> None:
+        """Wait while the store hangs."""
+        if self.tasks.runs("state-pool-reader") and self.tasks.now < self.hangs_until:
+            self.tasks.wait(lambda: self.quiet, self.hangs_until - self.tasks.now)
+
+    def after_statement(self, sql: str, is_whole: bool) -> None:
+        """A statement that may sync has run. Perhaps the power fails before the disk has all of it."""
+        if not self.quiet and self.more.random() < self.settings.power:
+            self.met("power")
+            self.disk.during(sql)
+            self.tasks.stop_machine()
+        elif self.disk.after(sql, is_whole):
+            self.on_sync()
 
     def met(self, kind: str) -> None:
         """Record that a fault was injected."""
@@ -155,6 +213,16 @@ class Faults:
             raise RuntimeError("out of memory in a thread")
 
 
+class _Row:
+    """A cursor over one row."""
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+
+    def fetchone(self) -> Any:
+        return self._row
+
+
 def connection_class(tasks: Tasks, faults: Faults, product: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
     """Return a connection class whose statements yield to other threads and may fail."""
 
@@ -162,11 +230,18 @@ def connection_class(tasks: Tasks, faults: Faults, product: type[sqlite3.Connect
         is_open = False
         """whether the service has started: opening the database does not fail"""
 
-        def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        def execute(self, sql: str, parameters: Any = (), /) -> Any:
             tasks.pause()
-            if self.is_open:
-                faults.before_statement(sql)
-            cursor: sqlite3.Cursor = super().execute(sql, parameters)
+            if not self.is_open:
+                return super().execute(sql, parameters)
+            faults.wait_for_store()
+            faults.before_statement(sql)
+            cursor: Any = super().execute(sql, parameters)
+            if sql in ("COMMIT", CHECKPOINT):
+                row = cursor.fetchone()
+                faults.disk.syncs_commits = super().execute("PRAGMA synchronous").fetchone()[0] >= 2
+                faults.after_statement(sql, row is not None and not row[0] and row[1] == row[2])
+                return _Row(row)
             return cursor
 
     return Connection

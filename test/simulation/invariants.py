@@ -9,8 +9,12 @@ from rwkv_batch.core.sequence import NO_REQ_SLOT, NO_SLOT, Phase, Sequence
 from rwkv_batch.engine import Engine
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
+from state_pool.sessions import LeaseState
 from test.pool_integrity import integrity_faults, ref_counts
 from test.simulation.violation import demand
+
+MAX_READY_STEPS = 10
+"""Steps until a turn starts whose session's state is in a slot."""
 
 
 def check_step(engine: Engine) -> None:
@@ -21,6 +25,32 @@ def check_step(engine: Engine) -> None:
     _check_slots(engine, pool)
     _check_prefixes(pool)
     _check_tiers(pool)
+
+
+class HeadOfLine:
+    """Checks that no turn waits behind those of other sessions."""
+
+    def __init__(self) -> None:
+        self._waited: dict[Any, int] = {}
+        """leases that could start -> steps that they did not"""
+
+    def check(self, pool: Any) -> None:
+        """Call after every step. Raises Violation."""
+        tiers = pool.tiers
+        able = [lease for lease in pool.turns.lease_queue._waiting if _could_start(lease, tiers)]
+        self._waited = {lease: self._waited.get(lease, 0) + 1 for lease in able}
+        late = [lease.session.key for lease, steps in self._waited.items() if steps > MAX_READY_STEPS]
+        demand(not late, f"turns wait although their sessions are in memory and slots are free: {late}")
+
+
+def _could_start(lease: Any, tiers: Any) -> bool:
+    """Return whether a waiting turn's state is in memory, and a slot is free for it."""
+    source = lease.source
+    if lease.state is not LeaseState.WAITING or source is None:
+        return False
+    if source.slot is not None:
+        return source.slot in tiers._pins or tiers.can_pin
+    return source.host is not None and tiers.can_pin and tiers.slots.num_free > 0
 
 
 def _rows(engine: Engine) -> list[Sequence]:

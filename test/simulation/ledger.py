@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ class Turn:
     before: History
     tokens: list[int]
     answer: Answer
+    at: float
+    """when it was recorded"""
     reported: bool = False
     """whether its fate is known"""
     kept: bool = False
@@ -43,6 +46,9 @@ class Ledger:
     """Histories by name and by the pool's session object, because a name may be used again."""
 
     lazy: bool
+    now: Callable[[], float]
+    used: dict[SessionKey, float] = field(default_factory=dict)
+    """when a session's last turn was recorded"""
     by_key: dict[SessionKey, History] = field(default_factory=dict)
     borders: dict[SessionKey, list[int]] = field(default_factory=dict)
     """lengths of a history after each of its turns: a crash may restore any with durability "lazy" on"""
@@ -57,6 +63,12 @@ class Ledger:
     """exported histories"""
     arrived: set[str] = field(default_factory=set)
     """imported sessions, whose initial tuned state is unknown"""
+    safe: dict[SessionKey, History] = field(default_factory=dict)
+    """histories that a power loss leaves with synchronous=NORMAL"""
+    shortened: set[SessionKey] = field(default_factory=set)
+    """sessions that say that they have lost turns"""
+    lost_names: set[str] = field(default_factory=set)
+    """their ids, whose other dialogues may build on what was lost"""
     numbers: dict[str, int] = field(default_factory=dict)
     """largest reported dialogue number by session id"""
 
@@ -78,7 +90,7 @@ class Ledger:
         prompt = request.session.resume_prompt if before else request.prompt
         answer = predict(before + prompt, request)
         demand(tokens == prompt + answer.kept, f"{lease.session.key} records {tokens}, not {prompt} + {answer.kept}")
-        turn = self.turns[sequence] = Turn(lease.session, before, tokens, answer)
+        turn = self.turns[sequence] = Turn(lease.session, before, tokens, answer, self.now())
         return turn
 
     def reported(self, turn: Turn, error: Exception | None) -> None:
@@ -89,7 +101,7 @@ class Ledger:
             return
         demand(not turn.session.deleted, f"{turn.session.key}: a deleted session's turn was acknowledged")
         demand(self.history(turn.session) == self._own(turn), f"{turn.session.key}: two turns at once")
-        self.keep(turn.session, turn.before + turn.tokens)
+        self.keep(turn.session, turn.before + turn.tokens, turn.at)
         if turn.session.key.dialogue > 0:
             self._number(turn.session.key)
 
@@ -100,11 +112,16 @@ class Ledger:
     def _number(self, key: SessionKey) -> None:
         self.numbers[key.session_id] = max(self.numbers.get(key.session_id, 0), key.dialogue)
 
-    def keep(self, session: Session, history: History) -> None:
-        """Set a session's history."""
+    def keep(self, session: Session, history: History, used_at: float) -> None:
+        """Set a session's history, and when it was last used."""
         self.of[session] = self.by_key[session.key] = history
+        self.used[session.key] = used_at
         self.borders.setdefault(session.key, []).append(len(history))
         self.past.setdefault(session.key, []).append(history)
+
+    def on_sync(self) -> None:
+        """The disk has everything that was acknowledged."""
+        self.safe = dict(self.by_key)
 
     def carried(self, state: int, replay: list[int]) -> list[History]:
         """Return exported histories that a file with this state and tokens may contain."""
@@ -127,6 +144,7 @@ class Ledger:
                 self.unsure.setdefault(session.key, []).extend(gone.histories[session.key])
                 del self.by_key[session.key]
                 self.borders.pop(session.key, None)
+                self.safe.pop(session.key, None)
         return gone
 
     def deleted(self, gone: Gone) -> None:
@@ -137,11 +155,19 @@ class Ledger:
         for turn in self.turns.values():
             turn.gone = turn.gone or turn.session in gone.sessions
 
-    def recover(self, sessions: Iterable[Session], state_of: Callable[[SessionKey], int]) -> None:
-        """After a crash: check that every acknowledged turn is there, and nothing unknown."""
+    def recover(
+        self, sessions: Iterable[Session], state_of: Callable[[SessionKey], int], forgets: bool = False
+    ) -> None:
+        """After a crash: check that every acknowledged turn is there, and nothing unknown.
+
+        forgets: the disk may have lost what it had not synced
+        """
         found = {session.key: session for session in sessions}
         for session in found.values():
             expected = self._candidates(session.key)
+            if forgets:
+                least = len(self.safe.get(session.key, ()))
+                expected += [past for past in self.past.get(session.key, []) if len(past) >= least]
             fitting = [history for history in expected if len(history) == session.num_tokens]
             lengths = [len(history) for history in expected]
             demand(fitting, f"{session.key} holds {session.num_tokens} tokens after a crash, not one of {lengths}")
@@ -151,13 +177,14 @@ class Ledger:
                 demand(fitting, f"{session.key} holds another history than it may after a crash")
             self.unsure[session.key] = fitting[:1]
         if not self.lazy:
-            lost = [key for key in self.by_key if key not in found]
+            lost = [key for key in (self.safe if forgets else self.by_key) if key not in found]
             demand(not lost, f"acknowledged and lost in a crash: {lost}")
         histories = {key: self.unsure[key][0] for key in found}
         for forgotten in (self.turns, self.of, self.by_key, self.unsure, self.borders):
             forgotten.clear()
-        for key, session in found.items():
-            self.keep(session, histories[key])
+        for key, session in found.items():  # a crash may have lost its last use
+            self.keep(session, histories[key], -math.inf if forgets or self.lazy else self.used.get(key, -math.inf))
+        self.on_sync()
 
     def _candidates(self, key: SessionKey) -> list[History]:
         expected = self._beginnings(key)
@@ -177,6 +204,13 @@ class Ledger:
     def reopen(self, sessions: Iterable[Session]) -> None:
         """After a normal restart: check that exactly the expected content is there."""
         found = {session.key: session for session in sessions}
+        for key in self.shortened & set(self.by_key):
+            length = found[key].num_tokens if key in found else 0
+            demand(length in (0, *self.borders[key]), f"{key} holds {length} tokens, not those of whole turns")
+            self.by_key[key] = self.by_key[key][:length]
+            if not length:
+                del self.by_key[key]
+        self.shortened.clear()
         known = {key: len(history) for key, history in self.by_key.items()}
         stored = {key: session.num_tokens for key, session in found.items()}
         demand(
@@ -184,4 +218,5 @@ class Ledger:
             f"after a restart {dict(stored.items() - known.items())}, not {dict(known.items() - stored.items())}",
         )
         self.of = {session: self.by_key[key] for key, session in found.items()}
+        self.on_sync()
         self.turns.clear()

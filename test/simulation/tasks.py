@@ -22,6 +22,10 @@ class Stuck(Exception):  # noqa: N818 - names an event
     """The main task waits for an event that no task will cause."""
 
 
+class PowerLost(BaseException):
+    """The main task waits after the machine has stopped. The product's handlers must not catch it."""
+
+
 class Task:
     """A started thread."""
 
@@ -49,6 +53,10 @@ class Tasks:
     def __init__(self, rng: random.Random) -> None:
         self.main = greenlet.getcurrent()
         self.now = 0.0
+        self.skew = 0.0
+        """seconds by which the clock of the day was set ahead"""
+        self.has_stopped = False
+        """whether the machine has lost its power: no task continues"""
         self.died: list[tuple[str, Exception]] = []
         """threads that ended with an uncaught exception"""
         self._rng = rng
@@ -68,15 +76,26 @@ class Tasks:
         for task in self._tasks:
             task.greenlet.throw(greenlet.GreenletExit)
         self._tasks.clear()
-        self._killing = False
+        self._killing = self.has_stopped = False
 
     def pause(self) -> None:
         """Yield to the main task. Any state may change here."""
         if self._current is not None and not self._killing:
             self.main.switch()
 
+    def stop_machine(self) -> None:
+        """The power fails now. The calling task never continues."""
+        self.has_stopped = True
+        self.pause()
+
+    def runs(self, name: str) -> bool:
+        """Return whether the current task has this name."""
+        return self._current is not None and self._current.name == name
+
     def run_one(self) -> bool:
         """From the main task: run one task until it stops again. Returns False if none can run."""
+        if self.has_stopped:
+            return False
         able = [task for task in self._tasks if task.ready() or self._is_late(task)]
         if not able:
             return False
@@ -112,6 +131,8 @@ class Tasks:
 
     def _wait_in_main(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         while not ready():
+            if self.has_stopped:
+                raise PowerLost
             if deadline is not None and self.now >= deadline:
                 return False
             if self.run_one():
@@ -174,7 +195,7 @@ class Primitives:
         self.time = {
             "monotonic": lambda: tasks.now,
             "perf_counter": lambda: tasks.now,
-            "time": lambda: EPOCH + tasks.now,
+            "time": lambda: EPOCH + tasks.now + tasks.skew,
             "sleep": lambda seconds: tasks.wait(lambda: False, seconds),
         }
         self.executor = Executor

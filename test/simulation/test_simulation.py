@@ -11,7 +11,8 @@ import pytest
 
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.origins import Adapters
-from test.simulation.world import OWN_WORLDS, WorldFailed, run
+from test.simulation.runs import WorldFailed, run
+from test.simulation.world import OWN_WORLDS
 
 SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 120
 PART = 20
@@ -45,7 +46,7 @@ def test_worlds_that_found_faults(seed: int) -> None:
 
 
 def test_a_world_is_the_same_every_time() -> None:
-    code = "from test.simulation.world import run; print([run(seed)['digest'] for seed in range(3)])"
+    code = "from test.simulation.runs import run; print([run(seed)['digest'] for seed in range(3)])"
     elsewhere = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert elsewhere.stdout == f"{[run(seed)['digest'] for seed in range(3)]}\n", elsewhere.stderr
 

@@ -2,170 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import math
 import random
-import shutil
 import sqlite3
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from types import ModuleType
 from typing import Any
 
-import state_pool.crash_points
-import state_pool.disk.process_lock
-import state_pool.layout
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.job_table import JobTable
-from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.shares import Limits
-from rwkv_batch.core.state_manager import StateManager
-from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolLost
 from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.origins import is_mixture
-from state_pool.pool import StatePool
 from state_pool.session_key import SessionKey
-from state_pool.sessions import LeaseState
-from state_pool.turns.import_export import FittedFile
+from state_pool.sessions import LeaseState, Session
+from test.simulation.checked import CheckedEngine, CheckedPool
 from test.simulation.clients import Clients
-from test.simulation.device import TOKENIZER, Device, Runner, fold, read_slots
+from test.simulation.device import Device, Runner, fold
+from test.simulation.disk import Disk
 from test.simulation.faults import Faults, Settings, connection_class
 from test.simulation.history import PLAIN, Beginning, History
-from test.simulation.invariants import check_rest, check_step
+from test.simulation.invariants import HeadOfLine, check_rest, check_step
 from test.simulation.ledger import Gone, Ledger
 from test.simulation.own_weights import OwnWeights
-from test.simulation.tasks import PatchedModule, Primitives, Tasks
+from test.simulation.tasks import PowerLost, Tasks
 from test.simulation.violation import Violation, demand
 
 STEPS = 140
 DRAIN_STEPS = 4000
-CHUNK_BYTES = 8
-"""Bytes per written piece of a state, so that a state has several."""
 SCORING_WORLDS = 5
 """In one of this many worlds, prompts are scored, have candidates, or are only read."""
 OWN_WORLDS = 6
 """In one of this many worlds, there are tuned states, mixtures and adapters."""
 PIECES_WORLDS = 7
 """In one of this many worlds, clients act between the pieces of steps."""
-
-
-class CheckedStateManager(StateManager):
-    """The engine's state manager, checked against the ledger."""
-
-    def __init__(self, world: World, pool: StatePool, overlap: bool) -> None:
-        super().__init__(pool, TOKENIZER, overlap)
-        self._world = world
-
-    def prepare(self, sequence: Sequence) -> None:
-        """A row starts from its whole history, or a true prefix of its prompt."""
-        super().prepare(sequence)
-        lease, device, began = sequence.lease, self._world.device, self._world.beginning(sequence.request)
-        if lease is not None:
-            history = self._world.ledger.history(lease.source)
-            demand(lease.exists == bool(history), f"{lease.session.key}: {lease.num_tokens} tokens, not {len(history)}")
-            self._world.before[sequence] = history = history or History(began=began)
-            began = history.began
-            if not sequence.members:
-                state = fold(device.memory[lease.read_slot], lease.replay, began.mark)
-                demand(state == history.stored, f"{lease.session.key} does not hold its history")
-        demand(device.mark_of(sequence) == began.mark, "a row has another adapter than it should")
-        begun = History(sequence.token_ids[: sequence.num_computed_tokens], began)
-        if lease is not None and lease.exists:
-            read_again = sequence.turn_start - sequence.num_computed_tokens
-            demand(sequence.replayed_tokens == read_again, f"{read_again} tokens of {lease.session.key} are read again")
-        if lease is None or sequence.members:
-            found = tuple(device.memory[slot] for slot in read_slots(sequence))
-            demand(found == begun.states, f"a row begins from something else after {len(begun)} tokens")
-
-    def record_turn(self, sequence: Sequence, acknowledge: Any) -> None:
-        """The recorded tokens are the predicted answer."""
-        world, ledger = self._world, self._world.ledger
-        world.recording = sequence
-
-        def reported(error: Any) -> None:
-            ledger.reported(ledger.turns[sequence], error)
-            acknowledge(error)
-
-        super().record_turn(sequence, reported)
-
-    def check_in(self, sequence: Sequence) -> None:
-        """The parked state is the one after the turn."""
-        turn = self._world.ledger.turns[sequence]
-        expected = (turn.before + turn.tokens).stored
-        if not sequence.members:  # of a mixture only the tokens are kept
-            demand(self._world.device.memory[sequence.slot] == expected, f"{turn.session.key} parks a wrong state")
-        super().check_in(sequence)
-
-
-class CheckedPool(StatePool):
-    """Reports the engine's calls to the ledger."""
-
-    world: World
-
-    def watch(self, world: World) -> None:
-        """Report the calls from here on to the world's ledger."""
-        self.world = world
-        turns: Any = self.turns
-        turns.record = partial(self._record, turns.record)
-        turns.delete_counted = partial(self._delete_counted, turns.delete_counted)
-        import_export: Any = self.import_export
-        import_export.import_session = partial(self._import_session, import_export.import_session)
-
-    def _record(self, record: Any, lease: Any, tokens: list[int], on_durable: Any) -> None:
-        sequence = self.world.recording
-        assert sequence is not None
-        self.world.ledger.begin(sequence, tokens, self.world.beginning(sequence.request))
-        record(lease, tokens, on_durable)
-
-    def _import_session(self, import_session: Any, session_id: str, file: FittedFile, on_durable: Any) -> None:
-        ledger, key = self.world.ledger, SessionKey(session_id)
-        parts = {} if file.host is None else file.host.parts()
-        state = int.from_bytes(b"".join(parts[name] for name in ("a.wkv", "a.shift") if name in parts), "little")
-        carried = ledger.carried(state, file.replay)
-        ledger.arrived.add(session_id)
-
-        def durable(error: Exception | None) -> None:
-            if error is None:
-                session = self._index.get(key)
-                assert session is not None
-                ledger.keep(session, ledger.imported(carried, file.num_tokens))
-            on_durable(error)
-
-        import_session(session_id, file, durable)
-        for history in carried[:1]:  # until it is reported, a crash may leave all of it, or only its stored state
-            ledger.unsure.setdefault(key, []).extend([history, history[: len(history) - len(file.replay)]])
-
-    def _delete_counted(self, delete_counted: Any, session_id: str, delete_prefix: bool, on_deleted: Any) -> None:
-        gone = self.world.deleted(session_id, delete_prefix, list(self._index.matching(session_id, delete_prefix)))
-
-        def durable(outcome: int | Exception) -> None:
-            if not isinstance(outcome, Exception):
-                self.world.ledger.deleted(gone)
-            on_deleted(outcome)
-
-        delete_counted(session_id, delete_prefix, durable)
-
-
-class CheckedEngine(Engine):
-    """The real engine over a world's runner. Its thread is never started."""
-
-    def load(self, world: World, runner: Runner) -> None:
-        """Replaces loading a model."""
-        self.model_runner = runner  # type: ignore[assignment]
-        self.state_manager = CheckedStateManager(world, runner.pool, runner.overlaps)
-        self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        self.jobs = JobTable(self.scheduler, self.state_manager, TOKENIZER, runner.vocab)
+CROWDED_WORLDS = 20
+"""In one of this many worlds, many sessions talk while the store hangs."""
 
 
 class World:
@@ -174,20 +48,31 @@ class World:
     def __init__(self, seed: int, folder: Path, tasks: Tasks, without: frozenset[str] = frozenset()) -> None:
         self.seed = seed
         self.rng = random.Random(f"{seed} world")
-        self.settings = Settings.random_settings(random.Random(f"{seed} settings"), without)
+        more = random.Random(f"{seed} more")
+        self.settings = Settings.random_settings(random.Random(f"{seed} settings"), more, without)
+        if seed % CROWDED_WORLDS == 5:
+            self.settings.crowd()
+        if seed % OWN_WORLDS == 0 and self.settings.durability == "lazy" and "disk" not in without:
+            self.settings.disk = 0.03  # no state of a mixture is in memory when the disk refuses its turn
         self.tasks = tasks
-        self.faults = Faults(self.settings, tasks, random.Random(f"{seed} faults"))
-        self.ledger = Ledger(self.settings.durability == "lazy")
+        self.database = folder / "sessions.db"
+        self.disk = Disk(self.database, more)
+        self.ledger = Ledger(self.settings.durability == "lazy", lambda: tasks.now)
+        self.faults = Faults(
+            self.settings, tasks, random.Random(f"{seed} faults"), more, self.disk, self.ledger.on_sync
+        )
+        self.head_of_line = HeadOfLine()
         self.before: dict[Sequence, History] = {}
         """initial histories of rows"""
         self.recording: Sequence | None = None
         self.connections: list[sqlite3.Connection] = []
-        self.database = folder / "sessions.db"
         scoring = random.Random(f"{seed} scoring") if seed % SCORING_WORLDS == 1 else None
         self.clients = Clients(self, random.Random(f"{seed} clients"), scoring)
         self.own = OwnWeights(self, random.Random(f"{seed} own")) if seed % OWN_WORLDS == 0 else None
-        self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "restarts": 0}
+        self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "power losses": 0, "restarts": 0}
         self.steps = 0
+        self.is_checking = False
+        """whether sessions are read to be checked, so none expires"""
         self._drains = False
 
     # Start and stop ------------------------------------------------------------------------------------------
@@ -209,6 +94,8 @@ class World:
             l2_sessions=settings.l2_sessions,
             state_db=str(self.database),
             durability=settings.durability,
+            synchronous=settings.synchronous,
+            session_ttl=settings.session_ttl,
             checkpoint_tokens=settings.checkpoint_tokens,
             checkpoint_idle_s=settings.checkpoint_idle_s,
             prefix_cache_slots=settings.prefix_cache_slots,
@@ -248,20 +135,25 @@ class World:
             own.open()
         for connection in self.connections:
             connection.is_open = True  # type: ignore[attr-defined]
+        self.disk.sync()
 
     def crash(self) -> None:
-        """kill -9 at any point of the threads, then a new process."""
-        self.counts["crashes"] += 1
+        """kill -9 at any point of the threads, or a power loss, then a new process."""
+        has_lost_power = self.tasks.has_stopped
+        self.counts["power losses" if has_lost_power else "crashes"] += 1
         self.faults.met("crash")
         self.tasks.kill()
+        self.disk.stop()
         for connection in self.connections:
             connection.close()
         self.connections.clear()
+        self.disk.restore(has_lost_power)
         self.clients.lost()
         self.open()
-        quiet, self.faults.quiet = self.faults.quiet, True
-        self.ledger.recover(self._existing(), self._state)
-        self.faults.quiet = quiet
+        forgets = has_lost_power and self.settings.synchronous == "NORMAL"
+        quiet, self.faults.quiet, self.is_checking = self.faults.quiet, True, True
+        self.ledger.recover(self._existing(), self._state, forgets)
+        self.faults.quiet, self.is_checking = quiet, False
 
     def restart(self, drained: bool = True) -> None:
         """A normal end, idle or busy, then a new process."""
@@ -298,16 +190,25 @@ class World:
             demand(self.faults.since(0.0, "thread"), "a thread of the pool has died")
             self.crash()
             return True
+        except PowerLost:
+            self.crash()
+            return True
         self.tasks.run(self.rng.choice(self.settings.paces))
+        if self.tasks.has_stopped:
+            self.crash()
+            return True
         demand(not self.tasks.died, f"a thread died: {self.tasks.died}")
         check_step(self.engine)
+        self.head_of_line.check(self.pool)
         self.clients.check_step()
         return worked
 
     def run(self, steps: int) -> None:
         """Run `steps` steps of traffic, then check that everything is answered, stored and found again."""
         self.open()
-        for _ in range(steps):
+        if self.settings.is_crowded:
+            self.clients.fill()
+        for _ in range(steps // 2 if self.settings.is_crowded else steps):
             self.clients.act()
             if self.own is not None:
                 self.own.act()
@@ -345,8 +246,12 @@ class World:
 
     def check_sessions(self) -> None:
         """Check that every session exists and holds its history."""
+        self.is_checking = True
         for key, history in list(self.ledger.by_key.items()):
+            if key.dialogue > 0 and key.session_id in self.ledger.lost_names:
+                continue
             demand(self._state(key) == history.stored, f"{key} does not hold its history at the end")
+        self.is_checking = False
 
     def _state(self, key: SessionKey) -> int:
         """Return the state that a next turn would start from, with its replay applied. The session does not change."""
@@ -371,6 +276,14 @@ class World:
         """Return the initial state of a new row of this request."""
         return PLAIN if self.own is None else self.own.beginning(request)
 
+    def expired(self, sessions: list[Session], ttl: float) -> None:
+        """Check that no turn used these sessions for the TTL, whatever the clock says."""
+        for session in sessions:
+            unused_s = self.tasks.now - self.ledger.used.get(session.key, -math.inf)
+            demand(unused_s >= ttl - 0.001, f"{session.key} expires {unused_s} s after its last use, the TTL is {ttl}")
+            self.clients.deleted(session.key.session_id)
+        self.ledger.delete(sessions)
+
     def deleted(self, session_id: str, prefix: bool, doomed: list[Any]) -> Gone:
         """Record a finished delete of every session that its name means."""
         gone = self.ledger.delete(doomed)
@@ -378,84 +291,3 @@ class World:
         left += [key for key in self.ledger.by_key if prefix and key.display_name.startswith(session_id)]
         demand(not left, f"a delete of {session_id!r} leaves {left}")
         return gone
-
-
-PRODUCT = ("rwkv_batch.engine", "rwkv_batch.core", "state_pool")
-
-
-@contextlib.contextmanager
-def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
-    """Replace the product's threads by tasks, and its clock and disk by the world's."""
-    parts = Primitives(tasks)
-    patches = {
-        id(threading): PatchedModule(threading, **parts.threading),
-        id(time): PatchedModule(time, **parts.time),
-        id(sqlite3): PatchedModule(sqlite3, connect=lambda *a, **k: world_of().connect(*a, **k)),
-        id(ThreadPoolExecutor): parts.executor,
-        id(sys.modules["queue"]): PatchedModule(sys.modules["queue"], **parts.queue),
-        id(SimpleQueue): parts.queue["SimpleQueue"],
-        id(state_pool.crash_points.reach): lambda _point: tasks.pause(),
-        id(state_pool.disk.process_lock.ProcessLock): _NoLock,
-    }
-    patches.pop(id(None), None)
-    replaced: list[tuple[ModuleType, str, Any]] = []
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(PRODUCT) or name == "state_pool.crash_points":
-            continue
-        for attribute, value in list(vars(module).items()):
-            if id(value) in patches:
-                replaced.append((module, attribute, value))
-                setattr(module, attribute, patches[id(value)])
-    replaced.append((state_pool.layout, "CHUNK_BYTES", state_pool.layout.CHUNK_BYTES))
-    state_pool.layout.CHUNK_BYTES = CHUNK_BYTES
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(level)
-        for module, attribute, value in replaced:
-            setattr(module, attribute, value)
-
-
-class _NoLock:
-    """Replaces the lock between processes: a world has one process."""
-
-    is_first = True
-    is_on_path = True
-
-    def __init__(self, path: str, service: str = "") -> None:
-        pass
-
-    def share(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class WorldFailed(AssertionError):  # noqa: N818 - the failed thing is a world
-    """A world that failed, with its last events."""
-
-
-def run(seed: int, steps: int = STEPS, without: frozenset[str] = frozenset()) -> dict[str, int]:
-    """Run one world from beginning to end and return its counts. Raises WorldFailed."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="world-", dir=memory if memory.is_dir() else None))
-    tasks = Tasks(random.Random(f"{seed} order"))
-    worlds: list[World] = []
-    try:
-        with cooperative(lambda: worlds[0], tasks):
-            worlds.append(World(seed, folder, tasks, without))
-            try:
-                worlds[0].run(steps)
-            except (Exception, Violation) as error:
-                trace = "\n  ".join(worlds[0].clients.log)
-                reported = f"{type(error).__name__}: {error}"
-                at = worlds[0].counts["steps"]
-                raise WorldFailed(f"seed {seed}, step {at}: {reported}\n{worlds[0].settings}\n  {trace}") from error
-            finally:
-                tasks.kill()
-                for connection in worlds[0].connections:
-                    connection.close()
-        return {**worlds[0].counts, **worlds[0].clients.counts, "digest": worlds[0].clients.digest}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
