@@ -66,7 +66,7 @@ class Arena(Protocol):
     vocab: int
     """Vocabulary size: token ids are smaller."""
     fingerprint: str
-    """Hash of the model's shapes and of a sample of its weights."""
+    """Digests of a sample of the model's weights and of all of them; see `is_same_model`."""
 
     def save(self, slot: int) -> Copy:
         """Start copying a slot to host memory. Do not write the slot until the copy is done."""

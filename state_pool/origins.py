@@ -66,6 +66,15 @@ def parse_origin(name: str | None, digest: str | None) -> tuple[Origin | None, O
     return origin, (Origin(adapter, adapter_digest) if separator else None)
 
 
+FINGERPRINT_SEPARATOR = "."
+"""Between the digest of a sample of the weights and the digest of all of them."""
+
+
+def is_same_model(stored: str, own: str) -> bool:
+    """Return whether a stored fingerprint is this model's. Earlier versions stored the sample's digest alone."""
+    return stored == own or own.startswith(f"{stored}{FINGERPRINT_SEPARATOR}")
+
+
 def join_fingerprint(fingerprint: str, adapter: Origin | None) -> str:
     """Return the fingerprint of a state computed under an adapter."""
     return fingerprint if adapter is None else f"{fingerprint}{_SEPARATOR}{adapter.digest}"

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from state_pool.errors import PoolError, SessionTooLarge
 from state_pool.layout import ITEM_BYTES, LAYOUT_VERSION, SAME_LAYOUT_HINT, Layout, has_same_layers
+from state_pool.origins import is_same_model
 
 FORMAT = "rwkv-session-2"
 """The written format. "rwkv-session-1" is read too; its checksum covers only replay, part names and bytes."""
@@ -112,7 +113,7 @@ class SessionFile:
 
     def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:
         """Raises InvalidSessionFile unless the session fits this model and state layout."""
-        if self.fingerprint != fingerprint:
+        if not is_same_model(self.fingerprint, fingerprint):
             raise InvalidSessionFile(
                 f"the session belongs to another model (fingerprint {_truncated_repr(self.fingerprint)}, "
                 f"this one is {fingerprint})"

@@ -33,7 +33,7 @@ async def fingerprint(context: Context, body: OpenAIBody) -> str:
     weights = context.readiness.fingerprint
     if not weights:
         status = await call_engine(context, GetStatus())
-        weights = context.readiness.fingerprint = f"fp_{str(status['fingerprint'])[:12]}"
+        weights = context.readiness.fingerprint = f"fp_{str(status['fingerprint'])[-12:]}"
     adapter = requested_adapter(body, context.config)
     digests = (
         [info.digest for info in await call_engine(context, ListAdapters()) if info.name == adapter] if adapter else []

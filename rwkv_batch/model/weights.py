@@ -10,18 +10,21 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.content_digest import content_digest
 from rwkv_batch.model.huggingface import is_folder, native_names, read_folder
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
 from rwkv_batch.model.state import HEAD_SIZE, RWKV7, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
 from rwkv_batch.tokenizer import VOCAB_SIZE
+from state_pool.origins import FINGERPRINT_SEPARATOR
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ Change = Callable[[Tensor], Tensor]
 """Changes a weight in fp32, [out, in] or [C] as stored, and keeps its shape."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Weights:
     """An opened weight file."""
 
@@ -60,10 +63,26 @@ class Weights:
     tensors: Mapping[str, Tensor]
     """by name, memory-mapped"""
     shape: ModelShape
-    fingerprint: str
-    """of the tensors with the adapters' changes"""
+    sample_digest: str
+    """of names, shapes, dtypes and a sample of each tensor"""
     changes: Mapping[str, Change] = field(default_factory=dict)
     """of adapters, by tensor name"""
+    adapters: tuple[str, ...] = ()
+    """digests of the adapters that made the changes, in their order"""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digests of a sample and of all weights, with the adapters. The first call may read the whole file.
+
+        The first half alone is the fingerprint in databases and session files of earlier versions.
+        """
+        content = content_digest(self.tensors, self.path)
+        return FINGERPRINT_SEPARATOR.join(map(self._with_adapters, (self.sample_digest, content)))
+
+    def _with_adapters(self, digest: str) -> str:
+        if not self.adapters:
+            return digest
+        return hashlib.blake2b(" ".join([digest, *self.adapters]).encode(), digest_size=16).hexdigest()
 
     def tensor(self, name: str) -> Tensor:
         """Return a weight [out, in] or [C] with its change: as stored, or fp32 if an adapter changes it."""
@@ -99,10 +118,10 @@ def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) 
     tensors = _without_padding(path, tensors)
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)
-    fingerprint = _fingerprint(tensors)
+    sample_digest = _sample_digest(tensors)
     for tensor in tensors.values():
         release(tensor)  # reading a sample maps many pages
-    return Weights(path, tensors, shape, fingerprint)
+    return Weights(path, tensors, shape, sample_digest)
 
 
 def _without_padding(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -233,7 +252,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return flat.float()
 
 
-def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+def _sample_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of all names, shapes, dtypes and of a sample of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):

@@ -27,7 +27,7 @@ from state_pool.disk.operations import (
 )
 from state_pool.disk.state_store import Connection
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
-from state_pool.origins import format_origin
+from state_pool.origins import FINGERPRINT_SEPARATOR, format_origin, is_same_model
 from state_pool.owners import visible_to
 from state_pool.session_key import ROOT, SessionEntry, SessionKey, Tier
 
@@ -47,13 +47,20 @@ def stored_turn(connection: Connection, session: SessionRow) -> int:
     return int(turn)
 
 
+_HAS_OTHER_MODEL = (
+    "excluded.fingerprint <> sessions.fingerprint AND substr(excluded.fingerprint, 1, "
+    f"length(sessions.fingerprint) + 1) <> sessions.fingerprint || '{FINGERPRINT_SEPARATOR}'"
+)
+"""`not is_same_model`, in SQL."""
+
+
 def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:
     """Insert a session, or update it to a later turn. An earlier turn changes nothing. Call `stored_turn` first."""
     connection.execute(
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
         "origin_name, origin_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
         "turn = excluded.turn, num_tokens = excluded.num_tokens, updated = excluded.updated, "
-        "keeps_log = CASE WHEN sessions.fingerprint <> excluded.fingerprint THEN 1 ELSE sessions.keeps_log END, "
+        f"keeps_log = CASE WHEN {_HAS_OTHER_MODEL} THEN 1 ELSE sessions.keeps_log END, "
         "fingerprint = excluded.fingerprint WHERE excluded.turn > sessions.turn",
         (
             session.row_id,
@@ -218,7 +225,7 @@ def sessions_of_other_models(connection: Connection, fingerprint: str) -> list[t
         "GROUP BY fingerprint ORDER BY fingerprint",
         (fingerprint,),
     )
-    return [(str(other), int(count)) for other, count in found.fetchall()]
+    return [(str(other), int(count)) for other, count in found.fetchall() if not is_same_model(other, fingerprint)]
 
 
 def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:

@@ -22,6 +22,7 @@ from state_pool.layout import (
     part_sizes,
     unpack_tokens,
 )
+from state_pool.origins import is_same_model
 
 _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 
@@ -71,7 +72,7 @@ class Loader:
         if self._vocab is None or max(replay, default=0) < self._vocab:
             return
         fault = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"
-        if fingerprint != self._fingerprint:
+        if not is_same_model(fingerprint, self._fingerprint or ""):
             name = model_name(self._connection, fingerprint)
             raise SessionUnusable(f"the session belongs to another model, {name} ({fault}); start that, or delete it")
         raise SessionCorrupted(f"{fault}; delete the session to begin anew")
@@ -113,7 +114,7 @@ class Loader:
         """Return why a state with this description does not fit this server, or None."""
         if self._fingerprint is None:
             return None if version == LAYOUT_VERSION else SessionUnusable(f"the state has layout version {version}")
-        if fingerprint != self._fingerprint:
+        if not is_same_model(fingerprint, self._fingerprint):
             return SessionUnusable(
                 f"the session belongs to another model ({model_name(self._connection, fingerprint)}, fingerprint "
                 f"{fingerprint}; this one is {self._fingerprint}) and its token history is not complete; start that "

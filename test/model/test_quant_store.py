@@ -65,6 +65,19 @@ def test_other_weights_and_formats_have_their_own_files(tmp_path: Path, made: li
     assert len(list(tmp_path.glob("tiny.int*"))) == 3
 
 
+def test_weights_that_differ_between_the_samples_are_quantised_again(tmp_path: Path, made: list[Format]) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    logits(path, "int8")
+    tensors = torch.load(path)
+    head = tensors["head.weight"]
+    head[: len(head) // 4, 32:] *= -1
+    path.unlink()
+    torch.save(tensors, path)
+    made.clear()
+    logits(path, "int8")
+    assert len(made) == 7
+
+
 def test_a_damaged_file_is_replaced(tmp_path: Path, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
     whole = logits(path, "fp8")

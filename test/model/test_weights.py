@@ -16,10 +16,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import random_weights
+from native import cache_folder
+from rwkv_batch.model import content_digest
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.state import ModelShape, StateFormat
-from rwkv_batch.model.weights import Weights, WeightsError, expected_shapes, open_weights, weights_from
+from rwkv_batch.model.weights import (
+    SAMPLE_RUN,
+    Weights,
+    WeightsError,
+    expected_shapes,
+    open_weights,
+    weights_from,
+)
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 
 Tensors = dict[str, Tensor]
@@ -56,6 +65,24 @@ def test_the_fingerprint_changes_with_the_weights() -> None:
     one = small()
     one["blocks.1.att.k_k"][0, 0, 5] += 1
     assert len(seen | {weights_from(one).fingerprint}) == 4
+
+
+def test_the_fingerprint_covers_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change between the sampled numbers changes the second half, also of a file whose digest is kept."""
+    monkeypatch.setattr(content_digest, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    tensors = random_weights(1, 64, vocab=1024, ranks=(8, 12, 4, 20))
+    path = written(tmp_path / "model.safetensors", tensors)
+    first = open_weights(path).fingerprint
+    with monkeypatch.context() as patched:
+        patched.setattr(content_digest, "_computed", lambda _: pytest.fail("the file is read again"))
+        assert open_weights(path).fingerprint == first
+    table = tensors["head.weight"]
+    table[: len(table) // 4, SAMPLE_RUN:] *= -1
+    written(path, tensors)
+    second = open_weights(path).fingerprint
+    assert second.split(".")[0] == first.split(".")[0] and second.split(".")[1] != first.split(".")[1]
+    assert second == weights_from(tensors).fingerprint
 
 
 PUBLIC = {

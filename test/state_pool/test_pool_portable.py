@@ -102,6 +102,12 @@ def test_refused_exports_and_imports(tmp_path: Path) -> None:
     other = Driver(FakeArena(fingerprint="model-b"), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(InvalidSessionFile, match="another model"):
         other.pool.import_export.import_session("t", other.pool.import_export.fit(decode(data)), Outcome())
+    with_content = Driver(FakeArena(fingerprint="model-a.content"), config_in(tmp_path / "..", state_db=""))
+    with_content.pool.import_export.fit(decode(data))  # of an earlier version, which samples the weights
+    changed = Driver(FakeArena(fingerprint="model-a.changed"), config_in(tmp_path / "..", state_db=""))
+    with_content.turn("s", [1])
+    with pytest.raises(InvalidSessionFile, match="another model"):
+        changed.pool.import_export.fit(decode(export(with_content, "s")))
     wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(InvalidSessionFile, match="has the layout"):
         wide.pool.import_export.import_session("t", wide.pool.import_export.fit(decode(data)), Outcome())

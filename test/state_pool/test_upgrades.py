@@ -93,6 +93,30 @@ def test_a_database_of_an_earlier_schema_loses_nothing(tmp_path: Path, schema: i
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+@every_schema
+def test_a_fingerprint_of_earlier_versions_is_replaced_at_the_next_turn(tmp_path: Path, schema: int) -> None:
+    """It has only the digest of a sample of the weights."""
+    unpack(schema, tmp_path)
+    driver = Driver(FakeArena(fingerprint="model-a.content"), config_in(tmp_path))
+    check_states(driver, schema)
+    others = driver.pool.stats()["database"]["other_models"]
+    assert [other["fingerprint"] for other in others] == ["model-b"]
+    for name in KINDS:
+        driver.turn(name, [30])
+    driver.settle()
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        found = connection.execute(
+            "SELECT session_id, fingerprint, keeps_log FROM sessions WHERE hidden = 0"
+        ).fetchall()
+        stored = {name: (fingerprint, keeps_log) for name, fingerprint, keeps_log in found}
+    assert all(stored[name] == ("model-a.content", 0) for name in KINDS)
+    other = Driver(FakeArena(fingerprint="model-a.changed"), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match=r"fingerprint model-a\.content; this one is model-a\.changed"):
+        other.state("stored")
+    other.pool.close()
+
+
 @pytest.mark.parametrize("schema", [schema for schema in SCHEMAS if schema >= 4])
 def test_the_origin_of_a_session_is_kept(tmp_path: Path, schema: int) -> None:
     unpack(schema, tmp_path)

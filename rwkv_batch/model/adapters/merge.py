@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -50,9 +49,8 @@ def merge_adapters(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
             kinds[kind] += 1
         summary = ", ".join(f"{kind} on {count} weights" for kind, count in kinds.items())
         logger.info("adapter %s: %s, merged", adapter.path, summary)
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(" ".join([weights.fingerprint, *(adapter.digest for adapter in adapters)]).encode())
-    return dataclasses.replace(weights, changes=changes, fingerprint=digest.hexdigest())
+    digests = (*weights.adapters, *(adapter.digest for adapter in adapters))
+    return dataclasses.replace(weights, changes=changes, adapters=digests)
 
 
 def _after(first: Change, then: Change) -> Change:

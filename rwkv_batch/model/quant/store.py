@@ -29,6 +29,8 @@ VERSION = 1
 """Version of formats.py in the folder's name."""
 CHECKSUM = "crc32"
 """Key in a file's metadata: see `_checksum`."""
+WEIGHTS = "weights"
+"""Key in a file's metadata: the fingerprint of the weights. Earlier versions wrote none."""
 
 
 class QuantStore:
@@ -41,6 +43,7 @@ class QuantStore:
         self._usable = is_folder or weights_path.is_file()
         self._can_write = self._usable
         remove_stale_files(self.folder)
+        self._fingerprint = fingerprint
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
         """Load a quantised tensor to the CPU; None if it is missing, unreadable or does not fit."""
@@ -63,13 +66,16 @@ class QuantStore:
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-                kept = (file.metadata() or {}).get(CHECKSUM)
+                metadata = file.metadata() or {}
         except (OSError, SafetensorError) as error:
             logger.warning("%s cannot be read (%s); it is made again", path, error)
             return None
-        if kept is None:  # older versions wrote no checksum
+        if CHECKSUM not in metadata:  # older versions wrote no checksum
             return None
-        if kept != _checksum(name, tensors):
+        if metadata.get(WEIGHTS, self._fingerprint) != self._fingerprint:
+            logger.warning("%s was made from other weights; it is made again", path)
+            return None
+        if metadata[CHECKSUM] != _checksum(name, tensors):
             logger.warning("%s is damaged (wrong checksum); it is made again", path)
             return None
         return tensors
@@ -84,7 +90,7 @@ class QuantStore:
             os.close(handle)
             try:
                 on_cpu = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-                save_file(on_cpu, temporary, {CHECKSUM: _checksum(name, on_cpu)})
+                save_file(on_cpu, temporary, {CHECKSUM: _checksum(name, on_cpu), WEIGHTS: self._fingerprint})
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())
                 Path(temporary).chmod(0o644)
