@@ -11,14 +11,14 @@ _QUERY = ("endpoint", "region")
 
 @dataclass(frozen=True, slots=True)
 class FolderAddress:
-    """A folder. Every engine that shares the database mounts it under this path."""
+    """Every engine that shares the database mounts the folder under this path."""
 
     folder: Path
 
 
 @dataclass(frozen=True, slots=True)
 class BucketAddress:
-    """A bucket of an S3-compatible server. Credentials come from the environment."""
+    """Credentials come from the environment."""
 
     bucket: str
     prefix: str
@@ -29,7 +29,7 @@ class BucketAddress:
 
 
 def parse_checkpoint_address(address: str) -> FolderAddress | BucketAddress:
-    """Parse an address. Raises ValueError; its message contains nothing that may be secret."""
+    """Raises ValueError; its message contains nothing that may be secret."""
     parts = urlsplit(address)
     if parts.scheme == "file":
         folder = Path(unquote(parts.path))

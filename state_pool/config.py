@@ -12,12 +12,9 @@ DEFAULT_SESSION_TTL_S = 30 * 86400.0
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the three tiers and of the prefix cache."""
-
     l1_sessions: int = 16
     """Idle sessions kept in GPU slots, besides the running rows."""
     l2_sessions: int = 32
-    """Idle sessions kept in host memory."""
     state_db: str = "rwkv_sessions.db"
     """SQLite file, or postgresql://... for a database shared by engines of several machines. "": sessions in memory
     only.
@@ -33,21 +30,18 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     migrate_backup: bool = True
     """Keep a copy of an SQLite file before a newer version changes its schema, if the disk has room."""
     state_db_max_gb: float = 0.0
-    """Size limit of the database; 0: unlimited."""
+    """0: unlimited"""
     state_db_full: str = "evict"
     """At the limit: "evict" deletes the oldest session, "refuse" rejects new ones."""
     checkpoint_tokens: int = 2048
     """Log length at which a session's state is stored again."""
     prefix_cache_slots: int = 8
-    """Cached prompt prefixes kept in slots; 0: no prefix cache."""
+    """0: no prefix cache"""
     prefix_cache_l2: int = 64
-    """Cached prompt prefixes kept in host memory."""
     state_slots: int = 16
-    """Tuned states kept in slots. Host memory has all of them."""
+    """Host memory has all tuned states."""
     max_states: int = 256
-    """Limit of loaded tuned states."""
     max_adapters: int = 64
-    """Limit of loaded adapters."""
     retain_tokens: int = 0
     """Logged tokens kept before the last checkpoint, in whole turns.
 
@@ -57,9 +51,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_idle_s: float = 30.0
     """Idle time after which an outdated checkpoint of a session is renewed."""
     transfer_states: int = 4
-    """States being copied to disk or host at once; each holds a host buffer."""
+    """Each copy holds a host buffer."""
     engine: str = ""
-    """Name of this engine among those that share the database. "": the database is not shared."""
+    """Name of this engine among those that share the database. "": it is not shared."""
     model_file: str = ""
     """Name of the weights' file, which messages to users of another model give. "": unknown."""
     service: str = ""
@@ -73,12 +67,11 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_server(self) -> bool:
-        """Whether the database is on a server, not in a file."""
         return self.state_db.startswith(SCHEMES)
 
     @property
     def database_display_name(self) -> str:
-        """Name of the database for messages, without secrets; "": none. Raises ValueError for a malformed address."""
+        """Has no secrets. "": none. Raises ValueError for a malformed address."""
         return parse_server_address(self.state_db).display_name if self.on_server else self.state_db
 
     @property

@@ -28,7 +28,6 @@ POINTS: Final = (
     "before_delete",
     "after_delete",
 )
-"""All points; a test kills a process at each."""
 
 
 def _armed(setting: str) -> Callable[[str], None]:

@@ -17,17 +17,15 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A PostgreSQL database and a schema in it."""
-
     dsn: str
-    """The address for the driver, with its secrets."""
+    """with its secrets"""
     schema: str
     display_name: str
-    """The name in messages: without user, password and options."""
+    """without user, password and options"""
 
 
 def parse_server_address(address: str) -> ServerAddress:
-    """Parse an address. Raises ValueError; its message contains nothing of the address, which may be secret."""
+    """Raises ValueError; its message contains nothing of the address, which may be secret."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not _are_ports(found["place"]):
         raise ValueError(

@@ -23,14 +23,12 @@ class SessionNotFound(PoolError):  # noqa: N818 - names what happened, as the me
 
 
 class DialogueNotFound(SessionNotFound):
-    """The session has no such dialogue."""
-
     def __init__(self, session_id: str, dialogue: int) -> None:
         super().__init__(f"session {session_id!r} has no dialogue {dialogue}; 0 is its empty root", dialogue)
 
 
 class InvalidSessionId(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A database cannot store this session id."""
+    """A database cannot store this id."""
 
 
 class OriginMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
@@ -38,7 +36,7 @@ class OriginMismatch(PoolError):  # noqa: N818 - names what happened, as the mes
 
 
 class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
-    """No tuned state of that name is loaded."""
+    pass
 
 
 class AdapterMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
@@ -50,8 +48,6 @@ class AdapterNotFound(PoolError):  # noqa: N818 - names what happened, as the me
 
 
 class NameTaken(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A tuned state or adapter of that name exists."""
-
     def __init__(self, what: str, name: str) -> None:
         super().__init__(f"there is {what} {name!r} already; delete it first, or choose another name", name)
 
@@ -85,7 +81,7 @@ class DirectoryUnreachable(PoolError):  # noqa: N818 - names what happened, as t
 
 
 class SessionTooLarge(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The session's file would exceed the size limit."""
+    pass
 
 
 class PoolLost(PoolError):  # noqa: N818 - names what happened, as the message does
@@ -93,11 +89,11 @@ class PoolLost(PoolError):  # noqa: N818 - names what happened, as the message d
 
 
 class DatabaseReadFailed(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A query to the open database failed."""
+    pass
 
 
 class DatabaseTimeout(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The open database did not answer a query in time."""
+    """The query may still be running."""
 
 
 class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does

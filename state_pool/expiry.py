@@ -19,23 +19,23 @@ _DAY_S = 86400.0
 
 
 class Gap(NamedTuple):
-    """Time that does not count. Unix time, s."""
+    """Unix time, in s"""
 
     begin: float
     end: float
 
 
 class UsageTimes(NamedTuple):
-    """Last uses of the sessions in a database. Unix time, s."""
+    """Unix time, in s"""
 
     last: float | None = None
-    """The latest use of any session; None: there is no session."""
+    """None: there is no session"""
     gaps: tuple[Gap, ...] = ()
     """Times longer than the TTL without any use, earliest first."""
 
 
 class Expiry:
-    """The TTL, counted in usable time. Engine thread only."""
+    """Counts usable time only. Engine thread only."""
 
     def __init__(self, ttl: float, usage_times: UsageTimes) -> None:
         """`ttl`: seconds, 0: nothing expires. `usage_times`: of the sessions found at the start."""
@@ -68,7 +68,7 @@ class Expiry:
         return cutoff - left
 
     def _read_clock(self) -> float:
-        """Return the Unix time. Records forward jumps since the last call."""
+        """Records forward jumps of the clock since the last call."""
         unix_s, monotonic_s = time.time(), time.monotonic()
         ahead = (unix_s - self._unix_s) - (monotonic_s - self._monotonic_s)
         if ahead > min(_MIN_CLOCK_JUMP_S, self.ttl):

@@ -28,14 +28,14 @@ FIRST_FREE_SLOT = 2
 
 
 class InvalidStateValues(ValueError):  # noqa: N818 - names what the numbers are
-    """A state has invalid numbers: NaN, infinite, or a negative quantisation scale."""
+    """NaN, infinite, or a negative quantisation scale."""
 
 
 class HostState(Protocol):
     """One state in host memory, as named parts ("stage0.wkv", "stage0.shift", ...) of little-endian bytes."""
 
     def parts(self) -> dict[str, memoryview]:
-        """Return the bytes by part name. Valid only after the copy that fills them."""
+        """Valid only after the copy that fills the parts."""
         ...
 
 
@@ -43,9 +43,7 @@ class Copy(Protocol):
     """An asynchronous copy between a slot and host memory."""
 
     @property
-    def host(self) -> HostState:
-        """The source or target in host memory."""
-        ...
+    def host(self) -> HostState: ...
 
     def is_done(self) -> bool:
         """Never blocks."""
@@ -58,18 +56,18 @@ class Arena(Protocol):
     """Slots of states on the GPU(s). Engine thread only, except `host_state`."""
 
     num_slots: int
-    """All slots, with the zero slot and the dummy."""
+    """including the zero slot and the dummy"""
     state_bytes: int
-    """Bytes of one state over all stages."""
+    """over all stages"""
     layout: dict[str, tuple[str, tuple[int, ...]]]
     """Part name -> (dtype such as "float32", shape). A stored state must match it."""
     vocab: int
-    """Vocabulary size: token ids are smaller."""
+    """token ids are smaller"""
     fingerprint: str
     """Digests of a sample of the model's weights and of all of them; see `is_same_model`."""
 
     def save(self, slot: int) -> Copy:
-        """Start copying a slot to host memory. Do not write the slot until the copy is done."""
+        """Do not write the slot until the copy is done."""
         ...
 
     def load(self, slot: int, host: HostState) -> Copy:
@@ -101,7 +99,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Pack token ids as unsigned 32-bit little-endian."""
+    """as unsigned 32-bit little-endian"""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -109,7 +107,6 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """Unpack the token ids of a log row."""
     packed = array("I")
     packed.frombytes(data)
     if sys.byteorder == "big":
@@ -137,7 +134,7 @@ def chunk_checksum(data: bytes | memoryview, at: int) -> int:
 
 
 def layout_text(layout: Layout) -> str:
-    """Encode a layout for the database, in part order. Equal layouts give equal text."""
+    """In part order. Equal layouts give equal text."""
     return json.dumps([[name, dtype, list(shape)] for name, (dtype, shape) in layout.items()], separators=(",", ":"))
 
 
@@ -233,7 +230,7 @@ def reshard_state(
 
 
 def _stages(layout: Layout) -> list[_StageParts] | None:
-    """Return the stages of a layout, or None if its parts are not stages."""
+    """None if the parts are not stages."""
     stages: list[_StageParts] = []
     for i in range(len(layout) // 2):
         wkv, shift = f"stage{i}.wkv", f"stage{i}.shift"
@@ -251,7 +248,7 @@ def _stages(layout: Layout) -> list[_StageParts] | None:
 
 
 def _layer_states(layout: Layout) -> list[_LayerState]:
-    """Return the pieces per layer; empty if the parts are not stages."""
+    """Empty if the parts are not stages."""
     layers: list[_LayerState] = []
     for stage in _stages(layout) or []:
         (wkv_type, wkv), (shift_type, shift) = layout[stage.wkv], layout[stage.shift]

@@ -27,9 +27,9 @@ class Origin(NamedTuple):
     """The tuned state or adapter that a session started with, as it is stored."""
 
     name: str
-    """Its name at that time; for people."""
+    """name at that time, for people"""
     digest: str
-    """Hash of its numbers: identifies it under any name."""
+    """Hash of the numbers: identifies the state under any name."""
 
 
 def mixed_origin(members: Sequence[Origin | None]) -> Origin:
@@ -57,7 +57,6 @@ def format_origin(state: Origin | None, adapter: Origin | None) -> tuple[str, st
 
 
 def parse_origin(name: str | None, digest: str | None) -> tuple[Origin | None, Origin | None]:
-    """Split a stored name and digest into (tuned state, adapter)."""
     if name is None or digest is None:
         return None, None
     state, separator, adapter = name.partition(_SEPARATOR)
@@ -76,12 +75,11 @@ def is_same_model(stored: str, own: str) -> bool:
 
 
 def join_fingerprint(fingerprint: str, adapter: Origin | None) -> str:
-    """Return the fingerprint of a state computed under an adapter."""
     return fingerprint if adapter is None else f"{fingerprint}{_SEPARATOR}{adapter.digest}"
 
 
 def split_fingerprint(fingerprint: str) -> tuple[str, str]:
-    """Split a fingerprint into the model's fingerprint and the adapter's digest or ""."""
+    """Returns the model's fingerprint, and the adapter's digest or ""."""
     model, _, digest = fingerprint.partition(_SEPARATOR)
     return model, digest
 

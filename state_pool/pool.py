@@ -91,7 +91,7 @@ class StatePool:
 
     @property
     def failure(self) -> str | None:
-        """The fatal error of a dead pool thread, or None."""
+        """The fatal error of a dead pool thread."""
         return None if self._store is None else self._store.failure
 
     def poll(self) -> None:
@@ -161,7 +161,7 @@ class StatePool:
                 checkpoints.begin(session)
 
     def _expiry_settings(self) -> tuple[float, UsageTimes]:
-        """Return the TTL in seconds and the times of use so far."""
+        """TTL in seconds, and the times of use so far"""
         if self._store is not None:
             return self._store.session_ttl, self._store.usage_times
         ttl = self.config.session_ttl
@@ -175,7 +175,7 @@ class StatePool:
             self.tiers.counters.count_removed(len(removed), removed[-1].updated, is_expired=bool(expired))
 
     def _expired(self) -> list[Session]:
-        """Expired sessions, the least recently used first."""
+        """the least recently used first"""
         expired: list[Session] = []
         cutoff = self._expiry.cutoff()
         for session in self._index:
@@ -200,7 +200,6 @@ class StatePool:
         return evicted
 
     def _flush(self, store: Store) -> None:
-        """Store all states that are newer than on disk."""
         deadline: float | None = None
         while True:
             self.tiers.wait_copies()

@@ -26,7 +26,7 @@ from state_pool.origins import is_same_model
 FORMAT = "rwkv-session-2"
 """The written format. "rwkv-session-1" is read too; its checksum covers only replay, part names and bytes."""
 MAX_HEADER_BYTES = 1 << 24
-"""Longest header read: about two million replayed token ids."""
+"""about two million replayed token ids"""
 MAX_FILE_BYTES = 1000 << 20
 """Longest file written: the largest `--max-state-mb`."""
 MAX_PARTS = 1024
@@ -61,8 +61,6 @@ class _Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Metadata(msgspec.Struct):
-    """The safetensors metadata: text by name."""
-
     format: str
     fingerprint: Annotated[str, Meta(max_length=256)]
     layout_version: str
@@ -72,22 +70,20 @@ class _Metadata(msgspec.Struct):
 
 
 class InvalidSessionFile(PoolError):  # noqa: N818 - names what the file is
-    """The bytes are not a session file, or not one of this model."""
+    """or not a session of this model"""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
     fingerprint: str
     num_tokens: int
-    """Tokens of the state and the replay together."""
     replay: list[int]
-    """Token ids that follow the state."""
     layout: Layout
     parts: Mapping[str, bytes | memoryview]
     """Little-endian bytes by name. Empty: the zero state; all tokens are in `replay`."""
 
     def encode(self) -> bytes:
-        """Return the bytes of a safetensors file. Raises SessionTooLarge."""
+        """Raises SessionTooLarge."""
         header: dict[str, Any] = {
             "__metadata__": {
                 "format": FORMAT,
@@ -245,7 +241,7 @@ def _num_tokens(text: str, replay: list[int], parts: Mapping[str, bytes]) -> int
 
 
 def _check_finite(name: str, dtype: str, data: bytes) -> None:
-    """Raises InvalidSessionFile if a number of the part is NaN or infinite."""
+    """Raises InvalidSessionFile for NaN and infinity."""
     if dtype not in _EXPONENT:
         return
     mask = _EXPONENT[dtype]
@@ -270,7 +266,6 @@ def _checksum(file: SessionFile) -> str:
 
 
 def _update_with_ids(digest: hashlib.blake2b, ids: Sequence[int]) -> None:
-    """Hash the JSON of token ids."""
     digest.update(b"[")
     for number, piece in enumerate(_id_texts(ids, ", ")):
         digest.update(f", {piece}".encode() if number else piece.encode())

@@ -14,8 +14,6 @@ ROOT = 0
 
 
 class SessionKey(NamedTuple):
-    """A session's name and dialogue number."""
-
     session_id: str
     dialogue: int = LINEAR
 
@@ -25,7 +23,7 @@ class SessionKey(NamedTuple):
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
 
     def entry(self, tier: Tier, updated: float) -> SessionEntry:
-        """Return its entry in lists. `updated`: Unix time of the last turn."""
+        """`updated`: Unix time of the last turn."""
         return SessionEntry(self.display_name, tier, updated, None if self.dialogue == LINEAR else self.dialogue)
 
 
@@ -53,19 +51,17 @@ class Tier(enum.StrEnum):
 
 
 class SessionEntry(msgspec.Struct, frozen=True):
-    """One session, or one dialogue of a branching one."""
-
     session_id: str
     """The display name; a dialogue ends with a colon and its number."""
     tier: Tier
     updated: float
-    """Unix time of the last turn."""
+    """Unix time of the last turn"""
     dialogue: int | None = None
     """Number of the dialogue; None for a plain session. A session's id may equal a dialogue's display name."""
 
 
 class SessionPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Session counts by tier, and one page of sessions, newest first."""
+    """One page of sessions, newest first."""
 
     total: int
     in_slots: int

@@ -16,7 +16,6 @@ from state_pool.session_key import SessionEntry, SessionPage
 from state_pool.sessions import Session, SessionIndex
 
 MAX_PENDING_LISTS = 16
-"""Limit of unanswered lists."""
 TIMEOUT_S = 5.0
 """How long a list may take: the disk may hang."""
 
@@ -32,14 +31,12 @@ OnFound = Callable[[str | Exception | None], None]
 
 @dataclass(eq=False, slots=True)
 class _Request(Generic[_Outcome]):
-    """A caller that waits for the database."""
-
     on_outcome: Callable[[_Outcome | Exception], None]
     deadline: float
     is_answered: bool = False
 
     def answer(self, outcome: _Outcome | Exception) -> None:
-        """Report the first outcome; ignore later ones."""
+        """Later outcomes are ignored."""
         if not self.is_answered:
             self.is_answered = True
             self.on_outcome(outcome)

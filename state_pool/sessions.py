@@ -35,7 +35,7 @@ class Session:
 
     key: SessionKey
     row_id: int
-    """Its number in the database; never reused."""
+    """never reused"""
     created: float
     updated: float
     parent: Session | None = None
@@ -53,7 +53,6 @@ class Session:
     disk_turn: int = -1
     """Last turn in the state on disk; -1: none."""
     disk_tokens: int = 0
-    """Tokens in the state on disk."""
     unlogged: int = 0
     """Turns on their way to the log."""
     log_broken: bool = False
@@ -62,7 +61,7 @@ class Session:
     queue: list[Lease] = field(default_factory=list)
     active: Lease | None = None
     pending: PendingTurn | None = None
-    """The recorded turn that is not committed yet."""
+    """recorded, not committed yet"""
     readers: int = 0
     """Leases that read this state or wait for it. It is not evicted or expired meanwhile."""
     loading: bool = False
@@ -76,7 +75,6 @@ class Session:
 
     @property
     def exists(self) -> bool:
-        """Whether it has a committed turn."""
         return self.turn > 0
 
     @property
@@ -86,7 +84,6 @@ class Session:
 
     @property
     def dirty(self) -> bool:
-        """Whether the state on disk is older than the session."""
         return self.disk_turn < self.turn
 
     @property
@@ -104,7 +101,6 @@ class Session:
 
     @property
     def tier(self) -> Tier:
-        """The fastest tier that holds it."""
         if self.slot is not None:
             return Tier.SLOT
         return Tier.HOST if self.host is not None else Tier.DISK
@@ -121,7 +117,7 @@ class LeaseState(enum.StrEnum):
     FAILED = "failed"
     """See `Lease.error`. A running turn fails this way if its session is deleted."""
     DONE = "done"
-    """Checked in or released."""
+    """checked in or released"""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,14 +143,13 @@ class Lease:
     replay: list[int] = field(default_factory=list)
     """Token ids to prefill before the prompt, logged after the state in `read_slot`."""
     num_tokens: int = 0
-    """Tokens of the state and the replay together."""
     tier: Tier | None = None
     """Tier of the state at checkout; None: the session is new."""
     dialogue_idx: int | None = None
     """Number of the new dialogue, set by `Turns.record`; None for a plain session."""
     branch: bool = False
     pinned: bool = False
-    """Whether the lease holds `read_slot`."""
+    """whether the lease holds `read_slot`"""
     wait: bool = True
     """Whether to wait for another engine's turn of the session."""
     reserved_dialogue: int | None = None
@@ -164,11 +159,10 @@ class Lease:
 
     @property
     def deleted(self) -> bool:
-        """Whether the session was deleted during the turn."""
         return self.session.deleted
 
     def poll(self) -> LeaseState:
-        """Return the state. Never blocks."""
+        """Never blocks."""
         return self.state
 
 
@@ -212,7 +206,6 @@ class DialogueNumbers:
         return max(self._largest.get(session_id, ROOT), self._floor)
 
     def retire(self, session_id: str, number: int) -> None:
-        """Record an assigned number."""
         self._largest[session_id] = max(self._largest.pop(session_id, ROOT), number)
         while len(self._largest) > self.MAX_SESSIONS:
             self._floor = max(self._floor, self._largest.popitem(last=False)[1])
@@ -226,17 +219,16 @@ class SessionIndex:
         self._names: SortedList = SortedList()  # of SessionKey, 8 bytes per session; finds prefixes
         self._dialogues: dict[str, dict[int, Session]] = {}
         self.l1: OrderedDict[Session, None] = OrderedDict()
-        """Sessions in slots, least recently used first."""
+        """least recently used first, like `l2`"""
         self.l2: OrderedDict[Session, None] = OrderedDict()
-        """Sessions in host memory, least recently used first."""
         self.unusable: dict[Session, None] = {}
-        """Sessions that no model must read; see `mark_unusable`."""
+        """see `mark_unusable`"""
         self.num_existing = 0
         self._numbers = DialogueNumbers()
         self._last_row = 0
 
     def new_row(self) -> int:
-        """Return an unused row number of a pool without a database."""
+        """For a pool without a database."""
         self._last_row += 1
         return self._last_row
 
@@ -250,15 +242,13 @@ class SessionIndex:
         return reversed(self._by_key.values())
 
     def get(self, key: SessionKey) -> Session | None:
-        """Return the session of that name; it may have no committed turn."""
+        """The session may have no committed turn."""
         return self._by_key.get(key)
 
     def has_id(self, session_id: str) -> bool:
-        """Return whether there is a session or a dialogue with this id."""
         return SessionKey(session_id) in self._by_key or session_id in self._dialogues
 
     def add(self, session: Session) -> None:
-        """Add a session as the most recently used."""
         self._by_key[session.key] = session
         self._names.add(session.key)
         if session.key.dialogue != LINEAR:
@@ -268,17 +258,14 @@ class SessionIndex:
             self.unusable[session] = None
 
     def mark_unusable(self, session: Session, reason: str) -> None:
-        """Refuse turns of the session with this reason."""
         session.unusable = reason
         self.unusable[session] = None
 
     def mark_usable(self, session: Session) -> None:
-        """Allow turns of the session."""
         session.unusable = None
         self.unusable.pop(session, None)
 
     def remove(self, session: Session) -> None:
-        """Remove a session from the index and from all tiers' lists."""
         if self._by_key.get(session.key) is session:
             del self._by_key[session.key]
             self._names.remove(session.key)
@@ -294,7 +281,7 @@ class SessionIndex:
         self.unusable.pop(session, None)
 
     def touch(self, session: Session, now: float) -> None:
-        """Make it the most recently used."""
+        """Make the session the most recently used."""
         session.updated = now
         self._by_key.move_to_end(session.key)
         if session in self.l1:
@@ -303,11 +290,11 @@ class SessionIndex:
             self.l2.move_to_end(session)
 
     def next_dialogue(self, session_id: str) -> int:
-        """Return the number for a new dialogue: larger than any that the session ever had."""
+        """Larger than any number that the session ever had."""
         return max(self._largest_dialogue(session_id), self._numbers.largest(session_id)) + 1
 
     def retire_number(self, session_id: str, dialogue: int) -> None:
-        """Never assign this number to another dialogue of the session."""
+        """Never assign this number to another dialogue."""
         if dialogue >= self._largest_dialogue(session_id):
             self._numbers.retire(session_id, dialogue)
 
@@ -330,14 +317,13 @@ class SessionIndex:
         return exact or self._by_display_name(session_id)
 
     def _with_prefix(self, prefix: str) -> list[Session]:
-        """Find sessions by display-name prefix. The cost depends on the matches only."""
+        """The cost depends on the matches only."""
         beginning = takewhile(lambda key: key.session_id.startswith(prefix), self._names.irange((prefix,)))
         keys = [key for key in beginning if has_prefix(key.session_id, prefix)]
         dialogues = self._dialogues.get(prefix.rpartition(":")[0], {}).values() if ":" in prefix else ()
         return [self._by_key[key] for key in keys] + [s for s in dialogues if s.key.display_name.startswith(prefix)]
 
     def _by_display_name(self, name: str) -> list[Session]:
-        """Find the dialogue with this display name."""
         session_id, _, number = name.rpartition(":")
         dialogue = int(number) if number.isdecimal() and len(number) < 20 else ROOT
         session = self._dialogues.get(session_id, {}).get(dialogue)

@@ -17,7 +17,6 @@ from state_pool.sessions import SessionIndex
 def pool_stats(
     config: PoolConfig, index: SessionIndex, tiers: Tiers, prefix: PrefixCache, store: Store | None
 ) -> dict[str, Any]:
-    """Return sizes, queues, counters and faults."""
     state_bytes = tiers.arena.state_bytes
     prefix_l1, prefix_l2 = prefix.sizes
     return {

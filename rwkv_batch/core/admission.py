@@ -60,7 +60,6 @@ class Admission:
 
     @property
     def paused_rows(self) -> int:
-        """Number of preempted rows. They keep their slots."""
         return self.interactive.num_paused + self.batch.num_paused
 
     @property
@@ -78,7 +77,7 @@ class Admission:
         return self.batch if job.is_batch else self.interactive
 
     def admit(self) -> None:
-        """Fill the free running slots, then preempt. Called once before each step."""
+        """Fill the free running slots, then preempt."""
         limits = self._limits
         self._out_of_state_slots = False
         if not limits.batch_running_slots:  # only if max_running is 1
@@ -168,7 +167,7 @@ class Admission:
         return False
 
     def _first_ready(self, queue: FairQueue, job: RunningJob) -> int | None:
-        """Return the index of the job's first waiting row that can start. Rows of a busy session are skipped."""
+        """Return the index of the job's first waiting row that can start."""
         for index, sequence in enumerate(islice(job.waiting, self._limits.max_running)):
             if self._state_slots.is_ready(sequence) and (
                 sequence.may_sample or self._may_start_shared_prefill(queue, job.client)
@@ -190,7 +189,6 @@ class Admission:
         return reading < limits.max_shared_prefills and held < limits.max_held_shared_prefixes
 
     def _start(self, sequence: Sequence, slot: int) -> None:
-        """Give the row its slots, include it in the steps and set its initial state."""
         sequence.assign_slots(slot, self.free_req_slots.pop())
         if sequence.may_sample and not sequence.is_prefill_only:
             self.started[sequence] = None

@@ -84,7 +84,7 @@ def as_service_error(
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's type and text. Some exceptions have no text."""
+    """Return an exception's type and text."""
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
@@ -114,7 +114,6 @@ def error_translator(
 
 
 def engine_lost_error(message: str) -> ErrorInfo:
-    """Return the error of jobs whose engine ended."""
     return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 
 
@@ -135,7 +134,6 @@ SHUTDOWN_ERROR = ErrorInfo(
 
 
 def draining_error() -> ServiceError:
-    """Return the error of requests during a drain."""
     return ServiceError(
         ErrorKind.DRAINING,
         "the service is shutting down and accepts no new requests; retry in 5 s",
@@ -156,6 +154,5 @@ def grammar_failure(request: GenerateRequest, error: GrammarError) -> ErrorInfo:
 
 
 def _num_banned(request: GenerateRequest) -> int:
-    """Number of tokens that the client banned, without the end token that `ignore_eos` bans."""
     bias = request.sampling.logit_bias
     return sum(value == float("-inf") for value in bias.values()) - (request.ignore_eos and END_OF_TEXT in bias)

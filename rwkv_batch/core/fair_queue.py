@@ -71,7 +71,6 @@ class FairQueue:
         return self._clients[client]
 
     def waiting_clients(self) -> WaitingClients:
-        """Return the clients that have rows to start."""
         if not self.num_waiting and not self.num_paused:
             return WaitingClients(iter(()))
         return WaitingClients(rows for rows in self._clients.values() if rows.jobs or rows.paused)
@@ -94,14 +93,10 @@ class FairQueue:
         return len(self._shared_slots)
 
     def largest(self) -> ClientRows | None:
-        """Return the client with the most running rows."""
         return max(self._clients.values(), key=lambda rows: len(rows.running), default=None)
 
     def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
-        """Append waiting rows of a job.
-
-        A job whose engine was lost goes before all jobs that have not begun.
-        """
+        """Append waiting rows. A job whose engine was lost goes before all jobs that have not begun."""
         if not job.waiting:
             jobs = self.client_rows(job.client).jobs
             others = itertools.takewhile(lambda one: one.spec.was_admitted, jobs)
@@ -124,7 +119,6 @@ class FairQueue:
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)
 
     def _remove_forked(self, rows: ClientRows, sequence: Sequence) -> None:
-        """Remove the row from the continuations, if it is one."""
         if sequence not in self.forked:
             return
         del self.forked[sequence]
@@ -159,7 +153,6 @@ class FairQueue:
         return sequence
 
     def resume(self, sequence: Sequence) -> None:
-        """Give a paused row a running slot."""
         rows = self.client_rows(sequence.job.client)
         del rows.paused[sequence]
         self.num_paused -= 1
@@ -172,7 +165,6 @@ class FairQueue:
         sequence.job.num_running += 1
 
     def pause(self, sequence: Sequence) -> None:
-        """Take the row's running slot and queue it to resume."""
         rows = self.client_rows(sequence.job.client)
         del rows.running[sequence]
         rows.paused[sequence] = None

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class FileThread:
-    """Runs tasks one after another. Every task gets exactly one reply: its result or an error."""
+    """Every task gets exactly one reply: its result or an error."""
 
     def __init__(
         self, name: str, closed_error: Callable[[], ServiceError], as_error: Callable[[Exception], ServiceError]
@@ -50,5 +50,4 @@ class FileThread:
             reply(self._closed_error())
 
     def close(self) -> None:
-        """Refuse tasks that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)

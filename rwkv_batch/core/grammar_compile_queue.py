@@ -33,7 +33,6 @@ MAX_WAITING_GROUPS = 256
 """Groups that wait to be compiled. The jobs of a group have one client, hence one tenant, and the same constraints."""
 MAX_WAITING_GROUPS_PER_CLIENT = 64
 MAX_WAITING_JOBS = 4096
-"""Jobs that wait, in all groups."""
 MAX_WAITING_JOBS_PER_CLIENT = 1024
 _MAX_QUOTED_CHARACTERS = 200
 """Characters of a constraint that an error repeats."""
@@ -52,7 +51,7 @@ _ClientQueue = dict[frozenset[Constraint], list[_WaitingJob]]
 
 
 class GrammarCompileQueue:
-    """Compiles the constraints of jobs, one client after another. Loads llguidance with the first."""
+    """Compiles one client's constraints after another's. Loads llguidance with the first."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler], closed_error: Callable[[], ServiceError]) -> None:
         """
@@ -65,7 +64,6 @@ class GrammarCompileQueue:
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(THREADS, "grammars")
         self._jobs: dict[str, _WaitingJob] = {}
-        """waiting and compiling jobs, by id"""
         self._queues: dict[str, _ClientQueue] = {}
         """waiting jobs by client, the next client first"""
 
@@ -129,7 +127,6 @@ class GrammarCompileQueue:
         return {constraint: grammar for constraint, grammar in found.items() if grammar and not grammar.is_too_slow}
 
     def _serve_next(self) -> None:
-        """Compile the next client's oldest group."""
         group = self._next()
         if not group:
             return
@@ -145,7 +142,7 @@ class GrammarCompileQueue:
             self._done(waiting, grammars, error)
 
     def _next(self) -> list[_WaitingJob]:
-        """Remove and return the next client's oldest group; empty if no job waits."""
+        """Remove and return the next client's oldest group."""
         with self._lock:
             if not self._queues:
                 return []
@@ -179,7 +176,6 @@ class GrammarCompileQueue:
                 self._threads.submit(self._add_mask_threads, grammars, rows)
 
     def _add_mask_threads(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
-        """Add threads for the masks of these rows where they help."""
         compiler = self._get_compiler()
         for constraint, grammar in grammars.items():
             compiler.add_lexers(constraint, grammar, rows[constraint])

@@ -35,7 +35,7 @@ PromptScores = tuple[Sequence, list[TokenLogprob]]
 
 
 class JobTable:
-    """Jobs by id. Owned by the engine's thread."""
+    """Owned by the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
         self._scheduler = scheduler
@@ -54,7 +54,6 @@ class JobTable:
         """called after the sinks of a step"""
         self.jump_forward_max_rows = scheduler.limits.jump_forward_max_rows
         self.jump_forward_tokens = 0
-        """total tokens appended without sampling"""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -231,7 +230,6 @@ class JobTable:
     # Ends ----------------------------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a row after its last token."""
         if sequence.lease is None:
             self._end(sequence, reason)
             return
@@ -257,7 +255,7 @@ class JobTable:
         self._send_finish(sequence, reason, error)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Remove a row from the steps and free its slots and session. A recorded turn is still acknowledged."""
+        """Free the row's slots and session. A recorded turn is still acknowledged."""
         self._state_manager.release(sequence)
         self._scheduler.remove(sequence)
 
@@ -277,7 +275,6 @@ class JobTable:
         self._changed[job] = None
 
     def cancel(self, job_id: str) -> None:
-        """See `EngineProtocol.cancel`."""
         job = self._jobs.get(job_id)
         if job is not None:
             self._end_job(job, FinishReason.CANCELLED)
@@ -290,7 +287,6 @@ class JobTable:
         return len(jobs)
 
     def expire(self, now: float) -> None:
-        """End jobs past their deadline and rows whose session failed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, job = heapq.heappop(self._deadlines)
             if self._jobs.get(job.job_id) is job:
@@ -371,7 +367,6 @@ class JobTable:
             self._drop(sequence)
 
     def abandon_all(self, error: ErrorInfo) -> None:
-        """End every job when the pool no longer answers. Answered turns may or may not be kept."""
         for job in list(self._jobs.values()):
             failure = error
             if any(sequence.has_answered for sequence in self._rows_of(job)):
@@ -381,7 +376,7 @@ class JobTable:
     # Delivery ------------------------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """Send the deltas of this step, one event per job."""
+        """including ended rows that still read"""
         for job in self._changed:
             done = job.unfinished == 0
             if done:
@@ -392,7 +387,6 @@ class JobTable:
         self.on_delivered()
 
     def check_integrity(self) -> list[str]:
-        """Return broken invariants of an idle engine. For tests."""
         problems: list[str] = []
         if not self._jobs and (self._leased or self._scheduler.has_work):
             problems.append("rows are left without a job")

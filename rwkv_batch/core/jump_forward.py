@@ -39,5 +39,4 @@ def jump_forward(sequence: Sequence, matcher: Matcher, byte_table: list[bytes]) 
 
 
 def _forced_logprob(token: bytes, top: int | None) -> TokenLogprob | None:
-    """Return the log-probability entry of a token without alternatives."""
     return None if top is None else TokenLogprob(token, 0.0, [(token, 0.0)][:top])

@@ -102,7 +102,7 @@ def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
 
 
 def pin(state: TunedState, pool: StatePool) -> SharedSlot | None:
-    """Pin a tuned state's slot for a reader; None if the state is not in a slot yet."""
+    """None if the state is not in a slot yet."""
     slot = pool.tuned.pin(state)
     return None if slot is None else SharedSlot(slot, lambda: pool.tiers.unpin(slot))
 
@@ -186,7 +186,7 @@ class ParkedMixtures:
         return None
 
     def num_computed_tokens(self, lease: Lease, num_members: int) -> int:
-        """Return how many of the session's tokens the parked slots have read; 0 if there are none for this lease."""
+        """Return how many of the session's tokens the parked slots have read."""
         parked = None if lease.branch else self._parked.get(lease.session.key.session_id)
         return parked.num_computed_tokens if parked is not None and parked.is_for(lease, num_members) else 0
 
@@ -215,7 +215,7 @@ class ParkedMixtures:
 
 
 def write_slots_of(sequence: Sequence) -> list[int]:
-    """The slots of all members, the row's own first."""
+    """The row's own slot first."""
     return [sequence.slot, *(member.slot for member in sequence.members)]
 
 

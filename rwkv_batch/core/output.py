@@ -25,7 +25,7 @@ class Node:
         self.depth = depth
         """length of that prefix in bytes"""
         self.longest = 0
-        """length of the longest stop that ends here; 0: none"""
+        """0: none"""
         self.children: dict[int, Node | range] = {}
         """by the next byte; a range of the sorted stops until the node is created"""
 
@@ -92,8 +92,6 @@ class StopAutomaton:
 
 
 class StopRules:
-    """Ends of a row's text: token ids, and byte strings at any position."""
-
     def __init__(self, request: GenerateRequest, byte_table: list[bytes]) -> None:
         ids = set(request.stop_ids)
         if request.ignore_eos:
@@ -107,8 +105,6 @@ class StopRules:
 
 
 class StopRulesCache:
-    """The rules of running rows, shared between equal requests."""
-
     def __init__(self, byte_table: list[bytes]) -> None:
         self._byte_table = byte_table
         self._rules: weakref.WeakValueDictionary[object, StopRules] = weakref.WeakValueDictionary()
@@ -134,7 +130,7 @@ def _chunk_of(request: GenerateRequest) -> int:
 
 
 class RowOutput:
-    """Turns tokens into deltas. Owned by the engine's thread."""
+    """Owned by the engine's thread."""
 
     __slots__ = (
         "_automaton",
@@ -183,7 +179,7 @@ class RowOutput:
         """text to send, in pieces"""
         self._gathered = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []
-        """log-probabilities not sent yet, with the byte offset of each token"""
+        """with the byte offset of each token"""
         self._end: TokenLogprob | None = None
         """of the end token, which has no text"""
         self._cut: int | None = None
@@ -193,7 +189,7 @@ class RowOutput:
 
     @property
     def _length(self) -> int:
-        """Bytes of the text of all tokens. Computed on demand, because few rows need it."""
+        """in bytes; computed on demand, because few rows need it"""
         ends, length = self._ends, self._ends[-1] if self._ends else 0
         for token in self.tokens[len(ends) :]:
             length += len(self._table[token])
@@ -301,7 +297,6 @@ class RowOutput:
         return bool(self._tail)
 
     def first_held_token(self) -> int:
-        """Index of the token in which the held text begins."""
         return bisect_right(self._ends, self._length - len(self._tail))
 
     def shown_tokens(self) -> tuple[list[int], bytes]:
@@ -314,7 +309,7 @@ class RowOutput:
         return self.tokens[:whole], partial
 
     def pop_delta(self, finish: Finish | None = None) -> Delta | None:
-        """Return the next delta: a full chunk, or everything if `finish` is given. None if there is none yet."""
+        """Return the next delta: a full chunk, or everything if `finish` is given."""
         ready, gathered = self._ready, self._gathered
         if finish is None and (gathered < self._chunk or not (ready or self._logprobs)):
             return None

@@ -28,7 +28,6 @@ MAX_INTERLEAVED_STEPS = BATCH_SHARE_DIVISOR - 1
 BetweenPieces = Callable[[], None]
 """Called between two pieces of a step, on the engine's thread."""
 Step = TypeVar("Step")
-"""The engine's type of a launched step."""
 
 
 class PrefillInterleaver(Generic[Step]):
@@ -62,7 +61,6 @@ class PrefillInterleaver(Generic[Step]):
         self._process_outputs = process_outputs
         self._step_jobs: frozenset[RunningJob] = frozenset()
         self._steps_left = 0
-        """prefill steps that may still overtake"""
         self._may_have_prefill = False
         """whether prompts may be waiting although no job arrived since the last check"""
         self._step: Step | None = None
@@ -89,7 +87,6 @@ class PrefillInterleaver(Generic[Step]):
             self._launch_prefill()
 
     def finish(self) -> None:
-        """Process the outputs of the overtaking step, if there is one."""
         if self._step is not None:
             step, self._step = self._step, None
             self._process_outputs(step)

@@ -8,13 +8,12 @@ from rwkv_batch.request import GenerateRequest
 
 
 def scored_positions(request: GenerateRequest) -> range:
-    """Return the prompt positions whose log-probabilities the request asks for."""
     scoring = request.prompt_logprobs
     return NOTHING_SCORED if scoring is None else range(scoring.start, len(request.prompt))
 
 
 def check_scoring(request: GenerateRequest, vocab: int) -> None:
-    """Check a request's scoring fields. Raises ServiceError."""
+    """Raises ServiceError."""
     scoring, session = request.prompt_logprobs, request.session
     if request.max_tokens < 1 and (request.max_tokens < 0 or session is not None):
         least = "at least 0, and at least 1 in a session"

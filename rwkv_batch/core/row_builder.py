@@ -17,12 +17,11 @@ from sampling.grammar.matcher import Matcher
 
 
 class RowBuilder:
-    """Checks jobs and creates their rows. Engine thread."""
+    """Engine thread."""
 
     def __init__(
         self, scheduler: Scheduler, check_states: Callable[[GenerateRequest], None], tokenizer: Tokenizer, vocab: int
     ) -> None:
-        """check_states: `StateManager.check`"""
         self._scheduler = scheduler
         self._check_states = check_states
         self._byte_table = tokenizer.byte_table
@@ -30,7 +29,7 @@ class RowBuilder:
         self._vocab = vocab
 
     def check(self, job: Job) -> None:
-        """Check that a job can be admitted. Raises ServiceError."""
+        """Raises ServiceError if a job cannot be admitted."""
         if not job.was_admitted:
             self._check_queue(job)
         for request in job.rows:
@@ -130,7 +129,7 @@ class RowBuilder:
 
 
 def check_resumed(request: GenerateRequest) -> None:
-    """Check a row that continues another engine's tokens. Raises ServiceError."""
+    """Raises ServiceError if another engine's tokens leave nothing to generate."""
     if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
         count = len(request.resumed.token_ids)
         message = (

@@ -70,7 +70,7 @@ class ScheduledRow:
 
 
 class Scheduler:
-    """Waiting, running and paused rows. Owned by the engine's thread."""
+    """Owned by the engine's thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
         """has_pieces: whether a step with batch rows can be launched in pieces of a few layers"""
@@ -105,7 +105,6 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that waiting and running rows have left."""
         admission = self.admission
         return self._reading_tokens + admission.interactive.waiting_tokens + admission.batch.waiting_tokens
 
@@ -121,18 +120,17 @@ class Scheduler:
         self.admission.queue_of(rows[0].job).add_forked(rows[0].job, rows)
 
     def remove_waiting(self, job: RunningJob) -> list[Sequence]:
-        """Remove and return the waiting rows of a cancelled job."""
         return self.admission.queue_of(job).remove_waiting(job)
 
     def running_of(self, job: RunningJob) -> list[Sequence]:
         return [sequence for sequence in self._running if sequence.job is job]
 
     def add_running(self, sequence: Sequence) -> None:
-        """Include a row that got a running slot in the next steps (`admission.RunningSet`)."""
+        """See `admission.RunningSet`."""
         self._running[sequence] = self._reading[sequence] = None
 
     def remove_running(self, sequence: Sequence) -> None:
-        """Leave the row out of the next steps (`admission.RunningSet`)."""
+        """See `admission.RunningSet`."""
         self._running.pop(sequence, None)
         self._reading.pop(sequence, None)
         for group in self._groups:
@@ -192,7 +190,6 @@ class Scheduler:
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _move_to_decode_groups(self) -> None:
-        """Move rows with one token left to read to the smallest group."""
         for sequence in [s for s in self._reading if s.num_uncomputed_tokens == 1 and not s.is_prefill_only]:
             del self._reading[sequence]
             min(self._groups, key=len)[sequence] = None
@@ -276,18 +273,17 @@ class Scheduler:
         return limit
 
     def release_req_slot(self, sequence: Sequence) -> None:
-        """Free the request slot of a row that samples no more. It may stay in the steps to read."""
+        """The row may stay in the steps to read."""
         self.admission.release_req_slot(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove the row from the steps and free its request slot. The caller frees its state slot."""
+        """Remove the row from the steps. The caller frees its state slot."""
         self.admission.release_req_slot(sequence)
         self.remove_running(sequence)
         sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE
 
 
 def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]) -> ScheduledRow:
-    """Create the entry of a decoding row. A plain row's entry is stored in its group."""
     uses_device_token = sequence.may_sample and sequence.req_slot_holds_last_token
     is_plain = uses_device_token and sequence.is_plain
     max_num_ids = sequence.prompt_end + sequence.request.max_tokens
@@ -300,7 +296,7 @@ def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]
 
 
 def _chunk_row(sequence: Sequence, count: int) -> ScheduledRow:
-    """Create the entry of a prompt chunk. After the prompt's last token the row samples or ends."""
+    """After the prompt's last token the row samples or ends."""
     is_last = count == sequence.num_uncomputed_tokens
     ends = is_last and sequence.is_prefill_only
     return ScheduledRow(sequence, count, samples_token=is_last and sequence.may_sample and not ends, ends=ends)

@@ -51,7 +51,6 @@ class SharedSlot:
         self._readers = readers
 
     def drop(self) -> None:
-        """Remove one reader."""
         self._readers -= 1
         if self._readers == 0:
             self._release()
@@ -72,7 +71,6 @@ class Member:
     weight: float
     """weight of its logits in the mix"""
     tuned: TunedState | None = None
-    """as `Sequence.tuned`"""
     slot: int = NO_SLOT
     shared: SharedSlot | None = None
     """its initial state, until it has read a token; None: the zero state"""
@@ -112,7 +110,7 @@ class RunningJob:
 
     @property
     def deadline(self) -> float | None:
-        """time.monotonic() at which it times out."""
+        """time.monotonic()"""
         return None if self.spec.timeout_s is None else self.submitted_at + self.spec.timeout_s
 
 
@@ -192,14 +190,12 @@ class Sequence:
 
     @property
     def read_slot(self) -> int:
-        """The slot of the state after token_ids[:num_computed_tokens]."""
         if self.shared is not None:
             return self.shared.slot
         return self.slot if self.num_computed_tokens else ZERO_SLOT
 
     @property
     def lowest_slot(self) -> int:
-        """The lower number of its two slots."""
         return self.slot if self.spare_slot == NO_SLOT else min(self.slot, self.spare_slot)
 
     @property
@@ -220,12 +216,11 @@ class Sequence:
         return len(self.token_ids) - self.prompt_end - len(self.output.tokens) > 1
 
     def may_sample_in(self, step: int) -> bool:
-        """Return whether the row may use the token that this step samples."""
         return self.phase is Phase.RUNNING and step != self.discarded_sample_step
 
     @property
     def has_answered(self) -> bool:
-        """Whether its turn is recorded: it samples no more."""
+        """Whether its turn is recorded."""
         return self.phase in (Phase.CLOSING, Phase.ANSWERED)
 
     @property
@@ -234,7 +229,7 @@ class Sequence:
 
     @property
     def sampler(self) -> str:
-        """Name of the sampler that its job prefers; "" = none."""
+        """ "": none."""
         return self.job.spec.sampler
 
     @property
@@ -251,25 +246,19 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of tokens that no launched step has read."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_next_token_pending(self) -> bool:
-        """Whether the host does not know its next token yet."""
         return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
 
     @property
     def has_sampled(self) -> bool:
-        """Whether this engine sampled or appended a token."""
         return len(self.token_ids) > self.sampled_start
 
     @property
     def req_slot_holds_last_token(self) -> bool:
-        """Whether its request slot on the device holds its last token.
-
-        False after a jump forward.
-        """
+        """False after a jump forward."""
         return len(self.token_ids) > self.sampled_start and (not self.uncounted_ids or self.token_ids[-1] == PENDING)
 
     @property
@@ -299,14 +288,11 @@ class Sequence:
         return is_alone and samples_freely and self.adapter is None and self.spare_slot == NO_SLOT
 
     def assign_slots(self, slot: int, req_slot: int) -> None:
-        """Start the row: it writes its state to `slot`."""
         self.slot, self.req_slot, self.phase = slot, req_slot, Phase.RUNNING
         self.queue_s = time.monotonic() - self.job.submitted_at
 
     def may_run(self, oldest: int) -> bool:
-        """Return whether the row decodes in the next step.
-
-        False if its last sampling is launched, or if a launch could not be rolled back.
+        """False if its last sampling is launched, or if a launch could not be rolled back.
 
         oldest: see `Scheduler.schedule`
         """
@@ -319,7 +305,6 @@ class Sequence:
         return self.lease is None or self.spare_slot != NO_SLOT
 
     def finish(self, reason: FinishReason, error: ErrorInfo | None = None) -> Finish:
-        """Return the row's end, as the client gets it."""
         return Finish(
             reason=reason,
             prompt_tokens=self.prompt_tokens,

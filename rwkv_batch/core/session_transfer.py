@@ -22,7 +22,7 @@ Put = Callable[[Callable[[], None]], bool]
 
 
 class SessionTransfer:
-    """Answers ExportSession and ImportSession, one file at a time."""
+    """Answers one call at a time."""
 
     def __init__(self, put: Put, closed_error: Callable[[], ServiceError]) -> None:
         self._put = put
@@ -60,5 +60,4 @@ class SessionTransfer:
         reply_on_error(reply, _to_service_error, lambda: pool.import_export.import_session(session_id, file, durable))
 
     def close(self) -> None:
-        """Refuse calls that have not started."""
         self._thread.close()

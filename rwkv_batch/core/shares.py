@@ -19,14 +19,13 @@ BATCH_SHARE_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one engine. All are counts."""
+    """All are counts."""
 
     max_running: int
     max_waiting_rows: int
     prefill_tokens_per_step: int
     prefill_chunk: int
     max_prefill_tokens_with_decode: int
-    """prompt tokens of a step in which rows decode"""
     groups: int = 1
     """micro-batches that decoding rows are split into"""
     max_waiting_rows_per_client: int = 0
@@ -51,7 +50,6 @@ class Limits:
 
     @property
     def rows_in_mixed_step(self) -> int:
-        """Maximum decoding rows of a step that shares its graph with prefill."""
         return min(self.rows_in_step, self.mixed_rows)
 
     @property
@@ -60,12 +58,10 @@ class Limits:
 
     @property
     def reserved_running_slots(self) -> int:
-        """Running slots left free for interactive jobs without a running row."""
         return min(max(1, self.max_running // 16), self.max_running - 1)
 
     @property
     def batch_running_slots(self) -> int:
-        """Running slots that interactive rows may not take from batch rows."""
         return min(max(1, self.max_running // BATCH_SHARE_DIVISOR), self.max_running - 1)
 
     @property
@@ -78,17 +74,15 @@ class Limits:
 
     @property
     def max_shared_prefills(self) -> int:
-        """Maximum shared prompts of one class that are read at a time."""
         return max(1, self.max_running // 8)
 
     @property
     def max_paused(self) -> int:
-        """Maximum paused rows. Each keeps its state slot and its request slot."""
+        """Each keeps its state slot and its request slot."""
         return max(1, self.max_running // 2)
 
     @property
     def num_req_slots(self) -> int:
-        """Request slots: one per running and per paused row."""
         return self.max_running + self.max_paused
 
 
@@ -183,13 +177,11 @@ class BatchThrottle:
         return True
 
     def max_prefill_tokens(self, budget: int) -> int:
-        """Return how many of `budget` prompt tokens batch rows may read in this step."""
         if self._is_limited:
             budget = min(budget, TOKENS_PER_ROW * max(1, self._rows_left))
         return min(budget, MAX_TOKENS_IN_PIECES) if self._is_in_pieces else budget
 
     def max_prefill_rows(self, rows: int) -> int:
-        """Return how many of `rows` batch prompts this step may read."""
         return min(rows, MAX_ROWS_IN_PIECES) if self._is_in_pieces else rows
 
     @property
@@ -204,7 +196,7 @@ def awaits_first_token(sequence: Sequence) -> bool:
 
 
 MAX_SKIPPED_STEPS = 3
-"""Maximum consecutive skipped steps. A row is in at least one of four steps."""
+"""A row is in at least one of four steps."""
 MAX_DEBT_ROWS = 16
 """Maximum debt, in shares of a step. It limits the effect of one slow mask."""
 SMOOTHING = 0.1
@@ -246,7 +238,6 @@ class MaskTimeBalancer:
         """smoothed share of such a row in a step"""
 
     def count(self, costs: StepCosts) -> None:
-        """Record the costs of a launched step."""
         if not costs.num_sampling:
             return
         self._token_s = _smooth(self._token_s, costs.layers_s / costs.tokens)
@@ -256,12 +247,11 @@ class MaskTimeBalancer:
         self._row_s = _smooth(self._row_s, rest_s + self._token_s + self._sample_s)
 
     def charge_masks(self, rows: Collection[Sequence], seconds: float) -> None:
-        """Charge these rows for the time of their masks and sampling."""
         for sequence in rows:
             self.charge(sequence, max(0.0, seconds / len(rows) - self._sample_s))
 
     def charge(self, sequence: Sequence, seconds: float, tokens: int = 0) -> None:
-        """Charge a row for grammar time and for `tokens` that it jumped forward."""
+        """tokens: those that it jumped forward"""
         if self._is_on:
             debt_s = sequence.mask_time_debt_s + seconds + tokens * self._row_s
             sequence.mask_time_debt_s = min(debt_s, MAX_DEBT_ROWS * self._row_s)
@@ -294,7 +284,6 @@ def _smooth(before: float, now: float) -> float:
 
 
 MIN_TOKENS_PER_JOB = 32
-"""Minimum prompt tokens of a job when its turn comes."""
 
 
 def split_budget(
@@ -331,7 +320,6 @@ def split_budget(
 
 
 def _round_robin(jobs: dict[RunningJob, deque[Sequence]], rotation: int) -> deque[Sequence]:
-    """A client's rows in turn, one per job and round."""
     queues = deque(jobs.values())
     queues.rotate(-rotation)
     rows: deque[Sequence] = deque()

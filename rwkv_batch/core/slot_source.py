@@ -8,14 +8,14 @@ from rwkv_batch.core.sequence import Sequence
 
 
 class SlotSource(Protocol):
-    """See `state_manager.StateManager`."""
+    """Implemented by `state_manager.StateManager`."""
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Return whether the row may start: its initial state can be read, and no row computes its prefix now."""
         ...
 
     def allocate(self) -> int | None:
-        """Return a state slot that a row may write; None if none is free."""
+        """Return a state slot that a row may write."""
         ...
 
     def prepare(self, sequence: Sequence) -> None:

@@ -54,7 +54,7 @@ def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError |
 
 
 class StateManager:
-    """Moves rows between the pool and the steps. Owned by the engine's thread."""
+    """Owned by the engine's thread."""
 
     def __init__(self, pool: StatePool, tokenizer: Tokenizer, overlap: bool) -> None:
         self.pool = pool
@@ -103,7 +103,6 @@ class StateManager:
             self.pool.prefixes.observe(sequence.token_ids, sequence.base)
 
     def failure(self, sequence: Sequence) -> ServiceError | None:
-        """Return why the row's session failed, if it did."""
         if sequence.lease is None:
             return None
         if sequence.phase is Phase.WAITING and sequence.lease.state is LeaseState.READY:
@@ -132,7 +131,6 @@ class StateManager:
     # The scheduler's SlotSource ------------------------------------------------------------------------------
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Return whether the row has no session, or its session's state can be read."""
         if sequence.lease is not None:
             is_ready = sequence.lease.state is LeaseState.READY
             return is_ready and (not sequence.members or self._allocate_members(sequence))
@@ -143,13 +141,13 @@ class StateManager:
         return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
 
     def _allocate_members(self, sequence: Sequence) -> bool:
-        """See `allocate_members`. Frees parked mixtures if needed."""
+        """Frees parked mixtures if needed."""
         return allocate_members(sequence, self.pool) or (
             self.parked.drop_oldest() and allocate_members(sequence, self.pool)
         )
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
-        """Pin the slot of the row's tuned state. Returns False if the state is not in a slot yet."""
+        """Returns False if the state is not in a slot yet."""
         sequence.tuned_slot = pin(tuned, self.pool)
         if sequence.tuned_slot is None:
             return False
@@ -162,12 +160,10 @@ class StateManager:
             sequence.tuned = None
 
     def allocate(self) -> int | None:
-        """See `SlotSource.allocate`."""
         slot = self.pool.tiers.allocate()
         return self.pool.tiers.allocate() if slot is None and self.parked.drop_oldest() else slot
 
     def prepare(self, sequence: Sequence) -> None:
-        """Find the initial state of a row that got its slot."""
         if sequence.lease is not None:
             self._start_from_session(sequence)
         elif _may_share_prefix(sequence):
@@ -205,12 +201,11 @@ class StateManager:
         sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
     def add_spare(self, sequence: Sequence) -> None:
-        """See `SlotSource.add_spare`."""
         if (spare := self.pool.tiers.allocate()) is not None:
             sequence.spare_slot = spare
 
     def preempt(self, sequence: Sequence) -> None:
-        """See `SlotSource.preempt`. Waiting rows read the prefix themselves; this row still offers it."""
+        """Waiting rows read the prefix themselves; this row still offers it."""
         self._abandon_cache_points(sequence)
 
     def _abandon_cache_points(self, sequence: Sequence) -> None:

@@ -27,7 +27,7 @@ OLD_NAMES = {
 
 
 class StepTime(NamedTuple):
-    """Times of one step, as time.monotonic() in seconds."""
+    """Times are time.monotonic() in seconds."""
 
     started: float
     """start of its launch"""
@@ -94,7 +94,7 @@ class Throughput:
             self._prompt_speed = 0.9 * self._prompt_speed + 0.1 * speed if self._prompt_speed else speed
 
     def prefill_time_s(self, num_tokens: int) -> float:
-        """Return the seconds to read `num_tokens` prompt tokens at the current speed; 0 if unknown."""
+        """0 if the speed is unknown."""
         return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:

@@ -20,13 +20,11 @@ RETRY_DELAY_S = 1.0
 class Save(Protocol):
     """Copies a slot to host memory and calls `finish` when done."""
 
-    def __call__(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool) -> None:
-        """See `Tiers.save`."""
-        ...
+    def __call__(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool) -> None: ...
 
 
 class StateQueue(Protocol):
-    """Where states are queued for the disk (`Store`)."""
+    """Implemented by `Store`."""
 
     shared: bool
 
@@ -40,7 +38,7 @@ class StateQueue(Protocol):
 
 
 class Checkpoints:
-    """Starts to store states, and knows which sessions can be rebuilt from the log instead."""
+    """Knows which sessions can be rebuilt from the log instead."""
 
     def __init__(
         self, config: PoolConfig, store: StateQueue | None, save: Save, on_stale: Callable[[Session], None]
@@ -51,13 +49,13 @@ class Checkpoints:
         self._store = store
         self._save = save
         self._saving = 0
-        """Copies that will be passed to the writer."""
+        """copies that will be passed to the writer"""
         self._next = 0.0
-        """Earliest time for the next state, monotonic."""
+        """monotonic"""
 
     @property
     def busy(self) -> bool:
-        """Whether a state is being stored. Others should wait unless they must not."""
+        """Others should wait while a state is being stored, unless they must not."""
         return self._store is not None and self._store.num_queued_states + self._saving > 0
 
     @property
@@ -148,7 +146,6 @@ class Checkpoints:
 def build_session_row(
     session: Session, *, turn: int | None = None, num_tokens: int | None = None, updated: float | None = None
 ) -> SessionRow:
-    """Build the session's row, as it is or as a turn changes it."""
     return SessionRow(
         session.row_id,
         session.key,
@@ -163,7 +160,7 @@ def build_session_row(
 
 
 def mark_stored(session: Session, row: SessionRow) -> None:
-    """Record a committed state. Later turns may be logged after it."""
+    """Later turns may be logged after the committed state."""
     session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
     session.parent = None  # needed only by a dialogue without a stored state
     if row.turn == session.turn:
@@ -171,7 +168,6 @@ def mark_stored(session: Session, row: SessionRow) -> None:
 
 
 def append_job(session: Session, turn: PendingTurn) -> Append:
-    """Return the job that logs a turn."""
     num_tokens = session.num_tokens + len(turn.tokens)
     row = build_session_row(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time())
     return Append(row, turn.tokens, session.fence)

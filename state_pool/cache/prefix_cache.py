@@ -43,7 +43,7 @@ def prefix_base(number: int, salt: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixHit:
-    """A cached state after the first `num_tokens` of the prompt. Return it with `unpin`."""
+    """Return it with `unpin`."""
 
     slot: int
     num_tokens: int
@@ -64,7 +64,7 @@ class _Entry:
 
 
 def _pack_prompt(tokens: Sequence[int], base: bytes) -> bytes:
-    """Pack token ids with their base in front."""
+    """with the base in front"""
     return base + pack_tokens(tokens)
 
 
@@ -108,7 +108,6 @@ class PrefixCache:
 
     @property
     def enabled(self) -> bool:
-        """Whether the cache is in use."""
         return self._config.prefix_cache_slots > 0 and not self._closed
 
     @property
@@ -130,11 +129,10 @@ class PrefixCache:
         return None
 
     def unpin(self, hit: PrefixHit) -> None:
-        """The row has stopped reading the slot."""
         self._tiers.unpin(hit.slot)
 
     def observe(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> None:
-        """Announce a prompt. Optional: lets prompts that wait together share a prefill."""
+        """Optional: lets prompts that wait together share a prefill."""
         if self.enabled and len(tokens) > MIN_TOKENS:
             self._recent.add(_pack_prompt(tokens, base))
 
@@ -177,12 +175,11 @@ class PrefixCache:
         self._wait_decisions.clear()
 
     def _prefixes_of(self, ids: bytes) -> list[_Entry]:
-        """Return entries that are shorter prefixes of `ids`, longest first."""
+        """longest first"""
         bucket = self._buckets.get(ids[:_KEY_BYTES], ())
         return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]
 
     def _longest(self, ids: bytes) -> int:
-        """Bytes of the longest cached prefix shorter than `ids`."""
         return next((len(entry.ids) for entry in self._prefixes_of(ids)), 0)
 
     def offer(self, tokens: Sequence[int], slot: int, base: bytes = NO_PREFIX_BASE) -> PrefixHit | None:
@@ -228,13 +225,11 @@ class PrefixCache:
         return None if entry is None else entry.used
 
     def evict(self) -> None:
-        """Start to move that entry to host memory."""
         entry = self._oldest_idle()
         if entry is not None:
             self._demote(entry)
 
     def trim(self) -> None:
-        """Shrink both tiers to their sizes."""
         is_evicting = sum(entry.is_evicting for entry in self._l1)
         if len(self._l1) - is_evicting > self._config.prefix_cache_slots:
             self.evict()
@@ -258,7 +253,7 @@ class PrefixCache:
         return PrefixHit(entry.slot, entry.num_tokens, tier)
 
     def _promote(self, entry: _Entry) -> bool:
-        """Start to copy an entry from host memory to a slot. Returns False if no slot is free."""
+        """Returns False if no slot is free."""
         host, entry.host = entry.host, None
         if host is None:
             return False

@@ -14,7 +14,7 @@ _BUCKET_BYTES = 400
 
 
 class PromptHistory:
-    """The last few prompts of each beginning. Forgets the least recently used beginnings first."""
+    """Forgets the least recently used beginnings first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -23,11 +23,10 @@ class PromptHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory held, with the overhead per prompt and beginning."""
+        """with the overhead per prompt and beginning"""
         return self._bytes
 
     def add(self, ids: bytes) -> None:
-        """Record a prompt's packed token ids."""
         key = ids[:_KEY_BYTES]
         known = self._buckets.get(key, ())
         self._bytes += sys.getsizeof(ids) + (0 if known else _BUCKET_BYTES)
@@ -53,7 +52,7 @@ class PromptHistory:
 
 
 def common_bytes(one: bytes, other: bytes) -> int:
-    """Length of the common prefix in whole tokens, in bytes."""
+    """in whole tokens"""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
     return (length - (differing.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES

@@ -27,7 +27,7 @@ class Evictable(Protocol):
         ...
 
     def evict(self) -> None:
-        """Start to free that slot."""
+        """Start to free the slot of `oldest`."""
         ...
 
 
@@ -40,8 +40,6 @@ class _Transfer:
 
 @dataclass(slots=True)
 class TierCounters:
-    """Moves since the start, and lost or refused turns."""
-
     demotions: int = 0
     promotions: int = 0
     loads: int = 0
@@ -59,7 +57,7 @@ class TierCounters:
     bytes_from_disk: int = 0
 
     def count_removed(self, count: int, last_use: float | None, *, is_expired: bool) -> None:
-        """Count and log sessions that the pool deletes by itself. `last_use`: the latest of them, Unix time."""
+        """`last_use`: the latest of them, Unix time."""
         if is_expired:
             self.expired += count
         else:
@@ -74,7 +72,7 @@ class TierCounters:
 
 
 class Tiers:
-    """Moves states between the tiers, only when a tier is full."""
+    """Moves states only when a tier is full."""
 
     def __init__(self, arena: Arena, config: PoolConfig, index: SessionIndex, store: StateQueue | None) -> None:
         self.arena = arena
@@ -87,7 +85,7 @@ class Tiers:
         self._transfers: list[_Transfer] = []
         self._pins: dict[int, int] = {}
         self.num_loading = 0
-        """Sessions being loaded from disk or from a file to host memory."""
+        """from disk or from a file to host memory"""
         self._slots_being_freed = 0
         """Slots that become free when a running copy ends."""
         self.checkpoints = Checkpoints(config, store, self.save, self._forget_stale)
@@ -128,7 +126,6 @@ class Tiers:
         return True
 
     def unpin(self, slot: int) -> None:
-        """Undo one `pin`."""
         if slot == ZERO_SLOT:
             return
         self._pins[slot] -= 1
@@ -143,7 +140,6 @@ class Tiers:
         self._index.l1[session] = None
 
     def forget(self, session: Session) -> None:
-        """Drop the session's state from memory."""
         if session.slot is not None:
             self.slots.drop_ref(session.slot)
             session.slot = None
@@ -153,10 +149,7 @@ class Tiers:
         self._index.l2.pop(session, None)
 
     def _forget_stale(self, session: Session) -> None:
-        """Drop the state of a session that another engine has taken over.
-
-        A running turn keeps it; its commit is refused.
-        """
+        """A running turn keeps the state; its commit is refused."""
         if not session.busy:
             self.forget(session)
 
@@ -182,7 +175,7 @@ class Tiers:
     # -- between the tiers -----------------------------------------------------------------------------
 
     def demote(self, session: Session) -> bool:
-        """Start to move a session from its slot to host memory. Returns False if there is no room yet."""
+        """Returns False if host memory has no room yet."""
         slot = session.slot
         assert slot is not None
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
@@ -211,7 +204,7 @@ class Tiers:
         return True
 
     def promote(self, session: Session) -> bool:
-        """Start to copy a session from host memory to a slot. Returns False if no slot is free.
+        """Returns False if no slot is free.
 
         Rows may be scheduled at once: the device orders them after the copy.
         """
@@ -229,7 +222,7 @@ class Tiers:
         return True
 
     def add_loaded(self, session: Session, loaded: Loaded) -> None:
-        """Take a session's state that was read from disk. Without a state, it is the zero state and a replay."""
+        """Without a state, the session is the zero state and a replay."""
         self.forget(session)
         self.counters.loads += 1
         self.counters.bytes_from_disk += loaded.bytes_read
@@ -242,7 +235,7 @@ class Tiers:
         session.replay = loaded.replay
 
     def save(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool = True) -> None:
-        """Start to copy a slot to host memory, holding it; `finish` is called at the end."""
+        """The copy holds the slot; `finish` is called at the end."""
         self.slots.add_ref(slot)
         self._slots_being_freed += frees_slot
         self.counters.bytes_to_host += self.arena.state_bytes
@@ -255,7 +248,7 @@ class Tiers:
         self._transfers.append(_Transfer(self.arena.save(slot), done, slot))
 
     def load(self, host: HostState) -> int | None:
-        """Return a slot that a host state is being copied to, or None if no slot is free."""
+        """Return a slot that a host state is being copied to."""
         slot = self.allocate()
         if slot is not None:
             self._begin_load(slot, host)
@@ -273,7 +266,7 @@ class Tiers:
         return bool(self._transfers)
 
     def finish_copies(self) -> None:
-        """Call back for the finished copies. Never blocks."""
+        """Never blocks."""
         if not self._transfers:
             return
         done = [t for t in self._transfers if t.copy.is_done()]
@@ -283,7 +276,7 @@ class Tiers:
             transfer.finish(transfer.copy.host)
 
     def wait_copies(self) -> None:
-        """Block until all copies are done (at shutdown)."""
+        """at shutdown"""
         while self._transfers:
             for transfer in self._transfers:
                 transfer.copy.wait()
@@ -357,7 +350,7 @@ class Tiers:
         return self._store is None and self._slots_being_freed == 0
 
     def host_has_room(self) -> bool:
-        """Whether host memory has room for another state. Evicts some if that is possible at once."""
+        """Evicts some states if that is possible at once."""
         limit = self._config.l2_sessions + self._config.transfer_states - self.num_loading - self._slots_being_freed
         if len(self._index.l2) >= limit:
             self._trim_host()

@@ -15,7 +15,7 @@ from state_pool.sessions import Session
 
 
 class TunedStates:
-    """Owns the states and their slots. A removed state stays for the rows admitted with it."""
+    """A removed state stays for the rows admitted with it."""
 
     def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
         self._tiers = tiers
@@ -30,7 +30,7 @@ class TunedStates:
 
     @property
     def names(self) -> list[str]:
-        """Names in the order of loading."""
+        """in the order of loading"""
         return list(self._by_name)
 
     @property
@@ -59,7 +59,7 @@ class TunedStates:
         return self._last_number
 
     def remove(self, name: str) -> None:
-        """Remove a state by name; rows admitted with it still read it. Raises StateNotFound."""
+        """Rows admitted with the state still read it. Raises StateNotFound."""
         state = self.get(name)
         del self._by_name[name]
         state.removed = True
@@ -77,13 +77,13 @@ class TunedStates:
         return found
 
     def acquire(self, name: str) -> TunedState:
-        """Return the state for a new row; the row calls `drop_ref` once it has read it. Raises StateNotFound."""
+        """The row calls `drop_ref` once it has read the state. Raises StateNotFound."""
         state = self.get(name)
         state.waiting += 1
         return state
 
     def drop_ref(self, state: TunedState) -> None:
-        """A row has read the state, or has ended."""
+        """Call when a row has read the state, or has ended."""
         state.waiting -= 1
         if state.removed and not state.waiting:
             self._removed_in_use.remove(state)
@@ -124,18 +124,16 @@ class TunedStates:
     # -- evictable, for the tiers ----------------------------------------------------------------------
 
     def oldest(self) -> float | None:
-        """See `Evictable.oldest`."""
         state = self._oldest_idle()
         return None if state is None else state.used
 
     def evict(self) -> None:
-        """See `Evictable.evict`. The slot is free at once, because host memory has the state."""
+        """The slot is free at once, because host memory has the state."""
         state = self._oldest_idle()
         if state is not None:
             self._drop_slot(state)
 
     def trim(self) -> None:
-        """Free a slot if there are too many."""
         if len(self.slots) > self._config.state_slots:
             self.evict()
 
@@ -145,7 +143,7 @@ class TunedStates:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _load_to_slot(self, state: TunedState) -> bool:
-        """Start to copy the state to a slot; rows may be scheduled at once. Returns False if none is free."""
+        """Rows may be scheduled at once. Returns False if no slot is free."""
         state.slot = self._tiers.load(state.host)
         return state.slot is not None
 

@@ -50,7 +50,7 @@ _STATE_DIGITS = 16
 
 @dataclass(slots=True)
 class ObjectStats:
-    """Counters of the threads. Other threads only read them."""
+    """Other threads only read them."""
 
     puts: int = 0
     put_bytes: int = 0
@@ -61,7 +61,7 @@ class ObjectStats:
     missing: int = 0
     """Objects that a database row names but that were missing or damaged."""
     trouble: str | None = None
-    """The last error of the store; None after a success."""
+    """None after a success."""
 
 
 class ObjectUnusable(Exception):  # noqa: N818 - names what happened
@@ -110,7 +110,7 @@ class CheckpointObjects:
         self._transfers.submit(work, lambda: report(self._timeout_error))
 
     def get(self, location: ObjectLocation, done: OnFetched) -> None:
-        """Fetch and verify a state. The pool bounds the number of loads."""
+        """The pool bounds the number of loads."""
         report: OnceCallback[dict[str, bytes] | Exception] = OnceCallback(done)
 
         def work() -> None:
@@ -120,7 +120,6 @@ class CheckpointObjects:
         self._transfers.submit(work, lambda: report(self._timeout_error))
 
     def delete(self, key: str) -> None:
-        """Delete an object without a row."""
         if self._cleaner.waiting < _MAX_PENDING_DELETES:
             self._cleaner.submit(lambda: self._delete([key]))
 
@@ -131,7 +130,7 @@ class CheckpointObjects:
             self._cleaner.submit(lambda: self._sweep(find_used_keys))
 
     def close(self) -> None:
-        """Finish the queued work and end the threads. Blocks, but not for threads that hang in the store."""
+        """Blocks until the queued work is done, but not for threads that hang in the store."""
         self._transfers.close()
         self._cleaner.close()
         self._closing.set()
@@ -221,7 +220,6 @@ class CheckpointObjects:
             self.stats.deletes += 1
 
     def _sweep(self, find_used_keys: FindUsedKeys) -> None:
-        """Delete the orphans of one batch, then queue the next batch."""
         assert self._sweeping is not None
         try:
             batch = next(self._sweeping, None)
@@ -261,7 +259,7 @@ def _has_marker(store: CheckpointStore, key_prefix: str) -> bool:
 
 
 def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
-    """Split the data into parts. Raises ObjectUnusable."""
+    """Raises ObjectUnusable."""
     sizes = part_sizes(location.layout)
     if (
         len(data) != sum(sizes.values())
@@ -276,7 +274,7 @@ def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
 
 
 def _state_number(key: str) -> int | None:
-    """The state number in an object's key; None for an object that this program did not put, which is an orphan."""
+    """None for an object that this program did not put."""
     try:
         return int(key.rpartition("/")[2][:_STATE_DIGITS], 16)
     except ValueError:

@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 from state_pool.errors import DatabaseUnusable
 
 LIST_BATCH_SIZE = 1000
-"""Objects per batch of a listing."""
 
 
 class CheckpointStoreUnavailable(Exception):  # noqa: N818 - names what happened
@@ -42,14 +41,14 @@ class CheckpointStore(Protocol):
     """
 
     name: str
-    """Name in messages and in /status, without secrets."""
+    """in messages and in /status, without secrets"""
 
     def prepare(self, key_prefix: str) -> None:
-        """Prepare for objects whose keys begin with `key_prefix` and a slash."""
+        """`key_prefix`: of all keys, followed by a slash."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Store an object atomically and durably."""
+        """Store atomically and durably."""
         ...
 
     def get(self, key: str) -> bytes:
@@ -57,19 +56,17 @@ class CheckpointStore(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object. A missing object is no error."""
+        """A missing object is no error."""
         ...
 
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
-        """Yield all objects with the key prefix in batches, also half-written ones."""
+        """Yield the objects in batches, also half-written ones."""
         ...
 
 
 class FolderStore:
-    """A folder as a `CheckpointStore`."""
-
     def __init__(self, folder: Path) -> None:
-        """Raises DatabaseUnusable if there is no such folder; it may be a mount that is missing."""
+        """Raises DatabaseUnusable if there is no such folder: its mount may be missing."""
         self.name = folder.as_uri()
         self._folder = folder
         if not folder.is_dir():
@@ -79,12 +76,11 @@ class FolderStore:
             )
 
     def prepare(self, key_prefix: str) -> None:
-        """See `CheckpointStore`."""
         with self._translate_errors():
             (self._folder / key_prefix).mkdir(exist_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
-        """See `CheckpointStore`. A crash may leave a file that ends in .part."""
+        """A crash may leave a file that ends in .part."""
         target = self._folder / key
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
         with self._translate_errors():
@@ -104,7 +100,7 @@ class FolderStore:
                 os.close(folder)
 
     def get(self, key: str) -> bytes:
-        """See `CheckpointStore`."""
+        """Raises ObjectNotFound."""
         with self._translate_errors():
             try:
                 return (self._folder / key).read_bytes()
@@ -112,12 +108,10 @@ class FolderStore:
                 raise ObjectNotFound(key) from None
 
     def delete(self, key: str) -> None:
-        """See `CheckpointStore`."""
         with self._translate_errors():
             (self._folder / key).unlink(missing_ok=True)
 
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
-        """See `CheckpointStore`."""
         with self._translate_errors(), os.scandir(self._folder / key_prefix) as entries:
             while batch := list(islice(entries, LIST_BATCH_SIZE)):
                 yield [found for entry in batch if (found := _listed(key_prefix, entry)) is not None]

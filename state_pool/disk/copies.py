@@ -130,12 +130,12 @@ def _inode(path: str) -> str:
 
 
 def _has_settings(connection: sqlite3.Connection) -> bool:
-    """Whether the schema has settings. Earlier schemas have no mark."""
+    """Earlier schemas have no settings and no mark."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'pool_settings'").fetchone() is not None
 
 
 def backup(database: Path, copy: Path) -> int:
-    """Copy a database and return its number of sessions. Raises sqlite3.Error, OSError."""
+    """Returns the number of sessions. Raises sqlite3.Error, OSError."""
     if not database.is_file():
         raise FileNotFoundError(f"there is no file {database}")
     if copy.exists():
@@ -148,7 +148,6 @@ def backup(database: Path, copy: Path) -> int:
 
 
 def main() -> int:
-    """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m state_pool.backup", description=__doc__)
     parser.add_argument("database", type=Path)
     parser.add_argument("copy", type=Path)

@@ -26,12 +26,9 @@ _WITHOUT_LOG = b"\1"
 """Of a file that `VACUUM INTO` made and no service has opened."""
 _MIN_FREE_BYTES = 1 << 20
 _APPLICATION_ID = int.from_bytes(b"RWKV")
-"""In the file's header."""
 
 
 class SqliteStore:
-    """An SQLite file as a `StateStore`."""
-
     is_server = False
 
     def __init__(self, config: PoolConfig) -> None:
@@ -48,11 +45,10 @@ class SqliteStore:
 
     @property
     def is_first(self) -> bool:
-        """See `StateStore`."""
         return self._lock.is_first
 
     def open_writer(self) -> sqlite3.Connection:
-        """See `StateStore`."""
+        """Raises DatabaseUnusable."""
         connection = open_writer(self._path, self._synchronous, keeps_copy=self._migrate_backup, is_first=self.is_first)
         if not self._lock.is_on_path:
             connection.close()
@@ -64,38 +60,32 @@ class SqliteStore:
         return connection
 
     def before_close(self, connection: Connection) -> None:
-        """See `StateStore`."""
         mark_closed(connection, is_alone=self._lock.take_alone())
 
     def open_reader(self) -> sqlite3.Connection:
-        """See `StateStore`."""
         connection = _connect(self._path)
         connection.execute("PRAGMA query_only=ON")
         return connection
 
     def open_checkpointer(self) -> sqlite3.Connection:
-        """Open the connection that checkpoints the write-ahead log."""
         connection = _connect(self._path)
         connection.execute("PRAGMA wal_autocheckpoint=0")
         return connection
 
     def allow_other_engines(self) -> None:
-        """See `StateStore`."""
         if self.shared:
             self._lock.share()
 
     def used_bytes(self, connection: Connection) -> int:
-        """Count the pages in use. Reads only the file's first page, which is cached."""
+        """Reads only the file's first page, which is cached."""
         execute = connection.execute
         pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
         return pages * int(execute("PRAGMA page_size").fetchone()[0])
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
-        """See `StateStore`."""
         return wrap_error(error, self.name)
 
     def close(self) -> None:
-        """See `StateStore`."""
         self._lock.release()
 
 
@@ -108,14 +98,13 @@ class WritingConnection(sqlite3.Connection):
     """
 
     def __init__(self, path: str, *args: Any, **settings: Any) -> None:
-        """See sqlite3.Connection."""
         super().__init__(path, *args, **settings)
         target = Path(path).resolve()  # of a link, its target
         self._paths = [Path(f"{target}{end}") for end in ("", "-wal", "-shm")]
         self._opened_file_ids: list[tuple[int, int]] = []
 
     def execute(self, statement: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """See sqlite3.Connection. Raises sqlite3.OperationalError if a file has moved when a transaction begins."""
+        """Raises sqlite3.OperationalError if a file has moved when a transaction begins."""
         if statement != "BEGIN IMMEDIATE":
             return super().execute(statement, parameters)
         if self._opened_file_ids and self._file_ids() != self._opened_file_ids:
@@ -126,7 +115,7 @@ class WritingConnection(sqlite3.Connection):
         return cursor
 
     def _file_ids(self) -> list[tuple[int, int]]:
-        """Device and inode of the files; [] if one is missing."""
+        """[] if a file is missing."""
         try:
             found = [path.stat() for path in self._paths]
         except OSError:

@@ -32,7 +32,7 @@ _COLUMNS = (
 
 
 def stored_sessions(connection: Connection, where: str, values: tuple[int | str, ...] = ()) -> list[StoredSession]:
-    """Return the sessions that match the condition on `s`, by row number."""
+    """where: condition on `s`"""
     return [_stored_session(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
 
 
@@ -44,7 +44,7 @@ def _stored_session(*columns: Any) -> StoredSession:
 
 
 def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]:
-    """Return the session, then the parents that it is rebuilt from; empty if there is none."""
+    """Return the session, then the parents that it is rebuilt from."""
     found = stored_sessions(connection, "s.session_id = ? AND s.dialogue = ? AND s.hidden = 0", tuple(key))
     while found and found[-1].disk_turn < 0 and found[-1].session.parent is not None:
         parents = stored_sessions(connection, "s.id = ?", (found[-1].session.parent,))
@@ -55,7 +55,7 @@ def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]
 
 
 def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
-    """Return the last use, and the gaps without any use longer than `ttl` seconds."""
+    """ttl: in seconds; shorter gaps are left out"""
     ((last,),) = connection.execute("SELECT max(updated) FROM sessions WHERE hidden = 0").fetchall()
     gaps = connection.execute(
         "SELECT earlier, later FROM (SELECT lag(updated) OVER (ORDER BY updated) AS earlier, updated AS later "
@@ -129,9 +129,7 @@ def release(connection: Connection, job: Release) -> None:
 
 
 def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
-    """Return the rows that a delete by name removes, and delete their directory entries: no turn of them commits
-    after this.
-    """
+    """Delete the directory entries of these sessions, so that no turn of them commits. Returns their rows."""
     # The directory first: this waits for turns that are committing. Then their rows.
     if job.prefix:
         condition, values = matching_prefix(job.session_id)
@@ -173,7 +171,7 @@ def _rows_with_prefix(connection: Connection, prefix: str) -> list[int]:
 
 
 def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
-    """Return the rows of the least recently used sessions, and delete their directory entries."""
+    """Delete the directory entries of the least recently used sessions. Returns their rows."""
     rows = connection.execute(
         "SELECT s.id, s.session_id, s.dialogue, s.updated FROM sessions s "
         "LEFT JOIN directory d ON d.session_id = s.session_id AND d.dialogue = s.dialogue AND d.busy = 1 "
@@ -208,7 +206,6 @@ def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool 
 
 
 def stale_epoch_error(fence: Fence) -> StaleEpoch:
-    """Return the error for a write whose fence is outdated."""
     return StaleEpoch(
         f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
         "the turn is not kept; send it again"

@@ -21,7 +21,6 @@ ROW_BITS = 32
 _BUSY_RETRY_S = 0.0003
 """SQLite's own wait for a lock grows to 100 ms. While two engines write, a third would rarely get the lock."""
 STATE_BITS = 21
-"""Low bits of a state's number."""
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class Membership:
 
     def __init__(self, connection: Connection, name: str) -> None:
         self.names: list[str] = []
-        """Of the live engines."""
+        """of the live engines"""
         self.is_first = False
         """Whether it cleans up for all engines."""
         self._connection = connection
@@ -70,20 +69,19 @@ class Membership:
         self._last_heartbeat = 0.0
 
     def leave(self) -> None:
-        """Leave, so that others need not wait for a timeout."""
+        """Other engines then need no timeout."""
         begin_with_retry(self._connection)
         self._connection.execute("DELETE FROM engines WHERE id = ?", (self.number,))
         self._connection.execute("COMMIT")
 
     @property
     def is_registered(self) -> bool:
-        """Whether others still count this engine as live. Call within a transaction."""
+        """Call within a transaction."""
         found = self._connection.execute("SELECT 1 FROM engines WHERE id = ?", (self.number,)).fetchone()
         return found is not None
 
     @property
     def first_row(self) -> int:
-        """The engine's first session number."""
         return (self.number << ROW_BITS) + 1
 
     def new_state(self) -> int:
@@ -91,7 +89,7 @@ class Membership:
         return self._next_state
 
     def owns(self, state: int) -> bool:
-        """Whether a state number is in this engine's current range."""
+        """Whether the number is in this engine's current range."""
         return state >> STATE_BITS == self.number
 
     def new_epoch(self) -> int:
@@ -155,7 +153,7 @@ def first_state_number(engine: int) -> int:
 
 
 def remove_all_engines(connection: Connection) -> None:
-    """Forget all engines and their sessions. Only while no engine has the database open."""
+    """Only while no engine has the database open."""
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("DELETE FROM engines")
     connection.execute("DELETE FROM directory")

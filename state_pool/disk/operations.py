@@ -64,7 +64,7 @@ class Checkpoint:
     host: HostState
     commits: Append | None = None
     fence: Fence | None = None
-    """As in `Append`."""
+    """as in `Append`"""
     shared: bool = False
     """Whether engines share the database. Then, without a fence, the session's row must still exist."""
 
@@ -88,9 +88,9 @@ class Acquire:
     fence: Fence | None = None
     """Fence of the turn's writes. None: another engine runs a turn of the session, retry."""
     stored: list[StoredSession] = field(default_factory=list)
-    """The session or parent, then the sessions that it is rebuilt from, nearest first. Empty: there is none."""
+    """The session or parent, then the sessions that it is rebuilt from, nearest first."""
     dialogue: int = 0
-    """Number of the new dialogue; never reused, even if the turn fails."""
+    """never reused, even if the turn fails"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Release:
 
 @dataclass(eq=False, slots=True)
 class DeleteNamed:
-    """Delete all sessions that a name matches, on any engine. `count` is valid when the job is done."""
+    """`count` is valid when the job is done."""
 
     session_id: str
     prefix: bool
@@ -117,14 +117,14 @@ class DeleteOldest:
     cutoff: float | None
     """Only sessions unused since this Unix time. None: of any age, because the database is too large."""
     count: int = 0
-    """Result, set by the store: number of deleted sessions."""
+    """Result."""
     last_use: float | None = None
-    """Result: Unix time when the last of them was used."""
+    """Result: Unix time of the latest use among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """The object with a state's bytes, as its row names it."""
+    """The object with a state's bytes."""
 
     key: str
     checksum: bytes
@@ -132,8 +132,6 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLocation:
-    """Where to fetch a state."""
-
     state: int
     session: int
     stored: StoredObject
@@ -178,7 +176,7 @@ class ListQuery:
     counted: bool = False
     """Whether to count the sessions too, because memory does not know all of them."""
     owner: str = ""
-    """Leave out other owners' sessions. "": list all."""
+    """"": of all owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ class Quarantined:
 
 
 SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
-"""A job that fits into one transaction with others."""
+"""Jobs that fit into one transaction with others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,13 +200,11 @@ class StagedState:
     state_number: int = 0
     """Its number in the database, set before the first chunk."""
     chunks: deque[memoryview] = field(default_factory=deque)
-    """Chunks to write."""
     chunks_written: int = 0
     num_bytes: int = 0
     stored: StoredObject | None = None
-    """The object with its bytes."""
     upload_started_at: float = 0.0
-    """Unix time when the upload started."""
+    """Unix time"""
 
 
 class StagingQueue:
@@ -216,7 +212,6 @@ class StagingQueue:
         self.waiting: deque[StagedState] = deque()
         self.uploading: list[StagedState] = []
         self.current: StagedState | None = None
-        """The state that the writer thread is writing."""
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.uploading) + (self.current is not None)
@@ -228,7 +223,7 @@ class StagingQueue:
         return self.current
 
     def start_upload(self, staging: StagedState) -> bool:
-        """Move the state to the uploads, so that others are written meanwhile. Returns False if a delete removed it."""
+        """Start the upload, so that others are written meanwhile. Returns False if a delete removed the state."""
         if self.current is not staging:
             return False
         self.current = None
@@ -244,7 +239,7 @@ class StagingQueue:
         return True
 
     def finish(self, staging: StagedState) -> bool:
-        """Remove a written or failed state. Returns False if a delete removed it."""
+        """Returns False if a delete removed the state."""
         if staging in self.uploading:
             self.uploading.remove(staging)
             return True
@@ -254,7 +249,7 @@ class StagingQueue:
         return True
 
     def forget(self, row_ids: set[int]) -> list[StagedState]:
-        """Remove and return the states of these sessions. Some chunks of them may be written."""
+        """Some chunks of them may be written."""
         removed = [staged for staged in self.waiting if staged.job.session.row_id in row_ids]
         for staged in removed:
             self.waiting.remove(staged)
@@ -267,7 +262,7 @@ class StagingQueue:
 
 @dataclass(slots=True)
 class WriterStats:
-    """Counters of the writer thread. Other threads only read them."""
+    """Other threads only read them."""
 
     commits: int = 0
     turns: int = 0
@@ -275,9 +270,9 @@ class WriterStats:
     state_bytes: int = 0
     failures: int = 0
     used_bytes: int = 0
-    """Bytes of the database in use, without free pages."""
+    """without free pages"""
     object_bytes: int = 0
-    """Bytes of states in a checkpoint store."""
+    """in a checkpoint store"""
     degraded: str | None = None
     """The last write error; None after a success."""
 
@@ -312,7 +307,7 @@ def describe_error(error: Exception) -> str:
 
 
 def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
-    """Return the error to report for a job. `in_doubt`: the outcome of a commit with the job is unknown."""
+    """`in_doubt`: the outcome of a commit with the job is unknown."""
     if error is not None and in_doubt and _ends_turn(job):
         return TurnInDoubt("the connection to the session database was lost while it committed the turn")
     if error is None or isinstance(error, PoolError):

@@ -44,11 +44,10 @@ class TimeoutConnection(psycopg.Connection[Any]):
     read_timed_out = False
 
     def wait(self, gen: PQGen[_Found], interval: float = _CHECK_INTERVAL_S, timeout: float | None = None) -> _Found:
-        """See psycopg.Connection. All statements wait here."""
+        """All statements wait here."""
         return super().wait(self._with_timeout(gen), interval, timeout)
 
     def _with_timeout(self, steps: PQGen[_Found]) -> PQGen[_Found]:
-        """Run the steps, passing each the socket's readiness, with the timeout."""
         last_data_at = time.monotonic()
         try:
             interest = next(steps)
@@ -79,7 +78,7 @@ _SQL_REPLACEMENTS = (
 _SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _TYPES = (("INTEGER", "BIGINT"), ("REAL", "DOUBLE PRECISION"), ("BLOB", "BYTEA"), (" WITHOUT ROWID", ""))
 _TIMEOUT_STATEMENTS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout = 2000")
-"""In ms. An engine stopped within a transaction must not block the others."""
+"""An engine stopped within a transaction must not block the others. In ms."""
 STATEMENT_TIMEOUT_SHARE = 0.75
 """Share of READ_TIMEOUT_S that a statement may take."""
 _TABLES = ("sessions", "turns", "states", "state_chunks")
@@ -94,12 +93,12 @@ def _parse_address(config: PoolConfig) -> ServerAddress:
 
 
 def engine_name(service: str, engine: str) -> str:
-    """Return a name that is unique among all hosts and services, and stable over restarts."""
+    """The name is unique among all hosts and services, and stable over restarts."""
     return f"{socket.gethostname()}/{service or os.getpid()}/{engine}"
 
 
 class PostgresStore:
-    """A PostgreSQL server as a `StateStore`. Engines of any machine may join at any time."""
+    """Engines of any machine may join at any time."""
 
     is_server = shared = True
     is_first = False
@@ -112,27 +111,23 @@ class PostgresStore:
         self._measured = (0, 0.0)
 
     def open_writer(self) -> state_store.Connection:
-        """See `StateStore`."""
         connection = Connection(self._address)
         with connection.without_timeouts():  # changing large tables takes long
             migrate(connection, self.name)
         return connection
 
-    def before_close(self, connection: state_store.Connection) -> None:
-        """See `StateStore`: a server has no file to mark."""
+    def before_close(self, connection: state_store.Connection) -> None: ...
 
     def open_reader(self) -> state_store.Connection:
-        """See `StateStore`."""
         return Connection(self._address, reads_only=True)
 
     def open_checkpointer(self) -> None:
-        """See `StateStore`: the server checkpoints by itself."""
+        """The server checkpoints by itself."""
 
-    def allow_other_engines(self) -> None:
-        """See `StateStore`: they need no permission here."""
+    def allow_other_engines(self) -> None: ...
 
     def used_bytes(self, connection: state_store.Connection) -> int:
-        """Size of the tables and their indexes. Measured every few seconds, since it reads many files' sizes."""
+        """Measured every few seconds, since it reads many files' sizes."""
         used, next_measurement = self._measured
         if time.monotonic() >= next_measurement:
             sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
@@ -141,17 +136,15 @@ class PostgresStore:
         return used
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
-        """See `StateStore`."""
         return DatabaseUnusable(
             f"session database {self.name}: {error}; check the server, or name another database with --state-db"
         )
 
-    def close(self) -> None:
-        """See `StateStore`: only connections hold resources."""
+    def close(self) -> None: ...
 
 
 class Connection:
-    """A connection with sqlite3's interface. One thread at a time."""
+    """One thread at a time."""
 
     def __init__(self, address: ServerAddress, *, reads_only: bool = False) -> None:
         """Raises DatabaseUnusable, ServerUnavailable."""
@@ -194,7 +187,7 @@ class Connection:
                 connection.execute(psycopg.sql.SQL("SET search_path TO {}").format(name))
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Any:
-        """See `sqlite3.Connection.execute`. Reconnects a lost connection, unless a transaction is open."""
+        """Reconnects a lost connection, unless a transaction is open."""
         if self.in_transaction or statement in ("COMMIT", "ROLLBACK"):
             return self._execute(statement, parameters)
         try:
@@ -236,7 +229,6 @@ class Connection:
 
     @contextlib.contextmanager
     def without_timeouts(self) -> Iterator[None]:
-        """Wait for the server without a limit."""
         self._has_timeouts = False
         self._set_timeouts()
         try:
@@ -254,7 +246,7 @@ class Connection:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether a transaction is open, or has failed and must be rolled back."""
+        """A failed transaction must be rolled back too."""
         if self._connection.closed:
             return False
         return bool(self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE)
@@ -269,7 +261,7 @@ def _value(parameter: Any) -> Any:
 
 
 def migrate(connection: Connection, display_name: str) -> None:
-    """Migrate the tables to this program's schema, one engine at a time. Raises DatabaseUnusable for a newer schema."""
+    """One engine at a time. Raises DatabaseUnusable for a newer schema."""
     connection.execute("BEGIN")
     connection.execute("SELECT pg_advisory_xact_lock(7294)")
     connection.execute(

@@ -68,7 +68,6 @@ class ProcessLock:
             return False
 
     def _take(self) -> bool:
-        """Take the lock alone, or together with engines of the same service."""
         if not self._lock_byte(fcntl.F_WRLCK):
             return bool(self._service) and self._join()
         if not self._lock_owner_file(fcntl.LOCK_EX):  # program versions up to schema 6 lock only this file
@@ -96,7 +95,7 @@ class ProcessLock:
             self._lock_byte(fcntl.F_RDLCK)
 
     def take_alone(self) -> bool:
-        """Keep other engines out until `release`, if none has the database open. Returns whether none has."""
+        """Returns False if another engine has the database open."""
         return self._lock_byte(fcntl.F_WRLCK)
 
     def _lock_byte(self, kind: int) -> bool:

@@ -56,28 +56,24 @@ class _ReadRequest:
     row_id: int
     on_loaded: OnLoaded
     unusable_states: dict[int, SessionUnusable]
-    """States that cannot be used, and why."""
+    """with the reasons"""
     started_at: float
-    """Monotonic time of the first attempt."""
+    """monotonic time"""
 
     def without(self, state: int, error: Exception) -> _ReadRequest:
-        """Return the request without one more state, and log why."""
+        """Return the request without one more state."""
         logger.error("the stored state of the session with row %d cannot be used: %s", self.row_id, error)
         return replace(self, unusable_states={**self.unusable_states, state: _unavailable_error(error)})
 
 
 @dataclass(frozen=True, slots=True)
 class _StateInStore:
-    """A session whose state must be fetched from the checkpoint store."""
-
     location: ObjectLocation
     replay: list[int]
     num_tokens: int
 
 
 class _InvalidStoredState(SessionCorrupted):
-    """A stored state with invalid numbers."""
-
     def __init__(self, state: int, message: str) -> None:
         super().__init__(message)
         self.state = state
@@ -89,7 +85,7 @@ _Job = Callable[[], Callable[[], None] | None]
 
 
 class Reader:
-    """Runs one query after another. Results go through `deliver` to the engine thread."""
+    """Results go through `deliver` to the engine thread."""
 
     def __init__(
         self,
@@ -117,23 +113,22 @@ class Reader:
         return self._thread.failure
 
     def load(self, row_id: int, on_loaded: OnLoaded) -> None:
-        """Queue a session to load. The pool bounds the number."""
+        """The pool bounds the number."""
         self._jobs.put(lambda: self._load(_ReadRequest(row_id, on_loaded, {}, time.monotonic())))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
-        """Queue a page of the list. The pool bounds the number."""
+        """The pool bounds the number."""
         self._jobs.put(lambda: self._list(query, on_listed))
 
     def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
-        """Queue a search for the first of these ids that a session has."""
+        """The result is the first of these ids that a session has."""
         self._jobs.put(lambda: self._find_first(session_ids, on_found))
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
-        """Queue a lookup of a session."""
         self._jobs.put(lambda: self._find(key, on_found))
 
     def close(self) -> None:
-        """Finish the queued work, end the thread, close the connection. Blocks."""
+        """Finish the queued work. Blocks."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -151,7 +146,7 @@ class Reader:
             self._deliver(outcome)
 
     def _next_job(self) -> _Job | None:
-        """Return the next job. While loads wait for the server, this may be an attempt to reconnect."""
+        """While loads wait for the server, this may be an attempt to reconnect."""
         if not self._waiting:
             return self._jobs.get()
         with contextlib.suppress(queue.Empty):
@@ -185,10 +180,7 @@ class Reader:
         return report
 
     def find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
-        """Queue a query for the object keys in these states' rows.
-
-        `on_used_keys` is called on the reader thread, with None after an error.
-        """
+        """`on_used_keys` is called on the reader thread, with None after an error."""
         self._jobs.put(lambda: self._find_used_keys(states, on_used_keys))
 
     def _find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
@@ -308,14 +300,13 @@ class Reader:
 
 
 def _unavailable_error(error: Exception) -> SessionUnusable:
-    """Return the error for a state that could not be fetched or used."""
     if isinstance(error, (ObjectUnusable, _InvalidStoredState)):
         return SessionCorrupted(f"{error}; delete the session to begin anew")
     return SessionReadFailed(f"the session could not be read ({error}); try again")
 
 
 def _lookup(query_database: Callable[[], _Found], action: str) -> _Found | LookupFailed:
-    """Run a query. Returns an error that says it could not `what`."""
+    """`action`: for the error"""
     try:
         return query_database()
     except ServerUnavailable as error:

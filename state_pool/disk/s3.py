@@ -31,7 +31,7 @@ _MAX_MESSAGE = 300
 
 
 class S3Store:
-    """A bucket, or the objects under a prefix in it, as a `CheckpointStore`."""
+    """Objects under a prefix of a bucket."""
 
     def __init__(self, location: BucketAddress) -> None:
         """Raises DatabaseUnusable. Does not contact the server yet."""
@@ -56,15 +56,15 @@ class S3Store:
             )
 
     def prepare(self, key_prefix: str) -> None:
-        """See `CheckpointStore`. A bucket has no folders."""
+        """A bucket has no folders."""
 
     def put(self, key: str, data: bytes) -> None:
-        """See `CheckpointStore`. Uses one request: parts of an aborted multipart upload would stay and cost money."""
+        """Uses one request: parts of an aborted multipart upload would stay and cost money."""
         with self._translate_errors():
             obstore.put(self._bucket, key, data, use_multipart=False)
 
     def get(self, key: str) -> bytes:
-        """See `CheckpointStore`."""
+        """Raises ObjectNotFound."""
         with self._translate_errors():
             try:
                 return bytes(obstore.get(self._bucket, key).bytes())
@@ -72,12 +72,10 @@ class S3Store:
                 raise ObjectNotFound(key) from None
 
     def delete(self, key: str) -> None:
-        """See `CheckpointStore`."""
         with self._translate_errors(), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._bucket, key)
 
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
-        """See `CheckpointStore`."""
         with self._translate_errors():
             for batch in obstore.list(self._bucket, key_prefix, chunk_size=LIST_BATCH_SIZE):
                 now = datetime.now(UTC)

@@ -26,27 +26,27 @@ class Connection(Protocol):
     def in_transaction(self) -> bool: ...
 
     def execute(self, statement: str, parameters: Any = ..., /) -> Any:
-        """Return a cursor over the rows. Raises sqlite3.Error, ServerUnavailable."""
+        """Raises sqlite3.Error, ServerUnavailable."""
         ...
 
     def close(self) -> None: ...
 
 
 class StateStore(Protocol):
-    """A session database, open for one engine. Its methods raise sqlite3.Error and DatabaseUnusable."""
+    """Methods raise sqlite3.Error and DatabaseUnusable."""
 
     name: str
-    """Name in messages and in /status, without secrets."""
+    """in messages and in /status, without secrets"""
     is_server: bool
-    """Whether it is reached over a network, and may be down for a while."""
+    """Whether it may be down for a while."""
     shared: bool
     """Whether other engines may write. Then memory may be older than the database."""
     engine: str
-    """This engine's name among them."""
+    """this engine's name among those that share the database"""
 
     @property
     def is_first(self) -> bool:
-        """Whether no other engine has the database open. None can open it before `allow_other_engines`."""
+        """No other engine can open the database before `allow_other_engines`."""
         ...
 
     def open_writer(self) -> Connection:
@@ -58,19 +58,17 @@ class StateStore(Protocol):
         ...
 
     def open_reader(self) -> Connection:
-        """Open a connection that only reads. Its transactions see one snapshot."""
+        """Its transactions see one snapshot."""
         ...
 
     def open_checkpointer(self) -> sqlite3.Connection | None:
         """Open a connection that checkpoints the write-ahead log; None: the database does that itself."""
         ...
 
-    def allow_other_engines(self) -> None:
-        """Let other engines of the service open the database."""
-        ...
+    def allow_other_engines(self) -> None: ...
 
     def used_bytes(self, connection: Connection) -> int:
-        """Bytes in use, without free pages."""
+        """without free pages"""
         ...
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
@@ -78,5 +76,5 @@ class StateStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the database for other processes. Whoever opened a connection closes it."""
+        """Release the database for other processes. Connections are closed by those who opened them."""
         ...

@@ -39,7 +39,7 @@ class Uploads:
         self._failed = failed
 
     def begin(self, staging: StagedState, state_number: int) -> None:
-        """Start the upload of a state. Its number in the database is part of the object's key."""
+        """The state's number is part of the object's key."""
         reach("before_checkpoint")
         staging.state_number, staging.num_bytes, staging.upload_started_at = state_number, self._num_bytes, time.time()
         with self._changed:
@@ -72,7 +72,7 @@ def check_age(staging: StagedState) -> None:
 
 
 class StateWrites:
-    """The statements of a staged state. The writer begins and commits the transactions."""
+    """The writer begins and commits the transactions."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class StateWrites:
         self._next_state = first_state
 
     def new_number(self) -> int:
-        """Return a new state number: from this engine's range if engines share the database."""
+        """If engines share the database, the number is from this engine's range."""
         if self._member is not None:
             return self._member.new_state()
         self._next_state += 1

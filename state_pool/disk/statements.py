@@ -123,7 +123,7 @@ def put_chunk(connection: Connection, state: int, number: int, data: memoryview)
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """A stored state's row, without the bytes."""
+    """without the state's bytes"""
 
     state: int
     session: int
@@ -204,7 +204,6 @@ def trim_turns(connection: Connection, session: int, turn: int, num_tokens: int,
 
 
 def put_model(connection: Connection, fingerprint: str, name: str) -> None:
-    """Store the name of a model's file."""
     connection.execute(
         "INSERT INTO models(fingerprint, name) VALUES (?, ?) "
         "ON CONFLICT(fingerprint) DO UPDATE SET name = excluded.name",
@@ -213,13 +212,12 @@ def put_model(connection: Connection, fingerprint: str, name: str) -> None:
 
 
 def model_name(connection: Connection, fingerprint: str) -> str:
-    """Return the name of a model's file for messages."""
     found = connection.execute("SELECT name FROM models WHERE fingerprint = ?", (fingerprint,)).fetchone()
     return "of an unknown file" if found is None else str(found[0])
 
 
 def sessions_of_other_models(connection: Connection, fingerprint: str) -> list[tuple[str, int]]:
-    """Return (fingerprint, number of sessions) for each model other than this one."""
+    """Return (fingerprint, number of sessions) for each other model."""
     found = connection.execute(
         "SELECT fingerprint, count(*) FROM sessions WHERE hidden = 0 AND fingerprint <> ? "
         "GROUP BY fingerprint ORDER BY fingerprint",
@@ -229,7 +227,7 @@ def sessions_of_other_models(connection: Connection, fingerprint: str) -> list[t
 
 
 def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:
-    """Return a page of the sessions, newest first, with the newer entries from memory merged in."""
+    """Newest first, with the newer entries from memory."""
     newer = list(query.newer.values())
     first = max(0, query.offset - len(newer))  # at least this many rows precede the page
     condition, values = visible_to(query.owner)
@@ -248,7 +246,7 @@ def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry
 
 
 def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[GarbageState]:
-    """Delete sessions. Returns the states that become garbage."""
+    """Returns the states that become garbage."""
     for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
     return sweep_hidden(connection, rows)
@@ -268,7 +266,7 @@ def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> 
 
 
 def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageState]) -> bool:
-    """Delete a hidden session unless a child needs it. Adds its state to the garbage."""
+    """Adds the session's state to the garbage."""
     needed = connection.execute(
         "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
         (row,),
@@ -286,7 +284,7 @@ def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageS
 
 
 def delete_chunks(connection: Connection, state: int, limit: int) -> bool:
-    """Delete up to `limit` chunks of a state without a row. Returns True when none is left.
+    """Returns True when no chunk is left.
 
     Chunks of a state with a row stay: a commit in doubt may have succeeded after the state was given up.
     """
@@ -300,7 +298,6 @@ def delete_chunks(connection: Connection, state: int, limit: int) -> bool:
 
 
 def keys_used(connection: Connection, states: Sequence[int]) -> set[str]:
-    """Return the object keys of these states."""
     found = connection.execute(
         "SELECT object_key FROM states WHERE object_key IS NOT NULL AND id IN (SELECT value FROM json_each(?))",
         (json.dumps(list(states)),),
@@ -309,7 +306,7 @@ def keys_used(connection: Connection, states: Sequence[int]) -> set[str]:
 
 
 def object_bytes(connection: Connection) -> int:
-    """Bytes of all states that are objects. Reads only an index."""
+    """Reads only an index."""
     found = connection.execute("SELECT coalesce(sum(bytes), 0) FROM states WHERE object_key IS NOT NULL").fetchone()
     return int(found[0])
 
@@ -337,13 +334,11 @@ def first_numbers(connection: Connection) -> tuple[int, int]:
 
 
 def read_setting(connection: Connection, name: str) -> str | None:
-    """Return a setting that the database stores, or None."""
     found = connection.execute("SELECT value FROM pool_settings WHERE name = ?", (name,)).fetchone()
     return None if found is None else str(found[0])
 
 
 def count_sessions(connection: Connection, query: ListQuery) -> int:
-    """Number of all sessions that the query would list."""
     condition, values = visible_to(query.owner)
     stored = connection.execute(
         "SELECT count(*) FROM sessions "
@@ -354,13 +349,12 @@ def count_sessions(connection: Connection, query: ListQuery) -> int:
 
 
 def first_stored(connection: Connection, session_ids: Sequence[str]) -> str | None:
-    """Return the first of these ids that a stored session has."""
     statement = "SELECT 1 FROM sessions WHERE session_id = ? AND hidden = 0 LIMIT 1"
     return next((name for name in session_ids if connection.execute(statement, (name,)).fetchone()), None)
 
 
 def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membership | None) -> list[GarbageState]:
-    """Run a job's statements. Returns the states that it makes garbage."""
+    """Returns the states that become garbage."""
     match job:
         case Append():
             reach("before_append")

@@ -40,12 +40,12 @@ class CompletionQueue:
         self._wake = wake
 
     def __call__(self, callback: Callable[[], None]) -> None:
-        """Queue a callback for the next `run`. Any thread."""
+        """Any thread."""
         self._queue.put(callback)
         self.wake()
 
     def wake(self) -> None:
-        """Wake the engine thread. Any thread."""
+        """Any thread."""
         if self._wake is not None:
             self._wake()
 
@@ -54,7 +54,7 @@ class CompletionQueue:
         return not self._queue.empty()
 
     def run(self) -> int:
-        """Run the queued callbacks and return their number. Engine thread only."""
+        """Engine thread only. Returns the number of callbacks."""
         count = 0
         while not self._queue.empty():
             self._queue.get_nowait()()
@@ -63,7 +63,7 @@ class CompletionQueue:
 
 
 class Store:
-    """The database with its two threads. Raises DatabaseUnusable if it cannot be opened."""
+    """Raises DatabaseUnusable if the database cannot be opened."""
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
@@ -71,7 +71,7 @@ class Store:
         self.other_models: list[dict[str, Any]] = []
         """Models that sessions had at the start, other than this one."""
         self.session_ttl = 0.0
-        """Seconds after which an unused session is deleted; 0: never."""
+        """0: never"""
         self.usage_times = UsageTimes()
         """Of the sessions found at the start, if sessions expire."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
@@ -90,7 +90,7 @@ class Store:
         self._deleted: set[int] = set()
         """Rows whose delete is not on disk yet."""
         self.pending = 0
-        """Jobs without a delivered result."""
+        """jobs without a delivered result"""
 
     def _open(self, opened: contextlib.ExitStack, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         """Open the database alone or as one of several engines. The first of those cleans up."""
@@ -162,24 +162,21 @@ class Store:
         self._stored, self._numbers = [], []
 
     def next_row(self) -> int:
-        """Return an unused row number."""
         self._next_row += 1
         return self._next_row - 1
 
     @property
     def failure(self) -> str | None:
-        """The error of a dead thread, or None. Its jobs never finish."""
+        """The error of a dead thread, whose jobs never finish."""
         objects_failure = None if self._objects is None else self._objects.failure
         return self.writer.failure or self._reader.failure or objects_failure
 
     @property
     def num_queued_states(self) -> int:
-        """Number of states that wait to be written."""
         return self.writer.queued[1]
 
     @property
     def has_room_for_state(self) -> bool:
-        """Whether the writer's queue has room for another state."""
         return self.writer.has_room_for_state
 
     @property
@@ -189,7 +186,6 @@ class Store:
 
     @property
     def over_limit(self) -> bool:
-        """Whether the database is larger than `state_db_max_gb`."""
         return bool(self._limit_bytes) and self.excess_bytes > 0
 
     @property
@@ -198,35 +194,30 @@ class Store:
 
     @property
     def has_pending_deletes(self) -> bool:
-        """Whether deleted sessions still take space in the file."""
+        """Deleted sessions may still take space in the file."""
         return self.writer.is_collecting_garbage or self.writer.queued[0] > 0
 
     def submit(self, job: SmallJob, done: Done) -> None:
-        """Queue a small write."""
         if isinstance(job, Delete):
             self._deleted.update(job.row_ids)
             done = self._until_deleted(job, done)
         self.writer.submit(job, self._count_pending(done))
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Queue a state. Check `has_room_for_state` first."""
+        """Check `has_room_for_state` first."""
         self.writer.submit_state(job, self._count_pending(done))
 
     def load(self, row_id: int, on_loaded: OnLoaded) -> None:
-        """Queue a session to load."""
         self._reader.load(row_id, on_loaded)
 
     def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
-        """Find the first of these ids that a stored session has."""
         self._reader.find_first(session_ids, on_found)
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
-        """Queue a lookup of a session that memory may not know."""
         self._reader.find(key, on_found)
 
     @property
     def engines(self) -> list[str]:
-        """Names of the live engines that share the database."""
         return [] if self.writer.member is None else list(self.writer.member.names)
 
     @property
@@ -235,12 +226,12 @@ class Store:
         return self.writer.member is not None and self.writer.member.is_first
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
-        """Queue a page of the list. Leaves out sessions whose delete is not on disk yet."""
+        """Leaves out sessions whose delete is not on disk yet."""
         self._reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
 
     @property
     def checkpoint_store(self) -> dict[str, Any] | None:
-        """Name and counters of the checkpoint store; None: there is none."""
+        """name and counters"""
         objects = self._objects
         return None if objects is None else {"name": objects.name, **dataclasses.asdict(objects.stats)}
 
@@ -252,7 +243,7 @@ class Store:
             self._objects.sweep(self._reader.find_used_keys)
 
     def close(self) -> None:
-        """Write the queued jobs and close the database. Blocks."""
+        """Write the queued jobs. Blocks."""
         self._reader.close()
         self.writer.close()
         if self._objects is not None:
@@ -300,7 +291,7 @@ def _open_database(config: PoolConfig) -> StateStore:
 
 
 def _record_close(database: StateStore, connection: Connection) -> None:
-    """Record that the database is closed after a failed start. The error of the start counts."""
+    """The error of the start counts, not one of closing."""
     with contextlib.suppress(sqlite3.Error):
         database.before_close(connection)
 
@@ -329,7 +320,7 @@ def _open_objects(config: PoolConfig, connection: Connection, deliver: Completio
 
 
 def build_session(stored: StoredSession) -> Session:
-    """Return the session without its parent."""
+    """The result has no parent yet."""
     row = stored.session
     session = Session(row.key, row.row_id, row.created, row.updated)
     session.origin, session.adapter = row.origin, row.adapter

@@ -28,7 +28,7 @@ _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 
 
 class Loader:
-    """Loads sessions for one model. Without a fingerprint, it only verifies them."""
+    """Without a fingerprint, it only verifies sessions."""
 
     def __init__(
         self, connection: Connection, layout: Layout, fingerprint: str | None, vocab: int | None = None
@@ -111,7 +111,7 @@ class Loader:
             return None, 0, damage
 
     def _mismatch(self, fingerprint: str, version: int, layout: str) -> SessionUnusable | None:
-        """Return why a state with this description does not fit this server, or None."""
+        """Return why a state does not fit this server, or None."""
         if self._fingerprint is None:
             return None if version == LAYOUT_VERSION else SessionUnusable(f"the state has layout version {version}")
         if not is_same_model(fingerprint, self._fingerprint):
@@ -172,5 +172,4 @@ class Loader:
 
 
 def stored_layout(text: str) -> Layout:
-    """Parse a stored state's layout."""
     return {name: (dtype, tuple(shape)) for name, dtype, shape in json.loads(text)}

@@ -11,12 +11,11 @@ from state_pool.disk.state_store import Connection
 from state_pool.disk.worker_threads import PoolThread
 
 WAL_BYTES = 16 << 20
-"""Log size that triggers a checkpoint."""
 
 
 class WalCheckpointResult(NamedTuple):
     is_complete: bool
-    """Whether the whole log is in the file, and so survives a power loss."""
+    """Then it survives a power loss."""
     error: str | None = None
     """The error. None if it is incomplete only because of a reader."""
 
@@ -53,15 +52,14 @@ class WriteAheadLog:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether the log is empty."""
         return self._checkpointer is None or self._bytes == 0
 
     def written(self, num_bytes: int) -> None:
-        """Count committed bytes, approximately."""
+        """approximately"""
         self._bytes += num_bytes
 
     def call_when_synced(self, action: Callable[[], None]) -> None:
-        """Call `action` when all current commits survive a power loss."""
+        """`action` runs when all current commits survive a power loss."""
         if self._checkpointer is None:
             action()
         else:
@@ -100,14 +98,14 @@ class WriteAheadLog:
             _call_all(self._unsynced)
 
     def _on_checkpoint(self) -> None:
-        """Runs on the checkpointer's thread."""
+        """on the checkpointer's thread"""
         with self._changed:
             self.has_uncheckpointed_rest = True
             self._changed.notify()
 
 
 class WalCheckpointer:
-    """Checkpoints on request. `on_done` is called on its thread.
+    """`on_done` is called on the checkpointing thread.
 
     Commits continue meanwhile, so the log may never be completely in the file and would grow forever. Therefore the
     writer checkpoints the small rest itself, between two commits.
@@ -118,7 +116,7 @@ class WalCheckpointer:
     ) -> None:
         self.busy = False
         self.last_result = WalCheckpointResult(False)
-        """Result of the last checkpoint; incomplete while one is running."""
+        """incomplete while a checkpoint is running"""
         self._connection = connection
         self._on_done = on_done
         self._requests = threading.Semaphore(0)
@@ -130,13 +128,13 @@ class WalCheckpointer:
         return self._thread.failure
 
     def start(self) -> None:
-        """Start a checkpoint. Called by the writer thread while not `busy`."""
+        """Called by the writer thread while not `busy`."""
         self.busy = True
         self.last_result = WalCheckpointResult(False)
         self._requests.release()
 
     def close(self) -> None:
-        """End the thread after the running checkpoint and close the connection. Blocks."""
+        """Waits for the running checkpoint."""
         self._stopping = True
         self._requests.release()
         self._thread.join()
@@ -153,7 +151,7 @@ class WalCheckpointer:
 
 
 def wal_checkpoint(connection: Connection) -> WalCheckpointResult:
-    """Checkpoint as much as possible without waiting for readers."""
+    """Does not wait for readers."""
     try:
         busy, pages, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     except sqlite3.Error as error:

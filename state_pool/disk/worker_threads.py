@@ -34,7 +34,7 @@ class PoolThread:
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread. Returns whether it has ended."""
+        """Returns whether the thread has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -61,7 +61,6 @@ class ReconnectTimeout:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the last attempt reached the server."""
         return self._lost_at is None
 
     def may_retry(self, started_at: float) -> bool:
@@ -74,7 +73,6 @@ class ReconnectTimeout:
         return time.monotonic() <= self._lost_at + RECONNECT_TIMEOUT_S
 
     def reset(self) -> None:
-        """The server has answered."""
         self._lost_at = None
 
 
@@ -93,7 +91,7 @@ class OnceCallback(Generic[_Outcome]):
         self._is_first = threading.Lock()
 
     def __call__(self, outcome: Callable[[], _Outcome]) -> bool:
-        """Report the outcome if it is the first. Returns whether it was."""
+        """Returns whether the outcome was the first."""
         if not self._is_first.acquire(blocking=False):
             return False
         self._report(outcome())
@@ -123,14 +121,13 @@ class _JobQueue:
             self._changed.notify()
 
     def take(self) -> _Job | None:
-        """Wait for the first job and remove it."""
         with self._changed:
             while not self._jobs:
                 self._changed.wait()
             return self._jobs.popleft()
 
     def take_unless_available(self, all_threads_hung: Callable[[], bool]) -> _Job | None:
-        """Remove the first job if no thread is free to take it. Returns None if there is none."""
+        """Remove the first job if no thread is free to take it."""
         with self._changed:
             if not self._jobs or self._jobs[0] is None or not all_threads_hung():
                 return None
@@ -138,12 +135,10 @@ class _JobQueue:
 
 
 class WorkerThreads:
-    """Threads that run the submitted jobs in order."""
-
     def __init__(self, name: str, count: int, on_death: Callable[[], None]) -> None:
         self._jobs = _JobQueue()
         self._running_jobs: list[tuple[float, _Job] | None] = [None] * count
-        """By thread: (monotonic start time, job)."""
+        """by thread: (monotonic start time, job)"""
         self._threads = [
             PoolThread(f"{name}-{number}", partial(self._run, number), on_death) for number in range(count)
         ]
@@ -154,11 +149,10 @@ class WorkerThreads:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no thread has started."""
         return len(self._jobs)
 
     def submit(self, work: Callable[[], object], on_timeout: Callable[[], object] = lambda: None) -> None:
-        """Queue `work`. `time_out_hung_jobs` calls `on_timeout` if it takes too long."""
+        """`time_out_hung_jobs` calls `on_timeout` if `work` takes too long."""
         self._jobs.put(_Job(work, on_timeout))
 
     def time_out_hung_jobs(self) -> None:
@@ -183,7 +177,6 @@ class WorkerThreads:
         return len(self._hung_jobs()) == len(self._threads)
 
     def _hung_job(self, number: int) -> _Job | None:
-        """The job of that thread if it has taken too long."""
         running = self._running_jobs[number]
         return None if running is None or time.monotonic() < running[0] + JOB_TIMEOUT_S else running[1]
 

@@ -49,7 +49,7 @@ _RECOUNT_INTERVAL_S = 60.0
 
 
 class Writer:
-    """Takes jobs from the engine thread. Results go back through `deliver`."""
+    """Results go to the engine thread through `deliver`."""
 
     def __init__(
         self,
@@ -108,21 +108,20 @@ class Writer:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """(small jobs, states) that are waiting or being written"""
+        """(small jobs, states) that wait or are being written"""
         return len(self._small_jobs), len(self._staged)
 
     @property
     def has_room_for_state(self) -> bool:
-        """Whether another state may be queued. Each holds its host buffer until it is written."""
+        """Each state holds its host buffer until it is written."""
         return self.queued[1] < self._queue
 
     @property
     def is_collecting_garbage(self) -> bool:
-        """Whether garbage chunks still have to be deleted."""
         return bool(self._garbage)
 
     def submit(self, job: SmallJob, done: Done) -> None:
-        """Queue a small job. The callers bound the number: a session has one running turn."""
+        """The callers bound the number: a session has one running turn."""
         with self._changed:
             if isinstance(job, Delete):
                 self._forget_states(set(job.row_ids))
@@ -130,13 +129,13 @@ class Writer:
             self._changed.notify()
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Queue a state. Check `has_room_for_state` first."""
+        """Check `has_room_for_state` first."""
         with self._changed:
             self._staged.waiting.append(StagedState(job, done))
             self._changed.notify()
 
     def close(self) -> None:
-        """Write all queued jobs, end the thread, close the connection. Blocks."""
+        """Write all queued jobs. Blocks."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -177,13 +176,13 @@ class Writer:
 
     @property
     def _wait_timeout_s(self) -> float | None:
-        """Seconds to wait for work; None: without a limit."""
+        """None: without a limit"""
         if self.member is not None:
             return HEARTBEAT_INTERVAL_S
         return None if self._log.is_checkpointed else _IDLE_S
 
     def _run_once(self) -> bool:
-        """Commit the waiting turns, then one piece of other work. Returns False when stopped and done."""
+        """Returns False when stopped and done."""
         with self._changed:
             if not (self._has_work or (self._stopping and not self._staged.uploading)):
                 self._changed.wait(self._wait_timeout_s)
@@ -219,7 +218,7 @@ class Writer:
             self._report(done, reported_error(error, job, in_doubt))
 
     def _wait_to_retry(self, started_at: float) -> bool:
-        """Wait before another attempt. Returns False after the timeout or at shutdown.
+        """Returns False after the timeout or at shutdown.
 
         A retry finds out whether a commit in doubt succeeded. `started_at`: see `ReconnectTimeout`.
         """
@@ -248,7 +247,7 @@ class Writer:
         return None
 
     def _try(self, work: Callable[[], None]) -> Exception | None:
-        """Run `work`. On an error, roll back and return the error; the thread continues."""
+        """On an error, roll back and return it; the thread continues."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - e.g. a number that SQLite cannot store: fails the jobs only
@@ -257,7 +256,7 @@ class Writer:
         return None
 
     def _commit(self) -> None:
-        """Commit changes of sessions. Raises CommitInDoubt if the outcome is unknown."""
+        """Raises CommitInDoubt if the outcome is unknown."""
         try:
             self._connection.execute("COMMIT")
         except ServerUnavailable as error:

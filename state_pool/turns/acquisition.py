@@ -34,14 +34,12 @@ _RETRY_DELAY_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _AcquireRequest:
-    """A lease that waits for its session, or for the parent dialogue."""
-
     lease: Lease
     branch_from: int | None
     deadline: float
-    """Monotonic time until which database errors are retried."""
+    """monotonic; until then database errors are retried"""
     others_deadline: float
-    """Monotonic time until which the lease waits for other engines."""
+    """monotonic; until then the lease waits for other engines"""
 
 
 class Acquisition:
@@ -73,7 +71,6 @@ class Acquisition:
         return bool(self._retries)
 
     def poll(self) -> None:
-        """Run the due retries."""
         if not self._retries:
             return
         now = time.monotonic()
@@ -83,12 +80,11 @@ class Acquisition:
             retry()
 
     def begin(self, lease: Lease, branch_from: int | None = None) -> None:
-        """Acquire the lease's session or read its parent dialogue, then queue the lease."""
         now = time.monotonic()
         self._send_request(_AcquireRequest(lease, branch_from, now + DATABASE_TIMEOUT_S, now + OTHER_ENGINES_TIMEOUT_S))
 
     def release(self, session: Session) -> None:
-        """Release the session: no turn of it runs here any more."""
+        """Call when no turn of the session runs here any more."""
         if not session.acquired or session.fence is None:
             return
         session.acquired = False
@@ -97,7 +93,7 @@ class Acquisition:
             self._release_fence(session.fence)
 
     def _release_fence(self, fence: Fence) -> None:
-        """Tell the database that a turn is over. Other engines wait for this."""
+        """Other engines wait for this end of a turn."""
 
         def answered(error: Exception | None) -> None:
             if error is not None:
@@ -186,7 +182,7 @@ class Acquisition:
             lease.source = lease.session.parent = source
 
     def _cached_dialogue(self, stored: list[StoredSession]) -> Session:
-        """Return the dialogue from memory, or add it from the database. Dialogues never change."""
+        """Dialogues never change, so memory is as good as the database."""
         session = self._index.get(stored[0].session.key)
         if session is None or session.row_id != stored[0].session.row_id:
             if session is not None:
@@ -232,7 +228,6 @@ class Acquisition:
         self._index.mark_usable(session)
 
     def drop(self, session: Session) -> None:
-        """Remove a session that the database no longer has."""
         self._tiers.forget(session)
         self._index.remove(session)
 

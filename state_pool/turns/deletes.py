@@ -34,7 +34,7 @@ class SharedCleanup:
         self._is_deleting = False
 
     def run(self) -> None:
-        """Clean up once. Called each second."""
+        """Called each second."""
         self._shrink_index()
         cutoff = self._expiry.cutoff()
         if self._is_deleting or not self._store.is_cleanup_leader:
@@ -73,13 +73,11 @@ class SharedCleanup:
 
 
 class SessionDeletes:
-    """Deletes sessions in the database and retries failed deletes."""
-
     def __init__(self, store: Store | None, deliver: CompletionQueue) -> None:
         self._store = store
         self._deliver = deliver
         self._undeleted: list[tuple[int, ...]] = []
-        """Deletes that failed on disk, to be retried."""
+        """to be retried"""
 
     def delete(self, row_ids: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
         """Delete sessions by the ids of their database rows. Failed deletes are retried, also at shutdown."""

@@ -22,7 +22,7 @@ from state_pool.session_key import LINEAR, SessionKey
 from state_pool.sessions import OnDurable, PendingTurn, Session, SessionIndex, checked_key
 
 MAX_CONCURRENT = 2
-"""Concurrent exports and imports; each holds a state in host memory."""
+"""Each export or import holds a state in host memory."""
 
 OnExported = Callable[[SessionFile | Exception], None]
 """Called once, on the engine thread."""
@@ -107,7 +107,6 @@ class ImportExport:
             store.find(key, found)
 
     def _copy_out(self, session: Session, on_exported: OnExported) -> None:
-        """Start to copy the session from its tier."""
         num_tokens, replay = session.num_tokens, list(session.replay)
 
         def arrived(host: HostState) -> None:
@@ -191,7 +190,7 @@ class ImportExport:
             self._tiers.num_loading += file.host is not None
 
     def _forget_idle(self, key: SessionKey) -> None:
-        """Drop an idle session from memory: a shared database decides whether it exists."""
+        """A shared database decides whether the session exists."""
         session = self._index.get(key)
         if session is not None and self._store is not None and self._store.shared and not session.busy:
             self._tiers.forget(session)
@@ -268,7 +267,7 @@ class ImportExport:
 
     @contextmanager
     def _limit_concurrency(self) -> Iterator[None]:
-        """Count an export or import until its end. Uncounts it if starting it raises."""
+        """Counts an export or import until its end. Uncounts it if starting it raises."""
         if self._num_active >= MAX_CONCURRENT:
             raise PoolFull(f"{MAX_CONCURRENT} sessions are being exported or imported; try again in a moment")
         self._num_active += 1

@@ -81,7 +81,6 @@ class LeaseQueue:
             self._waiting.append(lease)
 
     def stop_reading(self, lease: Lease) -> None:
-        """The lease no longer reads its state."""
         if lease.is_reader and lease.source is not None:
             lease.source.readers -= 1
         lease.is_reader = False
@@ -96,7 +95,7 @@ class LeaseQueue:
         self._waiting.extendleft(reversed(front))
 
     def _try_next(self, count: int) -> list[Lease]:
-        """Remove up to `count` leases and return those that still wait."""
+        """Return the leases that still wait."""
         tried = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         return [lease for lease in tried if not self._try(lease)]
 
@@ -170,7 +169,6 @@ class LeaseQueue:
             self._store.load(session.row_id, lambda result: self._loaded(session, expected, result))
 
     def _may_load(self, session: Session) -> bool:
-        """Whether the reader and host memory have room."""
         if session.loading or self._tiers.num_loading >= self._config.transfer_states:
             return False
         return self._tiers.host_has_room()
@@ -199,12 +197,11 @@ class LeaseQueue:
 
 
 def origin_of(lease: Lease) -> Origin | None:
-    """The origin of a new history of the lease."""
     return lease.mixture if lease.tuned is None else lease.tuned.origin
 
 
 def origin_mismatch(session: Session, requested: Origin | None) -> OriginMismatch | None:
-    """Return the error for a request that names another origin than the session's, or None."""
+    """Return the error for a request that names another origin than the session's."""
     origin, display_name = session.origin, session.key.display_name
     if is_mixture(origin) and origin is not None and (requested is None or requested.digest != origin.digest):
         return OriginMismatch(

@@ -58,7 +58,7 @@ class Turns:
         self._stores_log = store is not None and config.durability != "turn"
         self._is_lazy = store is not None and config.durability == "lazy"
         self.acquisition: Acquisition | None = None
-        """If the database is shared: acquires sessions before their states are used."""
+        """set if the database is shared"""
         if store is not None and store.shared:
             self.acquisition = Acquisition(
                 store, index, tiers, self.lease_queue.enqueue, self.start_next_turn, self._check_room
@@ -69,7 +69,7 @@ class Turns:
         """Turns (durability "turn") that wait for the writer's queue. Each returns whether it is done waiting."""
         self.session_deletes = SessionDeletes(store, deliver)
         self.unlogged: dict[Session, None] = {}
-        """Sessions with turns on their way to the log."""
+        """with turns on their way to the log"""
 
     @property
     def pending(self) -> bool:
@@ -122,7 +122,6 @@ class Turns:
         return lease
 
     def _checkout_branch(self, session_id: str, parent: int, state: str, adapter: str, mixture: Origin | None) -> Lease:
-        """Start a turn that adds a dialogue after an earlier one."""
         checked_key(session_id)
         source = None
         if parent != ROOT and self.acquisition is None:
@@ -164,7 +163,7 @@ class Turns:
             )
 
     def start_next_turn(self, session: Session) -> None:
-        """Start the next waiting turn if none is running. Remove a session without turns."""
+        """Remove the session if it has no turns."""
         if session.active is not None or session.pending is not None:
             return
         if session.queue:
@@ -240,7 +239,6 @@ class Turns:
         self._finish_if_complete(session)
 
     def _store_state(self, session: Session, turn: PendingTurn, slot: int) -> bool:
-        """Durability "turn": store the state with the turn."""
         if session.deleted:
             return True
         return self._tiers.checkpoints.store_turn(
@@ -272,7 +270,6 @@ class Turns:
             self._finish_if_complete(session)
 
     def _end_lease(self, lease: Lease) -> None:
-        """Release everything that the lease holds."""
         self.lease_queue.stop_reading(lease)
         if lease.pinned:
             self._tiers.unpin(lease.read_slot)
