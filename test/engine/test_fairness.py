@@ -252,20 +252,6 @@ def test_a_job_without_running_rows_may_use_the_reserve() -> None:
     assert per_job(plan.schedule())[running] == 1 and plan.admission.paused_rows == 0
 
 
-def test_a_paused_row_that_ends_reads_its_last_tokens() -> None:
-    """Its session's state must have read the whole turn."""
-    plan, _slots = scheduler(req_slots=16)
-    plan.add(*job(50, client="bulk"))
-    before = [row.sequence for row in plan.schedule()]
-    for _ in range(6):
-        plan.add(*job(1, client="chat"))
-    now = {row.sequence for row in plan.schedule()}
-    paused = next(sequence for sequence in before if sequence not in now)
-    paused.phase, paused.may_sample = Phase.CLOSING, False
-    plan.release_req_slot(paused)
-    assert paused in {row.sequence for row in plan.schedule()} and plan.admission.paused_rows == 4
-
-
 class Checked:
     """A scheduler with random arrivals and ends, and invariants checked after every step."""
 
