@@ -66,6 +66,68 @@ def test_unacknowledged_bytes_are_bounded(ends: Ends, monkeypatch: pytest.Monkey
     assert receiver.read_bytes > 10_000
 
 
+def frame(num_bytes: int) -> tuple[int, bytes]:
+    """A message that takes so many bytes on the link, up to 256."""
+    return 1, bytes(num_bytes - 6)
+
+
+def test_an_offer_that_does_not_fit_is_refused_and_the_link_stays(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_OFFERED_BYTES", 300)
+    sender, receiver = ends
+    sender.offer((0, bytes(1000)))  # nothing waits before it
+    with pytest.raises(wire.LinkFull, match="1007 bytes wait for the other process, the limit is 300"):
+        sender.offer(frame(10))
+    carry(sender, receiver)
+    for _ in range(5):  # what was taken waits no more
+        sender.send(frame(200))
+        with pytest.raises(wire.LinkFull):
+            sender.offer(frame(102))
+        sender.offer(frame(101))
+        carry(sender, receiver)
+    sender.send(frame(200))
+    sender.send(frame(200))
+    assert not sender.is_closed and len(sender.take(0.0) or ()) == 2, "only offers are limited"
+
+
+def test_half_of_the_waiting_frames_are_for_events(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_WAITING_FRAMES", 4)
+    sender, _ = ends
+    for _ in range(3):
+        sender.offer(frame(10))
+    with pytest.raises(wire.LinkFull):
+        sender.offer(frame(10))
+    sender.send(frame(10))
+    assert not sender.is_closed
+
+
+def test_pieces_of_a_stale_call_wait_for_the_next_one(ends: Ends) -> None:
+    """The sender may have given up this link."""
+    sender, receiver = ends
+    sender.send((0, b"first"))
+    receiver.put_stale(sender.take(0.0) or [])
+    assert not receiver.has_input
+    sender.send((1, b"second"))
+    receiver.put_stale(sender.take(0.0) or [])
+    incoming = receiver.receive()
+    assert [next(incoming), next(incoming)] == [(0, b"first"), (1, b"second")]
+    sender.send((2, b"third"))
+    receiver.put_stale(sender.take(0.0) or [])
+    receiver.put([])
+    assert next(incoming) == (2, b"third")
+
+
+def test_a_link_whose_peer_is_too_slow_is_closed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_WAITING_BYTES", 500)
+    sender, receiver = ends
+    for _ in range(5):
+        sender.send(frame(250))
+        sender.send(frame(250))
+        carry(sender, receiver)
+    sender.send(frame(250))
+    sender.send(frame(251))
+    assert sender.is_closed
+
+
 def test_a_link_without_transport_is_closed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_WAITING_FRAMES", 3)
     sender, _ = ends

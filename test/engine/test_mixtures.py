@@ -316,6 +316,17 @@ def test_tokens_that_are_read_again_are_reported_and_bounded(model: Path, tmp_pa
         assert turn_with(limit=lengths[-1]).error is None, "the session is as it was"
 
 
+def test_parked_tokens_do_not_count_as_read_again(model: Path, tmp_path: Path) -> None:
+    with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db"), "l1_sessions": 8}) as engine:
+        first = turn("s", SAID[0], mixture=MIXES[1], **GREEDY)
+        run(engine, first)
+        replayed = sum(events.num_replayed for events in run(engine, first, return_token_ids=True).events)
+        assert replayed > 0, "the last token was sampled and not read"
+        session = msgspec.structs.replace(first.session, max_replayed_tokens=replayed)
+        assert run(engine, msgspec.structs.replace(first, session=session)).finishes[0].error is None
+        engine.state_manager.parked.clear()
+
+
 def test_a_kept_turn_of_a_lost_engine_does_not_run_again(model: Path, tmp_path: Path) -> None:
     """The end of each turn is lost. The second turn starts from the parked state of the first."""
     with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db")}) as engine:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.job_table import DEADLINES_KEPT
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.engine import Engine
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, WAIT_S, RunningJob, make_request, submit, tiny_model, turn
@@ -312,6 +313,39 @@ def test_text_held_for_a_stop_is_shown_at_a_timeout(loop: Stepped) -> None:
     finish = loop.end(job).finishes[0]
     assert (finish.reason, finish.completion_tokens) == (FinishReason.TIMEOUT, 4)
     assert job.texts[0] == b"".join(TOKENIZER.byte_table[token] for token in tokens) != b""
+    loop.check_idle()
+
+
+def test_a_cancelled_turn_frees_the_state_before_its_held_text(loop: Stepped) -> None:
+    free = loop.free
+    said = loop.end(submit(loop.engine, turn("said", "hold", max_tokens=8, ignore_eos=True))).texts[0]
+    job = submit(loop.engine, turn("held", "hold", **ENDLESS, stop_strings=[said + b" and no further"]))
+    loop.until(lambda: any(row.rollback_state for row in job_rows(loop, job)), "some text is held")
+    loop.cancel(job)
+    loop.end(job)
+    assert loop.engine.model_runner.pool.turns.delete("said") == 1
+    loop.check_idle(free)
+
+
+def test_deadlines_of_ended_jobs_do_not_pile_up(loop: Stepped) -> None:
+    for number in range(2 * DEADLINES_KEPT):
+        job = named(loop, f"n{number}", make_request("a", **ENDLESS), timeout_s=1000.0)
+        loop.step()
+        loop.cancel(job)
+        loop.end(job)
+    assert len(loop.engine.jobs._deadlines) <= DEADLINES_KEPT + 2
+    loop.check_idle()
+
+
+def test_a_failure_after_the_last_row_ended_is_not_the_jobs(loop: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is complete but its last events are not sent yet."""
+    job = submit(loop.engine, make_request("a", max_tokens=2, ignore_eos=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.engine.jobs, "deliver", lambda: None)
+        loop.until(lambda: job.answered.is_set() and not job_rows(loop, job), "its row has ended")
+    loop.engine.jobs.abandon_all(ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="lost"))
+    assert job.done.is_set() and job.events[-1].error is None
+    assert job.finishes[0].completion_tokens == 2 and job.texts[0]
     loop.check_idle()
 
 
