@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.ipc.metrics import Metrics, TokenLatency
+from rwkv_batch.ipc.metrics import DeviceMonitor, DeviceStats, Metrics, TokenLatency
+from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents
 
 FINISH = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
@@ -66,6 +68,69 @@ def test_refusals_and_devices_are_reported() -> None:
     used = sample(text, 'rwkv_device_memory_used_bytes{device="cpu"}')
     assert 1e6 < used < sample(text, 'rwkv_device_memory_total_bytes{device="cpu"}')
     assert 'device="cuda:99"' not in text
+
+
+def samples(text: str) -> dict[str, float]:
+    """All values of a page, without empty buckets and devices."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines if float(value) and "rwkv_device" not in name}
+
+
+def test_every_metric_is_counted_under_its_name_and_labels() -> None:
+    """Dashboards read these names."""
+    metrics = Metrics()
+    metrics.observe_request(Observe("/v1/chat", 200, 0.3, 0.02))
+    metrics.observe_request(Observe("/v1/chat", 200, 400.0, 0.0))
+    metrics.observe_client_request("key", 7, is_refused=False)
+    metrics.observe_client_request("key", 9, is_refused=True)
+    metrics.observe_client_tokens("key", 3, 0)
+    metrics.observe_client_tokens("key", 2, 5)
+    finish = Finish(reason=FinishReason.STOP, prompt_tokens=11, completion_tokens=9, cached_tokens=4)
+    deltas = [Delta(0, b"x", 2), Delta(0, b"x", 3, finish), Delta(1, b"", 0, finish)]
+    metrics.observe_events([JobEvents(job_id="unknown", deltas=deltas)])
+    metrics.observe_events([JobEvents(job_id="unknown", deltas=deltas[:1])])
+    status = {"jobs": {"/v1/chat": 3}, "pool": {"l1": {"slots": 5}}, "model_shape": {"layers": 2}, "draining": True}
+    text = metrics.render({"jobs": {"gone": 1}}) and metrics.render(status)
+    found = samples(text)
+    for name, least in (("request", 0.5), ("first_byte", 0.025)):
+        for bound in (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0):
+            if bound >= least:
+                assert found.pop(f'rwkv_http_{name}_seconds_bucket{{le="{bound}",route="/v1/chat"}}') == 1
+    assert found == {
+        'rwkv_http_requests_total{route="/v1/chat",status="200"}': 2,
+        'rwkv_http_request_seconds_bucket{le="+Inf",route="/v1/chat"}': 2,
+        'rwkv_http_request_seconds_count{route="/v1/chat"}': 2,
+        'rwkv_http_request_seconds_sum{route="/v1/chat"}': 400.3,
+        'rwkv_http_first_byte_seconds_bucket{le="+Inf",route="/v1/chat"}': 1,
+        'rwkv_http_first_byte_seconds_count{route="/v1/chat"}': 1,
+        'rwkv_http_first_byte_seconds_sum{route="/v1/chat"}': 0.02,
+        "rwkv_completion_tokens_total": 7,
+        "rwkv_prompt_tokens_total": 22,
+        "rwkv_cached_prompt_tokens_total": 8,
+        'rwkv_rows_finished_total{reason="stop"}': 2,
+        'rwkv_client_requests_total{client="key",outcome="taken"}': 1,
+        'rwkv_client_requests_total{client="key",outcome="refused"}': 1,
+        'rwkv_client_tokens_total{client="key",kind="prompt"}': 7,
+        'rwkv_client_tokens_total{client="key",kind="completion"}': 5,
+        'rwkv_client_tokens_total{client="key",kind="replayed"}': 5,
+        'rwkv_jobs{label="/v1/chat"}': 3,
+        "rwkv_pool_l1_slots": 5,
+        "rwkv_draining": 1,
+    }
+    meanings = re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE)
+    assert len(meanings) == 18
+    assert [name for name, meaning in meanings if not re.fullmatch(r"[A-Z][a-zPT' ].*\.", meaning)] == []
+
+
+def test_visible_devices_are_numbered_as_cuda_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monitor = DeviceMonitor()
+    monkeypatch.setattr(monitor, "_nvml", SimpleNamespace(stats=lambda number: asked.append(number) or DeviceStats(7)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", " GPU-abc, 3,")
+    assert monitor.stats("cuda:1") == monitor.stats("cuda:1") == DeviceStats(7)
+    assert [monitor.stats(name) for name in ("cuda", "cuda:2")] == [DeviceStats(7)] * 2
+    assert asked == ["3", "GPU-abc", "2"], "a device is asked once in a second"
+    assert monitor.stats("mps:0") == DeviceStats() and len(asked) == 3
 
 
 def test_two_threads_may_render_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
