@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from rwkv_batch.calls import GetStatus
+from rwkv_batch.calls import AcquireQuota, GetStatus
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.ipc.wire import (
     Admitted,
+    Answer,
     Arrived,
+    Call,
     EventBatch,
+    FrameTooLong,
     Heartbeat,
     Hello,
+    LinkFull,
+    NotSent,
     SocketLink,
     Submit,
     to_engine_decoder,
     to_worker_decoder,
 )
-from rwkv_batch.request import Delta, Job, JobEvents, Load, SessionTurn
+from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Load, SessionTurn, Usage
 from test.harness import make_request
 from test.serving import wait_for
 
@@ -38,13 +46,20 @@ class Scripted:
 
     num_pieces = 0
 
-    def __init__(self, messages: Iterable[Any]) -> None:
+    def __init__(self, messages: Iterable[Any], refusal: NotSent | None = None) -> None:
+        """refusal: raised by every offer"""
         self._messages = messages
         self._failure: Exception | None = None
+        self._refusal = refusal
+        self.sent: list[Any] = []
 
-    def send(self, *messages: Any) -> None: ...
+    def send(self, *messages: Any) -> None:
+        self.sent.extend(messages)
 
-    def offer(self, message: Any, max_bytes: int | None = None) -> None: ...
+    def offer(self, message: Any, max_bytes: int | None = None) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        self.sent.append(message)
 
     def receive(self) -> Iterator[Any]:
         try:
@@ -78,9 +93,9 @@ class Worker:
     def submit(self, asked: Job) -> None:
         self.client.submit(asked, self.received.append, self.admitted.append)
 
-    def serve(self, messages: Iterable[Any]) -> None:
+    def serve(self, messages: Iterable[Any], refusal: NotSent | None = None) -> None:
         """Serve one connection, from its first message to its loss."""
-        link = Scripted(messages)
+        link = Scripted(messages, refusal)
         self.client._serve(link)
         link.check()
 
@@ -96,6 +111,7 @@ def test_each_waiting_callback_gets_one_error_when_the_engine_is_lost() -> None:
         for name in ("running", "a turn"):
             yield Admitted(name, None)
         worker.submit(job("not admitted"))
+        worker.submit(job("a turn not admitted", session=SessionTurn(session_id="t", resume_prompt=[1])))
         worker.client.call(GetStatus(), worker.answers.append)
 
     worker.serve(messages())
@@ -108,11 +124,12 @@ def test_each_waiting_callback_gets_one_error_when_the_engine_is_lost() -> None:
     )
     kept = {name: MAY_BE_KEPT in error.message for name, error in errors.items() if error is not None}
     assert kept == {"running": False, "a turn": True}
-    assert [error and error.info.kind for error in worker.admitted] == [None, None, ErrorKind.ENGINE_LOST]
+    assert [error and error.info.kind for error in worker.admitted] == [None, None, *[ErrorKind.ENGINE_LOST] * 2]
+    assert [MAY_BE_KEPT in str(error) for error in worker.admitted[2:]] == [False, True]
     assert [answer.info.kind for answer in worker.answers] == [ErrorKind.ENGINE_LOST]
     worker.serve([HERE])
     assert worker.changes == [True, False] * 2
-    assert (len(worker.received), len(worker.admitted), len(worker.answers)) == (2, 3, 1)
+    assert (len(worker.received), len(worker.admitted), len(worker.answers)) == (2, 4, 1)
 
 
 @pytest.mark.parametrize("bad", ["listener", "admission", "call"])
@@ -169,6 +186,65 @@ def test_refused_and_ended_jobs_are_removed() -> None:
     assert [events.error for events in worker.received] == [None]
 
 
+@pytest.mark.parametrize(
+    ("refusal", "kind", "retry_s", "message"),
+    [
+        (LinkFull(9), ErrorKind.OVERLOADED, 1.0, "9 bytes wait for the other process, .*; retry in 1 s"),
+        (FrameTooLong(9, 8), ErrorKind.BODY_TOO_LARGE, None, "has 9 bytes, the limit is 8; send less at once"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_once(
+    refusal: NotSent, kind: ErrorKind, retry_s: float | None, message: str
+) -> None:
+    worker = Worker()
+
+    def messages() -> Iterator[Any]:
+        yield HERE
+        worker.submit(job("large"))
+        worker.client.call(GetStatus(), worker.answers.append)
+        assert worker.client.num_jobs == 0
+
+    worker.serve(messages(), refusal)
+    assert worker.received == []
+    for [error] in (worker.admitted, worker.answers):
+        assert error is not None and (error.info.kind, error.info.retry_after_s) == (kind, retry_s)
+        assert re.search(f"^the request cannot be sent to the engine: .*{message}$", error.info.message)
+
+
+def test_the_error_says_that_the_service_shuts_down() -> None:
+    worker = Worker()
+
+    def messages() -> Iterator[Any]:
+        yield HERE
+        worker.submit(job("row"))
+        worker.submit(job("turn", session=SessionTurn(session_id="s", resume_prompt=[1])))
+        worker.client.is_shutting_down = True
+
+    worker.serve(messages())
+    assert [error and error.info.kind for error in worker.admitted] == [ErrorKind.DRAINING] * 2
+    assert [MAY_BE_KEPT in str(error) for error in worker.admitted] == [False, True]
+    worker.submit(job("late"))
+    late = worker.admitted[-1]
+    assert late is not None and (late.info.kind, late.info.retry_after_s) == (ErrorKind.DRAINING, 5.0)
+
+
+def test_loads_and_the_engines_start_are_reported() -> None:
+    loads: list[tuple[Load, str | None]] = []
+    client = EngineClient(lambda: None, on_load=lambda load, job_id: loads.append((load, job_id)))
+    known = [Balance("key", ClientLimits(), 1.0, 2.0)]
+    seen: list[Any] = []
+
+    def messages() -> Iterator[Any]:
+        yield Heartbeat(Load(1, 2), 7.0, known)
+        seen.append((client.engine_started, client.balances))
+        yield Arrived("job", Load(3, 4))
+        yield EventBatch([JobEvents(job_id="unknown", deltas=[])], Load(5, 6))
+
+    client._serve(Scripted(messages()))
+    assert loads == [(Load(1, 2), None), (Load(3, 4), "job"), (Load(5, 6), None)]
+    assert seen == [(7.0, known)] and client.balances == [], "a lost engine has no ledger"
+
+
 class Engine:
     """Admits every job and keeps its sink."""
 
@@ -208,6 +284,29 @@ def test_a_lost_worker_leaves_nothing_behind() -> None:
     link.check()
     assert engine.cancelled == ["running"]
     assert workers() == []
+
+
+def test_a_jobs_arrival_is_reported_with_a_load_that_includes_it() -> None:
+    server = EngineServer(Engine())  # type: ignore[arg-type]
+    link = Scripted([Submit(job("a")), Submit(job("b"))])
+    server.serve(link)
+    arrived = [message for message in link.sent if isinstance(message, Arrived)]
+    assert [(message.job_id, message.load) for message in arrived] == [("a", Load(1, 1)), ("b", Load(1, 1))]
+    assert [message for message in link.sent if isinstance(message, Admitted)] == [
+        Admitted("a", None),
+        Admitted("b", None),
+    ]
+
+
+def test_jobs_of_a_lost_worker_no_longer_count_against_its_keys() -> None:
+    server = EngineServer(Engine())  # type: ignore[arg-type]
+    answers = []
+    for name in ("a", "b"):
+        usage = Usage(name, "key", ClientLimits(rows=1), 1, 0)
+        link = Scripted([Call(1, AcquireQuota(usage)), Call(2, AcquireQuota(replace(usage, job_id=f"{name}2")))])
+        server.serve(link)
+        answers.append([message.error and message.error.kind for message in link.sent if isinstance(message, Answer)])
+    assert answers == [[None, ErrorKind.OVERLOADED]] * 2
 
 
 @pytest.mark.parametrize("reads", [True, False])
