@@ -31,7 +31,7 @@ def reply_on_error(reply: Reply[Any], as_error: Callable[[Exception], ServiceErr
 
 
 class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
-    """A call to the engine. The type parameter is the answer's type."""
+    """The type parameter is the answer's type."""
 
     @classmethod
     def answer_type(cls) -> type[Answer]:
@@ -40,7 +40,7 @@ class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
 
 
 class GetStatus(EngineCall[Stats], tag="status", frozen=True, array_like=True):
-    """Statistics of model, devices, rows, pool and processes. "jobs" counts jobs by label."""
+    """ "jobs" counts jobs by label."""
 
 
 class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
@@ -48,7 +48,7 @@ class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
 
 
 class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, array_like=True):
-    """A page of the stored sessions, newest first."""
+    """newest first"""
 
     limit: int
     offset: int
@@ -63,15 +63,13 @@ class FindSession(EngineCall[str | None], tag="session_find", frozen=True, array
 
 
 class DeleteSessions(EngineCall[int], tag="session_delete", frozen=True, array_like=True):
-    """Delete a session, or all whose names have this prefix. Answers the number of sessions, once it is durable."""
+    """Deletes one session, or all whose names have this prefix. Answers their number, once it is durable."""
 
     session_id: str
     delete_prefix: bool = False
 
 
 class ExportSession(EngineCall[bytes], tag="session_export", frozen=True, array_like=True):
-    """A session as the bytes of a file."""
-
     session_id: str
     dialogue: int | None = None
     """None: the session without branches"""
@@ -91,15 +89,15 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     digest: str = ""
-    """hash of its numbers"""
+    """of its numbers"""
     file: str = ""
     orientation: str = ""
     """matrix layout of the file: "value_key" or "key_value" (transposed)"""
     orientation_reason: str = ""
     created: int = 0
-    """Unix time in seconds at which it was loaded"""
+    """Unix time in seconds, when loaded"""
     bytes: int = 0
-    """size in memory"""
+    """in memory"""
     is_kept: bool = False
     """whether a restart of the service loads it again"""
     in_slot: bool = False
@@ -112,7 +110,7 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, array_like=True):
-    """The tuned states, in the order in which they were loaded."""
+    """in the order in which they were loaded"""
 
 
 class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=True):
@@ -123,7 +121,7 @@ class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=T
     """path within the models folder; "": `content` is the file"""
     content: bytes = b""
     mixture: tuple[tuple[str, float], ...] = ()
-    """names of states with weights: creates a named mixture, without a file"""
+    """names of states with weights, for a named mixture without a file"""
     orientation: str = "auto"
     """"auto" | "value_key" | "key_value"."""
     defaults: DecodeDefaults = DecodeDefaults()
@@ -133,7 +131,7 @@ class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=T
 
 
 class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_like=True):
-    """Remove a tuned state. Admitted rows still start from it. Answers the removed state."""
+    """Admitted rows still start from the state. Answers the removed state."""
 
     name: str
 
@@ -143,16 +141,16 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     digest: str = ""
-    """hash of its numbers and its scale"""
+    """of its numbers and its scale"""
     file: str = ""
     scale: float | None = None
     """as configured; None: from the file"""
     rank: int = 0
     """the largest rank of its pairs"""
     created: int = 0
-    """Unix time in seconds at which it was loaded"""
+    """Unix time in seconds, when loaded"""
     bytes: int = 0
-    """size in device memory"""
+    """in device memory"""
     is_kept: bool = False
     """whether a restart of the service loads it again"""
     error: str = ""
@@ -160,7 +158,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=True, array_like=True):
-    """The adapters that rows may name, in the order in which they were loaded."""
+    """in the order in which they were loaded"""
 
 
 class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_like=True):
@@ -168,13 +166,13 @@ class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_
 
     name: str
     file: str
-    """path within the models folder"""
+    """within the models folder"""
     scale: float | None = None
     """None: from the file"""
 
 
 class RemoveAdapter(EngineCall[AdapterInfo], tag="adapter_remove", frozen=True, array_like=True):
-    """Remove an adapter. Admitted rows keep it to their end. Answers the removed adapter."""
+    """Admitted rows keep the adapter to their end. Answers the removed adapter."""
 
     name: str
 
@@ -186,7 +184,7 @@ class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=Tru
     """
 
     file: str
-    """absolute path of the weights"""
+    """absolute"""
     adapters: tuple[str, ...] = ()
 
 
@@ -198,7 +196,7 @@ class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=Tr
 
 
 class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True):
-    """Number of jobs with a label that run or wait, of one client or of all ("")."""
+    """Jobs that run or wait, of one client or of all ("")."""
 
     label: str
     client: str = ""

@@ -14,16 +14,14 @@ STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4", "w8a8")
 WKV_STATES = ("auto", "fp32", "fp16", "int8")
 KERNELS = ("auto", "cuda", "cpu", "naive")
-"""Allowed values of `dtype`, `wkv_state` and `kernels`."""
+"""allowed values of `dtype`, `wkv_state` and `kernels`"""
 ALL_BATCH_ROWS = -1
-"""Value of `max_batch_rows_with_interactive`: no limit."""
+"""value of `max_batch_rows_with_interactive`"""
 WHOLE_STEPS = -1
-"""Value of `batch_step_layers`: steps are not split into pieces."""
+"""value of `batch_step_layers`"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of the engine's process."""
-
     model_path: str
     model_name: str = "rwkv7"
     dtype: str = "auto"
@@ -94,7 +92,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = 0
     """this engine's index among the replicas on this machine; with "auto" it selects the GPU"""
     replicas: int = 1
-    """number of replicas that share this machine"""
     loads_at_low_priority: bool = False
     """load with few cores while other processes need them: another model is being served"""
     only_idle_cores: bool = False
@@ -106,5 +103,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool_of_model(self) -> PoolConfig:
-        """The pool's settings with the name of the weights' file, for users of another model."""
+        """for users of another model"""
         return msgspec.structs.replace(self.pool, model_file=Path(self.model_path).name)

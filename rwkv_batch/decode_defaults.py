@@ -8,7 +8,7 @@ import msgspec
 
 
 class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Defaults by the requests' field names. None: the route's default."""
+    """By the requests' field names. None: the route's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -23,6 +23,6 @@ class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that are set, by name, as JSON values."""
+        """as JSON values"""
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return values

@@ -49,12 +49,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.002
 """Seconds between polls of the pool while copies or writes run and no row does."""
 IDLE_POLL_S = 0.25
-"""The same while nothing runs."""
+"""while nothing runs"""
 
 
 class Engine:
-    """Implements `EngineProtocol`. `start` loads the model, `stop` ends everything."""
-
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._wake = threading.Event()
@@ -86,14 +84,14 @@ class Engine:
     # Start and stop ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the model and start serving. Raises StartupError with the cause and the remedy."""
+        """Raises StartupError with the cause and the remedy."""
         self._thread.start()
         self._loaded.wait()
         if self._failure is not None:
             raise self._failure
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new jobs and wait up to `timeout_s` seconds for running ones. `stop` cancels the rest."""
+        """Refuse new jobs and wait for running ones. `stop` cancels the rest."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
         while self._thread.is_alive() and len(self.jobs) and time.monotonic() < deadline:
@@ -112,25 +110,21 @@ class Engine:
 
     @property
     def loop_count(self) -> int | None:
-        """See `server.ManagedEngine`."""
         is_serving = self._loaded.is_set() and not self._stopping and not self.model_runner.is_compiling_or_capturing
         return self._loop_count if is_serving else None
 
     @property
     def load(self) -> Load:
-        """See `server.ManagedEngine`."""
         admission = self.scheduler.admission
         rows = self.scheduler.running_rows + admission.waiting_rows + admission.paused_rows
         return Load(rows, self.scheduler.queued_tokens)
 
     def on_delivered(self, callback: Callable[[], None]) -> None:
-        """See `server.ManagedEngine`."""
         self.jobs.on_delivered = callback
 
     # EngineProtocol ----------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """See `EngineProtocol.submit`."""
         arrived = time.monotonic()
 
         def put(grammars: Grammars) -> None:
@@ -146,12 +140,10 @@ class Engine:
             put({})
 
     def cancel(self, job_id: str) -> None:
-        """See `EngineProtocol.cancel`."""
         self._grammar_queue.cancel(job_id)
         self._inbox.put(lambda: self.jobs.cancel(job_id))
 
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
-        """See `EngineProtocol.call`."""
         if not self._inbox.put(lambda: self._handle_call(call, reply)):
             reply(self._unavailable_error())
 
@@ -176,7 +168,7 @@ class Engine:
         return EngineCalls(*queries, self._session_transfer, self._user_files)
 
     def status(self) -> dict[str, Any]:
-        """Return statistics for /status, as plain data. Engine thread."""
+        """Engine thread."""
         return {
             "running_rows": self.scheduler.running_rows,
             "waiting_rows": self.scheduler.admission.waiting_rows,
@@ -313,7 +305,7 @@ class Engine:
         return Step(number, launched)
 
     def _count_costs(self, step: InFlightStep) -> None:
-        """Record the launch times of a part."""
+        """of a part"""
         num_sampling = len(step.sampling_rows)
         costs = StepCosts(
             tokens=sum(row.num_tokens for row in step.rows),

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class UserFiles:
-    """Tuned states, adapters and model files of the user. Each kind has a thread that reads files."""
+    """Each kind has a thread that reads files."""
 
     def __init__(self, states: StateLibrary, adapters: AdapterLibrary, models: ModelChecks) -> None:
         self.states = states
@@ -29,13 +29,12 @@ class UserFiles:
         self.models = models
 
     def close(self) -> None:
-        """Read no more files."""
         self.states.close()
         self.adapters.close()
         self.models.close()
 
     def handle(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        """Answer a call about user files. Some replies come after a file is read."""
+        """Some replies come after a file is read."""
         match call:
             case calls.ListStates():
                 reply_with(reply, self.states.list)
@@ -56,7 +55,7 @@ class UserFiles:
 
 
 class EngineCalls:
-    """Answers calls. Each reply is called once; some after a copy or a database operation."""
+    """Each reply is called once; some after a copy or a database operation."""
 
     def __init__(
         self,
@@ -96,8 +95,6 @@ class EngineCalls:
                 self._user_files.handle(call, reply)
 
     def _find_session(self, reply: calls.Reply[str | None], session_ids: tuple[str, ...]) -> None:
-        """Reply when the pool has found it."""
-
         def found(session_id: str | Exception | None) -> None:
             reply(as_service_error(session_id) if isinstance(session_id, Exception) else session_id)
 
@@ -115,7 +112,7 @@ class EngineCalls:
             reply(as_service_error(error, field=None))
 
     def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
-        """Reply with the number of deleted sessions, once it is durable."""
+        """Reply once the delete is durable."""
 
         def done(outcome: int | Exception) -> None:
             reply(as_service_error(outcome, given=session_id) if isinstance(outcome, Exception) else outcome)

@@ -43,7 +43,7 @@ MAY_BE_KEPT = (
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure as data. It crosses the socket and becomes a JSON body or an SSE event."""
+    """It crosses the socket and becomes a JSON body or an SSE event."""
 
     kind: ErrorKind
     message: str
@@ -71,9 +71,8 @@ class ServiceError(Exception):
 
 
 def invalid(field: str, message: str, given: object) -> ServiceError:
-    """Return the error of an invalid field."""
     return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
 
 
 class StartupError(Exception):
-    """The configuration cannot be served. The message is one line with the cause and the remedy."""
+    """The message is one line with the cause and the remedy."""

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A function to run on the engine's thread."""
-
     action: Callable[[], None]
     is_arrival: bool = False
     """whether it only adds a job, so that it may run within a step"""
 
 
 class Inbox:
-    """A queue of commands. One thread runs them, and closes the inbox before it runs the last ones."""
+    """One thread runs the commands, and closes the inbox before it runs the last ones."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -27,7 +25,7 @@ class Inbox:
         self._is_closed = False
 
     def put(self, action: Callable[[], None], is_arrival: bool = False) -> bool:
-        """Any thread. Queue `action` for the engine's thread. Returns False if the inbox is closed."""
+        """Any thread. Returns False if the inbox is closed."""
         with self._put_lock:
             if self._is_closed:
                 return False
@@ -36,7 +34,7 @@ class Inbox:
         return True
 
     def close(self) -> None:
-        """Refuse new commands. The next `run_all` runs the queued ones."""
+        """The next `run_all` runs the queued commands."""
         with self._put_lock:
             self._is_closed = True
 

@@ -10,7 +10,6 @@ _ESCAPES = [(character.encode(), f"\\u{ord(character):04x}".encode()) for charac
 
 
 def escape_line_breaks(json: bytes) -> bytes:
-    """Return the JSON text with U+0085, U+2028 and U+2029 as escapes."""
     for character, escape in _ESCAPES:
         json = json.replace(character, escape)
     return json

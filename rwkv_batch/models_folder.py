@@ -7,11 +7,11 @@ from pathlib import Path
 from rwkv_batch.errors import invalid
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file that PEFT stores next to an adapter's weights."""
+"""PEFT stores it next to an adapter's weights."""
 
 
 def within(folder: str, file: str) -> Path | None:
-    """Resolve `file` in the folder, following links. None if it is outside or not a valid path."""
+    """Follows links. None: the file is outside, or not a valid path."""
     root = Path(folder).resolve()
     try:
         path = (root / file).resolve()
@@ -40,7 +40,7 @@ def relative_to_folder(folder: str, text: str) -> str:
 
 
 def check_adapter_within(folder: str, path: Path, field: str) -> None:
-    """Check that all files of an adapter are inside the models folder. Raises ServiceError."""
+    """Raises ServiceError if a file of the adapter is outside the folder."""
     files = path.iterdir() if path.is_dir() else (path.with_name(ADAPTER_CONFIG),)
     if any(within(folder, str(file)) is None for file in files):
         raise invalid(field, "must be an adapter without links that lead out of --models-dir", path.name)

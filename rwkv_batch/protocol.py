@@ -20,13 +20,12 @@ class EngineProtocol(Protocol):
     """The calls that routes may make. All return at once; results arrive through callbacks."""
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """Submit a job. `on_admitted` gets None, or a ServiceError if the job is refused and sends no events."""
+        """`on_admitted` gets None, or a ServiceError if the job is refused and sends no events."""
 
     def cancel(self, job_id: str) -> None:
-        """End a job's rows at once. Its last event has `done`. Unknown ids are ignored: the job may have ended."""
+        """Ends the job's rows at once. Its last event has `done`. Unknown ids are ignored: the job may have ended."""
 
-    def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
-        """Send a call of `rwkv_batch.calls`."""
+    def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None: ...
 
 
 class ManagedEngine(EngineProtocol, Protocol):
@@ -36,14 +35,14 @@ class ManagedEngine(EngineProtocol, Protocol):
         """Call `callback` after the sinks of each step, on their thread."""
 
     def start(self) -> None:
-        """Load the model and return when it can serve. Raises StartupError for errors that the user can fix."""
+        """Returns when the model can serve. Raises StartupError for errors that the user can fix."""
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new jobs and wait up to `timeout_s` seconds for running ones."""
+        """Refuse new jobs and wait for running ones."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs. If not, the process ends and is restarted."""
+        """If the engine's thread ends, the process ends and is restarted."""
 
     @property
     def loop_count(self) -> int | None:
@@ -51,7 +50,7 @@ class ManagedEngine(EngineProtocol, Protocol):
 
     @property
     def load(self) -> Load:
-        """Its queued work. Any thread."""
+        """Any thread."""
 
     def stop(self) -> None:
         """End running rows and store the sessions' states."""

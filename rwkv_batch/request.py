@@ -106,7 +106,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_states(self) -> int:
-        """States per row."""
         return len(self.mixture) or 1
 
     @property
@@ -116,8 +115,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Priority(enum.StrEnum):
-    """Order in which rows get running slots."""
-
     AUTO = "auto"
     """by size: see `Job.is_batch`"""
     INTERACTIVE = "interactive"
@@ -131,7 +128,7 @@ INTERACTIVE_ROWS = 8
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of an API key. None: unlimited."""
+    """None: unlimited"""
 
     rows: int | None = None
     """at the same time"""
@@ -152,8 +149,6 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Amounts that a job takes of its client's limits."""
-
     job_id: str
     client: str
     limits: ClientLimits
@@ -195,12 +190,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows, with `n` and `candidates` expanded."""
+        """with `n` and `candidates` expanded"""
         return sum(row.num_rows for row in self.rows)
 
     @property
     def usage(self) -> Usage | None:
-        """Its usage of its client's limits; None without limits."""
+        """None without limits"""
         if self.limits is None:
             return None
         rows = sum(row.num_rows * row.num_states for row in self.rows)
@@ -218,8 +213,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a row ended."""  # the schema's description in the OpenAPI document
-
     STOP = "stop"
     LENGTH = "length"
     TIMEOUT = "timeout"
@@ -286,20 +279,17 @@ class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_sampled(self) -> int:
-        """Sampled tokens."""
         return sum(delta.num_tokens for delta in self.deltas)
 
     @property
     def num_replayed(self) -> int:
-        """Tokens of its session that are read again."""
+        """of its session, read again"""
         return sum(delta.replayed_tokens for delta in self.deltas)
 
 
 def attempt_id(job_id: str, attempt: int) -> str:
-    """Return the id of a job on its engine number `attempt`."""
     return f"{job_id}/{attempt}" if attempt else job_id
 
 
 def original_id(job_id: str) -> str:
-    """Return the job's own id of an `attempt_id`."""
     return job_id.partition("/")[0]

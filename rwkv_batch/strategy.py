@@ -16,14 +16,13 @@ DTYPES = {
         for suffix, small in (("i8", "int8"), ("i4", "int4"))
     },
 }
-"""Strategy dtype -> --dtype."""
 MAX_LAYERS = 1000
 DEFAULT_DTYPES = {"cuda": "fp16", "cpu": "fp32"}
 """The meaning of --dtype auto per device."""
 
 
 class StrategyError(ValueError):
-    """An invalid strategy. The message names the part and the remedy."""
+    """The message names the part and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class _Part:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Parse `device dtype [*layers] -> ...`. The last part without a count, or a part with `+`, takes the rest.
+    """`device dtype [*layers] -> ...`. The last part without a count, or a part with `+`, takes the rest.
 
     Raises StrategyError.
     """

@@ -27,7 +27,7 @@ def _vocab_file() -> Path:
 
 
 def _encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
-    """Return the process-wide encoder, which takes 230 MB."""
+    """Takes 230 MB."""
     with _encoder_lock:
         return _load_encoder()
 
@@ -39,7 +39,7 @@ def _load_encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
 
 @functools.cache
 def _byte_table() -> list[bytes]:
-    """Return the bytes of each id, from the vocabulary file. Raises ValueError for a damaged file."""
+    """Raises ValueError for a damaged file."""
     data = _vocab_file().read_bytes()
     table = [b""] * VOCAB_SIZE
     lines = _LINE.findall(data)
@@ -80,30 +80,27 @@ def _lengths_by_prefix() -> dict[bytes, tuple[int, ...]]:
 
 
 def make_byte_tables() -> None:
-    """Create the byte tables that a process's tokenizers share. Takes 0.1 s and 20 MB."""
+    """Takes 0.1 s and 20 MB."""
     _penalty_exempt_ids()
     _lengths_by_prefix()
 
 
 def make_tables() -> None:
-    """Create the byte tables and the text encoder. Takes 0.6 s and 250 MB."""
+    """Takes 0.6 s and 250 MB."""
     make_byte_tables()
     _encoder()
 
 
 class Tokenizer:
-    """Converts text to token ids and token ids to bytes. Immutable and thread-safe; tables are created on first use."""
+    """Immutable and thread-safe; tables are created on first use."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`. Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form."""
+        """Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form."""
         text.encode("utf-8")
         return list(_encoder().encode(text))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Return the token ids of any bytes.
-
-        Does not load the text encoder. `encode` is faster for whole texts.
-        """
+        """Does not load the text encoder. `encode` is faster for whole texts."""
         ids, lengths = _id_by_bytes(), _lengths_by_prefix()
         table, found, at = _byte_table(), [], 0
         while at < len(data):
@@ -118,7 +115,7 @@ class Tokenizer:
 
     @property
     def id_by_bytes(self) -> dict[bytes, int]:
-        """The id of each token. Every single byte is a token."""
+        """Every single byte is a token."""
         return _id_by_bytes()
 
     @functools.cached_property
@@ -127,11 +124,11 @@ class Tokenizer:
 
     @property
     def byte_table(self) -> list[bytes]:
-        """Bytes of each id, [65536]; b"" for id 0 and unused ids. Raises ValueError for a damaged file."""
+        """[65536]; b"" for id 0 and unused ids. Raises ValueError for a damaged file."""
         return _byte_table()
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        """Return the bytes of token ids, which may end inside a character."""
+        """The result may end inside a character."""
         table = self.byte_table
         return b"".join(table[i] for i in ids)
 

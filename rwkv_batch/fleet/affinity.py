@@ -10,14 +10,11 @@ from rwkv_batch.request import Job
 PREFIX_TOKENS = 64
 """Length of the prompt prefix that identifies an engine with a cached state."""
 MAX_REMEMBERED = 16_384
-"""Maximum sessions, and maximum prompt prefixes."""
 
 
 class EngineLru(OrderedDict[str, str]):
-    """Maps the latest sessions or prefixes to engine names."""
-
     def put(self, key: str, engine: str) -> None:
-        """Store an entry and drop the oldest one if there are too many."""
+        """Drops the oldest entry if there are too many."""
         self[key] = engine
         self.move_to_end(key)
         if len(self) > MAX_REMEMBERED:
@@ -30,7 +27,7 @@ def rendezvous_weight(session: str, engine: str) -> bytes:
 
 
 def prefix_key(job: Job) -> str:
-    """Return a hash of the job's first prompt prefix; "" for a short prompt."""
+    """ "" for a short prompt."""
     row = job.rows[0]
     if len(row.prompt) < PREFIX_TOKENS:
         return ""

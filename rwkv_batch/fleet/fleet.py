@@ -57,7 +57,7 @@ class Fleet:
         self._sessions, self._prompts = EngineLru(), EngineLru()
         self._was_connected = False
         self._lost_at = -math.inf
-        """time.monotonic() when the last engine was lost"""
+        """time.monotonic()"""
         self._notify_lock = threading.Lock()
         """held during `on_change`"""
         self._rng = random.Random()
@@ -70,14 +70,13 @@ class Fleet:
     # Start and stop ------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Start connecting as the process `name`."""
         self._name = name
         for member in self.members:
             member.client.start(name)
         threading.Thread(target=self._poll_loop, name="fleet", daemon=True).start()
 
     def update(self, engines: Sequence[ServedModel]) -> None:
-        """Set the current engines. Jobs of removed engines continue elsewhere."""
+        """Jobs of removed engines continue elsewhere."""
         info = {engine.address: engine for engine in engines}
         with self._lock:
             gone = [self._members.pop(address) for address in set(self._members) - set(info)]
@@ -94,7 +93,6 @@ class Fleet:
         self._notify_change()
 
     def stop(self) -> None:
-        """Disconnect from all engines."""
         self._stopped.set()
         self._is_shutting_down = True
         for member in self.members:
@@ -115,18 +113,16 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """All engines, connected or not."""
+        """connected or not"""
         with self._lock:
             return list(self._members.values())
 
     @property
     def is_connected(self) -> bool:
-        """Whether any engine accepts work."""
         return any(member.is_available for member in self.members)
 
     @property
     def lost(self) -> list[str]:
-        """Names of the engines that accept no work now."""
         return [member.name for member in self.members if not member.is_available]
 
     @property
@@ -136,7 +132,6 @@ class Fleet:
     # EngineProtocol ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """See EngineProtocol."""
         in_flight_job = InFlightJob(job, sink, on_admitted, self._limits.resubmit > 0)
         error = self._unavailable_reason()
         if not self.is_connected and not self._may_come_back():
@@ -165,7 +160,6 @@ class Fleet:
             self._enqueue(in_flight_job, error)
 
     def cancel(self, job_id: str) -> None:
-        """See EngineProtocol."""
         with self._lock:
             in_flight_job = self._in_flight_jobs.get(job_id)
             waits = self._waiting.pop(job_id, None) is not None
@@ -179,7 +173,6 @@ class Fleet:
             member.client.cancel(in_flight_job.attempt_id)
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
-        """See EngineProtocol."""
         members = [member for member in self.members if member.client.is_connected]
         if not members:
             reply(ServiceError.from_info(self._unavailable_reason()))
@@ -187,7 +180,7 @@ class Fleet:
         gather(call, reply, members, self.members, self._session_member, self._limits.shares_sessions)
 
     def observe(self, observation: Observe) -> None:
-        """Report an ended HTTP request to one engine. Dropped if there is none."""
+        """Dropped if there is no engine."""
         for member in self.members:
             if member.client.is_connected:
                 member.client.observe(observation)
@@ -234,7 +227,6 @@ class Fleet:
             self._fail(in_flight_job, end)
 
     def _on_admitted(self, in_flight_job: InFlightJob, attempt: Attempt, refusal: ServiceError | None) -> None:
-        """Handle an engine's admission or refusal of a job."""
         if refusal is not None:
             attempt.member.on_refused(attempt.job_id)
         if attempt.number != in_flight_job.attempt:
@@ -249,7 +241,7 @@ class Fleet:
             in_flight_job.report_admission(refusal)
 
     def _on_events(self, in_flight_job: InFlightJob, attempt: Attempt, events: JobEvents) -> None:
-        """Handle an engine's events of a job. Events of an earlier attempt are dropped."""
+        """Events of an earlier attempt are dropped."""
         if attempt.number != in_flight_job.attempt:
             return
         if events.done and events.error is not None and events.error.kind in ENGINE_GONE:
@@ -296,7 +288,6 @@ class Fleet:
             self.quotas.end(in_flight_job.job.job_id, refund=not in_flight_job.is_admitted)
 
     def _assign(self, in_flight_job: InFlightJob, member: Member | None) -> None:
-        """It is with that engine from now on, or with none."""
         with self._lock:
             if in_flight_job.member is not None:
                 in_flight_job.member.assigned_rows -= in_flight_job.job.num_rows

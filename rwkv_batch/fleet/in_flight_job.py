@@ -22,7 +22,7 @@ CANCELLED = ErrorInfo(kind=ErrorKind.CANCELLED, message="the request was cancell
 
 
 class InFlightJob:
-    """A job and its current engine. Events of other engines are dropped. One thread at a time."""
+    """Events of other engines are dropped. One thread at a time."""
 
     def __init__(self, job: Job, sink: Sink, on_admitted: OnAdmitted, can_resume: bool = True) -> None:
         self.job = job
@@ -30,7 +30,6 @@ class InFlightJob:
         """whether its progress is recorded, so that another engine can continue it"""
         self.is_cancelled = False
         self.losses = 0
-        """engines that were lost while they ran it"""
         self.deadline = 0.0
         """time.monotonic() until which it waits for an engine"""
         self.error: ErrorInfo | None = None
@@ -38,9 +37,8 @@ class InFlightJob:
         self.member: Member | None = None
         self.attempt = -1
         self.usage = job.usage
-        """its usage of its client's limits, if there are any"""
+        """None: it has no limits"""
         self.is_counted = False
-        """whether the limits' ledger counts it"""
         self._sink, self._admitted = sink, on_admitted
         self.is_admitted = False
         self._progress = Progress(job)
@@ -59,11 +57,10 @@ class InFlightJob:
 
     @property
     def attempt_id(self) -> str:
-        """The job's id on its current engine."""
         return attempt_id(self.job.job_id, self.attempt)
 
     def next_attempt(self) -> Job | None:
-        """Return the job for the next engine; None: all rows have ended."""
+        """None: all rows have ended."""
         self.attempt += 1
         remaining_job = self._progress.remaining_job() if self.attempt else self.job
         if remaining_job is None:
@@ -81,7 +78,7 @@ class InFlightJob:
         )
 
     def report_admission(self, refusal: ServiceError | None) -> None:
-        """Report the job's admission or final refusal. The admission by a further engine is not reported."""
+        """The admission by a further engine is not reported."""
         if self.is_admitted:
             if refusal is not None:
                 self._sink(JobEvents(job_id=self.job.job_id, deltas=[], done=True, error=refusal.info))
@@ -107,8 +104,6 @@ class InFlightJob:
 
 
 class Attempt(NamedTuple):
-    """A job's run on one engine."""
-
     number: int
     job_id: str
     member: Member

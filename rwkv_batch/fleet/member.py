@@ -16,7 +16,6 @@ from rwkv_batch.request import Job, Load
 
 
 def dial(address: str) -> Connect:
-    """Return a connector to a `ServedModel`'s address."""
     if not address.startswith(PREFIX):
         return unix_connector(address)
     from rwkv_batch.fleet.actors.link import actor_connector
@@ -37,7 +36,7 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 class Member:
-    """One engine of a fleet. Any thread."""
+    """Any thread."""
 
     def __init__(self, info: ServedModel, on_change: Callable[[Member, bool], None]) -> None:
         self.info = info
@@ -61,7 +60,6 @@ class Member:
             self._expect()
 
     def update(self, info: ServedModel) -> None:
-        """Set its status, which the supervisor has reported."""
         if info.status is ModelStatus.READY and self.info.status is not ModelStatus.READY:
             self._expect()
         self.info = info
@@ -90,7 +88,7 @@ class Member:
 
     @property
     def num_unanswered(self) -> int:
-        """Jobs on their way to it, which its last report does not include."""
+        """not in its last report"""
         return len(self._sent)
 
     @property
@@ -107,12 +105,10 @@ class Member:
         return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)
 
     def on_sent(self, job: Job) -> None:
-        """Count a job that is being sent to it."""
         with self._lock:
             self._sent[job.job_id] = load_of(job.num_rows, sum(row.num_prompt_tokens for row in job.rows))
 
     def on_refused(self, job_id: str) -> None:
-        """Stop counting a job that it refused."""
         with self._lock:
             self._sent.pop(job_id, None)
 

@@ -13,7 +13,7 @@ from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLog
 
 @dataclass(slots=True)
 class RowProgress:
-    """One row of the job, by the caller's numbering."""
+    """with the caller's row number"""
 
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     """four bytes each: an HTTP worker holds those of all its streams"""
@@ -29,7 +29,6 @@ class RowProgress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was reported for it."""
         has_output = self.token_ids or self.prompt_logprobs or self.has_ended
         return bool(has_output or self.session_tokens is not None)
 
@@ -51,16 +50,16 @@ def without_turn_starts(events: JobEvents) -> JobEvents:
 
 
 class Progress:
-    """A job's rows, over all engines that ran it. One thread at a time."""
+    """One thread at a time."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rows = [RowProgress() for _ in range(job.num_rows)]
         self._numbers: list[int] | None = None
-        """original numbers of the rows last sent to an engine; None: unchanged"""
+        """None: unchanged"""
 
     def record(self, events: JobEvents) -> JobEvents:
-        """Record an engine's events. Returns them for the caller, with the original row numbers."""
+        """Returns the events with the original row numbers."""
         if self._numbers is not None:
             deltas = [msgspec.structs.replace(delta, row=self._numbers[delta.row]) for delta in events.deltas]
             events = msgspec.structs.replace(events, deltas=deltas)
@@ -69,7 +68,7 @@ class Progress:
         return events
 
     def remaining_job(self) -> Job | None:
-        """Return the unfinished part as a job for another engine; None: every row has ended."""
+        """None: every row has ended."""
         rows: list[GenerateRequest] = []
         numbers: list[int] = []
         first = 0
@@ -93,7 +92,6 @@ class Progress:
 
 
 def _resumed(request: GenerateRequest, i: int, progress: RowProgress) -> GenerateRequest:
-    """Return row i of a request as a request that continues after the reported output."""
     prompt = request.prompt + request.candidates[i] if request.candidates else request.prompt
     seed = (request.sampling.seed + i) % (1 << 64)
     # Tokens whose log-probabilities were not sent yet are sampled again.

@@ -21,7 +21,7 @@ Members = Callable[[], Sequence[Member]]
 
 
 class QuotaLedger:
-    """The ledger as one process sees it. The fleets of all models share it. Any thread may call."""
+    """The fleets of all models share it. Any thread may call."""
 
     def __init__(self) -> None:
         self._sources: dict[Members, None] = {}
@@ -38,7 +38,6 @@ class QuotaLedger:
         self._connection = 0
 
     def add_members(self, members: Members) -> None:
-        """Include a fleet's engines."""
         self._sources[members] = None
 
     def remove_members(self, members: Members) -> None:
@@ -72,16 +71,13 @@ class QuotaLedger:
         on_answer(answer)
 
     def charge(self, job_id: str, events: JobEvents) -> None:
-        """Charge a job's new tokens. The holder learns it with the next `poll`."""
+        """The holder learns the new tokens with the next `poll`."""
         if self._copy.charge_more(job_id, events.num_sampled, events.num_replayed) is not None:
             self._has_changed = True
             self._unreported[job_id] = None
 
     def end(self, job_id: str, refund: bool) -> None:
-        """Stop counting a job.
-
-        refund: no engine admitted it, so it costs nothing
-        """
+        """refund: no engine admitted it, so it costs nothing"""
         with self._lock:
             holder = self._find_holder()
             self._unreported.pop(job_id, None)

@@ -28,7 +28,7 @@ TIE_ROWS = 1.0
 
 
 class RoutingHints(NamedTuple):
-    """Properties of a request that matter for the choice."""
+    """of a request"""
 
     preferred: int | None = None
     """index of the engine that read the prompt's prefix lately"""
@@ -37,11 +37,10 @@ class RoutingHints(NamedTuple):
     unanswered: Sequence[int] = ()
     """per engine, requests sent by this process that have not arrived there; or empty"""
     num_routers: int = 1
-    """processes that route requests, including this one"""
+    """including this one"""
 
 
 def load_of(rows: float, prompt_tokens: float) -> float:
-    """Return rows and unread prompt tokens as one number."""
     return rows + prompt_tokens / PROMPT_TOKENS_PER_ROW
 
 
@@ -81,8 +80,6 @@ def _is_near(loads: Sequence[float], uncertainty: float) -> bool:
 
 
 class FleetLimits(NamedTuple):
-    """How long jobs survive lost engines."""
-
     resubmit: int = 2
     """lost engines after which a job still continues; 0: it ends with its engine"""
     wait_s: float = 10.0
@@ -90,4 +87,4 @@ class FleetLimits(NamedTuple):
     shares_sessions: bool = False
     """whether any engine can continue any session; else a session always stays with its engine"""
     num_routers: int = 1
-    """processes that route jobs to these engines, including this one"""
+    """including this one"""

@@ -31,7 +31,7 @@ _OF_THE_SERVICE = ("rwkv_http_", "rwkv_client_")
 
 
 def merged_status(answers: list[tuple[Member, dict[str, Any]]], all_members: list[Member]) -> dict[str, Any]:
-    """Return the first engine's status with summed counters, and an entry per engine."""
+    """The result has the first engine's status with summed counters, and an entry per engine."""
     merged = dict(answers[0][1])
     info = {member.name: stats for member, stats in answers}
     if len(answers) > 1:
@@ -48,7 +48,7 @@ def merged_status(answers: list[tuple[Member, dict[str, Any]]], all_members: lis
 
 
 def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, Any]:
-    """Return one engine's entry. `stats`: its own status, None if it does not answer."""
+    """stats: None if the engine does not answer"""
     report = member.report
     status: dict[str, Any] = {
         "engine": member.name,
@@ -69,7 +69,7 @@ def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, An
 
 
 def merged_metrics(answers: list[tuple[Member, str]]) -> str:
-    """Merge Prometheus texts. Samples of a family stay together, each with its engine's name."""
+    """Samples of a family stay together, each with its engine's name."""
     families: dict[str, tuple[list[str], dict[str, float]]] = {}
     for member, text in answers:
         for headers, samples in _families(text):

@@ -11,11 +11,11 @@ from rwkv_batch.request import Job, Load
 class HasLoad(Protocol):
     @property
     def load(self) -> Load:
-        """The engine's own load. Any thread."""
+        """Any thread."""
 
 
 class Arrivals:
-    """Jobs submitted to an engine but not admitted yet. Any thread."""
+    """Any thread."""
 
     def __init__(self, engine: HasLoad) -> None:
         self._engine = engine
@@ -23,11 +23,9 @@ class Arrivals:
         self._rows = self._prompt_tokens = 0
 
     def add(self, job: Job) -> None:
-        """Count a job that is being submitted."""
         self._count(job, 1)
 
     def remove(self, job: Job) -> None:
-        """Stop counting a job that was admitted or refused."""
         self._count(job, -1)
 
     def _count(self, job: Job, times: int) -> None:
@@ -38,7 +36,7 @@ class Arrivals:
 
     @property
     def load(self) -> Load:
-        """The total load. A job may be counted twice for a moment, but is always counted."""
+        """A job may be counted twice for a moment, but is always counted."""
         with self._lock:
             rows, prompt_tokens = self._rows, self._prompt_tokens
         known = self._engine.load

@@ -27,7 +27,7 @@ _MORE, _LAST = b"\1", b"\0"
 
 
 class BufferedLink(Generic[Incoming, Outgoing]):
-    """A `Link`. Its carrier calls `take`, `put` and `acknowledge` on any thread."""
+    """The carrier calls `take`, `put` and `acknowledge` on any thread."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
         self._decoder = decoder
@@ -42,7 +42,6 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         self._closed = False
         self._last_put_at = time.monotonic()
         self.num_pieces = 0
-        """pieces that `receive` has read"""
         self.read_bytes = 0
         """the same in bytes, for `acknowledge` of the other end"""
 
@@ -50,17 +49,14 @@ class BufferedLink(Generic[Incoming, Outgoing]):
 
     @property
     def is_sending(self) -> bool:
-        """See Link."""
         return bool(self._outbox)
 
     def send(self, *messages: Outgoing) -> None:
-        """See Link."""
         body = self._encode(messages, wire.MAX_FRAME_BYTES)
         with self._can_send:
             self._send(body)
 
     def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
-        """See Link."""
         body = self._encode((message,), wire.MAX_FRAME_BYTES if max_bytes is None else max_bytes)
         with self._can_send:
             wire.check_room(len(self._outbox), self._outbox_bytes, len(body))
@@ -101,7 +97,6 @@ class BufferedLink(Generic[Incoming, Outgoing]):
                 frame, length = [], 0
 
     def close(self) -> None:
-        """See Link."""
         with self._can_send:
             self._close()
 
@@ -150,7 +145,7 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         return bool(self._outbox) and self._sent_bytes - self._acknowledged_bytes < WINDOW_BYTES
 
     def put(self, pieces: list[bytes]) -> None:
-        """Add received pieces. An empty list is a heartbeat."""
+        """An empty list is a heartbeat."""
         with self._has_input:
             self._last_put_at = time.monotonic()
             if not self._closed:
@@ -172,17 +167,16 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         self.put(pieces)
 
     def acknowledge(self, read_bytes: int) -> None:
-        """Record how many bytes the other end has read in total."""
+        """`read_bytes`: the total of the other end."""
         with self._can_send:
             self._acknowledged_bytes = max(self._acknowledged_bytes, read_bytes)
             self._can_send.notify()
 
     @property
     def has_input(self) -> bool:
-        """Whether a received piece is not read yet."""
         return bool(self._inbox)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last `put`."""
+        """since the last `put`"""
         return time.monotonic() - self._last_put_at

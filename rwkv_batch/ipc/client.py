@@ -78,8 +78,6 @@ Connect = Callable[[], WorkerLink | None]
 
 
 def unix_connector(address: str) -> Connect:
-    """Return a connector to an engine of this machine by its Unix socket."""
-
     def connect() -> WorkerLink | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -104,8 +102,6 @@ class _PendingCall(NamedTuple):
 
 
 class _Pending:
-    """Callbacks that wait on one connection."""
-
     def __init__(self) -> None:
         self.admissions: dict[str, OnAdmitted] = {}
         self.listeners: dict[str, _Listener] = {}
@@ -138,7 +134,7 @@ class EngineClient:
         self._newest: WorkerLink | None = None
         """the latest connection, which may not have received anything yet"""
         self.engine_started = 0.0
-        """Unix time of the engine's start"""
+        """Unix time"""
         self.balances: list[Balance] = []
         """clients' balances in the limits' ledger, if this engine holds it"""
         self._waiting = _Pending()
@@ -148,36 +144,35 @@ class EngineClient:
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
     def start(self, name: str) -> None:
-        """Start connecting as the HTTP worker `name`. Returns at once."""
+        """Returns at once."""
         self._name = name
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the connection for good. All waiting callbacks get an error."""
+        """All waiting callbacks get an error."""
         self._stopped.set()
         with self._lock:
             if self._newest is not None:
                 self._newest.close()
 
     def drop(self) -> None:
-        """Close the connection because the engine is silent. The client then reconnects."""
+        """Call if the engine is silent. The client then reconnects."""
         with self._lock:
             if self._link is not None:
                 self._link.close()
 
     @property
     def reason(self) -> ErrorInfo:
-        """Why no engine is connected, if none is."""
         return self._reason
 
     @property
     def is_connected(self) -> bool:
-        """Whether an engine with a loaded model is connected."""
+        """An engine counts once its model is loaded."""
         return self._link is not None
 
     @property
     def num_received(self) -> int:
-        """Pieces received on this connection. A long message has many."""
+        """A long message has many pieces."""
         newest = self._newest
         return 0 if newest is None else newest.num_pieces
 
@@ -186,7 +181,6 @@ class EngineClient:
         return len(self._waiting.listeners)
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """See EngineProtocol."""
         with self._lock:
             link, refusal = self._link, ServiceError.from_info(self._reason)
             if link is not None:
@@ -202,11 +196,9 @@ class EngineClient:
         on_admitted(refusal)
 
     def cancel(self, job_id: str) -> None:
-        """See EngineProtocol."""
         self._send(Cancel(job_id))
 
     def call(self, call: EngineCall[AnswerT], reply: Reply[AnswerT]) -> None:
-        """See EngineProtocol."""
         with self._lock:
             link, refusal = self._link, ServiceError.from_info(self._reason)
             if link is not None:
@@ -221,11 +213,11 @@ class EngineClient:
         reply(refusal)
 
     def observe(self, observation: Observe) -> None:
-        """Report an ended HTTP request. Dropped if there is no engine."""
+        """Dropped if there is no engine."""
         self._send(observation)
 
     def report_usage(self, *reports: UsageReport | RestoreQuotas) -> None:
-        """Report what counts against clients' limits. Dropped if there is no engine."""
+        """Dropped if there is no engine."""
         if reports:
             self._send(*reports)
 
@@ -337,7 +329,7 @@ def _refusal(error: NotSent) -> ServiceError:
 
 
 def _decoded(value: bytes, answer_type: type[Any]) -> Any:
-    """Decode an answer. Returns a ServiceError if it has another type than expected."""
+    """Returns a ServiceError if the answer has another type than expected."""
     try:
         return msgspec.msgpack.decode(value, type=answer_type)
     except msgspec.DecodeError as error:

@@ -22,7 +22,7 @@ class HeldLedger:
         self._owners: dict[str, object] = {}
 
     def acquire(self, usage: Usage, owner: object) -> ErrorInfo | None:
-        """Count a job. Returns the error if a limit is reached."""
+        """Returns the error if a limit is reached."""
         is_new = usage.job_id not in self._quotas
         refusal = self._quotas.count(usage)
         if is_new:
@@ -52,12 +52,10 @@ class HeldLedger:
             self._metrics.observe_client_tokens(charged.usage.client, charged.sampled, charged.replayed)
 
     def restore(self, known: RestoreQuotas, owner: object) -> None:
-        """Take over an HTTP worker's copy."""
         self._owners.update((job.usage.job_id, owner) for job in known.jobs)
         self._quotas.merge(known.balances, known.jobs)
 
     def end_all(self, owner: object) -> None:
-        """Remove the jobs of an HTTP worker that has gone."""
         for job_id in [job_id for job_id, known in self._owners.copy().items() if known is owner]:
             self._end(job_id)
 
@@ -66,5 +64,5 @@ class HeldLedger:
         self._quotas.end(job_id)
 
     def balances(self) -> list[Balance]:
-        """Return the clients that have used some of their limits per minute."""
+        """Leaves out clients that have used nothing."""
         return self._quotas.balances()

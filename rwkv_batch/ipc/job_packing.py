@@ -27,7 +27,7 @@ _NOTHING = _Common([], [], [], None, {})
 
 
 def pack(job: Job) -> Submit:
-    """Return the message of a job, without the fields that a row has in common with the row before it."""
+    """A row's fields are left out if they equal those of the row before it."""
     repeats = [at for at, (before, row) in enumerate(pairwise(job.rows), 1) if _common(before) == _common(row)]
     if not repeats:
         return Submit(job)
@@ -38,7 +38,7 @@ def pack(job: Job) -> Submit:
 
 
 def unpack(message: Submit) -> Job:
-    """Return the packed job. Its rows share what they have in common."""
+    """Rows share what they have in common."""
     rows = message.job.rows
     for at in message.repeats:
         rows[at] = _with_common(rows[at], _common(rows[at - 1]))

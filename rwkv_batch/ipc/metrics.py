@@ -22,7 +22,6 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
 
 _FRESH_S = 1.0
-"""Seconds for which statistics are cached."""
 
 
 class DeviceStats(NamedTuple):
@@ -34,13 +33,11 @@ class DeviceStats(NamedTuple):
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
-
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class _Nvml:
-    """The NVML functions in use. Raises OSError if the library is missing or does not start."""
+    """Raises OSError if the library is missing or does not start."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -88,7 +85,7 @@ class DeviceMonitor:
         self._known: dict[str, tuple[float, DeviceStats]] = {}
 
     def stats(self, device: str) -> DeviceStats:
-        """Return a device's statistics. All None for an unknown device."""
+        """All fields are None for an unknown device."""
         now = time.monotonic()
         updated_at, stats = self._known.get(device, (-_FRESH_S, DeviceStats()))
         if now - updated_at >= _FRESH_S:
@@ -125,7 +122,7 @@ class Buckets:
         self._sum += value * times
 
     def family(self) -> HistogramMetricFamily:
-        """Return Prometheus' cumulative buckets."""
+        """as Prometheus' cumulative buckets"""
         so_far, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts.copy(), strict=True):
             so_far += count
@@ -154,15 +151,15 @@ class TokenLatency(Collector):
         """per job its arrival, and per row the time of its last delta"""
 
     def arrived(self, job_id: str, now: float) -> None:
-        """Record a submitted job. `now` is time.monotonic()."""
+        """`now` is time.monotonic()."""
         self._last[job_id] = (now, {})
 
     def forget(self, job_id: str) -> None:
-        """Drop a job that was refused or whose client has gone."""
+        """Call for a job that was refused or whose client has gone."""
         self._last.pop(job_id, None)
 
     def observe(self, events: Sequence[JobEvents], now: float) -> None:
-        """Record the events of one step. `now` is time.monotonic()."""
+        """`now` is time.monotonic()."""
         delta_counts: dict[tuple[float, int], int] = {}
         """deltas by time of the row's previous delta and number of tokens: few keys, because rows share their steps"""
         for event in events:
@@ -186,7 +183,6 @@ class TokenLatency(Collector):
             self._inter_token.count((now - before) / tokens, tokens * deltas)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """See Collector."""
         yield self._first_token.family()
         yield self._inter_token.family()
 
@@ -197,7 +193,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class Metrics:
-    """Counters and histograms. Any thread may call: prometheus_client locks."""
+    """Any thread may call: prometheus_client locks."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -260,7 +256,6 @@ class Metrics:
         self._refused.labels(kind.value).inc()
 
     def forget(self, job_id: str) -> None:
-        """Drop the job's latency record."""
         self._times.forget(job_id)
 
     def observe_request(self, seen: Observe) -> None:
@@ -275,7 +270,7 @@ class Metrics:
             self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
 
     def observe_client_tokens(self, client: str, sampled: int, replayed: int) -> None:
-        """Count a client's sampled tokens, and those of its sessions that were read again."""
+        """replayed: tokens of the client's sessions that were read again"""
         self._client_tokens.labels(client, "completion").inc(sampled)
         if replayed:
             self._client_tokens.labels(client, "replayed").inc(replayed)

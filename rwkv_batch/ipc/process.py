@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 SLOW_GC_S = 0.001
 """Garbage collections that take longer are logged at level debug."""
 _NOISY_LOGGERS = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
-"""Libraries that log every step of their start."""
+"""They log every step of their start."""
 
 
 SWITCH_INTERVAL_S = 0.001
@@ -73,7 +73,6 @@ class _Json(logging.Formatter):
 
 
 def set_up_logging(process: str, style: LogStyle) -> None:
-    """Send this process's log lines to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json(process) if style.form == "json" else _Text(process))
     logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
@@ -84,13 +83,12 @@ def set_up_logging(process: str, style: LogStyle) -> None:
 
 
 class _SlowGcLogger:
-    """Logs slow garbage collections, which stop all threads of the process."""
+    """Such collections stop all threads of the process."""
 
     def __init__(self) -> None:
         self._began = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """See gc.callbacks."""
         if phase == "start":
             self._began = time.monotonic()
         elif (duration_s := time.monotonic() - self._began) > SLOW_GC_S:
@@ -134,7 +132,7 @@ def _exit_on_thread_error(args: threading.ExceptHookArgs) -> None:
 
 
 def set_compute_environment() -> None:
-    """Set OpenMP's environment. Call before torch is imported."""
+    """Call before torch is imported."""
     # Spinning compute threads would take the cores from the HTTP workers. OpenMP reads this when it loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -31,29 +31,26 @@ class Balance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CountedJob(msgspec.Struct, array_like=True):
-    """A job that counts against its client's limits."""
-
     usage: Usage
     sampled: int = 0
-    """charged sampled tokens"""
+    """charged"""
     replayed: int = 0
-    """charged tokens of its session that were read again"""
+    """charged, of its session"""
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A bucket refilled with a number of units per minute."""
+    """refilled with a number of units per minute"""
 
     level: float
     at: float
 
     def refill(self, per_minute: int, now: float) -> None:
-        """Add the units for the time since the last call."""
+        """Adds the units for the time since the last call."""
         self.level = min(float(per_minute), self.level + (now - self.at) * per_minute / _MINUTE_S)
         self.at = now
 
     def wait_s(self, level: float, per_minute: int) -> float:
-        """Seconds until the bucket reaches `level`."""
         return max(0.0, (level - self.level) * _MINUTE_S / per_minute)
 
 
@@ -65,7 +62,7 @@ class _Client:
     requests: TokenBucket | None = None
 
     def refill(self, limits: ClientLimits, now: float) -> None:
-        """Refill the buckets up to these limits, which replace earlier ones."""
+        """`limits` replace earlier ones."""
         self.limits = limits
         self.requests = _refilled(self.requests, limits.requests_per_minute, now)
         self.tokens = _refilled(self.tokens, limits.tokens_per_minute, now)
@@ -79,7 +76,7 @@ class _Client:
 
 @dataclass(slots=True)
 class Quotas:
-    """Current usage of all API keys. Any thread may call."""
+    """Any thread may call."""
 
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -95,7 +92,7 @@ class Quotas:
         return bool(self._jobs)
 
     def count(self, usage: Usage) -> ErrorInfo | None:
-        """Count a job. Returns the error if a limit is reached, None for a job that counts already."""
+        """Returns the error if a limit is reached, None for a job that counts already."""
         with self._lock:
             if usage.job_id in self._jobs:
                 return None
@@ -106,7 +103,7 @@ class Quotas:
         return error
 
     def add(self, usage: Usage) -> None:
-        """Count a job that the ledger admitted."""
+        """The ledger admitted the job."""
         with self._lock:
             if usage.job_id not in self._jobs:
                 self._add(self._refilled_client(usage.client, usage.limits), usage)
@@ -117,13 +114,13 @@ class Quotas:
         self._jobs[usage.job_id] = CountedJob(usage)
 
     def charge(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
-        """Charge a job's tokens since its start. Returns those not charged yet, None if there are none."""
+        """sampled, replayed: since the job's start. Returns the tokens not charged yet, None if there are none."""
         with self._lock:
             job = self._jobs.get(job_id)
             return None if job is None else self._charge(job, sampled - job.sampled, replayed - job.replayed)
 
     def charge_more(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
-        """Charge further tokens of a job. Returns them, None if there are none."""
+        """sampled, replayed: further tokens. Returns them, None if there are none."""
         with self._lock:
             job = self._jobs.get(job_id)
             return None if job is None else self._charge(job, sampled, replayed)
@@ -138,10 +135,7 @@ class Quotas:
         return charged
 
     def end(self, job_id: str, refund: bool = False) -> CountedJob | None:
-        """Remove a job and return it, if it counts.
-
-        refund: no engine admitted it, so it costs nothing
-        """
+        """refund: no engine admitted the job, so it costs nothing"""
         with self._lock:
             job = self._jobs.pop(job_id, None)
             if job is not None:
@@ -154,7 +148,6 @@ class Quotas:
     # Copies ----------------------------------------------------------------------------------------------------
 
     def balances(self) -> list[Balance]:
-        """Return the clients that have used some of their limits per minute."""
         balances = []
         with self._lock:
             for name, client in self._clients.items():
@@ -166,7 +159,7 @@ class Quotas:
         return balances
 
     def jobs(self) -> list[CountedJob]:
-        """Return a copy of all jobs that count."""
+        """a copy"""
         with self._lock:
             return [CountedJob(job.usage, job.sampled, job.replayed) for job in self._jobs.values()]
 

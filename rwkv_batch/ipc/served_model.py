@@ -16,11 +16,9 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to load in an engine of its own."""
-
     name: str
     file: str
-    """absolute path of the weights"""
+    """absolute"""
     adapters: tuple[str, ...] = ()
     dtype: str = ""
     """"": as the service's own model, also for the fields below"""
@@ -41,29 +39,26 @@ class ModelStatus(enum.StrEnum):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine and the model that it serves."""
-
     spec: ModelSpec
     status: ModelStatus
     address: str
     since: int
     """Unix time of the last change of `status`"""
     error: str = ""
-    """why it failed, one line"""
+    """one line"""
     has_served: bool = False
     """whether it was ready once; then a lost engine is restarted"""
     engine: str = ""
-    """name of the engine, kept through restarts"""
+    """kept through restarts"""
     is_own: bool = False
     """whether it serves the service's own model, which may have several engines"""
     pid: int = 0
     """0: no process runs"""
     node: str = ""
-    """IP address of its machine, in a cluster"""
+    """IP address, in a cluster"""
 
     @property
     def is_draining(self) -> bool:
-        """Whether it accepts no new jobs."""
         return self.status is ModelStatus.UNLOADING
 
 
@@ -76,8 +71,8 @@ class ModelCommand(msgspec.Struct, frozen=True):
     add_engine: tuple[str, ...] | None = None
     """devices of a further engine for the service's own model; (): as its others"""
     remove_engine: str = ""
-    """name of an engine to drain and end"""
+    """drained, then ended"""
     restart_engine: str = ""
-    """name of an engine to drain and restart; "all": one after the other"""
+    """drained, then restarted; "all": one after the other"""
     is_barrier: bool = False
     """no action: the answer comes after all earlier messages to the workers"""

@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
 BATCHES = "batches"
-"""Name of the batch process, a client that is not an HTTP worker."""
+"""name of the batch process, a client that is not an HTTP worker"""
 MONITOR_INTERVAL_S = 0.05
 """Seconds between checks of the engine's thread. Until the next check, /readyz reports a dead engine as ready."""
 FLUSH_TIMEOUT_S = 2.0
@@ -96,7 +96,7 @@ class Peer:
         """held from reading a load until it is sent, so that loads arrive in order"""
 
     def serve(self, handle_call: HandleCall) -> None:
-        """Handle the worker's messages until it is gone. `handle_call` answers its calls."""
+        """Returns when the worker is gone. `handle_call` answers its calls."""
         try:
             for message in self._link.receive():
                 self._handle(message, handle_call)
@@ -151,16 +151,14 @@ class Peer:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether all events for the worker have left this process."""
+        """Whether no event for the worker is left in this process."""
         return not self._link.is_sending
 
     def send_heartbeat(self, started: float, balances: list[Balance]) -> None:
-        """Send the load, the time of the engine's start and the ledger's balances."""
         with self._send_lock:
             self._link.send(Heartbeat(self._arrivals.load, started, balances))
 
     def flush_events(self) -> None:
-        """Send the events of a step to this worker."""
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
@@ -196,7 +194,7 @@ class Peer:
 
 
 class EngineServer:
-    """Connects HTTP workers to `engine`, over links given to `serve` or accepted by `listen`."""
+    """Links are given to `serve` or accepted by `listen`."""
 
     def __init__(self, engine: ManagedEngine) -> None:
         self._engine = engine
@@ -209,14 +207,14 @@ class EngineServer:
         threading.Thread(target=self._heartbeat_loop, name="heartbeat", daemon=True).start()
 
     def listen(self, address: str) -> None:
-        """Accept HTTP workers of this machine on the Unix socket `address`. Returns at once."""
+        """Accepts HTTP workers of this machine. Returns at once."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(address)
         listener.listen(MAX_WORKERS)
         threading.Thread(target=self._accept_loop, args=(listener,), name="accept", daemon=True).start()
 
     def serve(self, link: PeerLink) -> None:
-        """Serve the HTTP worker at the other end until it is gone."""
+        """Returns when the HTTP worker at the other end is gone."""
         peer = Peer(link, self._engine, self._arrivals, self._metrics, self._ledger)
         peer.send_heartbeat(self._started, self._ledger.balances())
         self._peers.add(peer)
@@ -226,7 +224,7 @@ class EngineServer:
             self._peers.discard(peer)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds until all events have left this process."""
+        """Wait until all events have left this process."""
         deadline = time.monotonic() + timeout_s
         while not all(peer.is_flushed for peer in self._peers.copy()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -280,7 +278,7 @@ def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
 
 
 def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
-    """Create and start an engine. Raises StartupError, with one line, for any failure."""
+    """Raises StartupError, with one line, for any failure."""
     try:
         module, _, class_name = factory.partition(":")
         load = partial(importlib.import_module, module)
@@ -326,7 +324,7 @@ def run_engine(
 
 
 def _report_failure(supervisor: Connection, reason: str) -> None:
-    """Send the supervisor the reason, or log it if the supervisor is gone."""
+    """Log the reason if the supervisor is gone."""
     try:
         supervisor.send(("failed", reason))
     except OSError:

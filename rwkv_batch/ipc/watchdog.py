@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Watchdog:
-    """Compares loop counts. Runs on the main thread of the engine's process."""
+    """Runs on the main thread of the engine's process."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float], interval_s: float) -> None:
         """

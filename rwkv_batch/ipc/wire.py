@@ -47,35 +47,31 @@ NO_LOAD = Load(rows=0, prompt_tokens=0)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
-    """First message of a connection, from the HTTP worker."""
+    """From the HTTP worker, first on a connection."""
 
     name: str
     pid: int
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """`EngineProtocol.submit`."""
-
     job: Job
     repeats: list[int] = []
     """see `job_packing`"""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """`EngineProtocol.cancel`."""
-
     job_id: str
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """`EngineProtocol.call`. The Answer repeats `call_id`."""
+    """The Answer repeats `call_id`."""
 
     call_id: int
     call: AnyCall
 
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """An ended HTTP request, for the metrics in the engine's process."""
+    """For the metrics in the engine's process."""
 
     route: str
     status: int
@@ -84,7 +80,7 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
 
 
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """Usage of a job that counts against limits here (`AcquireQuota`)."""
+    """of a job that counts against limits (`AcquireQuota`)"""
 
     job_id: str
     sampled: int
@@ -133,7 +129,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="b"):
 
     load: Load
     started: float = 0.0
-    """Unix time of the engine's start"""
+    """Unix time"""
     balances: list[Balance] = []
     """of the limits' ledger, if this engine holds it"""
 
@@ -150,19 +146,17 @@ ToWorker = Arrived | Admitted | EventBatch | Answer | Heartbeat
 
 
 class NotSent(Exception):  # noqa: N818 - named by its effect
-    """A message was not sent. The link stays open."""
+    """The link stays open."""
 
 
 class FrameTooLong(NotSent):
-    """A message is larger than its limit. It is not sent, or not read."""
+    """The message is not sent, or not read."""
 
     def __init__(self, num_bytes: int, limit: int) -> None:
         super().__init__(f"a message between processes has {num_bytes} bytes, the limit is {limit}")
 
 
 class LinkFull(NotSent):
-    """The peer reads more slowly than requests arrive."""
-
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes} bytes wait for the other process, the limit is {MAX_OFFERED_BYTES}")
 
@@ -191,7 +185,6 @@ def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Ite
 
 
 def _size_of_logprobs(delta: Delta) -> int:
-    """Approximate encoded bytes of a delta's log-probabilities."""
     size = 0
     for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())):
         size += _DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top)
@@ -217,11 +210,11 @@ class Link(Protocol[Received_co, Sent_contra]):
 
     @property
     def num_pieces(self) -> int:
-        """Pieces that `receive` has read. A long frame has several."""
+        """A long frame has several."""
 
     @property
     def is_sending(self) -> bool:
-        """Whether sent data has not left this process yet."""
+        """Whether sent data is still in this process."""
 
     def send(self, *messages: Sent_contra) -> None:
         """Send messages as one frame. A closed link drops it: the receiving side reports the loss.
@@ -236,17 +229,17 @@ class Link(Protocol[Received_co, Sent_contra]):
         """
 
     def receive(self) -> Iterator[Received_co]:
-        """Yield messages until the peer is gone or the link is closed.
+        """Ends when the peer is gone or the link is closed.
 
         Raises msgspec.DecodeError for an invalid frame, FrameTooLong for one that is too long.
         """
 
     def close(self) -> None:
-        """Close the connection, on any thread. `receive` then ends at both ends."""
+        """Any thread. `receive` then ends at both ends."""
 
 
 def check_room(waiting_frames: int, waiting_bytes: int, num_bytes: int) -> None:
-    """Check that an offered frame of `num_bytes` fits behind the waiting ones. Raises LinkFull."""
+    """Raises LinkFull."""
     if not waiting_frames:
         return
     if 2 * waiting_frames > MAX_WAITING_FRAMES or waiting_bytes + num_bytes > MAX_OFFERED_BYTES:
@@ -274,17 +267,14 @@ class SocketLink(Generic[Incoming, Outgoing]):
 
     @property
     def is_sending(self) -> bool:
-        """See Link."""
         return bool(self._waiting)
 
     def send(self, *messages: Outgoing) -> None:
-        """See Link."""
         frame = self._frame(messages, MAX_FRAME_BYTES)
         with self._lock:
             self._send(frame)
 
     def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
-        """See Link."""
         frame = self._frame((message,), MAX_FRAME_BYTES if max_bytes is None else max_bytes)
         with self._lock:
             check_room(len(self._waiting), self._waiting_bytes, len(frame))
@@ -305,10 +295,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
             self._enqueue(frame)
 
     def receive(self) -> Iterator[Incoming]:
-        """Yield messages until the peer is gone or the link is closed.
-
-        Raises msgspec.DecodeError for an invalid frame. Raises FrameTooLong before it reads a frame that is too long.
-        """
+        """See Link. Raises FrameTooLong before it reads the frame."""
         raw = self._connection.makefile("rb", 0)
         with contextlib.suppress(OSError), BufferedReader(raw, _READ_BYTES) as stream:
             while len(head := stream.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
@@ -320,7 +307,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
                 yield from self._decoder.decode(body)
 
     def _read(self, stream: BufferedReader[Any], length: int) -> bytearray | None:
-        """Read a frame's body; None: the stream ended inside it."""
+        """None: the stream ended inside the frame."""
         body = bytearray(length)
         view = memoryview(body)
         while view:
@@ -343,7 +330,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _send_now(self, frame: bytes) -> int:
-        """Send the part of the frame that fits without blocking. Returns its number of bytes."""
+        """Returns the number of bytes that fit without blocking."""
         try:
             return self._connection.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -14,7 +14,7 @@ from rwkv_batch.model.step_inputs import StepInputs
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """x [N, in], weight [out, in] -> [N, out]"""
 NO_ADAPTER = 0
-"""Number of rows without an adapter."""
+"""number of rows without an adapter"""
 
 
 class AdaptedLinear(NamedTuple):
@@ -28,8 +28,6 @@ class AdaptedLinear(NamedTuple):
 
 
 class LayerAdapters(Protocol):
-    """The contribution of the rows' adapters in one layer of a step."""
-
     def add(self, *maps: AdaptedLinear) -> None:
         """Add b (a x) to the y of each map, for tokens whose adapter has a pair for it."""
         ...
@@ -43,10 +41,8 @@ class LayerAdapters(Protocol):
 
 
 class StepAdapters(Protocol):
-    """The contribution of the rows' adapters in one step."""
-
     def for_layer(self, number: int) -> LayerAdapters:
-        """Return the contribution in the stage's layer of this number, from 0."""
+        """number: in the stage, from 0"""
         ...
 
 
@@ -60,15 +56,15 @@ class AdapterTable:
         self._adapters: dict[int, list[LayerPairs]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
-        """Add an adapter under a number above 0 that no running row uses."""
+        """No running row may use the number, which is above 0."""
         self._adapters[number] = [layers.get(i, LayerPairs()).to(self._device, self._dtype) for i in self.layers]
 
     def drop(self, number: int) -> None:
-        """Remove an adapter that no running row uses."""
+        """No running row may use the adapter."""
         self._adapters.pop(number, None)
 
     def pairs(self, number: int) -> list[LayerPairs]:
-        """Return the adapter's pairs for each layer of the stage."""
+        """for each layer of the stage"""
         return self._adapters[number]
 
     def is_routed(self, number: int) -> bool:
@@ -76,7 +72,7 @@ class AdapterTable:
         return False
 
     def for_step(self, inputs: StepInputs) -> StepAdapters | None:
-        """Return the contribution to a step; None if no row has an adapter."""
+        """None: no row has an adapter."""
         if inputs.adapters is None:
             return None
         numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
@@ -85,7 +81,7 @@ class AdapterTable:
         return _Groups(groups, self.multiply)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply x [N, in] by weight [out, in] of a loaded adapter: [N, out]."""
+        """x [N, in], weight [out, in] of a loaded adapter -> [N, out]"""
         return plain(x, weight)
 
 
@@ -100,7 +96,7 @@ class _Groups:
 
 
 class _LayerGroups:
-    """A step's tokens grouped by adapter, for one layer."""
+    """for one layer"""
 
     def __init__(self, groups: list[tuple[LayerPairs, Tensor]], multiply: Multiply) -> None:
         self._groups, self._multiply = groups, multiply
@@ -118,7 +114,7 @@ class _LayerGroups:
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [N, in] by weight [out, in]: [N, out]."""
+    """x [N, in], weight [out, in] -> [N, out]"""
     return x @ weight.T
 
 

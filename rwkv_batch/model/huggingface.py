@@ -33,18 +33,17 @@ _ALL_MIXES = "attn.x_x"
 
 
 class _Index(msgspec.Struct):
-    """The shard of each tensor."""
+    """the shard of each tensor"""
 
     weight_map: dict[str, str]
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a folder has weights in Hugging Face's layout."""
     return path.is_dir() and ((path / INDEX).is_file() or (path / WHOLE).is_file())
 
 
 def read_folder(path: Path) -> dict[str, Tensor]:
-    """Read all tensors [...] of a folder, by the names in its files.
+    """Returns the tensors [...] by the names in the folder's files.
 
     Raises FileError with the missing file or tensor.
     """
@@ -86,7 +85,7 @@ def native_module(name: str) -> str:
 
 
 def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Convert a tensor of flash-linear-attention. Unknown names stay, to be refused later."""
+    """Unknown names stay, to be refused later."""
     layer = _LAYER.match(name)
     if layer is None:
         yield _OUTSIDE.get(name, name), tensor

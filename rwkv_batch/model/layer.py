@@ -40,7 +40,7 @@ class Linear:
         return self.weight.numel() * self.weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map [T, in] to [T, out]."""
+        """[T, in] -> [T, out]"""
         weight = self.weight
         rows = x.to(weight.dtype)
         if rows.shape[0] == 1:
@@ -49,10 +49,7 @@ class Linear:
         return torch.nn.functional.linear(rows, weight).to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [T, in] to [T, out] fp32, without rounding to a narrower dtype if possible.
-
-        out: receives the result.
-        """
+        """[T, in] -> [T, out] fp32, without rounding to a narrower dtype if possible."""
         y = self(x).float()
         return y if out is None else out.copy_(y)
 
@@ -63,7 +60,7 @@ MIX_ORDER = "rwkvag"
 
 @dataclass(slots=True)
 class Norm:
-    """Scale and shift of a normalisation, [C] fp32 each."""
+    """[C] fp32 each"""
 
     weight: Tensor
     bias: Tensor
@@ -82,8 +79,6 @@ class Prologue:
 
 @dataclass(slots=True)
 class LayerBase:
-    """The tensors that a layer of any version has."""
-
     ln1: Norm
     ln2: Norm
 
@@ -141,7 +136,7 @@ class Layer(LayerBase):
 
     @property
     def has_uniform_layout(self) -> bool:
-        """Whether there is a value residual, which layer 0 lacks."""
+        """Layer 0 lacks it."""
         return self.v_residual is not None
 
     @property
@@ -154,7 +149,6 @@ class Layer(LayerBase):
 
 
 def linears_of(layer: LayerBase) -> list[Linear]:
-    """Return all of a layer's linear maps."""
     return list(_linears_in(layer))
 
 
@@ -188,5 +182,5 @@ class Projections:
 
 
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm over the last axis, eps 1e-5: [..., C] of any float dtype -> [..., C] fp32."""
+    """Over the last axis, eps 1e-5: [..., C] of any float dtype -> [..., C] fp32."""
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)

@@ -38,8 +38,6 @@ HOPPER = 9
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Device and dtypes of a stage's tensors."""
-
     device: torch.device
     weights: torch.dtype
     """of the matrices"""
@@ -51,7 +49,7 @@ class Precision:
 
     @property
     def weight_bytes(self) -> float:
-        """Return the bytes per number of a large matrix, including scales and second copies."""
+        """including scales and second copies"""
         if self.storage is None:
             return self.weights.itemsize
         if self.device.type != "cuda":
@@ -61,7 +59,7 @@ class Precision:
 
     @property
     def weights_name(self) -> str:
-        """Return the display name of the matrices' format: "float16", "fp8"."""
+        """ "float16", "fp8\""""
         return str(self.weights).removeprefix("torch.") if self.storage is None else self.storage.value
 
 
@@ -90,15 +88,13 @@ class Embedding:
 
 @dataclass(slots=True)
 class Head:
-    """The last norm and the map to logits."""
-
     ln_out: Norm
     linear: Linear
 
 
 MakeLinear = Callable[[Tensor], Linear]
 MakeQuantised = Callable[[str, Quantised], Linear]
-"""Name of a tensor and its quantised weight -> the linear map."""
+"""(name of a tensor, quantised weight) -> the linear map"""
 
 
 LargestInputs = Callable[[str], Tensor]
@@ -135,13 +131,12 @@ class LayerLoader:
         self._largest_inputs = largest_inputs
 
     def on_host(self) -> LayerLoader:
-        """Return a copy without `moves_matrices`."""
         host_loader = copy.copy(self)
         host_loader._moves_matrices = False
         return host_loader
 
     def embedding(self) -> Embedding:
-        """Return the table as stored, memory-mapped."""
+        """Memory-mapped."""
         return Embedding(self._tensor("emb.weight"), self.norm("blocks.0.ln0"))
 
     def head(self) -> Head:
@@ -151,11 +146,9 @@ class LayerLoader:
         return name in self._names
 
     def older_layer(self, i: int) -> OlderLayer:
-        """Load layer i of RWKV-4, 5 or 6."""
         return make_layer(self, self._shape, i)
 
     def layer(self, i: int) -> Layer:
-        """Load layer i of RWKV-7."""
         att, ffn = f"blocks.{i}.att", f"blocks.{i}.ffn"
         residual = None
         if i > 0:
@@ -184,22 +177,22 @@ class LayerLoader:
         )
 
     def vector(self, name: str) -> Tensor:
-        """Load a vector [C] as fp32."""
+        """[C] fp32"""
         return self._tensor(name).reshape(-1).to(self._precision.device, torch.float32)
 
     def norm(self, name: str) -> Norm:
-        """Load scale and shift [C] of a normalisation."""
+        """[C] each"""
         return Norm(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"))
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """Load matrices stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        """The matrices are stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
         stored = self._tensor(name)
         maps = [self._plain_linear(one, transpose) for one in stored]
         release(stored)
         return maps
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """Load a matrix [out, in], or [in, out] with `transpose`. Quantised if the stage's format covers it."""
+        """[out, in], or [in, out] with `transpose`. Quantised if the stage's format covers the matrix."""
         storage = self._precision.storage
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:
@@ -217,7 +210,7 @@ class LayerLoader:
         return self._make_linear(weight.T if transpose else weight)
 
     def _quantised(self, name: str, format_: Format) -> Quantised:
-        """Return a quantised matrix: from the disk, or quantised on its device and saved."""
+        """The matrix comes from the disk, or is quantised on its device and saved."""
         assert self._store is not None, "only stages with a storage format quantise"
         stored = self._tensor(name)
         found = self._store.load(name, tuple(stored.shape), format_)
@@ -233,12 +226,12 @@ class LayerLoader:
         return codes
 
     def _low_rank(self, name: str) -> Linear:
-        """Load a matrix that is stored as [in, out] for x @ w."""
+        """The matrix is stored as [in, out], for x @ w."""
         return self.linear(name, transpose=True)
 
 
 def load_layers(make: Callable[[int], L], weights: Weights, first: int, last: int) -> Iterator[L]:
-    """Load layers first .. last-1, with a progress bar for large files."""
+    """With a progress bar for large files."""
     return (make(i) for i in _progress(range(first, last), weights))
 
 

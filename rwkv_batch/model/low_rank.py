@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 MAX_RANK = 128
-"""Largest rank of a per-row pair."""
+"""of a per-row pair"""
 
 
 class Target(enum.IntEnum):
-    """The weights of a layer that an adapter may extend."""
+    """of a layer, which an adapter may extend"""
 
     RECEPTANCE = 0
     KEY = 1
@@ -38,7 +38,6 @@ class Pair:
         return len(self.a)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Return a contiguous copy on a device."""
         return Pair(self.a.to(device, dtype).contiguous(), self.b.to(device, dtype).contiguous())
 
 
@@ -58,14 +57,13 @@ class Experts:
     """experts per token"""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Experts:
-        """Return a contiguous copy on a device."""
         pairs = tuple({target: pair.to(device, dtype) for target, pair in one.items()} for one in self.pairs)
         return Experts(self.router.to(device, dtype).contiguous(), pairs, self.active)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPairs:
-    """The pairs of an adapter in one layer."""
+    """of an adapter in one layer"""
 
     pairs: Mapping[Target, Pair] = field(default_factory=dict)
     """only for the weights that change"""
@@ -73,13 +71,12 @@ class LayerPairs:
     """for FFN_KEY and FFN_VALUE, which then have no entry in `pairs`"""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LayerPairs:
-        """Return a contiguous copy on a device."""
         experts = None if self.experts is None else self.experts.to(device, dtype)
         return LayerPairs({target: pair.to(device, dtype) for target, pair in self.pairs.items()}, experts)
 
     @property
     def all_pairs(self) -> list[Pair]:
-        """All pairs, including those of experts."""
+        """including those of experts"""
         own = [] if self.experts is None else [pair for one in self.experts.pairs for pair in one.values()]
         return [*self.pairs.values(), *own]
 

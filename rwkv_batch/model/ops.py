@@ -39,7 +39,7 @@ class Ops(Protocol):
     """The fused operations of a layer, in the order of `rwkv7.forward_layers`."""
 
     name: str
-    """Name in `--kernels` and /status."""
+    """in `--kernels` and /status"""
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
@@ -106,7 +106,7 @@ class Ops(Protocol):
         ...
 
     def add(self, x: Tensor, delta: Delta) -> Tensor:
-        """Return x + delta [T, C], as in `shift_mix`."""
+        """x + delta [T, C], as in `shift_mix`"""
         ...
 
 

@@ -19,11 +19,10 @@ class QuantLinear(Linear):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of quantised weights and scales."""
         return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map [T, in] to [T, out]."""
+        """[T, in] -> [T, out]"""
         return torch.nn.functional.linear(x, dequantise(self.stored, x.dtype))
 
 
@@ -31,18 +30,18 @@ class W8A8Linear(Linear):
     """Computes y = x @ W.T with 8-bit inputs and weights: the definition in quant/w8a8.py."""
 
     def __init__(self, stored: Quantised, unsigned: bool = False) -> None:
-        """unsigned: the inputs are never negative."""
+        """unsigned: inputs are never negative"""
         self.stored = stored
         self.weight = stored.codes
         self.unsigned = unsigned
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and the input's transform."""
+        """with the input's transform"""
         return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map [T, in] to [T, out], rounded to the dtype of x."""
+        """[T, in] -> [T, out], rounded to the dtype of x."""
         return self.to_fp32(x).to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -53,7 +52,7 @@ class W8A8Linear(Linear):
 
 
 def plain_quantised(name: str, stored: Quantised) -> Linear:
-    """Return a map in plain torch, for backends without kernels for quantised weights."""
+    """For backends without kernels for quantised weights."""
     if stored.format is Format.W8A8:
         return W8A8Linear(stored, unsigned=has_squared_inputs(name))
     return QuantLinear(stored)

@@ -44,7 +44,7 @@ HASH = 0x9E3779B1 - (1 << 32)
 
 
 class StateFormat(enum.StrEnum):
-    """Storage format of a layer's recurrent state. The values are those of `--wkv-state`."""
+    """The values are those of `--wkv-state`."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -56,7 +56,7 @@ class StateFormat(enum.StrEnum):
 
     @property
     def display_name(self) -> str:
-        """Return the display name, as in /status: "float32", "float16", "int8"."""
+        """as in /status: "float32", "float16", "int8\""""
         return self.value if self is StateFormat.INT8 else str(self.dtype).removeprefix("torch.")
 
     def sizes(self, wkv: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,15 +64,15 @@ class StateFormat(enum.StrEnum):
         return (wkv[0], HEAD_BYTES) if self is StateFormat.INT8 else wkv
 
     def num_bytes(self, wkv: tuple[int, ...]) -> int:
-        """Return the bytes of a layer's state."""
+        """of a layer"""
         return math.prod(self.sizes(wkv)) * self.dtype.itemsize
 
     def pack(self, wkv: Tensor) -> Tensor:
-        """Pack a state [..., H, 64, 64] fp32: [..., H, 64, 64], or [..., H, 4224] uint8."""
+        """[..., H, 64, 64] fp32 -> [..., H, 64, 64], or [..., H, 4224] uint8"""
         return pack_int8(wkv) if self is StateFormat.INT8 else wkv.to(self.dtype)
 
     def unpack(self, stored: Tensor) -> Tensor:
-        """Unpack a stored state to fp32 [..., H, 64, 64]."""
+        """to fp32 [..., H, 64, 64]"""
         return unpack_int8(stored) if self is StateFormat.INT8 else stored.float()
 
     def find_invalid(self, stored: Tensor) -> str:
@@ -116,13 +116,13 @@ def pack_int8(wkv: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def unpack_int8(stored: Tensor) -> Tensor:
-    """Unpack [..., 4224] uint8 to [..., 64 (value), 64 (key)] fp32."""
+    """[..., 4224] uint8 -> [..., 64 (value), 64 (key)] fp32"""
     codes = stored[..., : HEAD_SIZE * HEAD_SIZE].contiguous().view(torch.int8)
     return codes.view(*codes.shape[:-1], HEAD_SIZE, HEAD_SIZE).float() * _scales(stored).float().unsqueeze(-1)
 
 
 def _scales(stored: Tensor) -> Tensor:
-    """Return the scales: [..., 4224] uint8 -> [..., 64] bf16."""
+    """[..., 4224] uint8 -> [..., 64] bf16"""
     return stored[..., HEAD_SIZE * HEAD_SIZE :].contiguous().view(torch.bfloat16)
 
 
@@ -131,7 +131,7 @@ RWKV7 = "RWKV-7"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model, read from its tensors."""
+    """read from its tensors"""
 
     layers: int
     width: int
@@ -158,11 +158,10 @@ class ModelShape:
         return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
 
     def slot_bytes(self, layers: int, form: StateFormat, shift_itemsize: int, first_wkv: int = 0) -> int:
-        """Return the bytes of the state of this many layers. first_wkv: see StateArena."""
+        """of this many layers. first_wkv: see StateArena"""
         return (layers - first_wkv) * form.num_bytes(self.wkv) + layers * 2 * self.width * shift_itemsize
 
     def describe(self) -> str:
-        """Return a one-line description."""
         heads = "" if self.version == "RWKV-4" else f" ({self.heads} heads)"
         return f"{self.version}, {self.layers} layers x {self.width}{heads}, vocabulary {self.vocab}"
 
@@ -204,13 +203,13 @@ class StateArena:
         self.shift = slots(num_layers, shift_dtype, 2, shape.width)
 
     def layer_wkv(self, layer: int) -> Tensor:
-        """Return a view [num_slots, H, 64, 64] of one layer, or as version and format have it; strided over slots."""
+        """[num_slots, H, 64, 64], or as version and format have it; a view, strided over slots"""
         return self.wkv[:, layer - self._first_wkv]
 
     def att_shift(self, layer: int) -> Tensor:
-        """Return a view [num_slots, C]: token-shift state of the time mix; strided over slots."""
+        """[num_slots, C] of the time mix; a view, strided over slots"""
         return self.shift[:, layer, 0]
 
     def ffn_shift(self, layer: int) -> Tensor:
-        """Return a view [num_slots, C]: token-shift state of the channel mix; strided over slots."""
+        """[num_slots, C] of the channel mix; a view, strided over slots"""
         return self.shift[:, layer, 1]

@@ -45,7 +45,7 @@ class StepInputs:
     logit_tokens: Tensor
     """[R] int64: flat indices of the tokens with logits, R <= B"""
     max_seqlen: int
-    """Longest row; 1 means that every row has one token."""
+    """1: every row has one token"""
     single_rows: int = 0
     """The first rows that have one token each, for backends that use it; 0: unknown."""
     token_rows: Tensor | None = None
@@ -56,7 +56,7 @@ class StepInputs:
     """the same for graphs, on the device"""
 
     def to(self, device: torch.device) -> StepInputs:
-        """Copy the inputs to another device without waiting for it."""
+        """Does not wait for the device."""
         return StepInputs(
             tokens=pinned(self.tokens, device).to(device, non_blocking=True),
             cu_seqlens=pinned(self.cu_seqlens, device).to(device, non_blocking=True),

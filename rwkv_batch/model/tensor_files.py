@@ -25,7 +25,7 @@ MAX_JSON_BYTES = 4 << 20
 _PROGRAM = "rwkv_batch.model.tensor_index"
 _lock = threading.Lock()
 _sandboxes: list[Sandbox] = []
-"""The idle sandbox process, started on demand."""
+"""idle, started on demand"""
 
 
 class FileError(ValueError):
@@ -41,14 +41,14 @@ class FileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """The wording of error messages for one kind of file."""
+    """for error messages"""
 
     noun: str = "model file"
     folder: str = "model path"
     content: str = "RWKV-7 weights"
     remedy: str = "give --model-path"
     suffixes: tuple[str, ...] = (PTH, SAFETENSORS)
-    """Accepted suffixes. The first bytes decide which of the two formats a file has."""
+    """The first bytes decide which of the two formats a file has."""
 
 
 MODEL = FileKind()
@@ -111,13 +111,13 @@ def _index(path: Path) -> TensorIndex | str:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """Return the metadata in a safetensors file's header; {} for other or unreadable files."""
+    """{} for other or unreadable files."""
     index = _index(path) if path.is_file() else ""
     return {} if isinstance(index, str) else index.metadata
 
 
 def read_json_file(path: Path) -> bytes:
-    """Return a small file's bytes. Raises FileError."""
+    """Raises FileError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)

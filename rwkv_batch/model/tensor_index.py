@@ -79,11 +79,9 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 class Place(NamedTuple):
-    """A tensor's type and its bytes in the file."""
-
     name: str
     dtype: str
-    """as in torch: "bfloat16" """
+    """as in torch: "bfloat16\""""
     begin: int
     num_bytes: int
     shape: tuple[int, ...]
@@ -101,7 +99,7 @@ class NotWeights(Exception):  # noqa: N818 - names what the file is
 
 
 def serve() -> None:
-    """Answer paths from standard input with a TensorIndex, or with the text of a refusal."""
+    """Answer each path from standard input with a TensorIndex, or with the text of a refusal."""
     limit_memory(MEMORY_BYTES)
     with suppress(EOFError):
         while True:
@@ -193,7 +191,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Name(NamedTuple):
-    """A class or function of the pickle, never imported."""
+    """never imported"""
 
     name: str
 
@@ -205,7 +203,7 @@ class _Storage(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A tensor before it has a name."""
+    """without a name yet"""
 
     storage: _Storage
     offset: int
@@ -242,7 +240,7 @@ def _place(name: str, stored: _Stored) -> Place:
 
 
 def _member_bytes(file: IO[bytes], member: zipfile.ZipInfo) -> tuple[int, int]:
-    """Return begin and length of an uncompressed member. Raises ValueError."""
+    """Raises ValueError for a compressed member."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or member.compress_size != member.file_size:
         raise ValueError(f"{member.filename[:MAX_NAME]!r} is compressed or encrypted; save it with torch.save")
     file.seek(member.header_offset)
@@ -271,7 +269,7 @@ class _Interpreter:
     memo: dict[int, Any] = field(default_factory=dict)
 
     def run(self, code: bytes) -> Any:
-        """Return the pickle's value. Raises NotWeights for anything that torch.save does not write."""
+        """Raises NotWeights for anything that torch.save does not write."""
         for opcode, argument, _ in pickletools.genops(code):
             if opcode.name == "STOP":
                 return self.stack.pop()

@@ -20,7 +20,7 @@ from rwkv_batch.model.weights import FLOATS
 
 AUTO, VALUE_KEY, KEY_VALUE = "auto", "value_key", "key_value"
 ORIENTATION = "orientation"
-"""Key in a safetensors file's metadata."""
+"""key in a safetensors file's metadata"""
 STATE_FILE = FileKind(
     "state file", "state file", "tuned states", "give", (".pth", ".pt", ".bin", ".safetensors", ".st", ".state")
 )
@@ -30,23 +30,18 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class TunedTensor:
-    """A tuned state from a file."""
-
     wkv: Tensor
     """[layers, H, 64 (value), 64 (key)] fp32"""
     orientation: str
-    """VALUE_KEY or KEY_VALUE: orientation in the file"""
+    """in the file: VALUE_KEY or KEY_VALUE"""
     reason: str
-    """why this orientation was chosen"""
+    """of this orientation"""
     digest: str
     """of the numbers in `wkv`"""
 
 
 def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> TunedTensor:
-    """Read the state [layers, H, 64, 64] in a file, for a model of this shape.
-
-    Raises FileError with the file and the reason.
-    """
+    """[layers, H, 64, 64]. Raises FileError with the file and the reason."""
     tensors = read_tensors(path, STATE_FILE)
     stored = _states(path, tensors, shape)
     taken, reason = _orientation(path, stored, orientation)
@@ -63,7 +58,7 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:
-    """Write a state [layers, H, 64, 64] as safetensors for `read_tuned_state`. Raises OSError."""
+    """[layers, H, 64, 64], as safetensors for `read_tuned_state`. Raises OSError."""
     from safetensors.torch import save_file
 
     tensors = {f"blocks.{i}.att.time_state": wkv.clone() for i, wkv in enumerate(state.wkv)}
@@ -104,7 +99,7 @@ def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> lis
 
 
 def _orientation(path: Path, stored: list[Tensor], requested: str) -> tuple[str, str]:
-    """Return the orientation of the file's matrices, and the reason for this choice."""
+    """Returns the orientation and the reason for it."""
     if requested != AUTO:
         return requested, "as requested"
     declared = metadata_of(path).get(ORIENTATION)
@@ -118,6 +113,6 @@ def _orientation(path: Path, stored: list[Tensor], requested: str) -> tuple[str,
 
 
 def _is_pth(path: Path) -> bool:
-    """Return whether the file is in the format of torch.save."""
+    """in the format of torch.save"""
     with path.open("rb") as file:
         return file.read(2) == b"PK"

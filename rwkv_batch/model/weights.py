@@ -38,7 +38,7 @@ UNSUPPORTED_MODELS = (
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
 TABLES = ("emb.weight", "head.weight")
-"""Tensors with a row per token."""
+"""They have a row per token."""
 UNUSED_TENSORS = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
 """Present in some files, but the first layer has no value residual."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -48,7 +48,7 @@ SAMPLE_RUNS = 4
 
 
 class WeightsError(StartupError):
-    """A weight file cannot be used; the message has the reason and the remedy."""
+    """The message has the reason and the remedy."""
 
 
 Change = Callable[[Tensor], Tensor]
@@ -57,8 +57,6 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass
 class Weights:
-    """An opened weight file."""
-
     path: Path
     tensors: Mapping[str, Tensor]
     """by name, memory-mapped"""
@@ -166,7 +164,7 @@ def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
     last = f"blocks.{layers - 1}.att"
 
     def size(name: str, axis: int) -> int:
-        """Return a size; 0 if it is missing, which the check of shapes reports."""
+        """0: the tensor is missing, which the check of shapes reports."""
         tensor = tensors.get(name)
         return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
@@ -183,7 +181,7 @@ def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
 
 
 def outside_layers(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors outside layers, for all versions."""
+    """for all versions"""
     norms = (f"{norm}.{part}" for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias"))
     table = (shape.vocab, shape.width)
     return {**dict.fromkeys(TABLES, table), **dict.fromkeys(norms, (shape.width,))}
@@ -253,7 +251,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _sample_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of all names, shapes, dtypes and of a sample of each tensor."""
+    """of all names, shapes, dtypes and of a sample of each tensor"""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]

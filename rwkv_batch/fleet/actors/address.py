@@ -9,12 +9,10 @@ _SEPARATOR = "|"
 
 
 class ClusterAddress(NamedTuple):
-    """A Ray cluster as seen from one machine."""
-
     head: str
     """`HOST:PORT` of its head, or "auto": the cluster that this machine belongs to"""
     node: str
-    """IP address of this machine's Ray node, if it has several addresses; else """ ""
+    """needed if the machine has several addresses"""
     namespace: str
 
 
@@ -27,6 +25,6 @@ class EngineAddress(NamedTuple):
 
 
 def parse_address(text: str) -> EngineAddress:
-    """Parse the text that `str(EngineAddress)` returns."""
+    """Invert `str(EngineAddress)`."""
     head, node, namespace, engine = text.removeprefix(PREFIX).split(_SEPARATOR)
     return EngineAddress(ClusterAddress(head, node, namespace), engine)

@@ -26,7 +26,7 @@ _RAY_ENV = {
 
 
 def load_ray() -> Any:
-    """Import and return the `ray` package. Raises StartupError if it is not installed."""
+    """Raises StartupError if the package is not installed."""
     for name, value in _RAY_ENV.items():
         os.environ.setdefault(name, value)
     try:
@@ -37,7 +37,7 @@ def load_ray() -> Any:
 
 
 def join(cluster: ClusterAddress) -> Any:
-    """Join the cluster, once per process. Returns the `ray` package. Raises StartupError with the cause."""
+    """Join once per process. Returns the `ray` package. Raises StartupError with the cause."""
     ray = load_ray()
     with _LOCK:
         if not ray.is_initialized():

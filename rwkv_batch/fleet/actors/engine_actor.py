@@ -52,8 +52,6 @@ CONCURRENCY_GROUPS = {"events": MAX_WORKERS, "push": 4, "life": 4}
 
 
 class EngineInfo(NamedTuple):
-    """An engine's report about itself."""
-
     status: ModelStatus
     error: str
     pid: int
@@ -65,7 +63,7 @@ class EngineInfo(NamedTuple):
 
 
 class EngineActor:
-    """The actor class. `placement.place` creates the actor."""
+    """`placement.place` creates the actor."""
 
     def __init__(self, name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -139,14 +137,14 @@ class EngineActor:
 
     @ray.method(concurrency_group="life")
     def info(self, watcher: str = "") -> EngineInfo:
-        """Return the engine's info. A caller with a name counts as a watcher."""
+        """A caller with a name counts as a watcher."""
         if watcher:
             self._watchers[watcher] = self._last_watched_at = time.monotonic()
         return self._info
 
     @ray.method(concurrency_group="life")
     def leave(self, watcher: str) -> bool:
-        """Remove a watcher. Returns whether it was the last one, so that the engine leaves too."""
+        """Returns whether the watcher was the last one, so that the engine leaves too."""
         self._watchers.pop(watcher, None)
         times = list(self._watchers.values())  # a copy: another thread may add a watcher
         is_last = not any(time.monotonic() - at < SILENT_S for at in times)
@@ -172,7 +170,6 @@ class EngineActor:
             self._end()
 
     def _serve(self) -> None:
-        """Run the engine until it should end."""
         try:
             engine = started_engine(self._config, self._factory)
         except StartupError as error:
@@ -190,7 +187,7 @@ class EngineActor:
         engine.stop()
 
     def _wait(self, check: Callable[[], None], max_s: float | None) -> bool:
-        """Wait until the engine should end, calling `check` regularly. Returns whether it should restart."""
+        """Call `check` until the engine should end. Returns whether it should restart."""
         begun = time.monotonic()
         while True:
             try:
@@ -209,14 +206,14 @@ class EngineActor:
         self._info = self._info._replace(status=status, error=error, since=int(time.time()))
 
     def _kill_after_timeout(self) -> None:
-        """End the process if a step or a disk hangs while it drains."""
+        """A step or a disk may hang while the engine drains."""
         allowed_s = self._config.drain_timeout_s + SHUTDOWN_GRACE_S
         time.sleep(allowed_s)
         logger.error("the engine has not ended within %.0f s; ending its process", allowed_s)
         self._end()
 
     def _end(self) -> None:
-        """End the process. Ray restarts it unless the actor has left the cluster."""
+        """Ray restarts the process unless the actor has left the cluster."""
         try:
             logger.info("the engine has ended%s", "; Ray restarts it" if self._will_restart else "")
             if not self._will_restart:

@@ -18,7 +18,7 @@ _CURRENT_S = 3.0
 
 
 class EngineDirectory:
-    """The engines in the head's last answer."""
+    """As of the head's last answer."""
 
     def __init__(self, ray: Any) -> None:
         """Polls once before it returns. Raises RayError."""
@@ -49,7 +49,7 @@ class EngineDirectory:
         return time.monotonic() - self._answered < _CURRENT_S
 
     def poll(self) -> None:
-        """Update the list from the head. Raises RayError."""
+        """Raises RayError."""
         names = [name for name in self._ray.util.list_named_actors() if name.startswith(ENGINE)]
         known = self.actors
         self.actors = {name: known.get(name) or self._look_up(name) for name in names}
@@ -57,7 +57,7 @@ class EngineDirectory:
         self._answered = time.monotonic()
 
     def actor(self, name: str) -> Any:
-        """Return the engine's actor, or None. Looks it up if unknown. Raises RayError."""
+        """None: there is none. Looks it up if unknown. Raises RayError."""
         return self.actors.get(name) or self._look_up(name)
 
     def forget(self, name: str) -> None:

@@ -28,7 +28,7 @@ _POLL_INTERVAL_S = 0.25
 
 
 class ActorLink(BufferedLink[ToWorker, ToEngine]):
-    """A `Link` to an engine's actor. Its own thread sends; `receive` fetches events."""
+    """Its own thread sends; `receive` fetches events."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__(to_worker_decoder)
@@ -39,7 +39,6 @@ class ActorLink(BufferedLink[ToWorker, ToEngine]):
         self._sends = threading.Thread(target=self._push, name="engine-client-send", daemon=True)
 
     def next_piece(self) -> bytes | None:
-        """See BufferedLink."""
         while not self.has_input and not self.is_closed:
             try:
                 if not self._ray.wait([self._events], timeout=_POLL_INTERVAL_S)[0]:
@@ -74,7 +73,6 @@ class ActorLink(BufferedLink[ToWorker, ToEngine]):
 
 
 def actor_connector(address: EngineAddress) -> Connect:
-    """Return a connector to an engine."""
     last = 0.0
 
     def connect() -> WorkerLink | None:

@@ -34,7 +34,7 @@ def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfi
 
 
 def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> bool:
-    """Create the engine `name`. It waits for a node with room. Returns False if it exists. Raises RayError."""
+    """The engine waits for a node with room. Returns False if it exists. Raises RayError."""
     ray = load_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -72,7 +72,7 @@ def _group(name: str, bundle: dict[str, float]) -> Any:
 
 
 def has_room(name: str) -> bool:
-    """Return whether the engine's placement group has a node. Calls the cluster's head."""
+    """Calls the cluster's head."""
     from ray.util import get_placement_group, placement_group_table
 
     with contextlib.suppress(ValueError):

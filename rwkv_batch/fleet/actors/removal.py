@@ -8,7 +8,7 @@ from rwkv_batch.fleet.actors.driver import load_ray
 
 
 def remove_engine_actor(name: str) -> None:
-    """End an engine for good, if it exists, and free its placement group."""
+    """End an engine for good and free its placement group."""
     ray = load_ray()
     from ray.util import get_placement_group, remove_placement_group
 

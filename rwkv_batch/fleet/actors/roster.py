@@ -33,8 +33,6 @@ _PLACE_S = 5.0
 
 
 class Roster:
-    """See the module."""
-
     def __init__(self, plan: ClusterPlan, style: LogStyle) -> None:
         """Raises StartupError if the cluster cannot be joined, RayError if its head does not answer."""
         self._plan = plan
@@ -44,11 +42,10 @@ class Roster:
         self._directory = EngineDirectory(self._ray)
         self._engines: dict[str, ServedModel] = {}
         self._pending: dict[str, Any] = {}
-        """per engine a call without an answer yet"""
+        """calls without an answer yet, by engine"""
         self._foreign: set[str] = set()
         """engines that serve another model or database; ignored"""
         self._is_up = False
-        """whether an engine of the service was ready once"""
         self._desired: dict[str, tuple[str, ...]] = {}
         """devices of the engines that the service should have"""
         self._missing: set[str] = set()
@@ -199,7 +196,7 @@ class Roster:
         self._to_add.append(devices)
 
     def _place_missing(self) -> None:
-        """Place missing and added engines. If no engine exists, place all."""
+        """If no engine exists, place all."""
         now = time.monotonic()
         if now < self._next_placement_at:
             return
@@ -237,7 +234,7 @@ class Roster:
         return True
 
     def restart(self, name: str) -> None:
-        """Drain and restart an engine; "all": one after the other."""
+        """name: "all" for one after the other"""
         names = list(self._engines) if name == ALL else [name]
         self._to_restart.extend(one for one in names if one not in self._to_restart)
 
@@ -255,7 +252,7 @@ class Roster:
     # Removal -------------------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> None:
-        """Remove an engine as soon as the head is reachable."""
+        """Removes the engine as soon as the head is reachable."""
         self._desired.pop(name, None)
         self._missing.discard(name)
         self._to_remove[name] = self._directory.actors.get(name)
@@ -297,7 +294,7 @@ class Roster:
         return is_last
 
     def remove_created(self) -> None:
-        """Remove the engines that this service created, because it cannot start."""
+        """for a service that cannot start"""
         for name in self._created:
             remove_engine_actor(name)
 

@@ -63,15 +63,13 @@ class ExpertParts:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The content of an adapter file."""
-
     path: Path
     parts: Mapping[str, Mapping[str, Tensor]]
     """Weight of the model by the file's name (without .weight) -> part ("lora_A", "bone", ...; "": a whole tensor)"""
     scale: float | None
-    """As given with the file; None: as the file says."""
+    """as given with the file; None: as the file says"""
     config: Mapping[str, Any]
-    """PEFT's configuration; {}: none"""
+    """PEFT's; {}: none"""
     digest: str
     """of all tensors, and of the scale"""
     experts: Mapping[int, ExpertParts] = field(default_factory=dict)
@@ -84,7 +82,7 @@ class Adapter:
     """weight of the model -> its name in the file, if the file uses another layout"""
 
     def scale_of(self, target: str) -> float:
-        """Return the scale of a low-rank pair. Raises FileError if neither the request nor the file has one."""
+        """Raises FileError if neither the request nor the file has a scale."""
         if self.scale is not None:
             return self.scale
         names = (self.modules.get(target, target), target)
@@ -101,7 +99,7 @@ class Adapter:
 
 
 def split_scale(entry: str) -> tuple[Path, float | None]:
-    """Split `FILE:2.0` into a path and a scale; None without a scale."""
+    """Split `FILE:2.0`; None without a scale."""
     file, _, scale = entry.rpartition(":")
     try:
         return Path(file), float(scale)
@@ -116,10 +114,7 @@ def _checked(path: Path, scale: float) -> float:
 
 
 def read_adapter(path: Path, scale: float | None = None) -> Adapter:
-    """Read an adapter file, or a PEFT folder.
-
-    Raises FileError with the file and the reason.
-    """
+    """`path`: a file, or a PEFT folder. Raises FileError with the file and the reason."""
     if scale is not None:
         _checked(path, scale)
     if path.is_dir():
@@ -161,7 +156,7 @@ def _active(path: Path, info: Tensor | None) -> int:
 
 
 def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -> bool:
-    """Add a tensor of a mixture of experts to `experts`. Returns False for other tensors."""
+    """Returns False for a tensor that is not of a mixture of experts."""
     if router := _ROUTER.search(name):
         experts.setdefault(int(router[1]), ExpertParts()).router = tensor
         return True
@@ -189,7 +184,7 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """Read PEFT's configuration next to its file. Raises FileError for unsupported settings."""
+    """Raises FileError for unsupported settings."""
     file = path.with_name(ADAPTER_CONFIG)
     if not path.stem.startswith(_MODEL) or not file.is_file():
         return {}

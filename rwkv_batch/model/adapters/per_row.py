@@ -25,14 +25,12 @@ _TARGETS = {
 _OF_EXPERTS = (Target.FFN_KEY, Target.FFN_VALUE)
 MAX_EXPERTS = 64
 USUAL_ACTIVE = 2
-"""Experts per token for files without `moe_info`."""
+"""for files without `moe_info`"""
 _NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter that rows can use."""
-
     digest: str
     layers: Mapping[int, LayerPairs]
     """by the layer's number in the model"""
@@ -80,7 +78,7 @@ def _checked(adapter: Adapter, name: str, pair: Pair) -> Pair:
 
 
 def _experts(weights: Weights, adapter: Adapter, layer: int, found: ExpertParts) -> Experts:
-    """Return a layer's mixture of experts. Raises FileError for missing tensors or wrong shapes."""
+    """Raises FileError for missing tensors or wrong shapes."""
     at = f"blocks.{layer}.ffn"
     router, width = found.router, weights.shape.width
     if layer >= weights.shape.layers:

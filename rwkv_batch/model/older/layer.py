@@ -15,8 +15,6 @@ from rwkv_batch.model.step_inputs import StepInputs, longest_first, token_shift
 
 
 class TimeMix(Protocol):
-    """The time mix of one version, with its tensors."""
-
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
         """Return the time mix's output [T, C] fp32, to be added to the residual stream.
 
@@ -28,7 +26,7 @@ class TimeMix(Protocol):
 
 @dataclass(slots=True)
 class ChannelMix:
-    """The channel mix, the same in RWKV-4, 5 and 6."""
+    """the same in RWKV-4, 5 and 6"""
 
     mix_k: Tensor
     """[C]: weight of the previous token"""
@@ -48,14 +46,14 @@ class ChannelMix:
 
 @dataclass(slots=True)
 class OlderLayer(LayerBase):
-    """One layer. Vectors are fp32, linear maps in the weights' dtype."""
+    """Vectors are fp32, linear maps in the weights' dtype."""
 
     time_mix: TimeMix
     channel_mix: ChannelMix
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + e^-x) of [...].
+    """1 / (1 + e^-x) of [...]
 
     The last bits of torch.sigmoid on a CPU depend on how threads split x.
     """
@@ -63,7 +61,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x * sigmoid(x) of [...], with this module's sigmoid."""
+    """x * sigmoid(x) of [...]"""
     return x * sigmoid(x)
 
 
@@ -71,31 +69,29 @@ SQUARE = ("receptance", "key", "value", "output")
 
 
 class TensorSource(Protocol):
-    """Tensors of a weight file by name, on a stage's device and in its dtypes. Raises KeyError."""
+    """Tensors are on a stage's device and in its dtypes. Raises KeyError."""
 
-    def has(self, name: str) -> bool:
-        """Return whether the file has this tensor."""
-        ...
+    def has(self, name: str) -> bool: ...
 
     def vector(self, name: str) -> Tensor:
-        """Load a vector [C] as fp32."""
+        """[C] fp32"""
         ...
 
     def norm(self, name: str) -> Norm:
-        """Load `.weight` and `.bias` [C] as fp32."""
+        """`.weight` and `.bias` [C] fp32"""
         ...
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """Load a matrix [out, in], or [in, out] with `transpose`."""
+        """[out, in], or [in, out] with `transpose`"""
         ...
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """Load matrices stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        """The matrices are stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
         ...
 
 
 def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
-    """Load the four [C, C] maps of every version's time mix, by field name."""
+    """The four [C, C] maps of every version's time mix, by field name."""
     return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}
 
 
@@ -129,7 +125,7 @@ def head_norm(y: Tensor, norm: Norm) -> Tensor:
 
 
 def forward_layers(layers: Iterable[OlderLayer], x: Tensor, state: StateArena, inputs: StepInputs) -> Tensor:
-    """Run the layers of one stage over one step: x [T, C] fp32 -> [T, C]. Updates `state`."""
+    """x [T, C] fp32 -> [T, C]. Updates `state`."""
     for i, layer in enumerate(layers):
         h = layer_norm(x, layer.ln1)
         previous = token_shift(h, state.att_shift(i), inputs)

@@ -37,7 +37,7 @@ class TimeMix4:
     output: Linear
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """See `layer.TimeMix`: [T, C] twice -> [T, C] fp32."""
+        """[T, C] twice -> [T, C] fp32"""
         change = previous - h
         r = sigmoid(self.receptance(h + change * self.mix_r))
         k, v = self.key(h + change * self.mix_k).float(), self.value(h + change * self.mix_v).float()
@@ -63,12 +63,12 @@ class TimeMix4:
 
 
 def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the time mix's tensors, without the four square matrices."""
+    """without the four square matrices"""
     return dict.fromkeys(("time_decay", "time_first", "time_mix_k", "time_mix_v", "time_mix_r"), (shape.width,))
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix4:
-    """Load the tensors under `att`: vectors [C], matrices [C, C]."""
+    """vectors [C], matrices [C, C]"""
     return TimeMix4(
         mix_k=1 - source.vector(f"{att}.time_mix_k"),
         mix_v=1 - source.vector(f"{att}.time_mix_v"),

@@ -41,7 +41,7 @@ class TimeMix5:
     ln_x: Norm
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """See `layer.TimeMix`: [T, C] twice -> [T, C] fp32."""
+        """[T, C] twice -> [T, C] fp32"""
         change = previous - h
         heads = (len(h), *self.bonus.shape)
         r = self.receptance(h + change * self.mix_r).float().view(heads)
@@ -54,7 +54,7 @@ class TimeMix5:
 
 
 def expected(shape: ModelShape, has_logarithm: bool) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the time mix's tensors, without the four square matrices."""
+    """without the four square matrices"""
     c, head_shape = (
         shape.width,
         (shape.heads,) if shape.version in ONE_DECAY_PER_HEAD else (shape.heads, shape.head_size),
@@ -72,7 +72,7 @@ def expected(shape: ModelShape, has_logarithm: bool) -> dict[str, tuple[int, ...
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix5:
-    """Load the tensors under `att`: vectors [H, N], matrices [C, C]."""
+    """vectors [H, N], matrices [C, C]"""
     gated = shape.version not in WITHOUT_GATE
     by_head = (shape.heads, 1 if shape.version in ONE_DECAY_PER_HEAD else shape.head_size)
     whole = (shape.heads, shape.head_size)

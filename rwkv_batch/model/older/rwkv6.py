@@ -44,7 +44,7 @@ class TimeMix6:
     ln_x: Norm
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """See `layer.TimeMix`: [T, C] twice -> [T, C] fp32."""
+        """[T, C] twice -> [T, C] fp32"""
         w, k, v, r, g = self._mixed(h, previous - h)
         heads = (len(h), *self.bonus.shape)
         dynamic = self.decay_w2(torch.tanh(self.decay_w1(w))).float()
@@ -61,7 +61,7 @@ class TimeMix6:
 
 
 def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the time mix's tensors, without the four square matrices."""
+    """without the four square matrices"""
     c, mix, decay = shape.width, shape.mix_rank, shape.decay_rank
     return {
         **{f"time_maa_{letter}": (c,) for letter in f"x{MIXES}"},
@@ -78,7 +78,7 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix6:
-    """Load the tensors under `att`: vectors [C] and [H, N], matrices [C, C]."""
+    """vectors [C] and [H, N], matrices [C, C]"""
     return TimeMix6(
         mix_x=source.vector(f"{att}.time_maa_x"),
         mixes=torch.stack([source.vector(f"{att}.time_maa_{letter}") for letter in MIXES]),

@@ -22,12 +22,12 @@ from rwkv_batch.model.quant import w8a8
 from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
 
 GROUP = 128
-"""Inputs per scale."""
+"""inputs per scale"""
 FP8_MAX = 448.0
 SCALE_UNIT = 2.0**-6
 """Value of an fp16 scale of 1."""
 ROWS_AT_ONCE = 2048
-"""Outputs per fp32 temporary."""
+"""outputs per fp32 temporary"""
 CLIP_FRACTIONS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
 """Shares of a group's range that 4-bit weights may cover; the smallest squared error wins."""
 QUANTISED_NAMES = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn\.(key|value))\.weight$")
@@ -35,8 +35,6 @@ QUANTISED_NAMES = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn
 
 
 class Format(enum.StrEnum):
-    """Storage format of a matrix."""
-
     FP8 = "fp8"
     INT8 = "int8"
     INT4 = "int4"
@@ -44,7 +42,6 @@ class Format(enum.StrEnum):
 
 
 WEIGHT_ONLY = (Format.FP8, Format.INT8, Format.INT4)
-"""Formats that do not quantise inputs."""
 
 
 @dataclass(slots=True)
@@ -70,11 +67,11 @@ class Quantised:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of quantised weights, scales and zeros."""
+        """with scales and zeros"""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the matrix [out, in] by field name."""
+        """by field name; a matrix is [out, in]"""
         named = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "ratios": self.ratios}
         if self.transform is not None:
             named |= self.transform._asdict()
@@ -90,12 +87,12 @@ class Quantised:
         return cls(format_, tensors["codes"], tensors["scales"], *optional, transform)
 
     def in_segments(self) -> Codes:
-        """Return the codes of a W8A8 matrix."""
+        """of a W8A8 matrix"""
         assert self.ratios is not None, "only w8a8 has ratios"
         return Codes(self.codes, self.scales, self.ratios)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the tensors fit a matrix of this shape in this format."""
+        """shape: of the matrix"""
         out, inner = shape
         groups = -(-inner // GROUP)
         expected = {
@@ -117,18 +114,17 @@ class Quantised:
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors().items()} == expected
 
     def to(self, device: torch.device) -> Quantised:
-        """Return a copy on a device."""
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return Quantised.of(self.format, moved, self.in_features)
 
 
 def format_of(dtype: str) -> Format | None:
-    """Return the format that --dtype names; None for a dtype."""
+    """None: a dtype, not a format"""
     return Format(dtype) if dtype in [format_.value for format_ in Format] else None
 
 
 def is_quantised(name: str) -> bool:
-    """Return whether the tensor of this name can be quantised."""
+    """By the tensor's name."""
     return QUANTISED_NAMES.search(name) is not None
 
 
@@ -143,7 +139,7 @@ def format_for(name: str, storage: Format) -> Format | None:
 
 
 def has_squared_inputs(name: str) -> bool:
-    """Return whether the inputs of the tensor of this name are relu(x)^2."""
+    """By the tensor's name: whether its inputs are relu(x)^2."""
     return name.endswith("ffn.value.weight")
 
 
@@ -173,7 +169,7 @@ def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def codes_int4(stored: Quantised) -> Tensor:
-    """Return the 4-bit integers unpacked: [out, in] uint8."""
+    """unpacked: [out, in] uint8"""
     pairs = torch.stack([stored.codes & 15, stored.codes >> 4], dim=-1)
     return pairs.reshape(stored.out_features, -1)[:, : stored.in_features]
 
@@ -196,12 +192,12 @@ def _dequantise_rows(stored: Quantised, rows: slice) -> Tensor:
 
 
 def _expand_groups(per_group: Tensor, inputs: int) -> Tensor:
-    """Expand [out, G] to [out, in]."""
+    """[out, G] -> [out, in]"""
     return per_group.repeat_interleave(GROUP, dim=1)[:, :inputs]
 
 
 def _grouped(weight: Tensor) -> Tensor:
-    """Group [out, in] to [out, G, 128]; the last group is filled with its last input."""
+    """[out, in] -> [out, G, 128]; the last group is filled with its last input."""
     missing = -weight.shape[1] % GROUP
     if missing:
         weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
@@ -248,7 +244,7 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fp16_scale(scale: Tensor) -> Tensor:
-    """Convert scales to fp16 in units of SCALE_UNIT, never zero. Raises ValueError beyond fp16."""
+    """In units of SCALE_UNIT, never zero. Raises ValueError beyond fp16."""
     if not bool((scale <= 65504.0 * SCALE_UNIT).all()):
         raise ValueError(
             f"the scale {scale.max().item():g} of a weight exceeds fp16, so it cannot be quantised; use --dtype fp16"

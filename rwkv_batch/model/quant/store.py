@@ -34,7 +34,7 @@ WEIGHTS = "weights"
 
 
 class QuantStore:
-    """The quantised files of one weight file and one --dtype. Engine thread, at load."""
+    """Engine thread, at load."""
 
     def __init__(self, weights_path: Path, fingerprint: str, storage: Format) -> None:
         suffix = f"{storage}-{VERSION}-{fingerprint[:16]}"
@@ -46,7 +46,7 @@ class QuantStore:
         self._fingerprint = fingerprint
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
-        """Load a quantised tensor to the CPU; None if it is missing, unreadable or does not fit."""
+        """On the CPU. None: the tensor is missing, unreadable or does not fit."""
         tensors = self.load_tensors(name)
         try:
             found = None if tensors is None else Quantised.of(format_, tensors, shape[1])
@@ -55,11 +55,10 @@ class QuantStore:
         return found if found is not None and found.fits(shape) else None
 
     def save(self, name: str, codes: Quantised) -> None:
-        """Save a quantised tensor."""
         self.save_tensors(name, codes.tensors())
 
     def load_tensors(self, name: str) -> dict[str, Tensor] | None:
-        """Load the tensors [...] of a file; None if it is missing or damaged."""
+        """Tensors [...]; None: the file is missing or damaged."""
         path = self._path(name)
         if not self._usable or not path.is_file():
             return None
@@ -81,7 +80,7 @@ class QuantStore:
         return tensors
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Save tensors [...] as one file. The first error is logged and ends all saving."""
+        """tensors [...]. The first error is logged and ends all saving."""
         if not self._can_write:
             return
         try:

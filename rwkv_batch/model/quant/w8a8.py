@@ -27,11 +27,11 @@ MIN_VALUE = 1e-5
 """Smallest channel maximum that a smoothing factor assumes."""
 ALPHA = 0.5
 ROWS_AT_ONCE = 2048
-"""Outputs per fp32 temporary."""
+"""outputs per fp32 temporary"""
 
 
 class Codes(NamedTuple):
-    """Quantised rows, of inputs or of a weight."""
+    """of inputs or of a weight"""
 
     codes: Tensor
     """[R, K] s8 or u8, permuted"""
