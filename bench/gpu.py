@@ -33,7 +33,7 @@ from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))

@@ -24,7 +24,7 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 LARGE = 128
 Linear = Callable[[Tensor], Tensor]

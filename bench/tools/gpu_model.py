@@ -18,7 +18,7 @@ from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.calibration import MeasuredInputs
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 VOCAB = 65536
 SIZES = {

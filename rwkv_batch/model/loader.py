@@ -23,10 +23,10 @@ from rwkv_batch.model.layer import (
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
 from rwkv_batch.model.older.layer import OlderLayer, square_maps
-from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
+from rwkv_batch.model.quant.formats import Format, Quantised, format_for, format_of, quantise
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.quant_linear import plain_quantised
-from rwkv_batch.model.state import StateFormat
+from rwkv_batch.model.state import RWKV7, StateFormat
 from rwkv_batch.model.weights import Weights
 
 PROGRESS_FROM_BYTES = 256 << 20
@@ -239,3 +239,33 @@ def _progress(numbers: range, weights: Weights) -> Iterator[int]:
     is_large = weights.num_bytes >= PROGRESS_FROM_BYTES
     bar = tqdm(numbers, desc=f"loading {weights.path.name}", unit="layer", file=sys.stderr, disable=not is_large)
     yield from bar
+
+
+def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = RWKV7) -> Precision:
+    """Return the dtypes of a stage.
+
+    "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8", "int4" and "w8a8"
+    quantise the large matrices; everything else is as with "auto". Versions before RWKV-7 use bf16 weights on a GPU,
+    and fp32 activations and states, because their sums exceed fp16. Raises ValueError for a dtype that the version does
+    not have.
+    """
+    by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    storage = format_of(dtype)
+    dtype = "auto" if storage is not None else dtype
+    on_gpu = device.type == "cuda"
+    if version != RWKV7:
+        if storage is Format.W8A8:
+            raise ValueError(f"w8a8 quantises RWKV-7 only, not {version}; use --dtype int8")
+        if wkv_state not in ("auto", "fp32"):
+            raise ValueError(
+                f"states of {version} must be fp32, not {wkv_state}; omit --wkv-state (in a request: the field "
+                "wkv_state)"
+            )
+        weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
+        return Precision(device, weights, torch.float32, StateFormat.FP32, storage)
+    weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
+    activations = weights if on_gpu else torch.float32
+    if wkv_state == "auto":  # bf16's eight bits of mantissa are too few for sums
+        wkv_state = "fp16" if on_gpu and weights is torch.float16 else "fp32"
+    state = StateFormat(wkv_state)
+    return Precision(device, weights, activations, state, storage)

@@ -124,7 +124,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     ) -> AdapterInfo:
         """Raises FileError if memory is short or the kernels do not support the adapter."""
         try:
-            self._pipeline.put_adapter(slot_index, adapter)
+            self._pipeline.put_adapter(slot_index, adapter.layers)
         except ValueError as error:
             raise FileError(f"adapter file {adapter.file}: {error}") from error
         except (MemoryError, RuntimeError) as error:
@@ -137,7 +137,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             scale=scale,
             rank=adapter.rank,
             created=int(time.time()),
-            bytes=self._pipeline.adapter_bytes(adapter),
+            bytes=self._pipeline.adapter_bytes(adapter.layers),
             is_kept=is_kept,
         )
 

@@ -16,7 +16,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.runner.graphs.decode import LastTokens
+from rwkv_batch.runner.links import LastTokens
 from state_pool.origins import Adapters
 
 

@@ -1,16 +1,18 @@
-"""Opens model files with their adapters, and checks files for a model switch."""
+"""Opens model files with their adapters, loads the pipeline, and checks files for a model switch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from rwkv_batch.calls import CheckModel, Reply
+from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.core.file_thread import FileThread
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merge_adapters
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
+from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backends
 from rwkv_batch.tokenizer import VOCAB_SIZE
 
 PILE_ROWS = (50277, 50304)
@@ -36,6 +38,26 @@ def with_adapters(weights: Weights, adapters: Sequence[str]) -> Weights:
     Raises FileError with one line: the file and the reason.
     """
     return merge_adapters(weights, [read_adapter(*split_scale(one)) for one in adapters]) if adapters else weights
+
+
+def load_pipeline(config: EngineConfig) -> tuple[Weights, Pipeline]:
+    """Open the weights and load the layers. Raises StartupError."""
+    try:
+        weights = with_adapters(open_model(config.model_path), config.adapters)
+        devices = replica_devices(config.devices, config.replica)
+        backends = resolve_backends(weights.shape.version, devices, config)
+        pipeline = Pipeline(
+            weights,
+            devices,
+            config.dtype,
+            backends["kernels"],
+            backends["wkv_state"],
+            config.layers,
+            resident=config.resident,
+        )
+    except (WeightsError, ValueError) as error:
+        raise StartupError(str(error)) from error
+    return weights, pipeline
 
 
 class ModelChecks:

@@ -15,7 +15,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.host_copy import HostCopy
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.logprobs import target_logprobs
 

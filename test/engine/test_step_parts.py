@@ -24,7 +24,7 @@ from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest, Priority, PromptLogprobs
 from rwkv_batch.runner.graphs.capture import CaptureError
-from rwkv_batch.runner.graphs.decode import LastTokens
+from rwkv_batch.runner.links import LastTokens
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.step_sampling import InFlightStep, Step
 from sampling.grammar.constraint import Constraint, Form
@@ -363,8 +363,8 @@ def test_a_failed_capture_of_prompt_pieces_is_not_fatal(
     model_runner = engine.model_runner
     pieces = model_runner.graphs.prompt_pieces = PromptPieces(model_runner)  # type: ignore[assignment]
     monkeypatch.setattr(pieces, "run", run_pieces)
-    hidden = model_runner.pipeline.hidden
-    graphs(engine).pieces = SimpleNamespace(hidden=lambda inputs, between: (between(), hidden(inputs))[1])  # type: ignore[assignment]
+    run_layers = model_runner.pipeline.run_layers
+    graphs(engine).pieces = SimpleNamespace(run_layers=lambda inputs, between: (between(), run_layers(inputs))[1])  # type: ignore[assignment]
     monkeypatch.setattr(engine.scheduler._batch_throttle, "_has_pieces", True)
     run(engine, make_request("x", max_tokens=2))
     assert run(engine, *mixed_requests()).all_texts == expected_mixture

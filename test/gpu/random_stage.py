@@ -10,7 +10,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 GPU = torch.device("cuda", 0)
 WIDTH, VOCAB, RANKS = 1024, 512, (64, 64, 32, 128)

@@ -25,7 +25,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from test.adapter_files import random_experts, write_adapter
 from test.gpu.test_gpu_forward import SLOTS, fast_stage, make_weights, true_stage
 from test.harness import call, make_request, run, started_engine

@@ -25,7 +25,7 @@ from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from test.model.row_bytes import assert_items_fit, assert_stands_for, meaning
 
 GPU = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, usable_mixed_sizes
 from rwkv_batch.runner.graphs.prefill import SIZES, PrefillGraphs
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT
 from test.gpu.random_stage import GPU, VOCAB, random_stage
 from test.model.test_prefill_graphs import STEPS

@@ -23,7 +23,7 @@ from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

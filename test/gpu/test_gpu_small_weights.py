@@ -18,7 +18,7 @@ from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.calibration import MeasuredInputs
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from test.gpu.test_gpu_forward import poisoned_memory  # noqa: F401  # for every test here too
 
 GPU = torch.device("cuda", 0)

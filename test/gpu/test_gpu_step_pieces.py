@@ -11,7 +11,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, padded
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from test.gpu.random_stage import GPU, VOCAB, random_stage
 from test.harness import eventually_holds, make_request, run, started_engine, submit
 

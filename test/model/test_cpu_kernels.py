@@ -21,7 +21,7 @@ from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 needs_compiler = pytest.mark.skipif(
     cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())

@@ -19,7 +19,7 @@ from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.pieces import GraphPieces
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 LAYERS, WIDTH, VOCAB, RANKS = 5, 128, 64, (32, 32, 32, 32)
 SIZE = 32

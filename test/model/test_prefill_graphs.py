@@ -17,7 +17,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
 from rwkv_batch.runner.graphs.prefill import SIZES, PrefillSize, padded, smallest_fitting
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT
 
 LAYERS, WIDTH, VOCAB, RANKS = 2, 128, 300, (20, 24, 12, 40)

@@ -70,7 +70,7 @@ def pipeline(kernels: str, *given: Adapter, merge: bool = False, dtype: str = "f
     made = Pipeline(merge_adapters(WEIGHTS, given) if merge else WEIGHTS, ("cpu", "cpu"), dtype, kernels)
     made.allocate_slots(10)
     for number, adapter in enumerate(() if merge else given, 1):
-        made.put_adapter(number, per_row_adapter(WEIGHTS, adapter))
+        made.put_adapter(number, per_row_adapter(WEIGHTS, adapter).layers)
     return made
 
 
@@ -121,7 +121,7 @@ def test_many_rows_of_one_adapter_have_the_same_bits_as_alone(tmp_path: Path, wk
     made = Pipeline(WEIGHTS, ("cpu", "cpu"), "fp32", "cpu", wkv_state)
     made.allocate_slots(40)
     for number, file in enumerate(files, 1):
-        made.put_adapter(number, per_row_adapter(WEIGHTS, read_adapter(Path(file), 2.0)))
+        made.put_adapter(number, per_row_adapter(WEIGHTS, read_adapter(Path(file), 2.0)).layers)
     rows = [[(7 * i + j) % 300 for j in range(1 + i % 4)] for i in range(19)]
     for number in (1, 2):
         together = step_inputs(rows, [0] * len(rows), list(range(2, 2 + len(rows))), list(range(len(rows))))
@@ -140,7 +140,7 @@ def test_a_dropped_adapter_leaves_nothing(tmp_path: Path) -> None:
     step = step_inputs([[1, 2]], [0], [2], [0])
     step.adapters = tokens_of([[1, 2]], [1])
     for _ in range(2):  # the second one replaces the first
-        made.put_adapter(1, per_row_adapter(WEIGHTS, read_adapter(Path(file), 1.0)))
+        made.put_adapter(1, per_row_adapter(WEIGHTS, read_adapter(Path(file), 1.0)).layers)
         made.forward(step)
     weights = weakref.ref(made.stages[0].adapters.pairs(1)[0].all_pairs[0].a)
     made.drop_adapter(1)
@@ -157,7 +157,7 @@ def test_an_adapter_without_memory_is_on_no_stage(adapters: list[Adapter], monke
 
     monkeypatch.setattr(made.stages[1].adapters, "put", full)
     with pytest.raises(MemoryError):
-        made.put_adapter(1, per_row_adapter(WEIGHTS, adapters[0]))
+        made.put_adapter(1, per_row_adapter(WEIGHTS, adapters[0]).layers)
     with pytest.raises(KeyError):
         made.stages[0].adapters.pairs(1)
 

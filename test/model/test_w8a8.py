@@ -131,7 +131,7 @@ def test_a_model_reads_and_writes_w8a8(tmp_path: Path) -> None:
 
 
 def test_older_models_are_refused() -> None:
-    from rwkv_batch.runner.stage import precision_for
+    from rwkv_batch.model.loader import precision_for
 
     with pytest.raises(ValueError, match="w8a8 quantises RWKV-7 only, not RWKV-6; use --dtype int8"):
         precision_for(CPU, "w8a8", "auto", "RWKV-6")

@@ -7,8 +7,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from rwkv_batch.model.older import rwkv4, rwkv5, rwkv6
-from rwkv_batch.model.older.layer import SQUARE, ChannelMix, OlderLayer, TensorSource, TimeMix
+from rwkv_batch.model.older.layer import (
+    FIRST,
+    FIRST_AS_LOGARITHM,
+    MIXES,
+    SQUARE,
+    ChannelMix,
+    OlderLayer,
+    TensorSource,
+    TimeMix,
+    TimeMix4,
+    TimeMix5,
+    TimeMix6,
+)
 from rwkv_batch.model.state import ModelShape
 
 _OLDER = re.compile(r"\.att\.time_(maa_|mix_|faaaa|first|decay)")
@@ -49,7 +60,7 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
     width = _size(tensors, "emb.weight", 1)
     heads = 1
     if version != "RWKV-4":
-        first = tensors.get(f"{_ATT}.{rwkv5.FIRST}", tensors.get(f"{_ATT}.{rwkv5.FIRST_AS_LOGARITHM}"))
+        first = tensors.get(f"{_ATT}.{FIRST}", tensors.get(f"{_ATT}.{FIRST_AS_LOGARITHM}"))
         heads = _by_head(first)[0] or 1
     return ModelShape(
         layers=layers,
@@ -59,7 +70,7 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
         decay_rank=_size(tensors, f"{_ATT}.time_decay_w1", 1),
         version=version,
         head_size=max(1, width // heads),
-        mix_rank=_size(tensors, f"{_ATT}.time_maa_w1", 1) // len(rwkv6.MIXES),
+        mix_rank=_size(tensors, f"{_ATT}.time_maa_w1", 1) // len(MIXES),
     )
 
 
@@ -67,11 +78,11 @@ def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[st
     """Return name -> shape of every tensor that a layer must have, as (C, C) for [C, C]."""
     c, f = shape.width, shape.ffn
     if shape.version == "RWKV-4":
-        att = rwkv4.expected(shape)
+        att = TimeMix4.expected(shape)
     elif shape.version == "RWKV-6":
-        att = rwkv6.expected(shape)
+        att = TimeMix6.expected(shape)
     else:
-        att = rwkv5.expected(shape, has_logarithm=f"{_ATT}.{rwkv5.FIRST}" not in tensors)
+        att = TimeMix5.expected(shape, has_logarithm=f"{_ATT}.{FIRST}" not in tensors)
     att |= {f"{name}.weight": (c, c) for name in SQUARE}
     mix = _ffn_mix(shape)
     ffn = {
@@ -116,7 +127,7 @@ def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
 
 def _time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix:
     if shape.version == "RWKV-4":
-        return rwkv4.time_mix(source, att, shape)
+        return TimeMix4.load(source, att, shape)
     if shape.version == "RWKV-6":
-        return rwkv6.time_mix(source, att, shape)
-    return rwkv5.time_mix(source, att, shape)
+        return TimeMix6.load(source, att, shape)
+    return TimeMix5.load(source, att, shape)

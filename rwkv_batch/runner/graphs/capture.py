@@ -13,7 +13,7 @@ from torch import Tensor
 from native.tensors import Copier
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.links import Link
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Stage
 
 WARM_UP_RUNS = 2
 ALIGNMENT = 16

@@ -27,13 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from native.tensors import on_device
 from rwkv_batch.kernels.cuda.adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 from rwkv_batch.runner.graphs.capture import Array, CaptureError, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import GraphPieces, Pieces
-from rwkv_batch.runner.links import Link
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.links import LastTokens
+from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -54,55 +53,6 @@ class Greedy:
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """See DeviceSampler."""
         torch.argmax(logits, dim=-1, out=out)
-
-
-class LastTokens:
-    """The last sampled token of each request slot.
-
-    Written on the last device and read on the first, which may be another one.
-    """
-
-    def __init__(
-        self, req_slots: int, first: torch.device, last: torch.device, depth: int, is_read: bool = True
-    ) -> None:
-        """req_slots: number of slots; one more is for padding
-        depth: steps in flight, each in at most two launches.
-        is_read: False if the host knows every token before the next step, and no graph reads them.
-        """
-        self._is_read = is_read
-        self.sampled_tokens = torch.zeros(req_slots + 1, dtype=torch.int64, device=last)
-        """[req_slots + 1] int64 on the last device"""
-        self.input_tokens = (
-            self.sampled_tokens if first == last else torch.zeros(req_slots + 1, dtype=torch.int64, device=first)
-        )
-        """[req_slots + 1] int64 on the first device, as of the last `receive`"""
-        self._link = None if first == last else Link(last, first, req_slots + 1, torch.int64, 2 * depth + 4)
-
-    @property
-    def link_kind(self) -> str | None:
-        """How tokens return to the first device; None if they are already there."""
-        return None if self._link is None else self._link.transport
-
-    @torch.inference_mode()
-    def store(self, req_slots: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
-        """Store tokens [n] of these slots, from a device or the host.
-
-        Returns the number for `receive`.
-        """
-        if not self._is_read:
-            return 0
-        values = torch.as_tensor(tokens, dtype=torch.int64).to(self.sampled_tokens.device, non_blocking=True)
-        self.sampled_tokens[on_device(req_slots, torch.int64, self.sampled_tokens.device)] = values
-        return self.send()
-
-    def send(self) -> int:
-        """Start to send all tokens to the first device. Returns an increasing number."""
-        return 0 if self._link is None else self._link.send(self.sampled_tokens, len(self.sampled_tokens))
-
-    def receive(self, number: int) -> None:
-        """Make the first device wait for that `send`, unless it received that one or a later one."""
-        if self._link is not None and number > self._link.received:
-            self._link.receive(number, self.input_tokens, len(self.input_tokens))
 
 
 class DecodeGraphs:

@@ -22,8 +22,7 @@ from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_
 from rwkv_batch.runner.graphs.pieces import piece_layers
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, usable_sizes
 from rwkv_batch.runner.launch_inputs import RowInputs, num_states
-from rwkv_batch.runner.pipeline import Pipeline
-from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.pipeline import Pipeline, Stage
 from rwkv_batch.runner.step_sampling import StepSampler
 from sampling.sampler import Sampler
 
