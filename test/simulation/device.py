@@ -151,6 +151,18 @@ class Runner:
     """request slot -> [seed, samples, end banned, last sampled token]"""
 
     @property
+    def step_sampler(self) -> Runner:
+        """This runner: see `admit`."""
+        return self
+
+    def admit(self, rows: list[ScheduledRow], started: dict[Sequence, None]) -> None:
+        """See `StepSampler.admit`."""
+        for sequence in [row.sequence for row in rows if row.sequence in started]:
+            del started[sequence]
+            step, end = sequence.sampled_start - sequence.prompt_end, bans_end(sequence.request)
+            self._req_slots[sequence.req_slot] = [sequence.request.sampling.seed, step, end, PENDING]
+
+    @property
     def steps_in_flight(self) -> int:
         return self.limits.groups + self.overlaps
 
@@ -225,16 +237,7 @@ class Runner:
             demand(target not in others, f"slot {target} is read and written by two rows of a step")
 
     def _sample(self, row: ScheduledRow, state: int) -> int:
-        sequence = row.sequence
-        if len(sequence.token_ids) == sequence.sampled_start:
-            step = sequence.sampled_start - sequence.prompt_end
-            self._req_slots[sequence.req_slot] = [
-                sequence.request.sampling.seed,
-                step,
-                bans_end(sequence.request),
-                PENDING,
-            ]
-        req_slot = self._req_slots[sequence.req_slot]
+        req_slot = self._req_slots[row.sequence.req_slot]
         req_slot[3] = sample_token(state, req_slot[0], req_slot[1], req_slot[2])
         req_slot[1] += 1
         return int(req_slot[3])
