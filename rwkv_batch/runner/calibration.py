@@ -90,7 +90,8 @@ def measure(weights: Weights, device: torch.device) -> dict[str, Tensor]:
     inputs = step_inputs(passages, [0] * len(passages), slots, []).to(device)
     embedding = loader.embedding()
     assert embedding.ln0 is not None, "RWKV-7 files have ln0"
-    x = layer_norm(embedding.table[inputs.tokens.to(embedding.table.device)].to(device), embedding.ln0)
+    tokens = inputs.tokens.to(embedding.table.device) % len(embedding.table)  # random models may have fewer tokens
+    x = layer_norm(embedding.table[tokens].to(device), embedding.ln0)
     v_first, ops = None, NaiveOps()
     largest: dict[str, Tensor] = {}
     for i in tqdm(range(weights.shape.layers), "measuring inputs", file=sys.stderr, disable=None, leave=False):

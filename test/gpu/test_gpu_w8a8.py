@@ -65,7 +65,7 @@ def random_codes(rows: int, k: int, unsigned: bool) -> Codes:
 def random_weights(n: int, k: int) -> tuple[W8A8Weights, Codes]:
     codes = random_codes(n, k, unsigned=False)
     ratios = torch.randint(16, MAX_WEIGHT_RATIO + 1, (n,), device=GPU, dtype=torch.int32)
-    codes = Codes(codes.codes, torch.rand(n, device=GPU) * (0.05 / k), ratios)
+    codes = Codes(codes.codes, torch.rand(n, device=GPU) * (0.001 / k), ratios)  # finite in fp16
     identity = InputTransform(torch.ones(k, device=GPU), torch.arange(k, device=GPU, dtype=torch.int32))
     return W8A8Weights.prepare(codes, identity), codes
 
