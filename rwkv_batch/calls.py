@@ -48,7 +48,7 @@ class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
 
 
 class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, array_like=True):
-    """newest first"""
+    """A page, newest first."""
 
     limit: int
     offset: int
@@ -110,7 +110,7 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, array_like=True):
-    """in the order in which they were loaded"""
+    """In the order in which they were loaded."""
 
 
 class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=True):
@@ -158,7 +158,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=True, array_like=True):
-    """in the order in which they were loaded"""
+    """In the order in which they were loaded."""
 
 
 class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_like=True):

@@ -23,6 +23,6 @@ class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def given(self) -> dict[str, Any]:
-        """as JSON values"""
+        """The fields that are set, as JSON values."""
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return values

@@ -305,7 +305,6 @@ class Engine:
         return Step(number, launched)
 
     def _count_costs(self, step: InFlightStep) -> None:
-        """of a part"""
         num_sampling = len(step.sampling_rows)
         costs = StepCosts(
             tokens=sum(row.num_tokens for row in step.rows),

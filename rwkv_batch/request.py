@@ -190,7 +190,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """with `n` and `candidates` expanded"""
+        """Rows, with `n` and `candidates` expanded."""
         return sum(row.num_rows for row in self.rows)
 
     @property
@@ -283,7 +283,7 @@ class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_replayed(self) -> int:
-        """of its session, read again"""
+        """Tokens of the session that are read again."""
         return sum(delta.replayed_tokens for delta in self.deltas)
 
 

@@ -29,8 +29,6 @@ LIBRARY = build.Library(
 
 
 class Parameters(ctypes.Structure):
-    """`struct Parameters` of csrc/sampler.cpp."""
-
     _fields_ = (
         ("top_p", ctypes.c_double),
         ("top_k", ctypes.c_int64),
@@ -56,7 +54,6 @@ def kind_of(params: SamplingParams, vocab: int) -> int:
 
 
 def packed(params: SamplingParams, vocab: int) -> Parameters:
-    """Return the parameters as a C++ struct."""
     return Parameters(
         top_p=params.top_p,
         top_k=params.top_k if 0 < params.top_k < vocab else vocab,
@@ -77,7 +74,7 @@ class CpuSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Return None for a CPU with a C++ compiler, else the reason."""
+        """Requires a C++ compiler."""
         return machine.cpp_unavailable_reason() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -97,10 +94,7 @@ class CpuSampler:
         weakref.finalize(self, self._library.sampler_free, self._handle)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot.
-
-        Raises ValueError for a bad logit bias, IndexError for a slot out of range.
-        """
+        """Raises ValueError for a bad logit bias, IndexError for a slot out of range."""
         if not 0 <= req_slot < len(self._params):
             raise IndexError(f"no request slot {req_slot}: they are 0 to {len(self._params) - 1}")
         check_bias(params, self._vocab)
@@ -112,10 +106,7 @@ class CpuSampler:
         self._library.sampler_admit(self._handle, ctypes.c_int64(req_slot), ctypes.byref(parameters), tokens, values)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows got without sampling.
-
-        Raises IndexError for a slot out of range.
-        """
+        """Raises IndexError for a slot out of range."""
         if req_slots and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
             raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         for req_slot, run in zip(req_slots, runs, strict=True):

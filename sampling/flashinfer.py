@@ -44,7 +44,7 @@ class FlashInferSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Return None where `rapid` can run and the package is installed, else the reason."""
+        """Requires `rapid`'s device and the package."""
         if device.type != "cuda":
             return f"needs a CUDA device, this is {device}"
         if importlib.util.find_spec("flashinfer") is None:
@@ -63,7 +63,7 @@ class FlashInferSampler:
         self._cached_plan: tuple[tuple[int, list[int]], Plan, TruncationLimits] | None = None
 
     def _build_filters(self, vocab: int, device: torch.device) -> None:
-        """Compile FlashInfer's kernels, which it does at their first call."""
+        """FlashInfer compiles them at their first call."""
         log.info("loading FlashInfer's filters; the first start on a machine compiles them in one to two minutes")
         started = time.perf_counter()
         even = torch.full((1, vocab), 1 / vocab, device=device)
@@ -72,14 +72,13 @@ class FlashInferSampler:
         log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
+        """Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
         noisy = params.method is Method.NOISE and not is_greedy(params)
         method = Method.NOISE if noisy else Method.STANDARD
         self._gumbel_sampler.admit(req_slot, SamplingParams(method=method, noise=params.noise, seed=params.seed))
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows got without sampling."""
         self.table.append_tokens(req_slots, runs)
         self._gumbel_sampler.append_tokens(req_slots, runs)
 
@@ -114,7 +113,7 @@ class FlashInferSampler:
         return self._cached_plan[1:]
 
     def _truncate(self, scaled: Tensor, limits: TruncationLimits) -> Tensor:
-        """Return scaled logits [R, V] with -inf for the tokens that are cut."""
+        """Set scaled [R, V] to -inf for the tokens that are cut."""
         probs = torch.softmax(scaled, dim=1)
         kept = self._filters.top_k_renorm_probs(probs, limits.top_k) > 0
         kept &= self._filters.top_p_renorm_probs(probs, limits.top_p) > 0
@@ -122,7 +121,6 @@ class FlashInferSampler:
 
 
 def make_truncation_limits(table: ReqSlotTable, req_slots: list[int]) -> TruncationLimits:
-    """Return the truncation parameters of these request slots."""
     params = [table.params[req_slot] for req_slot in req_slots]
     cut = [p.method is Method.STANDARD and not is_greedy(p) for p in params]
     ranks = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]

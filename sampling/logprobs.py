@@ -16,7 +16,7 @@ class RawLogprobs:
     """log_softmax of those rows of a step that requested log-probabilities."""
 
     rows: Tensor
-    """[q] int64: their row numbers in the step"""
+    """[q] int64, in the step"""
     values: Tensor
     """[q, V] fp32, -inf instead of NaN"""
 
@@ -50,7 +50,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
 
 
 def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
-    """Return log_softmax of these rows of logits [R, V], or None for no rows."""
+    """Of these rows of logits [R, V]; None for no rows."""
     if not rows:
         return None
     picked = on_device(rows, torch.int64, logits.device)

@@ -60,7 +60,7 @@ class Group:
     noise: Tensor
     """fp32"""
     num_candidates: int = 0
-    """Number of candidates to select first"""
+    """to select first"""
 
     def __getitem__(self, part: slice | Tensor) -> Group:
         picked = {name: getattr(self, name)[part] for name in TENSORS}
@@ -100,7 +100,6 @@ class NaiveSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Return None: any device works."""
         return None
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -110,11 +109,10 @@ class NaiveSampler:
         self._plan_for: tuple[int, list[int]] = (-1, [])
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
+        """Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows got without sampling."""
         self.table.append_tokens(req_slots, runs)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
@@ -242,7 +240,6 @@ def _group(table: ReqSlotTable, req_slots: list[int], rows: list[int]) -> Group:
 
 
 def _chunks(entries: Tensor) -> Iterator[Tensor]:
-    """Yield the entries, ROWS_AT_ONCE at a time."""
     return (entries[start : start + ROWS_AT_ONCE] for start in range(0, len(entries), ROWS_AT_ONCE))
 
 

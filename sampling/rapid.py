@@ -34,8 +34,6 @@ MAX_SPLITS = 8
 
 
 class SlotState(ctypes.Structure):
-    """`struct SlotState` of csrc/rapid_row.cuh."""
-
     _fields_ = (
         ("top_p", ctypes.c_double),
         ("seed", ctypes.c_uint64),
@@ -65,8 +63,6 @@ class Entry(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """`struct Launch` of csrc/rapid.cu."""
-
     _fields_ = (
         ("logits", ctypes.c_void_p),
         ("req_slots", ctypes.c_void_p),
@@ -92,7 +88,7 @@ class RapidSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Return None for a CUDA device with nvcc, else the reason."""
+        """Requires a CUDA device and nvcc."""
         return machine.cuda_unavailable_reason(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -133,10 +129,7 @@ class RapidSampler:
         self._append_tokens = tensors.bind(library, "rapid_append_tokens", *pointers)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot.
-
-        Raises ValueError for a bad logit bias, IndexError for a slot out of range.
-        """
+        """Raises ValueError for a bad logit bias, IndexError for a slot out of range."""
         if not 0 <= req_slot < self.max_rows:
             raise IndexError(f"no request slot {req_slot}: they are 0 to {self.max_rows - 1}")
         check_bias(params, self.vocab)
@@ -164,10 +157,7 @@ class RapidSampler:
         )
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows got without sampling, in one launch.
-
-        Raises IndexError for a slot out of range.
-        """
+        """One launch. Raises IndexError for a slot out of range."""
         if not req_slots:
             return
         if not 0 <= min(req_slots) <= max(req_slots) < self.max_rows:

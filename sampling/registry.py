@@ -21,16 +21,13 @@ SAMPLERS = {
 """Name -> module and class, in the default order of preference. `EngineConfig.samplers` lists the same names."""
 
 FALLBACKS = ("cpu", "naive")
-"""Tried last: they need only torch and a C++ compiler, or only torch."""
+"""tried last"""
 COMPILED_ON_FIRST_USE = ("flashinfer",)
 """Samplers that compile for a minute at their first use. An engine creates them before it serves."""
 
 
 def sampler_class(name: str) -> type[Sampler]:
-    """Return the class registered under `name`.
-
-    Raises ValueError for an unknown name, ImportError if its module cannot be loaded.
-    """
+    """Raises ValueError for an unknown name, ImportError if the module cannot be loaded."""
     if name not in SAMPLERS:
         raise ValueError(f"unknown sampler {name!r}; known: {', '.join(SAMPLERS)}")
     module, class_name = SAMPLERS[name]
@@ -39,7 +36,7 @@ def sampler_class(name: str) -> type[Sampler]:
 
 
 def order(preferred: Sequence[str], requested: str = "") -> tuple[str, ...]:
-    """Return the names to try: `requested` first if it is preferred, then `preferred`, then FALLBACKS."""
+    """`requested` first if it is preferred, then `preferred`, then FALLBACKS."""
     first = (requested,) if requested in preferred else ()
     return tuple(dict.fromkeys((*first, *preferred, *FALLBACKS)))
 

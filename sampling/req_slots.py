@@ -31,12 +31,12 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def inverse_temperature(params: SamplingParams) -> float:
-    """Return 1 / T. Callers round it to fp32 and multiply logits by it."""
+    """Callers round it to fp32 and multiply logits by it."""
     return 1.0 / max(params.temperature, MIN_TEMPERATURE)
 
 
 def uses_penalties(params: SamplingParams) -> bool:
-    """Return whether generated tokens change later logits; never for `Method.NOISE`."""
+    """Never for `Method.NOISE`."""
     return params.has_penalties and params.method is Method.STANDARD
 
 
@@ -72,7 +72,7 @@ class ReqSlotTable:
         self._max_seen = [0] * max_rows
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
+        """Raises ValueError for a bad logit bias."""
         check_bias(params, self.vocab)
         self.version += 1
         self.params[req_slot] = params
@@ -89,7 +89,7 @@ class ReqSlotTable:
         self.bias_values[req_slot, : len(bias)] = on_device(list(bias.values()), torch.float32, self.device)
 
     def seeds(self, req_slots: list[int]) -> Tensor:
-        """Return the bits of the seeds: [R] int64."""
+        """[R] int64"""
         values = [signed64(self.params[req_slot].seed) for req_slot in req_slots]
         return on_device(values, torch.int64, self.device)
 
@@ -117,7 +117,7 @@ class ReqSlotTable:
         _add_at(logits, rows, ids, penalty.masked_fill_(~valid, 0.0).neg_())
 
     def max_num_seen(self, req_slots: list[int]) -> int:
-        """Return an upper bound of the number of tokens that any of these slots has seen."""
+        """Return an upper bound of the tokens that any of these slots has seen."""
         return max((self._max_seen[req_slot] for req_slot in req_slots), default=0)
 
     def count(self, req_slot_list: list[int], req_slots: Tensor, tokens: Tensor, alphas: Tensor) -> None:
@@ -141,7 +141,6 @@ class ReqSlotTable:
         self.num_seen[req_slots] = known + (~is_known)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that these rows got without sampling."""
         for req_slot, run in zip(req_slots, runs, strict=True):
             params, at = self.params[req_slot], on_device([req_slot], torch.int64, self.device)
             if uses_penalties(params):
@@ -151,12 +150,12 @@ class ReqSlotTable:
             self.steps[at] += len(run)
 
     def advance(self, req_slots: Tensor) -> None:
-        """Add one to the step of these slots [r] int64."""
+        """req_slots [r] int64"""
         self.steps[req_slots] += 1
 
 
 def _widened(table: Tensor, width: int) -> Tensor:
-    """Return the table with at least `width` columns; new ones are zero."""
+    """New columns are zero."""
     rows, capacity = table.shape
     if width <= capacity:
         return table

@@ -43,7 +43,7 @@ class Sampler(Protocol):
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Return why this sampler cannot run on the device; None if it can."""
+        """None: it can run on the device."""
         ...
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:

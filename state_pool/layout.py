@@ -99,7 +99,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """as unsigned 32-bit little-endian"""
+    """Pack token ids as unsigned 32-bit little-endian."""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -175,7 +175,7 @@ class StatePool:
             self.tiers.counters.count_removed(len(removed), removed[-1].updated, is_expired=bool(expired))
 
     def _expired(self) -> list[Session]:
-        """the least recently used first"""
+        """Expired sessions, the least recently used first."""
         expired: list[Session] = []
         cutoff = self._expiry.cutoff()
         for session in self._index:

@@ -70,7 +70,7 @@ class _Metadata(msgspec.Struct):
 
 
 class InvalidSessionFile(PoolError):  # noqa: N818 - names what the file is
-    """or not a session of this model"""
+    """The bytes are not a session file, or not one of this model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ _ClientQueue = dict[frozenset[Constraint], list[_WaitingJob]]
 
 
 class GrammarCompileQueue:
-    """Compiles one client's constraints after another's. Loads llguidance with the first."""
+    """Compiles the constraints of one client after the other. Loads llguidance with the first."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler], closed_error: Callable[[], ServiceError]) -> None:
         """

@@ -35,7 +35,7 @@ PromptScores = tuple[Sequence, list[TokenLogprob]]
 
 
 class JobTable:
-    """Owned by the engine's thread."""
+    """Jobs by id. Owned by the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
         self._scheduler = scheduler
@@ -230,6 +230,7 @@ class JobTable:
     # Ends ----------------------------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a row after its last token."""
         if sequence.lease is None:
             self._end(sequence, reason)
             return
@@ -255,7 +256,7 @@ class JobTable:
         self._send_finish(sequence, reason, error)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Free the row's slots and session. A recorded turn is still acknowledged."""
+        """Remove a row from the steps and free its slots and session. A recorded turn is still acknowledged."""
         self._state_manager.release(sequence)
         self._scheduler.remove(sequence)
 
@@ -287,6 +288,7 @@ class JobTable:
         return len(jobs)
 
     def expire(self, now: float) -> None:
+        """End jobs past their deadline and rows whose session failed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, job = heapq.heappop(self._deadlines)
             if self._jobs.get(job.job_id) is job:
@@ -367,6 +369,7 @@ class JobTable:
             self._drop(sequence)
 
     def abandon_all(self, error: ErrorInfo) -> None:
+        """End every job when the pool no longer answers. Answered turns may or may not be kept."""
         for job in list(self._jobs.values()):
             failure = error
             if any(sequence.has_answered for sequence in self._rows_of(job)):
@@ -376,7 +379,7 @@ class JobTable:
     # Delivery ------------------------------------------------------------------------------------------------
 
     def deliver(self) -> None:
-        """including ended rows that still read"""
+        """Send the deltas of this step, one event per job."""
         for job in self._changed:
             done = job.unfinished == 0
             if done:
@@ -387,6 +390,7 @@ class JobTable:
         self.on_delivered()
 
     def check_integrity(self) -> list[str]:
+        """Return broken invariants of an idle engine. For tests."""
         problems: list[str] = []
         if not self._jobs and (self._leased or self._scheduler.has_work):
             problems.append("rows are left without a job")

@@ -25,7 +25,7 @@ class Node:
         self.depth = depth
         """length of that prefix in bytes"""
         self.longest = 0
-        """0: none"""
+        """length of the longest stop that ends here; 0: none"""
         self.children: dict[int, Node | range] = {}
         """by the next byte; a range of the sorted stops until the node is created"""
 
@@ -92,6 +92,8 @@ class StopAutomaton:
 
 
 class StopRules:
+    """Ends of a row's text: token ids, and byte strings at any position."""
+
     def __init__(self, request: GenerateRequest, byte_table: list[bytes]) -> None:
         ids = set(request.stop_ids)
         if request.ignore_eos:
@@ -130,7 +132,7 @@ def _chunk_of(request: GenerateRequest) -> int:
 
 
 class RowOutput:
-    """Owned by the engine's thread."""
+    """Turns tokens into deltas. Owned by the engine's thread."""
 
     __slots__ = (
         "_automaton",
@@ -179,7 +181,7 @@ class RowOutput:
         """text to send, in pieces"""
         self._gathered = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []
-        """with the byte offset of each token"""
+        """log-probabilities not sent yet, with the byte offset of each token"""
         self._end: TokenLogprob | None = None
         """of the end token, which has no text"""
         self._cut: int | None = None
@@ -189,7 +191,7 @@ class RowOutput:
 
     @property
     def _length(self) -> int:
-        """in bytes; computed on demand, because few rows need it"""
+        """The text's bytes, computed on demand: few rows need it."""
         ends, length = self._ends, self._ends[-1] if self._ends else 0
         for token in self.tokens[len(ends) :]:
             length += len(self._table[token])
@@ -297,6 +299,7 @@ class RowOutput:
         return bool(self._tail)
 
     def first_held_token(self) -> int:
+        """Index of the token in which the held text begins."""
         return bisect_right(self._ends, self._length - len(self._tail))
 
     def shown_tokens(self) -> tuple[list[int], bytes]:

@@ -70,7 +70,7 @@ class ScheduledRow:
 
 
 class Scheduler:
-    """Owned by the engine's thread."""
+    """Waiting, running and paused rows. Owned by the engine's thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
         """has_pieces: whether a step with batch rows can be launched in pieces of a few layers"""
@@ -126,11 +126,11 @@ class Scheduler:
         return [sequence for sequence in self._running if sequence.job is job]
 
     def add_running(self, sequence: Sequence) -> None:
-        """See `admission.RunningSet`."""
+        """Include a row that got a running slot in the next steps (`admission.RunningSet`)."""
         self._running[sequence] = self._reading[sequence] = None
 
     def remove_running(self, sequence: Sequence) -> None:
-        """See `admission.RunningSet`."""
+        """Leave the row out of the next steps (`admission.RunningSet`)."""
         self._running.pop(sequence, None)
         self._reading.pop(sequence, None)
         for group in self._groups:
@@ -273,11 +273,11 @@ class Scheduler:
         return limit
 
     def release_req_slot(self, sequence: Sequence) -> None:
-        """The row may stay in the steps to read."""
+        """Free the row's request slot. The row may stay in the steps to read."""
         self.admission.release_req_slot(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove the row from the steps. The caller frees its state slot."""
+        """Remove the row from the steps and free its request slot. The caller frees its state slot."""
         self.admission.release_req_slot(sequence)
         self.remove_running(sequence)
         sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE
@@ -296,7 +296,7 @@ def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]
 
 
 def _chunk_row(sequence: Sequence, count: int) -> ScheduledRow:
-    """After the prompt's last token the row samples or ends."""
+    """Create the entry of a prompt chunk. After the prompt's last token the row samples or ends."""
     is_last = count == sequence.num_uncomputed_tokens
     ends = is_last and sequence.is_prefill_only
     return ScheduledRow(sequence, count, samples_token=is_last and sequence.may_sample and not ends, ends=ends)

@@ -110,7 +110,7 @@ class RunningJob:
 
     @property
     def deadline(self) -> float | None:
-        """time.monotonic()"""
+        """time.monotonic() at which it times out."""
         return None if self.spec.timeout_s is None else self.submitted_at + self.spec.timeout_s
 
 
@@ -220,7 +220,7 @@ class Sequence:
 
     @property
     def has_answered(self) -> bool:
-        """Whether its turn is recorded."""
+        """Whether its turn is recorded: it samples no more."""
         return self.phase in (Phase.CLOSING, Phase.ANSWERED)
 
     @property
@@ -229,7 +229,7 @@ class Sequence:
 
     @property
     def sampler(self) -> str:
-        """ "": none."""
+        """Name of the sampler that its job prefers, or ""."""
         return self.job.spec.sampler
 
     @property

@@ -19,7 +19,7 @@ BATCH_SHARE_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All are counts."""
+    """Limits of one engine. All are counts."""
 
     max_running: int
     max_waiting_rows: int
@@ -58,10 +58,12 @@ class Limits:
 
     @property
     def reserved_running_slots(self) -> int:
+        """Running slots left free for interactive jobs without a running row."""
         return min(max(1, self.max_running // 16), self.max_running - 1)
 
     @property
     def batch_running_slots(self) -> int:
+        """Running slots that interactive rows may not take from batch rows."""
         return min(max(1, self.max_running // BATCH_SHARE_DIVISOR), self.max_running - 1)
 
     @property

@@ -113,7 +113,7 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """connected or not"""
+        """All engines, connected or not."""
         with self._lock:
             return list(self._members.values())
 

@@ -88,7 +88,7 @@ class Member:
 
     @property
     def num_unanswered(self) -> int:
-        """not in its last report"""
+        """Jobs on their way to the engine, which its last report does not include."""
         return len(self._sent)
 
     @property

@@ -13,7 +13,7 @@ from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLog
 
 @dataclass(slots=True)
 class RowProgress:
-    """with the caller's row number"""
+    """One row of the job, by the caller's numbering."""
 
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     """four bytes each: an HTTP worker holds those of all its streams"""

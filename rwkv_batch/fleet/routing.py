@@ -28,8 +28,6 @@ TIE_ROWS = 1.0
 
 
 class RoutingHints(NamedTuple):
-    """of a request"""
-
     preferred: int | None = None
     """index of the engine that read the prompt's prefix lately"""
     assigned_rows: Sequence[int] = ()

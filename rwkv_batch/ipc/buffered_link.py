@@ -178,5 +178,5 @@ class BufferedLink(Generic[Incoming, Outgoing]):
 
     @property
     def silent_s(self) -> float:
-        """since the last `put`"""
+        """Seconds since the last `put`."""
         return time.monotonic() - self._last_put_at

@@ -122,7 +122,7 @@ class Buckets:
         self._sum += value * times
 
     def family(self) -> HistogramMetricFamily:
-        """as Prometheus' cumulative buckets"""
+        """Return Prometheus' cumulative buckets."""
         so_far, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts.copy(), strict=True):
             so_far += count

@@ -40,7 +40,7 @@ class CountedJob(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class TokenBucket:
-    """refilled with a number of units per minute"""
+    """A bucket refilled with a number of units per minute."""
 
     level: float
     at: float
@@ -159,7 +159,6 @@ class Quotas:
         return balances
 
     def jobs(self) -> list[CountedJob]:
-        """a copy"""
         with self._lock:
             return [CountedJob(job.usage, job.sampled, job.replayed) for job in self._jobs.values()]
 

@@ -80,7 +80,7 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
 
 
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """of a job that counts against limits (`AcquireQuota`)"""
+    """Usage of a job that counts against limits (`AcquireQuota`)."""
 
     job_id: str
     sampled: int

@@ -42,7 +42,7 @@ class LayerAdapters(Protocol):
 
 class StepAdapters(Protocol):
     def for_layer(self, number: int) -> LayerAdapters:
-        """number: in the stage, from 0"""
+        """number: the layer's index in the stage"""
         ...
 
 
@@ -64,7 +64,7 @@ class AdapterTable:
         self._adapters.pop(number, None)
 
     def pairs(self, number: int) -> list[LayerPairs]:
-        """for each layer of the stage"""
+        """Return the adapter's pairs for each layer of the stage."""
         return self._adapters[number]
 
     def is_routed(self, number: int) -> bool:
@@ -96,8 +96,6 @@ class _Groups:
 
 
 class _LayerGroups:
-    """for one layer"""
-
     def __init__(self, groups: list[tuple[LayerPairs, Tensor]], multiply: Multiply) -> None:
         self._groups, self._multiply = groups, multiply
 

@@ -33,7 +33,7 @@ _ALL_MIXES = "attn.x_x"
 
 
 class _Index(msgspec.Struct):
-    """the shard of each tensor"""
+    """The shard of each tensor."""
 
     weight_map: dict[str, str]
 

@@ -49,7 +49,7 @@ class Precision:
 
     @property
     def weight_bytes(self) -> float:
-        """including scales and second copies"""
+        """Bytes per number of a large matrix, including scales and second copies."""
         if self.storage is None:
             return self.weights.itemsize
         if self.device.type != "cuda":

@@ -14,7 +14,7 @@ MAX_RANK = 128
 
 
 class Target(enum.IntEnum):
-    """of a layer, which an adapter may extend"""
+    """The weights of a layer that an adapter may extend."""
 
     RECEPTANCE = 0
     KEY = 1
@@ -63,8 +63,6 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerPairs:
-    """of an adapter in one layer"""
-
     pairs: Mapping[Target, Pair] = field(default_factory=dict)
     """only for the weights that change"""
     experts: Experts | None = None
@@ -76,7 +74,7 @@ class LayerPairs:
 
     @property
     def all_pairs(self) -> list[Pair]:
-        """including those of experts"""
+        """All pairs, including those of experts."""
         own = [] if self.experts is None else [pair for one in self.experts.pairs for pair in one.values()]
         return [*self.pairs.values(), *own]
 

@@ -37,7 +37,7 @@ class W8A8Linear(Linear):
 
     @property
     def num_bytes(self) -> int:
-        """with the input's transform"""
+        """Includes the input's transform."""
         return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class StateFormat(enum.StrEnum):
 
     @property
     def display_name(self) -> str:
-        """as in /status: "float32", "float16", "int8\""""
+        """The name in /status: "float32", "float16", "int8"."""
         return self.value if self is StateFormat.INT8 else str(self.dtype).removeprefix("torch.")
 
     def sizes(self, wkv: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class StateFormat(enum.StrEnum):
         return (wkv[0], HEAD_BYTES) if self is StateFormat.INT8 else wkv
 
     def num_bytes(self, wkv: tuple[int, ...]) -> int:
-        """of a layer"""
+        """Bytes of a layer's state."""
         return math.prod(self.sizes(wkv)) * self.dtype.itemsize
 
     def pack(self, wkv: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class StateFormat(enum.StrEnum):
         return pack_int8(wkv) if self is StateFormat.INT8 else wkv.to(self.dtype)
 
     def unpack(self, stored: Tensor) -> Tensor:
-        """to fp32 [..., H, 64, 64]"""
+        """Unpack to fp32 [..., H, 64, 64]."""
         return unpack_int8(stored) if self is StateFormat.INT8 else stored.float()
 
     def find_invalid(self, stored: Tensor) -> str:
@@ -131,7 +131,7 @@ RWKV7 = "RWKV-7"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """read from its tensors"""
+    """Sizes of a model, read from its tensors."""
 
     layers: int
     width: int
@@ -158,7 +158,7 @@ class ModelShape:
         return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
 
     def slot_bytes(self, layers: int, form: StateFormat, shift_itemsize: int, first_wkv: int = 0) -> int:
-        """of this many layers. first_wkv: see StateArena"""
+        """Bytes of the state of this many layers. first_wkv: see StateArena."""
         return (layers - first_wkv) * form.num_bytes(self.wkv) + layers * 2 * self.width * shift_itemsize
 
     def describe(self) -> str:

@@ -41,7 +41,7 @@ class FileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """for error messages"""
+    """The wording of error messages for one kind of file."""
 
     noun: str = "model file"
     folder: str = "model path"

@@ -191,7 +191,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Name(NamedTuple):
-    """never imported"""
+    """A class or function of the pickle, never imported."""
 
     name: str
 
@@ -203,7 +203,7 @@ class _Storage(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """without a name yet"""
+    """A tensor before it has a name."""
 
     storage: _Storage
     offset: int

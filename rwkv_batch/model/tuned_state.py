@@ -113,6 +113,5 @@ def _orientation(path: Path, stored: list[Tensor], requested: str) -> tuple[str,
 
 
 def _is_pth(path: Path) -> bool:
-    """in the format of torch.save"""
     with path.open("rb") as file:
         return file.read(2) == b"PK"

@@ -181,7 +181,7 @@ def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
 
 
 def outside_layers(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """for all versions"""
+    """Shapes by name, for all versions."""
     norms = (f"{norm}.{part}" for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias"))
     table = (shape.vocab, shape.width)
     return {**dict.fromkeys(TABLES, table), **dict.fromkeys(norms, (shape.width,))}
@@ -251,7 +251,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _sample_digest(tensors: Mapping[str, Tensor]) -> str:
-    """of all names, shapes, dtypes and of a sample of each tensor"""
+    """Hash all names, shapes, dtypes and a sample of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]

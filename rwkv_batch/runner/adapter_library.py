@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterLibrary(FileLibrary[AdapterInfo]):
-    """Loaded adapters by name. Engine thread, except `_read`."""
+    """Engine thread, except `_read`."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
@@ -70,7 +70,6 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             self._infos[kept.name] = msgspec.structs.replace(kept, error=str(error))
 
     def _load_saved(self) -> list[AdapterInfo]:
-        """Read the list of adapters that requests loaded."""
         if self._list is None or not self._list.is_file():
             return []
         try:
@@ -95,7 +94,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             raise
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
-        """Read an adapter file. Any thread. Raises FileError."""
+        """Any thread. Raises FileError."""
         try:
             return per_row_adapter(self._weights, read_adapter(path, scale))
         except (FileError, MemoryError):
@@ -144,10 +143,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     # Calls ---------------------------------------------------------------------------------------------------
 
     def add(self, call: AddAdapter, reply: Reply[AdapterInfo]) -> None:
-        """Read, check and register an adapter.
-
-        Replies when requests may name it, or with an error (NameTaken and others).
-        """
+        """Replies when requests may name the adapter, or with an error (NameTaken and others)."""
         try:
             check_name(call.name)
             if call.name in self._infos:
@@ -162,13 +158,13 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         )
 
     def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
-        """Read files within --models-dir. Raises ServiceError for a file outside it, FileError."""
+        """Raises ServiceError for a file outside --models-dir, FileError."""
         check_adapter_within(self._config.models_dir, path, "file")
         with with_requested_name(path, call.file):
             return self._read(path, call.scale)
 
     def _finish(self, call: AddAdapter, path: Path, adapter: ServedAdapter) -> AdapterInfo:
-        """Register an adapter. Engine thread. A bad file may raise any exception."""
+        """Engine thread. A bad file may raise any exception."""
         with with_requested_name(path, call.file):
             info = self._register(call.name, adapter, call.scale, is_kept=self._list is not None)
         try:
@@ -180,7 +176,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         return info
 
     def remove(self, name: str) -> AdapterInfo:
-        """Remove an adapter; rows that use it keep it to their end. Raises ServiceError."""
+        """Rows that use the adapter keep it to their end. Raises ServiceError."""
         info = self._infos.get(name)
         try:
             if info is None or not info.error:

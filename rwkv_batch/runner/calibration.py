@@ -43,7 +43,7 @@ class MeasuredInputs:
         self._by_name: dict[str, Tensor] | None = None
 
     def __call__(self, name: str) -> Tensor:
-        """Return [in] fp32 of the matrix of this name."""
+        """Return [in] fp32."""
         if self._by_name is None:
             self._by_name = self._store.load_tensors(FILE)
         if self._by_name is None or name not in self._by_name:
@@ -54,8 +54,6 @@ class MeasuredInputs:
 
 
 class _Recorded(Linear):
-    """A map that records its largest absolute inputs."""
-
     def __init__(self, plain: Linear) -> None:
         super().__init__(plain.weight)
         self.x_max = torch.zeros(plain.weight.shape[1], device=plain.weight.device)
@@ -66,12 +64,11 @@ class _Recorded(Linear):
 
 
 class _RecordingLoader(LayerLoader):
-    """Loads layers whose quantisable maps record their inputs."""
+    """Its quantisable maps record their inputs."""
 
     recorded: dict[str, _Recorded]
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """See LayerLoader.linear."""
         plain = super().linear(name, transpose)
         if not is_quantised(name):
             return plain

@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 class FileLibrary(Generic[Info]):
-    """Loaded items by name. Engine thread; a separate thread reads and writes files."""
+    """Engine thread; a separate thread reads and writes files."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FileLibrary(Generic[Info]):
         self._infos: dict[str, Info] = {}
 
     def list(self) -> list[Info]:
-        """Return the loaded items, and those that could not be loaded."""
+        """The loaded items, and those that could not be loaded."""
         return list(self._infos.values())
 
     def _read_and_register(
@@ -64,12 +64,11 @@ class FileLibrary(Generic[Info]):
         self._thread.run(reply, read, was_read)
 
     def close(self) -> None:
-        """Stop reading files."""
         self._thread.close()
 
 
 def check_name(name: str) -> None:
-    """Raises ServiceError for an invalid name."""
+    """Raises ServiceError."""
     if not STATE_NAME.fullmatch(name):
         raise invalid(
             "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit", name

@@ -11,8 +11,6 @@ from native.tensors import Copier
 
 
 class _PinnedBuffer:
-    """Pinned host memory for the tokens of one step."""
-
     def __init__(self, max_tokens: int) -> None:
         self.memory = torch.empty(max_tokens, dtype=torch.int64).pin_memory()
         self.numbers = self.memory.numpy()
@@ -20,10 +18,10 @@ class _PinnedBuffer:
 
 
 class HostCopy:
-    """Copies tensors to the host. `read` waits for these copies, not for later steps."""
+    """`read` waits for these copies, not for later steps."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        """Start to copy tensors [...] of one device. CPU tensors are not copied."""
+        """Starts to copy tensors [...] of one device. CPU tensors are not copied."""
         self._event: torch.cuda.Event | None = None
         self._host = tensors
         if tensors and tensors[0].is_cuda:
@@ -33,20 +31,18 @@ class HostCopy:
             self._event = torch.cuda.current_stream(tensors[0].device).record_event()
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the tensors [...] on the host, in order, with the same dtypes."""
+        """Tensors [...] in order, with the same dtypes."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
     def tokens(self) -> list[int]:
-        """Return the first tensor [n] int64 as a list."""
+        """The first tensor, [n] int64, as a list."""
         numbers: list[int] = self.read()[0].tolist()
         return numbers
 
 
 class TokenCopy:
-    """A copy of one step's tokens to the host."""
-
     def __init__(self, buffer: _PinnedBuffer, count: int, release: Callable[[_PinnedBuffer], None]) -> None:
         """release: called once with the buffer, after `tokens` or when this object is dropped."""
         self._buffer: _PinnedBuffer | None = buffer
@@ -54,7 +50,7 @@ class TokenCopy:
         self._release = release
 
     def tokens(self) -> list[int]:
-        """Return all tokens. Waits for this copy only. Call it once."""
+        """Waits for this copy only. Call it once."""
         assert self._buffer is not None, "the buffer may belong to another step"
         buffer, self._buffer = self._buffer, None
         buffer.arrived.synchronize()

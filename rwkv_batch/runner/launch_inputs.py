@@ -21,17 +21,17 @@ from state_pool.origins import Adapters
 
 
 def read_slots(sequence: Sequence) -> list[int]:
-    """Return the slots that the row and its other members read."""
+    """The slots that the row and its other members read."""
     return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
 
 
 def write_slots(sequence: Sequence) -> list[int]:
-    """Return the slots that they write, in the same order."""
+    """The slots that they write, in the same order."""
     return [sequence.write_slot, *(member.slot for member in sequence.members)]
 
 
 def num_states(rows: Iterable[ScheduledRow]) -> int:
-    """Return the number of device rows: one per member."""
+    """Number of device rows: one per member."""
     return sum(1 + len(row.sequence.members) for row in rows)
 
 
@@ -57,10 +57,10 @@ def mix_logits(logits: Tensor, sampling_rows: list[ScheduledRow]) -> Tensor:
 
 
 class RowInputs:
-    """Builds a step's inputs from scheduled rows. Engine thread."""
+    """Engine thread."""
 
     def __init__(self, adapters: Adapters, device: torch.device) -> None:
-        """device: of the first layers."""
+        """device: of the first layers"""
         self._adapters = adapters
         self._device = device
 
@@ -94,7 +94,7 @@ class RowInputs:
         return inputs
 
     def adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
-        """Return each row's adapter number, 0 for none; None if no row has an adapter."""
+        """0 for none; None: no row has an adapter"""
         if not self._adapters.num_refs or all(sequence.adapter is None for sequence in sequences):
             return None
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]

@@ -26,7 +26,6 @@ CUT_GAIN = 0.04
 Two halves take a little longer than a layer, and both stages keep its weights.
 """
 WEIGHTS_MEMORY_FRACTION = 0.8
-"""Share of a GPU's free memory that the layers may take."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
@@ -80,7 +79,7 @@ def split_layers(
 
 
 def to_layer_ranges(counts: Sequence[float]) -> list[LayerRange]:
-    """Convert counts of layers, in halves, to consecutive ranges."""
+    """counts: in halves"""
     ends = [0, *(round(2 * end) for end in itertools.accumulate(counts))]
     return [
         LayerRange(first // 2, -(-last // 2), Cuts(first % 2 == 1, last % 2 == 1))
@@ -182,7 +181,7 @@ def _name(device: torch.device) -> str:
 
 
 def _matmuls_per_s(device: torch.device) -> float:
-    """Return matrix-vector products per second: memory bound, like decoding."""
+    """Memory bound, like decoding."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(PROBE_MATRIX, PROBE_MATRIX, dtype=dtype, device=device)
     x = torch.ones(PROBE_MATRIX, 8, dtype=dtype, device=device)

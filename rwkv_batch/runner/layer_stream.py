@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 @dataclasses.dataclass(slots=True)
 class FlatLayer:
-    """A layer whose tensors share one memory block."""
+    """The layer's tensors share one memory block."""
 
     flat: Tensor
     """[bytes] uint8"""
@@ -50,12 +50,11 @@ class StreamedLayers(Sequence[LayerBase]):
 
     @property
     def on_device(self) -> list[LayerBase]:
-        """The layers in device memory: the resident ones and the buffers."""
+        """The resident layers and the buffers."""
         return [*self._resident, *(buffer.layer for buffer in self._buffers)]
 
     @property
     def num_streamed(self) -> int:
-        """Number of layers that every forward copies."""
         return len(self._hosts)
 
     def __len__(self) -> int:
@@ -90,7 +89,7 @@ class StreamedLayers(Sequence[LayerBase]):
             torch.cuda.current_stream(self._device).wait_stream(self._copy_stream)
 
     def _wait_for_compute(self) -> None:
-        """Make later copies wait for all work launched so far."""
+        """Later copies wait for all work launched so far."""
         if self._copy_stream is not None:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -102,7 +101,7 @@ class StreamedLayers(Sequence[LayerBase]):
         return None if self._copy_stream is None else self._copy_stream.record_event()
 
     def _wait_for_copy(self, event: torch.cuda.Event | None) -> None:
-        """Make later work on the current stream wait for a copy."""
+        """Later work on the current stream waits for the copy."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -142,7 +141,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a layer's vectors, norms and linear maps."""
+    """Every tensor of a layer's vectors, norms and linear maps."""
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):

@@ -33,7 +33,7 @@ class Link:
         self._arrived = [torch.cuda.Event() for _ in range(depth)]
         self._consumed = [torch.cuda.Event() for _ in range(depth)]
         self.sent = 0
-        """Number of sends so far, which is the number of the last one."""
+        """the number of the last send"""
         self.received = 0
 
     def send(self, values: Tensor, count: int) -> int:

@@ -29,15 +29,14 @@ GPU_PREFILL_TOKENS = 4096
 GPU_PREFILL_WITH_DECODE = 1024
 """As fast per token as more. On an H200 with 7.2B (26 ms for 8 x 128), decoding rows wait 40 ms, not 110."""
 CPU_BATCH_ROWS_PER_THREAD = 4
-"""Decoding batch rows per compute thread."""
 CPU_SLOTS_FRACTION = 0.25
-"""Share of the machine's memory for slots on a CPU."""
+"""of the machine's memory"""
 CPU_SLOTS_FREE_FRACTION = 0.5
-"""Share of the free memory for slots of an additional model."""
+"""of the free memory, for an additional model"""
 
 
 class Memory:
-    """Divides each device's memory that is left after the weights. Used before slots are allocated."""
+    """Used before slots are allocated."""
 
     def __init__(self, config: EngineConfig, pipeline: Pipeline) -> None:
         self._config = config
@@ -69,7 +68,7 @@ class Memory:
         )
 
     def _max_batch_rows_with_interactive(self, on_gpu: bool) -> int:
-        """Return the value for `Limits`, where 0 means no limit."""
+        """0 means no limit."""
         configured = self._config.max_batch_rows_with_interactive
         if configured == ALL_BATCH_ROWS:
             return 0
@@ -98,7 +97,6 @@ class Memory:
         return int(slots + min(rows * session_slots, max(0, fitting - slots) // 2))
 
     def _free_bytes(self, device: torch.device) -> int:
-        """Return a device's memory for slots."""
         if device.type != "cuda":
             share = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_FRACTION)
             free = machine.free_memory() if self._config.loads_at_low_priority else None
@@ -113,7 +111,7 @@ class Memory:
 
 
 def allocate_slots(pipeline: Pipeline, num_slots: int) -> None:
-    """Allocate the slots of all stages. Raises StartupError if they do not fit."""
+    """Raises StartupError if the slots do not fit."""
     try:
         pipeline.allocate_slots(num_slots)
     except (RuntimeError, MemoryError) as error:

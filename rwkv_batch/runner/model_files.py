@@ -16,12 +16,12 @@ from rwkv_batch.runner.pipeline import Pipeline, replica_devices, resolve_backen
 from rwkv_batch.tokenizer import VOCAB_SIZE
 
 PILE_ROWS = (50277, 50304)
-"""Its tokens, without and with padding."""
+"""tokens without and with padding"""
 _to_service_error = error_translator("the file could not be checked")
 
 
 def open_model(path: str) -> Weights:
-    """Open a model that has the vocabulary's rows. Raises WeightsError."""
+    """The model has the vocabulary's rows. Raises WeightsError."""
     weights = open_weights(path)
     if (rows := weights.shape.vocab) < VOCAB_SIZE:
         pile = ", as models with the Pile vocabulary have" if rows in PILE_ROWS else ""
@@ -61,18 +61,16 @@ def load_pipeline(config: EngineConfig) -> tuple[Weights, Pipeline]:
 
 
 class ModelChecks:
-    """Opens files that requests name, on a separate thread."""
+    """Uses a separate thread."""
 
     def __init__(self, refusal: Callable[[], ServiceError]) -> None:
-        """refusal: the error after `close`."""
         self._thread = FileThread("model-files", refusal, _to_service_error)
 
     def check(self, call: CheckModel, reply: Reply[str]) -> None:
-        """Reply with a description of the file's model, or with an error in the file or an adapter."""
+        """The error of a reply names the file or an adapter."""
         self._thread.run(reply, lambda: _description(call), reply)
 
     def close(self) -> None:
-        """Stop opening files."""
         self._thread.close()
 
 

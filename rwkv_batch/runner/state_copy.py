@@ -14,7 +14,7 @@ from state_pool.layout import HostState, InvalidStateValues
 
 
 class HostTensors:
-    """One state in (pinned) host memory. Implements `HostState` of the state pool."""
+    """In (pinned) host memory. Implements `HostState` of the state pool."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         """tensors: by part, in the arena's layout: "stage0.wkv" [layers, H, 64, 64] or as its format has it,
@@ -23,12 +23,12 @@ class HostTensors:
         self.tensors = tensors
 
     def parts(self) -> dict[str, memoryview]:
-        """Return name -> raw bytes. Valid after the copy that fills them."""
+        """Raw bytes by part name, valid after the copy that fills them."""
         return {name: t.reshape(-1).view(torch.uint8).numpy().data for name, t in self.tensors.items()}
 
 
 class StateCopy:
-    """A running copy; keep it until it is done. Implements `Copy` of the state pool."""
+    """Keep it until it is done. Implements `Copy` of the state pool."""
 
     def __init__(self, host: HostTensors, events: list[torch.cuda.Event]) -> None:
         """host: source or target; events: recorded after the copy on each device."""
@@ -39,7 +39,6 @@ class StateCopy:
         return all(event.query() for event in self._events)
 
     def wait(self) -> None:
-        """Block until the copy is done."""
         for event in self._events:
             event.synchronize()
 
@@ -66,7 +65,7 @@ class PipelineArena:
         }
 
     def _parts(self) -> list[tuple[str, Tensor]]:
-        """Return part name -> the tensor of all its slots, [num_slots, ...]."""
+        """[num_slots, ...] by part name"""
         parts: list[tuple[str, Tensor]] = []
         for i, arena in enumerate(self._arenas):
             parts += [(f"stage{i}.wkv", arena.wkv), (f"stage{i}.shift", arena.shift)]
@@ -94,7 +93,7 @@ class PipelineArena:
         return StateCopy(host, events)
 
     def _copy_stream(self, part: Tensor) -> torch.cuda.StreamContext:
-        """Return the copy stream of the part's device; it waits for the steps launched so far."""
+        """The stream waits for the steps launched so far."""
         if not part.is_cuda:
             return torch.cuda.stream(None)
         stream = self._streams[part.device]

@@ -43,18 +43,16 @@ _STATE_SUFFIX = ".safetensors"
 _MIXTURE_SUFFIX = ".mixture.json"
 _FILE, _DEFAULTS = "file", "decode_defaults"
 _SENT = "sent"
-"""Source of a state that came without a file name."""
+"""for a state without a file name"""
 
 
 class _KeptMixture(msgspec.Struct):
-    """The content of a mixture's file."""
-
     members: list[tuple[str, float]]
     defaults: DecodeDefaults = DecodeDefaults()
 
 
 class StateLibrary(FileLibrary[StateInfo]):
-    """Loaded states and mixtures by name. Engine thread, except for files."""
+    """Engine thread, except for files."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
@@ -129,7 +127,7 @@ class StateLibrary(FileLibrary[StateInfo]):
     def _register(
         self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool, defaults: DecodeDefaults
     ) -> StateInfo:
-        """Add a state to the pool. Raises PoolError."""
+        """Raises PoolError."""
         self._pool.tuned.add(Origin(name, state.digest), host)
         logger.info("tuned state %s (%s): matrices are %s, %s", name, file, state.orientation, state.reason)
         info = self._infos[name] = StateInfo(
@@ -148,12 +146,12 @@ class StateLibrary(FileLibrary[StateInfo]):
     # Calls ---------------------------------------------------------------------------------------------------
 
     def list(self) -> list[StateInfo]:
-        """Return the loaded states, and kept ones that cannot be used."""
+        """The loaded states, and kept ones that cannot be used."""
         in_slots = {name for name in self._pool.tuned.names if self._pool.tuned.get(name).slot is not None}
         return [msgspec.structs.replace(info, in_slot=name in in_slots) for name, info in self._infos.items()]
 
     def resolve_mixtures(self, job: Job) -> Job:
-        """Return the job with its rows' mixture names replaced by the mixtures."""
+        """Replace names of mixtures in rows by the mixtures."""
         mixtures = {name: info.mixture for name, info in self._infos.items() if info.mixture}
         if not any(row.state in mixtures for row in job.rows):
             return job
@@ -164,7 +162,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return msgspec.structs.replace(job, rows=rows)
 
     def add(self, call: AddState, reply: Reply[StateInfo]) -> None:
-        """Read, keep and register a state; reply when requests may name it."""
+        """Replies when requests may name the state."""
         try:
             _check(call)
             self._check_new(call)
@@ -228,7 +226,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return state, host
 
     def _finish(self, call: AddState, temp_path: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
-        """Register a state that was read. Engine thread. Raises PoolError, OSError."""
+        """Engine thread. Raises PoolError, OSError."""
         try:
             info = self._register(call.name, state, host, call.file or _SENT, temp_path is not None, call.defaults)
             if temp_path is not None:
@@ -238,7 +236,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return info
 
     def _rename_kept(self, temp_path: Path, name: str) -> None:
-        """Give a state's file its final name. Raises OSError; then the state is not registered either."""
+        """Raises OSError; then the state is not registered either."""
         try:
             temp_path.replace(temp_path.with_name(f"{name}{_STATE_SUFFIX}"))
         except OSError:
@@ -247,7 +245,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             raise
 
     def remove(self, name: str) -> StateInfo:
-        """Remove a state from the pool and the disk. Raises ServiceError."""
+        """Raises ServiceError."""
         info = self._infos.get(name)
         try:
             if info is None or not (info.error or info.mixture):
@@ -264,7 +262,7 @@ class StateLibrary(FileLibrary[StateInfo]):
 
 @contextlib.contextmanager
 def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
-    """Write bytes to a temporary file for the time of the block."""
+    """The file exists for the time of the block."""
     if folder is not None:
         make_private_folder(folder)
     with tempfile.NamedTemporaryFile(prefix=".", suffix=".state", dir=folder) as file:
@@ -274,12 +272,11 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
 
 
 def _kept_source(path: Path) -> str:
-    """Return the source of a kept state."""
     return metadata_of(path).get(_FILE) or _SENT
 
 
 def _kept_defaults(path: Path) -> DecodeDefaults:
-    """Return the decode parameters kept with a state. Raises FileError."""
+    """Raises FileError."""
     try:
         return msgspec.json.decode(metadata_of(path).get(_DEFAULTS, "{}"), type=DecodeDefaults)
     except msgspec.MsgspecError as error:
@@ -298,7 +295,7 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
 
 
 def _temp_path_in(folder: Path) -> Path:
-    """Return a temporary name in a folder; a later start deletes leftovers."""
+    """A later start deletes leftovers."""
     return folder / f".{uuid.uuid4().hex}{_STATE_SUFFIX}"
 
 

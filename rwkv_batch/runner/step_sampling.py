@@ -64,32 +64,27 @@ class InFlightStep:
     rows: list[ScheduledRow]
     sampling_rows: list[ScheduledRow]
     samples: list[InFlightTokens] = field(default_factory=list)
-    """one per sampler"""
     started: float = field(default_factory=time.monotonic)
     number: int = -1
-    """of the step"""
     launched: float = 0.0
     """when its launch ended"""
     deferred: DeferredSample | None = None
     tokens_sent: int = 0
     """number for `LastTokens.receive` of the sampled tokens"""
     scored: InFlightScores | None = None
-    """log-probabilities of prompt tokens"""
     layers_s: float = 0.0
-    """seconds for the layers, see `Pipeline`"""
+    """see `Pipeline`"""
     sample_s: float = 0.0
-    """seconds to sample the unconstrained rows"""
+    """for the unconstrained rows"""
     constrained_sample_s: float = 0.0
     """seconds to compute masks and to sample the constrained rows"""
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether constrained rows have not sampled yet."""
         return self.deferred is not None
 
     @property
     def deferred_rows(self) -> list[ScheduledRow]:
-        """The constrained rows that have not sampled yet."""
         return [] if self.deferred is None else [self.sampling_rows[i] for i in self.deferred.indices]
 
 
@@ -107,12 +102,12 @@ class Step(NamedTuple):
 
 
 class StepSampler:
-    """The samplers on the last device, created on demand."""
+    """On the last device, created on demand."""
 
     def __init__(
         self, preferred: tuple[str, ...], device: torch.device, num_req_slots: int, vocab: int, tokenizer: Tokenizer
     ) -> None:
-        """preferred: names of samplers in order (`--samplers`)."""
+        """preferred: in order (`--samplers`)"""
         self._preferred = preferred
         self._device = device
         self._num_req_slots = num_req_slots
@@ -122,9 +117,9 @@ class StepSampler:
         self._samplers: dict[str, Sampler] = {}
         self._masks: Masks | None = None
         self.refusals: dict[str, str] = {}
-        """sampler name -> why it cannot be used"""
+        """by sampler name"""
         self.is_compiling = False
-        """Whether a sampler is being created, which may compile kernels. Any thread."""
+        """It may compile kernels. Any thread."""
 
     @property
     def used(self) -> dict[str, str]:
@@ -202,7 +197,7 @@ class StepSampler:
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
 
     def _append_jump_forward_tokens(self, sequences: list[Sequence]) -> None:
-        """Make the samplers count jump-forward tokens."""
+        """The samplers count the tokens."""
         runs: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             if sequence.uncounted_ids:
@@ -254,7 +249,7 @@ class StepSampler:
             )
 
     def read(self, step: InFlightStep) -> list[SampledToken]:
-        """Return the tokens of the sampling rows, in order. Waits for the step."""
+        """In order. Waits for the step."""
         sampled_tokens: list[SampledToken] = [(0, None)] * len(step.sampling_rows)
         for part in step.samples:
             tokens = part.copy.tokens()

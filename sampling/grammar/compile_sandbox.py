@@ -24,10 +24,9 @@ _UNSTARTED = (
 
 
 class CompileSandbox:
-    """Runs sandbox processes, at most one per calling thread. Thread-safe; starts them on demand."""
+    """At most one process per calling thread, started on demand. Thread-safe."""
 
     def __init__(self, byte_table: Sequence[bytes], vocab: int) -> None:
-        """Arguments: see GrammarCompiler."""
         self._vocabulary = list(byte_table), vocab
         self._idle: list[_Process] = []
         self._is_closed = False
@@ -48,13 +47,12 @@ class CompileSandbox:
             raise GrammarError(message, place, field)
 
     def close(self) -> None:
-        """End all processes. One that is compiling ends after its grammar."""
+        """A process that is compiling ends after its grammar."""
         self._is_closed = True
         while process := self._take_idle():
             process.close()
 
     def _take_idle(self) -> _Process | None:
-        """Take an idle live process; None if there is none."""
         while True:
             try:
                 process = self._idle.pop()

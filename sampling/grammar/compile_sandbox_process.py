@@ -19,13 +19,13 @@ from sampling.grammar.errors import GrammarError, TooComplexError, exceeds_limit
 STACK_BYTES = 1 << 20
 """Half the stack of the engine's mask threads, which have the least."""
 MEMORY_BYTES = 3 << 30
-"""Address space of the process: libraries, the vocabulary and a grammar."""
+"""of the process: libraries, the vocabulary and a grammar"""
 MASK_S = 0.25
-"""CPU seconds for the first mask."""
+"""for the first mask"""
 
 
 def serve() -> None:
-    """Compile the grammars from standard input until it closes."""
+    """Answers grammars from standard input until it closes."""
     limit_memory(MEMORY_BYTES)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_answer)

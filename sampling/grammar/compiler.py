@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_CACHED = 256
 """Cached templates: each grammar counts once per lexer."""
 MAX_CACHED_CHARACTERS = 4_194_304
-"""Cached characters of all sources together."""
+"""of all sources together"""
 JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it, so models generate no long white space and more text is jump-forward."""
 ROWS_PER_LEXER = 8
@@ -49,8 +49,6 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary."""
-
     def __init__(
         self,
         byte_table: Sequence[bytes],
@@ -74,7 +72,6 @@ class GrammarCompiler:
         self._characters = 0
 
     def cached(self, constraint: Constraint, tenant: str = "") -> Grammar | None:
-        """Return the grammar if it is in the tenant's cache."""
         key = (tenant, constraint.key)
         with self._lock:
             entry = self._cache.get(key)
@@ -103,10 +100,7 @@ class GrammarCompiler:
         return found
 
     def needs_lexers(self, grammar: Grammar, rows: int) -> bool:
-        """Return whether one more lexer would let more threads compute masks.
-
-        rows: number of rows to come.
-        """
+        """rows: number of rows to come"""
         limit = LEXERS_PER_THREAD * self._threads if self._threads > 1 else 1
         num_lexers = min(limit, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
         return len(grammar.templates) < num_lexers and grammar.compile_s <= SLOW_COMPILE_S
@@ -120,13 +114,11 @@ class GrammarCompiler:
             self._drop_oldest()
 
     def forget(self) -> None:
-        """Clear the cache."""
         with self._lock:
             self._cache.clear()
             self._characters = 0
 
     def close(self) -> None:
-        """End the sandbox processes."""
         if self._sandbox is not None:
             self._sandbox.close()
 
@@ -165,7 +157,6 @@ class GrammarCompiler:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Drop the least recently used grammars until the cache is within its limits."""
         lexers = sum(len(grammar.templates) for grammar, _ in self._cache.values())
         while lexers > MAX_CACHED or self._characters > MAX_CACHED_CHARACTERS:
             _, (grammar, size) = self._cache.popitem(last=False)
@@ -240,7 +231,7 @@ def _check_terminates(constraint: Constraint) -> None:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression that matches exactly this text."""
+    """The expression matches exactly this text."""
     return re.sub(r"[^0-9A-Za-z_<>\s\x80-\U0010ffff]", lambda found: "\\" + found[0], text)
 
 

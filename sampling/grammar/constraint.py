@@ -17,7 +17,6 @@ class Form(enum.StrEnum):
     REGEX = "regex"
     """Rust's syntax; must match the whole text."""
     CHOICE = "choice"
-    """One of several texts."""
     JSON_SCHEMA = "json_schema"
     """A JSON value that is valid under a schema."""
 
@@ -26,9 +25,8 @@ class SchemaRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule of a Lark grammar: a JSON value that is valid under a schema."""
 
     name: str
-    """its name in the grammar"""
     source: str
-    """the schema as JSON text"""
+    """as JSON text"""
     field: str = ""
     """the client's name of the schema, for error messages"""
     strict: bool = True
@@ -46,7 +44,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = True
     """False: parts of a schema that cannot be enforced are ignored instead of refused"""
     rules: tuple[SchemaRule, ...] = ()
-    """further rules of a Lark grammar"""
+    """of a Lark grammar"""
     after: str = ""
     """Text that precedes the constrained part, after any other text: the end of the reasoning"""
 
@@ -57,5 +55,5 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Number of characters of all sources."""
+        """Characters of all sources."""
         return len(self.source) + sum(len(rule.source) for rule in self.rules)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_VISITS = 200
-"""Largest number of parts to compile; each takes a fraction of a millisecond."""
+"""Each part takes a fraction of a millisecond."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SHARED = (".$defs.", ".definitions.")
@@ -48,7 +48,7 @@ def _locate_any(schema: dict[str, Any], error_of: Callable[[Any], bool], visits:
 
 
 def _deepest(place: str, part: Any, error_of: Callable[[Any], bool], visits: Iterator[int]) -> str:
-    """Return the place of the deepest bad part inside `part`, which is at `place`."""
+    """Return the place of the deepest bad part inside `part`."""
     inner = _own_subschemas(part)
     while (found := next(inner, None)) is not None and next(visits, None) is not None:
         step, child = found
@@ -92,7 +92,7 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def resolve_ref(root: Any, reference: str) -> Any:
-    """Resolve a reference within a schema; None for any other."""
+    """None for any other reference."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
@@ -121,7 +121,7 @@ def _step_into(value: Any, name: str) -> Any:
 
 
 def schema_at(schema: str, place: str) -> str:
-    """Return the part of a schema at a place; all of it if it cannot be read."""
+    """The whole schema if the part cannot be read."""
     try:
         return json.dumps(_value_at(json.loads(schema), place))
     except (ValueError, RecursionError):

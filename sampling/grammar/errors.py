@@ -7,7 +7,7 @@ import re
 _OPTION = re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' option[^\n]*")
 
 MAX_MESSAGE = 300
-"""Characters of a message: llguidance repeats its input."""
+"""llguidance repeats its input."""
 
 
 class GrammarError(Exception):
@@ -16,7 +16,7 @@ class GrammarError(Exception):
     def __init__(self, message: str, place: str = "", field: str = "") -> None:
         super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
         self.field = field
-        """the client's name of the schema, if there are several"""
+        """if there are several schemas"""
         self.place = place
         """place in a schema, as in `.properties.age`; "": the whole"""
 
@@ -33,7 +33,7 @@ class NoTokenLeftError(GrammarError):
 
 
 def exceeds_limit(why: str) -> bool:
-    """Return whether llguidance's message reports one of its limits (compiler.py)."""
+    """See compiler.py."""
     return "(limit " in why
 
 

@@ -22,17 +22,15 @@ RING = 4
 
 
 def mask_threads(device: torch.device) -> int:
-    """Return the number of threads that compute a step's masks."""
     # On a CPU the step waits for its masks. With a GPU, the host has other work meanwhile.
     threads = torch.get_num_threads() if device.type == "cpu" else cores() // 2
     return max(1, min(_MAX_THREADS, threads))
 
 
 class Masks:
-    """Mask buffers on the host and on the samplers' device. Engine thread."""
+    """Engine thread."""
 
     def __init__(self, vocab: int, device: torch.device, threads: int) -> None:
-        """threads: see `mask_threads`."""
         self._words = -(-vocab // 32)
         self._device = device
         self._threads = llguidance.LLExecutor(threads)
@@ -106,7 +104,7 @@ class _Staging:
         self._read: torch.cuda.Event | None = None
 
     def host(self, rows: int, words: int) -> Tensor:
-        """Return [rows, words] int32 for the host to write."""
+        """[rows, words] int32 to write"""
         if self._arrived is not None:
             self._arrived.synchronize()
         if len(self._host) < rows:
@@ -132,6 +130,6 @@ class _Staging:
         return target
 
     def mark_read(self) -> None:
-        """Record that all launches which read these masks are on the current stream."""
+        """All launches that read these masks are on the current stream."""
         if self._stream is not None:
             self._read = torch.cuda.current_stream(self._device).record_event()

@@ -15,11 +15,11 @@ MEAN_MASK_S = 0.005
 SLOW_S = 0.25
 """A grammar is too slow if its masks took SLOW_S in total and MEAN_MASK_S on average."""
 MAX_JUMP_FORWARD = 64
-"""Largest number of jump-forward tokens per call."""
+"""per call"""
 
 
 class Grammar:
-    """A compiled grammar, shared by all rows with the same constraint."""
+    """Shared by all rows with the same constraint."""
 
     __slots__ = ("_next_template", "compile_s", "field", "mask_s", "masks", "matchers", "templates")
 
@@ -30,18 +30,17 @@ class Grammar:
         Copies of one template share a lexer with a lock, so their masks are computed one at a time.
         """
         self.compile_s = compile_s
-        """CPU seconds to compile one template"""
+        """CPU seconds of one template"""
         self.field = field
         self.matchers: weakref.WeakSet[Matcher] = weakref.WeakSet()
         """of the rows that use it"""
         self.mask_s = 0.0
         """CPU seconds of the timed masks (masks.py)"""
         self.masks = 0
-        """number of timed masks"""
         self._next_template = itertools.count()
 
     def next_template(self) -> int:
-        """Return the index of the template that the next row copies."""
+        """Rows copy the templates in turn."""
         return next(self._next_template) % len(self.templates)
 
     @property

@@ -64,7 +64,7 @@ class _Entry:
 
 
 def _pack_prompt(tokens: Sequence[int], base: bytes) -> bytes:
-    """with the base in front"""
+    """Pack token ids with their base in front."""
     return base + pack_tokens(tokens)
 
 
@@ -175,7 +175,7 @@ class PrefixCache:
         self._wait_decisions.clear()
 
     def _prefixes_of(self, ids: bytes) -> list[_Entry]:
-        """longest first"""
+        """Longest first."""
         bucket = self._buckets.get(ids[:_KEY_BYTES], ())
         return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]
 

@@ -23,7 +23,7 @@ class PromptHistory:
 
     @property
     def num_bytes(self) -> int:
-        """with the overhead per prompt and beginning"""
+        """Includes the overhead per prompt and beginning."""
         return self._bytes
 
     def add(self, ids: bytes) -> None:
@@ -52,7 +52,7 @@ class PromptHistory:
 
 
 def common_bytes(one: bytes, other: bytes) -> int:
-    """in whole tokens"""
+    """Length of the common prefix in whole tokens, in bytes."""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
     return (length - (differing.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES

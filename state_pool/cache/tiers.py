@@ -276,7 +276,7 @@ class Tiers:
             transfer.finish(transfer.copy.host)
 
     def wait_copies(self) -> None:
-        """at shutdown"""
+        """Called at shutdown."""
         while self._transfers:
             for transfer in self._transfers:
                 transfer.copy.wait()

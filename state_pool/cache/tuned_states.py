@@ -30,7 +30,7 @@ class TunedStates:
 
     @property
     def names(self) -> list[str]:
-        """in the order of loading"""
+        """In the order of loading."""
         return list(self._by_name)
 
     @property

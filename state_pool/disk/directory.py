@@ -55,7 +55,7 @@ def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]
 
 
 def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
-    """ttl: in seconds; shorter gaps are left out"""
+    """Return the last use, and the gaps without any use longer than `ttl` seconds."""
     ((last,),) = connection.execute("SELECT max(updated) FROM sessions WHERE hidden = 0").fetchall()
     gaps = connection.execute(
         "SELECT earlier, later FROM (SELECT lag(updated) OVER (ORDER BY updated) AS earlier, updated AS later "

@@ -68,7 +68,7 @@ class StateStore(Protocol):
     def allow_other_engines(self) -> None: ...
 
     def used_bytes(self, connection: Connection) -> int:
-        """without free pages"""
+        """Bytes in use, without free pages."""
         ...
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:

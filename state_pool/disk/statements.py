@@ -123,7 +123,7 @@ def put_chunk(connection: Connection, state: int, number: int, data: memoryview)
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """without the state's bytes"""
+    """A stored state's row, without the bytes."""
 
     state: int
     session: int

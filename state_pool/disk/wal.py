@@ -55,7 +55,7 @@ class WriteAheadLog:
         return self._checkpointer is None or self._bytes == 0
 
     def written(self, num_bytes: int) -> None:
-        """approximately"""
+        """Count committed bytes, approximately."""
         self._bytes += num_bytes
 
     def call_when_synced(self, action: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ class WriteAheadLog:
             _call_all(self._unsynced)
 
     def _on_checkpoint(self) -> None:
-        """on the checkpointer's thread"""
+        """Runs on the checkpointer's thread."""
         with self._changed:
             self.has_uncheckpointed_rest = True
             self._changed.notify()

@@ -24,7 +24,7 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """the engine's class ("module:Class")"""
 
     def with_absolute_paths(self) -> ClusterPlan:
-        """for engines that run in another folder"""
+        """The engines may run in another folder."""
         config = self.config
         named = {
             field: tuple(f"{name}={Path(file).absolute()}" for name, _, file in (one.partition("=") for one in entries))

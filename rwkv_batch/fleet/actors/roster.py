@@ -294,7 +294,7 @@ class Roster:
         return is_last
 
     def remove_created(self) -> None:
-        """for a service that cannot start"""
+        """Remove the engines that this service created, because it cannot start."""
         for name in self._created:
             remove_engine_actor(name)
 

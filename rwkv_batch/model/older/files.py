@@ -106,7 +106,7 @@ def _ffn_mix(shape: ModelShape) -> str:
 
 
 def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
-    """mixes [C], matrices [out, in]"""
+    """Mixes are [C], matrices [out, in]."""
     ffn, mix = f"blocks.{i}.ffn", _ffn_mix(shape)
     mix_k, mix_r = source.vector(f"{ffn}.{mix}_k"), source.vector(f"{ffn}.{mix}_r")
     if mix == "time_mix":

@@ -26,7 +26,7 @@ class TimeMix(Protocol):
 
 @dataclass(slots=True)
 class ChannelMix:
-    """the same in RWKV-4, 5 and 6"""
+    """The channel mix, the same in RWKV-4, 5 and 6."""
 
     mix_k: Tensor
     """[C]: weight of the previous token"""

@@ -67,11 +67,11 @@ class Quantised:
 
     @property
     def num_bytes(self) -> int:
-        """with scales and zeros"""
+        """Includes scales and zeros."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """by field name; a matrix is [out, in]"""
+        """By field name; a matrix is [out, in]."""
         named = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "ratios": self.ratios}
         if self.transform is not None:
             named |= self.transform._asdict()
@@ -87,12 +87,11 @@ class Quantised:
         return cls(format_, tensors["codes"], tensors["scales"], *optional, transform)
 
     def in_segments(self) -> Codes:
-        """of a W8A8 matrix"""
         assert self.ratios is not None, "only w8a8 has ratios"
         return Codes(self.codes, self.scales, self.ratios)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """shape: of the matrix"""
+        """Return whether the tensors fit a matrix of this shape."""
         out, inner = shape
         groups = -(-inner // GROUP)
         expected = {
@@ -169,7 +168,7 @@ def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def codes_int4(stored: Quantised) -> Tensor:
-    """unpacked: [out, in] uint8"""
+    """Return the 4-bit integers unpacked: [out, in] uint8."""
     pairs = torch.stack([stored.codes & 15, stored.codes >> 4], dim=-1)
     return pairs.reshape(stored.out_features, -1)[:, : stored.in_features]
 

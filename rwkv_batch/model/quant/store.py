@@ -80,7 +80,7 @@ class QuantStore:
         return tensors
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """tensors [...]. The first error is logged and ends all saving."""
+        """Tensors are [...]. The first error is logged and ends all saving."""
         if not self._can_write:
             return
         try:

@@ -31,7 +31,7 @@ ROWS_AT_ONCE = 2048
 
 
 class Codes(NamedTuple):
-    """of inputs or of a weight"""
+    """Quantised rows, of inputs or of a weight."""
 
     codes: Tensor
     """[R, K] s8 or u8, permuted"""

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 class CaptureError(RuntimeError):
-    """A step could not be captured, usually for lack of memory. Nothing of it has run."""
+    """Usually for lack of memory. Nothing of the step has run."""
 
 
 class Recorder:
@@ -101,7 +101,7 @@ class StagedArrays:
         self._awaits_use = False
         """whether several devices' arrays were filled but no step was launched"""
         self.on_device = [views(block) for block in self._blocks]
-        """per device, by name"""
+        """by device and name"""
 
     @contextmanager
     def filling(self) -> Iterator[dict[str, Array]]:
@@ -145,7 +145,7 @@ class GraphStage:
         self._input: Tensor | None = None
         """[2 * tokens * C]: x, then v_first"""
         self._output: Tensor | None = None
-        """the same for the next stage"""
+        """for the next stage"""
         self._link: Link | None = None
         if before is not None:
             size, dtype = 2 * max_tokens * stage.width, stage.precision.activations
@@ -155,7 +155,7 @@ class GraphStage:
 
     @property
     def link_kind(self) -> str | None:
-        """How values come from the previous stage; None for the first."""
+        """None for the first stage."""
         return None if self._link is None else self._link.transport
 
     def forward(self, inputs: StepInputs, tokens: Tensor | None) -> Tensor:
@@ -187,12 +187,12 @@ class GraphStage:
         replay()  # runs on the graph's device, not on the current one
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a context in which the stage's GPU is the current device."""
+        """In this context, the stage's GPU is the current device."""
         return self._current
 
 
 def make_graph_stages(stages: Sequence[Stage], max_tokens: int, depth: int) -> list[GraphStage]:
-    """Create a linked GraphStage for each stage of a pipeline."""
+    """The stages are linked."""
     created: list[GraphStage] = []
     for stage in stages:
         created.append(GraphStage(stage, created[-1] if created else None, max_tokens, depth))

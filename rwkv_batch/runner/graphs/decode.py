@@ -56,7 +56,7 @@ class Greedy:
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps. The graphs of a stage share one memory pool."""
+    """The graphs of a stage share one memory pool."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class DecodeGraphs:
         assert last.stage.head is not None, "graphs sample from the logits of the last stage"
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
-        """[rows, V]: the logits of every graph's step, overwritten by the next step"""
+        """[rows, V] of every graph's step, overwritten by the next step"""
         self.pieces = GraphPieces(self, piece_layers) if piece_layers else None
 
     @staticmethod
     def unavailable_reason(stages: Sequence[Stage], sampler: object) -> str | None:
-        """Return why these stages and this sampler cannot use decode graphs; None if they can."""
+        """None: these stages and this sampler can use decode graphs."""
         others = {stage.ops.name for stage in stages} - {"cuda"}
         if others:
             return f"decode graphs need the cuda kernels on every device, not {', '.join(sorted(others))}"
@@ -116,11 +116,11 @@ class DecodeGraphs:
 
     @property
     def is_recording(self) -> bool:
-        """Whether any stage is capturing a graph, including graphs of prompts."""
+        """Includes graphs of prompts."""
         return any(graph_stage.recorder.is_recording for graph_stage in self.graph_stages)
 
     def warm_up(self, adapters: bool = False) -> None:
-        """Capture every size, largest first, so that smaller ones fit into its memory.
+        """Largest size first, so that smaller ones fit into its memory.
 
         adapters: also capture the graphs of steps with adapters.
         """
@@ -200,7 +200,6 @@ class DecodeGraphs:
         run_stages(self.graph_stages, graphs, size, self._staged)
 
     def _pieces_for(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
-        """Return the pieces of a step of this many rows, if there are any."""
         if self.pieces is None:
             return None
         try:
@@ -214,7 +213,7 @@ class DecodeGraphs:
         self.pieces = None
 
     def _graph(self, number: int, size: int, sampled: bool, adapters: bool) -> torch.cuda.CUDAGraph:
-        """Return the graph of a stage, captured at its first use."""
+        """The graph is captured at its first use."""
         key = (number, size, sampled and number == len(self.graph_stages) - 1, adapters)
         if key not in self._captured:
             started = time.perf_counter()
@@ -236,7 +235,7 @@ class DecodeGraphs:
         deferred: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
     ) -> None:
-        """Stage one step's rows on all devices, padded up to `size`."""
+        """The rows are padded up to `size`."""
         with self._staged.filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values

@@ -52,12 +52,11 @@ class MixedSize(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Number of rows that it may sample."""
         return self.decoding + self.prompts.rows
 
 
 def max_decode_rows(stages: int) -> int:
-    """Return the most decode rows in a mixed graph. stages: those that work at the same time."""
+    """stages: those that work at the same time"""
     if stages == 1:
         return MAX_DECODE_ROWS
     return MAX_DECODE_ROWS_TWO_STAGES if stages == 2 else MAX_DECODE_ROWS_MORE_STAGES
@@ -72,7 +71,7 @@ def min_gathered_prefill_tokens(stages: int) -> int:
 
 
 def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:
-    """Return the sizes of graphs for steps of at most `max_rows` decode rows, smallest first."""
+    """Smallest first."""
     largest = next((size for size in DECODE_SIZES if size >= max_rows), DECODE_SIZES[-1])
     sizes = (
         MixedSize(decoding, prompts) for decoding in DECODE_SIZES if decoding <= largest for prompts in PROMPT_SIZES
@@ -81,7 +80,7 @@ def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:
 
 
 class MixedGraphs:
-    """Captures and replays mixed steps over all stages. Engine thread only."""
+    """Engine thread only."""
 
     def __init__(self, decode: DecodeGraphs, sizes: Sequence[MixedSize], depth: int = 2) -> None:
         """Uses the stages, tokens, logits and sampler of `decode`. depth: steps in flight."""
@@ -97,13 +96,13 @@ class MixedGraphs:
         self._sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=decode.logits.device)
 
     def size_for(self, decoding: int, rows: int, tokens: int) -> MixedSize | None:
-        """Return the smallest graph for these decode rows, and prompts of this many rows and tokens."""
+        """decoding: decode rows; rows, tokens: of prompts"""
         return next(
             (size for size in self.sizes if size.decoding >= decoding and size.prompts.holds(rows, tokens)), None
         )
 
     def warm_up(self) -> None:
-        """Capture every size, largest first."""
+        """Largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for number in range(len(self._decode.graph_stages)):
@@ -153,7 +152,7 @@ class MixedGraphs:
         prompt_req_slots: Sequence[int],
         deferred: Sequence[int] = (),
     ) -> None:
-        """Stage a step and its padding on all devices."""
+        """Stages padding too, on all devices."""
         first, count, num_sampled = size.decoding, len(decoding["req_slots"]), size.num_sampled
         padded_prompts = padded(prompts, size.prompts)
         padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "req_slots": self._decode.dummy_req_slot}

@@ -57,8 +57,7 @@ class DecodeSteps(Protocol):
     graph_stages: list[GraphStage]
     sizes: list[int]
 
-    def fill_padding(self, size: int, adapters: bool = False) -> None:
-        """See DecodeGraphs."""
+    def fill_padding(self, size: int, adapters: bool = False) -> None: ...
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
         """See DecodeGraphs."""
@@ -68,8 +67,6 @@ class DecodeSteps(Protocol):
 
 
 class Pieces(Generic[Piece]):
-    """The pieces of one step."""
-
     def __init__(
         self,
         size: int,
@@ -99,10 +96,10 @@ class Pieces(Generic[Piece]):
 
 
 class GraphPieces:
-    """Captures the pieces of decode steps, and runs pieces of all steps. Engine thread only."""
+    """Engine thread only."""
 
     def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
-        """piece_layers: layers per piece; the last may have fewer."""
+        """The last piece may have fewer layers."""
         self._decode = decode
         self.graph_stage = graph_stage = decode.graph_stages[0]
         layers = len(graph_stage.stage.layers)
@@ -118,7 +115,7 @@ class GraphPieces:
         """waits until the last step in pieces is done"""
 
     def for_rows(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
-        """Return the pieces of a step of this many rows; None for few rows. Raises CaptureError."""
+        """None for few rows. Raises CaptureError."""
         if rows < MIN_ROWS // 2:
             return None
         size = next(size for size in self.sizes if size >= rows)
@@ -147,7 +144,7 @@ class GraphPieces:
         return x, here
 
     def warm_up(self) -> None:
-        """Capture all pieces, largest size first."""
+        """Largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for sampled in (True, False):
@@ -155,13 +152,13 @@ class GraphPieces:
         logger.info("captured %d pieces of decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-        """Launch a piece; return a function that waits until it is done."""
+        """Returns a function that waits until the piece is done."""
         with self.graph_stage.current():
             graph.replay()
         return self._record_event()
 
     def _record_event(self) -> Callable[[], None]:
-        """Return a function that waits for everything launched so far."""
+        """Returns a function that waits for everything launched so far."""
         wait: Callable[[], None] = torch.cuda.current_stream(self.graph_stage.device).record_event().synchronize
         return wait
 

@@ -51,7 +51,7 @@ SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize
 
 
 def input_lengths(rows: int, tokens: int) -> dict[str, int]:
-    """Return the array lengths of a step's inputs, for at most this many rows and tokens."""
+    """Return the array lengths of a step's inputs."""
     per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
     return {**per_token, "cu_seqlens": rows + 1, **dict.fromkeys(("read_slots", "write_slots", "logit_tokens"), rows)}
 
@@ -69,7 +69,7 @@ class StagedPrompts:
         self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens), devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
-        """Stage a step's inputs from the CPU, with padding, on all devices."""
+        """Stages the padding too, on all devices."""
         with self.arrays.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
@@ -93,7 +93,7 @@ class StagedPrompts:
 
 
 class PrefillGraphs:
-    """Captures and replays prefill of short prompts over all stages. Engine thread only."""
+    """Engine thread only."""
 
     def __init__(self, graph_stages: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
         """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
@@ -106,11 +106,11 @@ class PrefillGraphs:
         )
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """Return the smallest graph for a step; None if none fits."""
+        """None: no graph fits."""
         return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
-        """Capture every size, largest first."""
+        """Largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for number in range(len(self._graph_stages)):
@@ -193,7 +193,7 @@ assert PrefillSize(MAX_ROWS_IN_PIECES, PIECE_TOKENS[-1]).holds(1, MAX_TOKENS_IN_
 
 
 class PromptPieces:
-    """Captures and replays pieces of prefill steps. Engine thread only."""
+    """Engine thread only."""
 
     def __init__(self, pieces: GraphPieces, logits: Tensor, depth: int = 2) -> None:
         """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
@@ -204,11 +204,11 @@ class PromptPieces:
         self._captured: dict[tuple[PrefillSize, int], torch.cuda.CUDAGraph] = {}
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """Return the smallest size for a step; None if none fits."""
+        """None: no size fits."""
         return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
-        """Capture every size, largest first."""
+        """Largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             self._graphs(size)

@@ -30,10 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Creates and selects the graphs of steps. Nothing is captured before `warm_up`. Engine thread only."""
+    """Nothing is captured before `warm_up`. Engine thread only."""
 
     def __init__(self) -> None:
-        """Creates no graphs; see `for_stages`."""
         self.refusal: str | None = None
         """why there are no graphs"""
         self.decode: DecodeGraphs | None = None
@@ -51,10 +50,7 @@ class StepGraphs:
         depth: int,
         parameters: int,
     ) -> StepGraphs:
-        """Create the graphs for steps over these stages, if they are possible.
-
-        depth: steps in flight; parameters: of the model.
-        """
+        """depth: steps in flight"""
         graphs = cls()
         graphs.refusal = DecodeGraphs.unavailable_reason(stages, sampler)
         if graphs.refusal is not None:
@@ -77,7 +73,7 @@ class StepGraphs:
 
     @property
     def graph_stages(self) -> list[GraphStage]:
-        """The stages of the graphs; empty without graphs."""
+        """Empty without graphs."""
         return [] if self.decode is None else self.decode.graph_stages
 
     @property
@@ -93,11 +89,11 @@ class StepGraphs:
 
     @property
     def max_sampled_with_prompts(self) -> int:
-        """Return the most rows that a mixed graph samples, including padding."""
+        """Maximum rows that a mixed graph samples, including padding."""
         return max((size.num_sampled for size in self.mixed.sizes), default=0) if self.mixed is not None else 0
 
     def warm_up(self, adapters: bool) -> None:
-        """Capture all graphs. adapters: also those of decode steps with adapters."""
+        """adapters: also graphs of decode steps with adapters"""
         try:
             if self.decode is not None:
                 self.decode.warm_up(adapters=adapters)
@@ -182,7 +178,7 @@ class StepGraphs:
 
 
 class LaunchGroups:
-    """Splits the rows of steps. Engine thread."""
+    """Engine thread."""
 
     def __init__(self, graphs: StepGraphs, pipeline: Pipeline, sampling: StepSampler, inputs: RowInputs) -> None:
         self._graphs = graphs
@@ -249,12 +245,12 @@ class LaunchGroups:
 
 
 def split_prefill_decode(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
-    """Split rows into those whose tokens the host knows and those whose token is on the device."""
+    """The token ids of the first are known to the host, those of the second are on the device."""
     return [row for row in rows if not row.uses_device_token], [row for row in rows if row.uses_device_token]
 
 
 def are_all_plain(rows: list[ScheduledRow]) -> bool:
-    """Return whether every row is plain (`Sequence.is_plain`): it reads its last sampled token."""
+    """See `Sequence.is_plain`."""
     return False not in [row.is_plain for row in rows]  # a generator takes twice as long
 
 
