@@ -117,7 +117,7 @@ class DeleteOldest:
     cutoff: float | None
     """Only sessions unused since this Unix time. None: of any age, because the database is too large."""
     count: int = 0
-    """Result."""
+    """Result, set by the store: number of deleted sessions."""
     last_use: float | None = None
     """Result: Unix time of the latest use among them."""
 
