@@ -28,6 +28,7 @@ struct Control {
 
 static struct Control *control;
 static const char *folder;
+static const char *only; /* names of the calls that count; NULL: all */
 static size_t folder_length;
 static _Atomic char is_counted[65536];
 
@@ -36,6 +37,7 @@ static _Atomic char is_counted[65536];
 __attribute__((constructor)) static void start(void) {
     folder = getenv("FAILING_CALLS_FOLDER");
     const char *file = getenv("FAILING_CALLS_CONTROL");
+    only = getenv("FAILING_CALLS_ONLY");
     if (!folder || !file) return;
     folder_length = strlen(folder);
     int fd = REAL(open)(file, O_RDWR | O_CLOEXEC);
@@ -55,6 +57,7 @@ static int counts(int fd) {
 
 /* Counts a call. Returns whether it has to fail, with errno set. */
 static int fails(const char *name, int error) {
+    if (only && !strstr(only, name)) return 0;
     long first = control->first, number = atomic_fetch_add(&control->calls, 1) + 1;
     if (!first || number < first || number >= first + control->count) return 0;
     atomic_fetch_add(&control->failed, 1);
@@ -108,8 +111,8 @@ ON_FD(ssize_t, pread64, EIO, (int fd, void *data, size_t size, off64_t at), (fd,
 ON_FD(ssize_t, write, ENOSPC, (int fd, const void *data, size_t size), (fd, data, size))
 ON_FD(ssize_t, pwrite, ENOSPC, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
 ON_FD(ssize_t, pwrite64, ENOSPC, (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at))
-ON_FD(int, fsync, EIO, (int fd), (fd))
-ON_FD(int, fdatasync, EIO, (int fd), (fd))
+ON_FD(int, fsync, ENOSPC, (int fd), (fd))
+ON_FD(int, fdatasync, ENOSPC, (int fd), (fd))
 ON_FD(int, ftruncate, EIO, (int fd, off_t size), (fd, size))
 ON_FD(int, ftruncate64, EIO, (int fd, off64_t size), (fd, size))
 

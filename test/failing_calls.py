@@ -14,18 +14,23 @@ from native import machine
 SOURCE = Path(__file__).with_name("failing_calls.c")
 _NUMBERS = struct.Struct("4q")
 _NAME_BYTES = 64
-FOLDER, CONTROL = "FAILING_CALLS_FOLDER", "FAILING_CALLS_CONTROL"
+FOLDER, CONTROL, ONLY = "FAILING_CALLS_FOLDER", "FAILING_CALLS_CONTROL", "FAILING_CALLS_ONLY"
+SYNCS = "fsync fdatasync"
 
 
-def environment(folder: Path, work: Path) -> Mapping[str, str]:
-    """Build the library in `work`. Return the variables of a process whose calls below `folder` can fail."""
+def environment(folder: Path, work: Path, only: str = "") -> Mapping[str, str]:
+    """Build the library in `work`. Return the variables of a process whose calls below `folder` can fail.
+
+    only: names of the calls that count; "": all
+    """
     library, control = work / "failing_calls.so", work / "control"
     compiler = machine.cxx()
     assert compiler is not None
     command = [compiler, "-x", "c", "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
     subprocess.run(command, check=True)
     control.write_bytes(bytes(_NUMBERS.size + _NAME_BYTES))
-    return {"LD_PRELOAD": str(library), FOLDER: f"{folder}/", CONTROL: str(control)}
+    counted = {ONLY: only} if only else {}
+    return {"LD_PRELOAD": str(library), FOLDER: f"{folder}/", CONTROL: str(control), **counted}
 
 
 class FailingCalls:
@@ -44,6 +49,11 @@ class FailingCalls:
         _, _, calls, failed = _NUMBERS.unpack_from(self._memory)
         _NUMBERS.pack_into(self._memory, 0, 0, 0, calls, failed)
         return failed
+
+    @property
+    def failed(self) -> int:
+        """How many calls have failed since `arm`."""
+        return int(_NUMBERS.unpack_from(self._memory)[3])
 
     @property
     def last(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pwd
 import shutil
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from native.file_systems import network_file_system
 from native.private_files import make_private, open_private
 from state_pool.config import PoolConfig
 from state_pool.disk.copies import check_copy, keep_copy, mark_closed, mark_open
@@ -17,6 +19,8 @@ from state_pool.disk.migrations import migrate
 from state_pool.disk.process_lock import BUSY_TIMEOUT_S, ProcessLock
 from state_pool.disk.state_store import Connection
 from state_pool.errors import DatabaseUnusable
+
+logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 8192
 _HEADER = b"SQLite format 3\x00"
@@ -41,6 +45,14 @@ class SqliteStore:
         self._synchronous = config.synchronous
         self._migrate_backup = config.migrate_backup
         _check_file(self._path)
+        if network := network_file_system(Path(self._path).parent):
+            logger.warning(
+                "session database %s is on a network file system (%s): SQLite is safe there only if no other machine "
+                "writes the file, and its locks may not show that. Move it to a local disk with --state-db, or use "
+                "postgresql://... for services on several machines",
+                self._path,
+                network,
+            )
         self._lock = ProcessLock(self._path, config.service) if self.shared else ProcessLock(self._path)
 
     @property

@@ -280,3 +280,20 @@ def test_every_route_continues_the_same_session(service: Service) -> None:
         assert [text_of(service.post(path, body).json()) for body in bodies] == expected
     refused = service.post(V1, {**EXACT, "contents": ["a", "b"], "session_id": twins[0]})
     assert (refused.status_code, refused.json()["field"]) == (422, "contents")
+
+
+def test_a_session_id_of_64_kib_of_combining_characters(service: Service) -> None:
+    """It is refused with a short answer. The longest allowed one is stored, listed, exported and deleted."""
+    long_id, allowed = "e" + "\u0301" * 32_768, "e" + "\u0301" * 255
+    for path, body in ((STATE, {"contents": ["a"]}), ("/state/delete", {})):
+        refused = service.post(path, {**body, "session_id": long_id})
+        assert refused.status_code == 422 and refused.json()["field"] == "session_id" and len(refused.text) < 4096
+    assert service.get("/state/export", params={"session_id": long_id[:5000]}).status_code == 422
+    assert service.post(STATE, {"contents": ["a"], "max_tokens": 2, "session_id": allowed}).status_code == 200
+    assert allowed in [one["session_id"] for one in service.post("/state/status", {}).json()["sessions"]]
+    file = service.get("/state/export", params={"session_id": allowed})
+    assert file.status_code == 200
+    imported = service.post("/state/import", params={"session_id": allowed[:-1]}, content=file.content)
+    assert imported.status_code == 200, "another id, although it looks alike"
+    for one in (allowed, allowed[:-1]):
+        assert service.post("/state/delete", {"session_id": one}).status_code == 200

@@ -1,7 +1,7 @@
 """A process in which each file call of a script over the pool fails once: `python -m test.state_pool.nth_failure`.
 
-Arguments: folder, durability, first number, step, most numbers, calls that fail. Prints a line of JSON per violation,
-and a last line with the numbers that were tried.
+Arguments: folder, durability, first number, step, most numbers, calls that fail, synchronous. Prints a line of JSON per
+violation, and a last line with the numbers that were tried.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import LINEAR
-from test.failing_calls import FailingCalls
+from test.failing_calls import ONLY, SYNCS, FailingCalls
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
 from test.pool_integrity import integrity_faults
 
@@ -32,8 +32,12 @@ EXPECTED = (PoolError, OSError, sqlite3.Error)
 class Script:
     """Create, talk, branch, export, import, delete, restart, talk; remembers what was acknowledged."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, calls: FailingCalls) -> None:
         self.config = config
+        self.calls = calls
+        are_synced = config.synchronous == "FULL" and config.durability != "lazy"
+        self.needs_syncs = are_synced and os.environ.get(ONLY) == SYNCS
+        """Whether no turn may be acknowledged while syncs fail."""
         self.acknowledged: dict[Key, list[int]] = {}
         self.unknown: dict[Key, list[list[int]]] = {}
         """histories that an unacknowledged turn may have left"""
@@ -62,9 +66,12 @@ class Script:
             base = self.acknowledged.get((name, LINEAR if parent is None else parent), [])
             key = (name, LINEAR if parent is None else -2)
             self.unknown.setdefault(key, []).append(base + tokens)
+            syncs_fail = self.needs_syncs and self.calls.failed > 0
             lease = driver.turn(name, tokens, parent)
             dialogue = LINEAR if lease.dialogue_idx is None else lease.dialogue_idx
             self.acknowledged[name, dialogue] = base + tokens
+            if syncs_fail:
+                self.faults.append(f"a turn of {name} was acknowledged without a sync")
 
         self.attempt(step)
 
@@ -164,14 +171,15 @@ class Script:
             self.faults.append(f"{name}:{dialogue} has another state")
 
 
-def main(folder: Path, durability: str, first: int, step: int, most: int, count: int) -> None:
+def main(folder: Path, durability: str, first: int, step: int, most: int, count: int, synchronous: str) -> None:
     calls = FailingCalls()
     number, tried = first, 0
     while tried < most:
         home = folder / f"{durability}-{number}"
         home.mkdir()
         open_before = len(os.listdir("/proc/self/fd"))
-        script = Script(config_in(home, durability=durability, l1_sessions=2, l2_sessions=2, checkpoint_tokens=30))
+        sizes = {"l1_sessions": 2, "l2_sessions": 2, "checkpoint_tokens": 30}
+        script = Script(config_in(home, durability=durability, synchronous=synchronous, **sizes), calls)
         calls.arm(number, count)
         script.run()
         failed = calls.disarm()
@@ -191,4 +199,4 @@ def main(folder: Path, durability: str, first: int, step: int, most: int, count:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *(int(one) for one in sys.argv[3:7]))
+    main(Path(sys.argv[1]), sys.argv[2], *(int(one) for one in sys.argv[3:7]), sys.argv[7])

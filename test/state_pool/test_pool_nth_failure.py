@@ -7,33 +7,54 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from test.conftest import IS_LONG
-from test.failing_calls import environment
+from test.failing_calls import SYNCS, environment
 
 ROOT = Path(__file__).parents[2]
 STEP = 1 if IS_LONG else 6
 ALL = 10_000
 FEWEST_CALLS = 150
 """The script makes more file calls than that."""
+FEWEST_SYNCS = 15
+"""And, with `--synchronous FULL`, more syncs than that."""
 
 
 @pytest.mark.parametrize("count", [1, 12], ids=["one call", "a while"])
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_every_nth_file_call_fails(tmp_path: Path, durability: str, count: int) -> None:
-    data = tmp_path / "data"
+    summary = run_script(tmp_path, durability, (1 + count % STEP, STEP, ALL, count), "NORMAL")
+    assert summary["last"] > FEWEST_CALLS
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_a_disk_that_is_full_at_a_sync(tmp_path: Path, durability: str) -> None:
+    """Writes succeed and syncs fail from the Nth on, as on file systems that find room late.
+
+    With `--synchronous FULL`, no turn is acknowledged meanwhile, unless it is kept in memory only (lazy).
+    """
+    count = 12 if durability == "lazy" else ALL
+    summary = run_script(tmp_path, durability, (1, 1 if IS_LONG else 3, ALL, count), "FULL", SYNCS)
+    assert summary["last"] > FEWEST_SYNCS
+
+
+def run_script(folder: Path, durability: str, numbers: tuple[int, ...], synchronous: str, only: str = "") -> Any:
+    """Return the summary of a run without violations."""
+    data = folder / "data"
     data.mkdir()
-    arguments = [str(data), durability, *map(str, (1 + count % STEP, STEP, ALL, count))]
+    arguments = [str(data), durability, *map(str, numbers), synchronous]
     done = subprocess.run(
         [sys.executable, "-m", "test.state_pool.nth_failure", *arguments],
         cwd=ROOT,
-        env=os.environ | environment(data, tmp_path),
+        env=os.environ | environment(data, folder, only),
         stdout=subprocess.PIPE,
         text=True,
         timeout=600,
     )
     *violations, summary = [json.loads(line) for line in done.stdout.splitlines()]
     assert violations == []
-    assert done.returncode == 0 and summary["exhausted"] and summary["last"] > FEWEST_CALLS
+    assert done.returncode == 0 and summary["exhausted"]
+    return summary

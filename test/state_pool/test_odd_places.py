@@ -1,0 +1,92 @@
+"""A database on a network file system, a clock that was set back, and sessions with 2^31 tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from native import file_systems
+from state_pool.session_file import SessionFile, decode
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
+from test.state_pool.test_pool_expiry import TTL_S, Clock, clock, close, names, opened  # noqa: F401 - a fixture
+
+DAY_S = 86_400.0
+MANY = 2**31
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(0x6969, "NFS"), (0xFF534D42, "CIFS"), (0x65735546, "FUSE"), (0xEF53, "")]
+)
+def test_a_network_file_system_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, name: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(file_systems, "_type_number", lambda _: number)
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    close(driver)
+    assert ("is on a network file system" in caplog.text) == bool(name)
+    assert not name or (f"({name}" in caplog.text and "--state-db" in caplog.text and "postgresql://" in caplog.text)
+
+
+def test_the_type_of_a_file_system_is_read(tmp_path: Path) -> None:
+    assert file_systems._type_number("/proc") == 0x9FA0
+    assert file_systems._type_number(tmp_path / "missing") == 0 and file_systems.network_file_system(tmp_path) == ""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_clock_that_was_set_back_by_a_day_expires_nothing_used(
+    tmp_path: Path,
+    clock: Clock,  # noqa: F811
+    shared: bool,
+) -> None:
+    """Neither while it is back, nor when it is right again, nor after a start then."""
+    driver = opened(tmp_path, TTL_S, shared)
+    driver.turn("earlier", [1])
+    clock.wall -= DAY_S
+    clock.passes(5)
+    driver.turn("meanwhile", [1])
+    driver.settle()
+    assert names(driver) == {"earlier", "meanwhile"}
+    clock.wall += DAY_S
+    clock.passes(5)
+    driver.settle()
+    assert names(driver) == {"earlier", "meanwhile"}
+    close(driver)
+    driver = opened(tmp_path, TTL_S, shared)
+    clock.passes(5)
+    driver.settle()
+    assert names(driver) == {"earlier", "meanwhile"}
+    close(driver)
+
+
+def test_a_session_passes_two_to_the_power_of_31_tokens(tmp_path: Path) -> None:
+    """Its count is stored, exported and imported."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1, 2, 3])
+    driver.settle()
+    file = _exported(driver, "s")
+    many = SessionFile(file.fingerprint, MANY - 1, file.replay, file.layout, file.parts).encode()
+    for name in ("many", "again"):
+        outcome = Outcome()
+        driver.pool.import_export.import_session(name, driver.pool.import_export.fit(decode(many)), outcome)
+        driver.until(lambda outcome=outcome: outcome.known)
+        assert outcome.calls == [None]
+        driver.turn(name, [4, 5])
+        driver.settle()
+        many = _exported(driver, name).encode()
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    assert np.array_equal(driver.state("again"), expected_state([1, 2, 3, 4, 5, 4, 5]))
+    assert _exported(driver, "again").num_tokens == MANY + 3
+    driver.pool.close()
+
+
+def _exported(driver: Driver, name: str) -> SessionFile:
+    found: list[SessionFile | Exception] = []
+    driver.pool.import_export.export(name, found.append)
+    driver.until(lambda: bool(found))
+    assert isinstance(found[0], SessionFile)
+    return found[0]
