@@ -6,6 +6,7 @@ Add a new package to FLOORS and a new folder to ROOMS, with the folders that it 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,6 +38,8 @@ MAX_FILES = 22
 MAX_LINES = 400
 """Lines of a module."""
 MIN_MEDIAN_LINES = 100
+WAYS = {"temperature": 12, "session_id": 15, "text_list": 15}
+"""Files that a request's value passes, as docs/architecture.md lists them."""
 
 ROOMS = {
     # The engine. Files in no folder are shared types: requests, calls, errors, settings, the tokenizer.
@@ -278,6 +281,17 @@ def test_folders_and_modules_are_of_a_readable_size() -> None:
     lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert not {file.relative_to(ROOT): count for file, count in lines.items() if count > MAX_LINES}
     assert median(count for file, count in lines.items() if file.name != "__init__.py") >= MIN_MEDIAN_LINES
+
+
+@pytest.mark.parametrize("value", WAYS)
+def test_the_ways_of_values_are_short_and_only_fall(value: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    shared, *lists = page.split("## Three values through the files")[1].split("\n## ")[0].split("\n- ")
+    own = next(one for one in lists if one.startswith(f"`{value}`")).split(". `")[0]
+    every_job, files = (re.findall(r"`(\S+/\S+)`", text) for text in (shared, own))
+    assert not [file for file in (*every_job, *files) if not (ROOT / file).is_file()]
+    floors = [FLOORS[file.partition("/")[0]] for file in files]
+    assert len(every_job) + len(files) <= WAYS[value] and floors == sorted(floors, reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     add_partial_sums,
     add_sums,
 )
-from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_mix
+from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_and_mix
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
-from rwkv_batch.model.layer import Layer, Norm, Projections, Prologue
+from rwkv_batch.model.layer import Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.step_inputs import StepInputs
@@ -60,6 +60,7 @@ class CudaOps:
     make_linear = CudaLinear
     make_quantised = staticmethod(make_quantised)
     make_adapter_table = CudaAdapterTable
+    shift_mix = shift_and_mix
 
     def __init__(self) -> None:
         self.workspaces: dict[torch.device, Workspace] = {}
@@ -101,17 +102,6 @@ class CudaOps:
         library()
         if has_hopper_gemm(device):
             prepare_hopper_gemm(device)
-
-    def shift_mix(
-        self,
-        x: Tensor,
-        delta: Tensor | PartialSums | RowSums | None,
-        prologue: Prologue,
-        shift: Tensor,
-        inputs: StepInputs,
-    ) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
-        """As naive, x [T, C] fp16, mix [M, C] fp16; formats of the mixed inputs: `shift_mix.shift_mix`."""
-        return shift_mix(x, delta, prologue, shift, inputs, self.workspaces[x.device])
 
     def project(
         self, layer: Layer, mixed: Tensor | QuantisedMix | DeferredMix, adapters: LayerAdapters | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,19 +35,26 @@ SHIFT_BLOCKS = 2
 """CTAs of shift_mix per SM."""
 
 
-def shift_mix(
+class HasWorkspaces(Protocol):
+    """`CudaOps`, whose method `shift_and_mix` is."""
+
+    workspaces: dict[torch.device, Workspace]
+
+
+def shift_and_mix(
+    ops: HasWorkspaces,
     x: Tensor,
     delta: Tensor | PartialSums | RowSums | None,
     prologue: Prologue,
     shift: Tensor,
     inputs: StepInputs,
-    work: Workspace,
 ) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
     """As naive, x [T, C] fp16 with mix [M, C] fp16; the time mix's inputs in the order r, k, v, w, a, g.
 
     Inputs of fp8 GEMMs are quantised here, unless adapters read them as fp16. One decode row of quantised weights is
     mixed in the launch of its GEMMs, or is a SingleRowInput.
     """
+    work = ops.workspaces[x.device]
     tokens, width = x.shape
     ragged, is_adapted = inputs.max_seqlen > 1, has_adapters(inputs)
     if ragged and isinstance(delta, PartialSums):  # the kernel of prompts has no registers for them
