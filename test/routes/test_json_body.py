@@ -1,0 +1,134 @@
+"""Parsing and validating a body: exact limits, and errors that name the field with its value."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from routes.openai.request import ChatBody
+from routes.request import json_body
+from routes.request.bodies import PromptBody
+from routes.request.fields import describe_value, error_field_name, error_value
+from routes.request.json_body import parse_json, validate
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+
+
+def error_of(call: Any, *arguments: Any) -> ErrorInfo:
+    with pytest.raises(ServiceError) as caught:
+        call(*arguments)
+    return caught.value.info
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_body, "OTHER_VALUES", 6)
+    monkeypatch.setattr(json_body, "MAX_NAMES", 4)
+
+
+MARKS = '"[,{:\\"[,:"'
+"""A text with marks that count outside of texts only."""
+
+
+VALUES, NAMES = "10 values in lists and objects", "4 lists, objects and names in them"
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (lambda extra: json.dumps([1] * (11 + extra)), VALUES),
+        (lambda extra: f"[{MARKS}{',1' * (10 + extra)}]", VALUES),
+        (lambda extra: f"[{'1,' * (10 + extra)}{MARKS}]", VALUES),
+        (lambda extra: "[" * (4 + extra), NAMES),
+        (lambda extra: json.dumps({str(number): "a" for number in range(3 + extra)}), NAMES),
+        (lambda extra: f"[{MARKS},{'[' * (3 + extra)}", NAMES),
+        (lambda extra: f"{'[' * (4 + extra)}{MARKS}", NAMES),
+        (lambda extra: MARKS * (14 + extra), "14 texts"),
+    ],
+)
+def test_a_body_may_have_exactly_the_limits(small_limits: None, body: Any, what: str) -> None:
+    """Of 4 token ids and 6 other values, and 4 lists, objects and names."""
+    json_body.check_num_values(body(0).encode(), 4)
+    info = error_of(json_body.check_num_values, body(1).encode(), 4)
+    assert info.kind is ErrorKind.BODY_TOO_LARGE
+    assert info.message == f"the body has more than {what}; send it in several requests"
+
+
+def test_a_body_is_json_with_or_without_a_byte_order_mark() -> None:
+    assert parse_json(b'\xef\xbb\xbf {"a": [NaN]}', 9) is not None
+    empty = error_of(parse_json, b" \n", 9)
+    assert (empty.kind, empty.message) == (ErrorKind.NOT_JSON, "the body is empty; send a JSON object, {} at least")
+    torn = error_of(parse_json, b'{"a": ', 9)
+    assert torn.kind is ErrorKind.NOT_JSON and torn.message.startswith("the body is not JSON: EOF while parsing")
+    assert error_of(parse_json, b'{"a": \\ud800', 9).kind is ErrorKind.NOT_JSON
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "given"),
+    [
+        (rb'{"a": "ok", "b": ["\ud800"]}', "b", '["\\ud800"]'),
+        (rb'{"\ud800": 1}', "\\ud800", 1),
+        (rb'["\ud800"]', "body", '["\\ud800"]'),
+    ],
+)
+def test_a_lone_surrogate_is_an_error_of_its_field(body: bytes, field: str, given: Any) -> None:
+    info = error_of(parse_json, body, 9)
+    assert (info.kind, info.field, info.given) == (ErrorKind.INVALID_FIELD, field, given)
+    assert info.message.startswith(f"{field}: must be text with a UTF-8 form, but has a lone surrogate (")
+
+
+def test_errors_repeat_at_most_200_characters() -> None:
+    assert [error_value(value) for value in (None, True, 2**53 - 1, 0.5, "a" * 200)] == [
+        None,
+        True,
+        2**53 - 1,
+        0.5,
+        "a" * 200,
+    ]
+    assert error_value("a" * 201) == "a" * 200 + "... (201 characters)"
+    assert error_value(2**53) == str(2**53) and error_value(float("inf")) == "inf"
+    assert error_value(["é", True, None]) == '["é", true, null]'
+    assert len(error_value([["a" * 300]] * 9)) == 200
+    assert [describe_value(value) for value in ("", None, True, 3, "x")] == ["an empty text", "null", "true", "3", "x"]
+    assert error_field_name("a" * 64) == "a" * 64 and error_field_name("a" * 65) == "a" * 64 + "..."
+    assert error_field_name("") == '""' and error_field_name("\ud800") == "\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field", "message", "given"),
+    [
+        (PromptBody, [], "body", "the body must be a JSON object, got list", None),
+        (PromptBody, {"contents": ["a"], "top_k": -1}, "top_k",
+         "top_k: must be greater than or equal to 0, got -1", -1),
+        (PromptBody, {"contents": ["a", 7]}, "contents[1]", "contents[1]: must be a valid string, got 7", 7),
+        (PromptBody, {"contents": ["a"], "stop_tokens": [0, -1]}, "stop_tokens[1]",
+         "stop_tokens[1]: must be greater than or equal to 0, got -1", -1),
+        (PromptBody, {"messages": [{"role": "user"}, {}]}, "messages[1].role", "messages[1].role: must be given", None),
+        (PromptBody, {"messages": [3]}, "messages[0]", "messages[0]: must be a JSON object, got 3", 3),
+        (PromptBody, {"contents": ["a"], "states": [{"weight": 1001}]}, "states[0].weight",
+         "states[0].weight: must be less than or equal to 1000, got 1001", 1001),
+        (PromptBody, {}, "contents",
+         "exactly one of contents, messages and prefix/suffix must be given and not be empty", None),
+        (PromptBody, {"prefix": ["a"], "suffix": ["a", "b"]}, "prefix",
+         "prefix and suffix must be of equal length, got 1 and 2", '["a"]'),
+        (PromptBody, {"contents": ["a"], "regex": "a", "choice": ["b"]}, "choice",
+         "regex and choice exclude each other", '["b"]'),
+        (PromptBody, {"contents": ["a"], "session_id": ""}, "session_id",
+         "session_id: must have at least 1 character, got an empty text", ""),
+        (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": 1}}, "logit_bias.x", None, "x"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type",
+         None, "image"),
+    ],
+)  # fmt: skip
+def test_an_invalid_field_is_named_with_its_limit_and_value(
+    model: Any, body: Any, field: str, message: str | None, given: Any
+) -> None:
+    info = error_of(validate, model, body)
+    assert (info.kind, info.field, info.given) == (ErrorKind.INVALID_FIELD, field, given)
+    assert message is None or info.message == message
+
+
+def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
+    body = validate(PromptBody, {"contents": ["a"], "top_k": None, "seed": None, "unknown": 1})
+    assert (body.top_k, body.seed) == (50, None) and "top_k" not in body.model_fields_set
