@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from routes import translate
 from routes.request import prompts
+from routes.request.bodies import Template
 from routes.request.messages import Message
 from routes.request.prompts import Think
 
@@ -70,6 +73,8 @@ def test_new_messages_of_a_session() -> None:
     assert prompts.new_messages(TALK[:2]) == TALK[1:2]
     assert prompts.new_messages(TALK[:1]) == TALK[:1]
     assert prompts.new_messages(TALK[:3]) == []
+    longer = [*TALK, *talk(("assistant", "Bye!"), ("system", "Be short."), ("user", "Again"))]
+    assert prompts.new_messages(longer) == longer[5:]
     assert prompts.chat([], Think.OFF) == "Assistant: <think>\n</think>"
 
 
@@ -77,6 +82,53 @@ def test_a_resumed_prompt_begins_with_one_blank_line() -> None:
     assert prompts.continuation_prompt("User: a") == "\n\nUser: a"
     assert prompts.continuation_prompt("\n\nUser: a") == "\n\nUser: a"
     assert prompts.continuation_prompt("\nUser: a") == "\n\n\nUser: a"
+
+
+def test_tool_results_come_in_the_order_of_their_calls_and_then_the_others() -> None:
+    def calls(*names: str) -> Message:
+        called = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in names]
+        return Message.model_validate({"role": "assistant", "tool_calls": called})
+
+    def result(name: str | None, content: str) -> Message:
+        return Message.model_validate({"role": "tool", "tool_call_id": name, "content": content})
+
+    messages = [
+        calls("a", "b"),
+        *(result(name, text) for name, text in (("x", "1"), ("b", "2"), (None, "3"), ("a", "4"))),
+        calls("c"),
+        *(result(name, text) for name, text in (("a", "5"), ("c", "6"))),
+    ]
+    prompt = prompts.chat(messages, Think.ON)
+    assert re.findall(r"Function output:\n(\d)", prompt) == ["4", "2", "1", "3", "6", "5"]
+
+
+def test_a_listing_follows_the_instructions() -> None:
+    user, listed = talk(("user", "u")), {"listing": "Tools: f"}
+    assert prompts.chat(user, Think.ON, **listed).startswith("System: Tools: f\n\nUser: u\n\n")
+    assert prompts.chat(talk(("system", "s")) + user, Think.ON, **listed).startswith(
+        "System: s\nTools: f\n\nUser: u\n\n"
+    )
+    assert prompts.chat(talk(("system", " \n")) + user, Think.ON, **listed).startswith(
+        "System: Tools: f\n\nUser: u\n\n"
+    )
+    assert prompts.chat([], Think.ON, **listed) == "System: Tools: f\n\nAssistant: <think"
+
+
+def test_an_answer_continues_the_last_message() -> None:
+    asked = talk(("user", "u"), ("assistant", "  \n\nOnce\n\n\nupon a "))
+    assert prompts.chat(asked, Think.ON, continues=True) == "User: u\n\nAssistant: Once\nupon a "
+    assert prompts.chat(talk(("user", "u")), Think.ON, opening="") == "User: u\n\nAssistant:"
+
+
+def test_a_template_has_its_own_labels_and_stops() -> None:
+    template = Template(system="S", user="Q", assistant="A", opening="Well")
+    turns = talk(("system", "s"), ("user", "u"))
+    assert prompts.chat(turns, Think.OFF, template=template) == "S: s\n\nQ: u\n\nA: Well"
+    assert prompts.answer_stops(Think.OFF, may_call=False, template=template) == (0, 261)
+    for think, may_call in ((Think.ON, False), (Think.OFF, True)):
+        stops = prompts.answer_stops(think, may_call=may_call, template=template)
+        assert stops == (0, "\n\nQ:", "\n\nS:", "\n\nA:")
+    assert prompts.think_mode(True) is Think.ON and prompts.think_mode(False) is Think.OFF
 
 
 def test_fill_in_the_middle_and_translation() -> None:
