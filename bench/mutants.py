@@ -361,7 +361,7 @@ def main() -> None:
 
 @cache
 def _collected(*paths: str) -> list[str]:
-    command = [*PYTEST, "--collect-only", *paths]
+    command = [*PYTEST, "--collect-only", "-v", *paths]  # names, not counts, although -q is given twice
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
     return [line for line in lines if "::" in line]
 

@@ -6,14 +6,15 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from state_pool.disk import directory, membership
 from state_pool.disk.membership import Membership
-from state_pool.disk.operations import Release
-from state_pool.errors import SessionBusy, SessionNotFound, StaleEpoch
+from state_pool.disk.operations import Acquire, Release
+from state_pool.errors import DirectoryUnreachable, SessionBusy, SessionNotFound, StaleEpoch
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
@@ -171,6 +172,76 @@ def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyP
     one.settle()
     two.turn("s", [2])
     assert np.array_equal(one.state("s"), expected_state([1, 2] if runs_turn else [2]))
+
+
+class Acquiring:
+    """Fails the answers to a driver's next acquisitions, with or without running them."""
+
+    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failures: list[Exception] = []
+        self.is_run = False
+        self.jobs: list[Acquire] = []
+        self._submit = get_store(driver).submit
+        monkeypatch.setattr(get_store(driver), "submit", self.submit)
+        monkeypatch.setattr(acquisition, "_RETRY_DELAY_S", 0.01)
+
+    def submit(self, job: Any, answered: Callable[[Exception | None], None]) -> None:
+        if not isinstance(job, Acquire):
+            self._submit(job, answered)
+            return
+        self.jobs.append(job)
+        failure = self.failures.pop() if self.failures else None
+        if failure is None or self.is_run:
+            self._submit(job, lambda error: answered(failure or error))
+        else:
+            answered(failure)
+
+
+def test_a_turn_retries_a_database_that_fails(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engines("one")
+    acquiring = Acquiring(one, monkeypatch)
+    acquiring.failures = [OSError("locked")] * 3
+    one.turn("s", [1])
+    assert len(acquiring.jobs) == 4
+
+
+def test_a_turn_fails_where_the_database_does_not_answer(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engines("one")
+    acquiring = Acquiring(one, monkeypatch)
+    monkeypatch.setattr(acquisition, "DATABASE_TIMEOUT_S", 0.05)
+    acquiring.failures = [OSError("locked")] * 1000
+    refused, waiting = one.pool.turns.checkout("s"), one.pool.turns.checkout("s")
+    expected = r"^the session database has not answered within 0.05 s \(locked\); try again in a moment$"
+    for lease in (refused, waiting):
+        with pytest.raises(DirectoryUnreachable, match=expected):
+            one.ready(lease)
+        assert lease.state is LeaseState.FAILED
+    assert len(acquiring.jobs) > 4, "it tried for a while"
+    acquiring.failures = [DirectoryUnreachable("no such host")]
+    with pytest.raises(DirectoryUnreachable, match=r"^no such host$"):
+        one.ready(one.pool.turns.checkout("s"))
+    one.turn("s", [1])
+
+
+def test_a_session_acquired_without_an_answer_is_released(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine does not know that it holds the session, so no other engine may wait for a turn of it."""
+    one, two = engines("one"), engines("two")
+    acquiring = Acquiring(one, monkeypatch)
+    monkeypatch.setattr(acquisition, "DATABASE_TIMEOUT_S", 0.0)
+    acquiring.failures, acquiring.is_run = [OSError("the connection broke")], True
+    with pytest.raises(DirectoryUnreachable):
+        one.ready(one.pool.turns.checkout("s"))
+    assert acquiring.jobs[0].fence is not None
+    monkeypatch.setattr(acquisition, "DATABASE_TIMEOUT_S", 10.0)
+    lease = two.pool.turns.checkout("s")
+
+    def is_ready() -> bool:
+        one.pool.poll()
+        return lease.poll() is not LeaseState.WAITING
+
+    two.until(is_ready)
+    assert lease.state is LeaseState.READY
+    two.pool.turns.release(lease)
 
 
 def test_fenced_engine_acknowledges_nothing(engines: Engines) -> None:
