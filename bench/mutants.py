@@ -75,7 +75,8 @@ def start():
 if "COVERAGE_PROCESS_START" in os.environ:
     coverage.process_startup()
     os.register_at_fork(after_in_child=start)
-    start()
+    if os.getppid() != int(os.environ["MUTANT_RUNNER"]):  # pytest itself ends by itself
+        start()
 """
 """A sitecustomize.py that measures each Python process."""
 
@@ -205,6 +206,7 @@ def map_tests(trees: Trees, folder: Path, scope: list[str], tests: list[str]) ->
         config = data / "rc"
         config.write_text(COVERAGE.format(data=data / "lines", include=",".join(f"*/{one}" for one in scope)))
         environment = {"COVERAGE_PROCESS_START": str(config), RECORD: str(data / "tests.json")}
+        environment["MUTANT_RUNNER"] = str(os.getpid())
         trees.pytest([file], FILE_LIMIT_S, **environment)
         if not (data / "tests.json").exists():
             result.failed.append(file)
