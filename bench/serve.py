@@ -12,6 +12,9 @@ settings. Both alternate, and the ratio compares medians.
 `cpu_ratio` compares CPU seconds per token of the engine alone and of all service processes. It is also reliable on a
 shared machine, where wall time is not.
 
+On a GPU give `--gpu-memory-utilization 0.42` or less: the engine alone, which starts second on the same GPU, gets twice
+the share.
+
 Bounds: on few cores, client, HTTP workers and engine share the cores, so the ratio shows the CPU time of HTTP. On a GPU
 the engine hardly needs a core, so the ratio shows the added wall time.
 """
@@ -36,6 +39,8 @@ from typing import Any
 from bench.tools.http_load import Load, fetch, over_http
 from bench.tools.service import machine, service, service_cpu_s, summary
 from programs.settings import parse_settings
+
+MEMORY_FLAG = "--gpu-memory-utilization"
 
 
 def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
@@ -88,6 +93,15 @@ def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
     while load := reply.recv():
         reply.send(run(load))
     engine.stop()
+
+
+def for_second(flags: Sequence[str]) -> list[str]:
+    """Return the flags of an engine whose GPU has the service's engine already: its share counts that memory, too."""
+    doubled = list(flags)
+    if MEMORY_FLAG in doubled:
+        place = doubled.index(MEMORY_FLAG) + 1
+        doubled[place] = str(2 * float(doubled[place]))
+    return doubled
 
 
 @contextmanager
@@ -191,7 +205,7 @@ def main() -> None:
             ]
             results.append(http_report(runs))
     else:
-        with service(rest) as url, engine_process(rest) as engine:
+        with service(rest) as url, engine_process(for_second(rest)) as engine:
             results = [compare(load, url, engine, options.repeats, options.client_processes) for load in loads]
             report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
     for load, result in zip(loads, results, strict=True):
