@@ -22,7 +22,7 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 @pytest.mark.parametrize(
     ("model", "body", "field", "expected"),
     [
-        (LoadBody, {"dtype": "fp7"}, "dtype", "must be one of auto, fp32, bf16, fp16, fp8, int8, int4, got fp7"),
+        (LoadBody, {"dtype": "fp7"}, "dtype", "must be one of auto, fp32, bf16, fp16, fp8, int8, int4, w8a8, got fp7"),
         (LoadBody, {"wkv_state": "fp8"}, "wkv_state", "must be one of auto, fp32, fp16, int8, got fp8"),
         (LoadBody, {"kernels": "CUDA"}, "kernels", "must be one of auto, cuda, cpu, naive, got CUDA"),
         (LoadBody, {"devices": ["0", "gpu"]}, "devices[1]", "must be a device like cuda:0, a GPU's number, "),
