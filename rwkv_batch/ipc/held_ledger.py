@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.quotas import Balance, CountedJob, Quotas
 from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
 from rwkv_batch.request import JobEvents, Usage, original_id
+
+_MAX_CUT_OFF = 4096
 
 
 class HeldLedger:
@@ -20,10 +24,15 @@ class HeldLedger:
         self._metrics = metrics
         self._quotas = Quotas()
         self._owners: dict[str, object] = {}
+        self._cut_off: OrderedDict[str, Usage] = OrderedDict()
+        """Jobs that ended with their connection, newest last. They have paid, also if nobody got the answer."""
 
     def acquire(self, usage: Usage, owner: object) -> ErrorInfo | None:
         """Returns the error if a limit is reached."""
-        is_new = usage.job_id not in self._quotas
+        paid = self._cut_off.pop(usage.job_id, None)
+        if paid is not None:  # its worker lost the answer and counts it again
+            self._quotas.refund(paid)
+        is_new = paid is None and usage.job_id not in self._quotas
         refusal = self._quotas.count(usage)
         if is_new:
             self._metrics.observe_client_request(usage.client, usage.prompt_tokens, refusal is not None)
@@ -52,12 +61,18 @@ class HeldLedger:
             self._metrics.observe_client_tokens(charged.usage.client, charged.sampled, charged.replayed)
 
     def restore(self, known: RestoreQuotas, owner: object) -> None:
+        for job in known.jobs:
+            self._cut_off.pop(job.usage.job_id, None)
         self._owners.update((job.usage.job_id, owner) for job in known.jobs)
         self._quotas.merge(known.balances, known.jobs)
 
     def end_all(self, owner: object) -> None:
         for job_id in [job_id for job_id, known in self._owners.copy().items() if known is owner]:
-            self._end(job_id)
+            self._owners.pop(job_id, None)
+            if (job := self._quotas.end(job_id)) is not None:
+                self._cut_off[job_id] = job.usage
+        while len(self._cut_off) > _MAX_CUT_OFF:
+            self._cut_off.popitem(last=False)
 
     def _end(self, job_id: str) -> None:
         self._owners.pop(job_id, None)

@@ -145,6 +145,11 @@ class Quotas:
                     client.spend(-1, -job.usage.prompt_tokens)
             return job
 
+    def refund(self, usage: Usage) -> None:
+        """Give back what a job paid when it was counted. Call for a job that is not counted any more."""
+        with self._lock:
+            self._refilled_client(usage.client, usage.limits).spend(-1, -usage.prompt_tokens)
+
     # Copies ----------------------------------------------------------------------------------------------------
 
     def balances(self) -> list[Balance]:

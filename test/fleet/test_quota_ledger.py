@@ -136,6 +136,24 @@ def test_a_worker_that_connects_anew_keeps_its_rows_counted(monkeypatch: pytest.
     assert request.answer is True
 
 
+def test_a_request_whose_count_is_not_answered_pays_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link breaks while the answer is under way. The worker connects anew and counts the request again."""
+    world = World(7, monkeypatch)
+    world.start(0)
+    world.settle()
+    request = world.submit(0, rows=ROWS, prompt=5)
+    engine = world.engines[0]
+    earlier, _, sent = engine.peers[0]
+    while sent.sent:
+        earlier._handle(sent.sent.popleft(), lambda call, reply: None)
+    next(iter(world.workers[0].members)).client._report_engine_lost()
+    earlier.serve(lambda call, reply: None)
+    engine.connect(0)
+    world.finish()
+    assert request.answer is True and world.spent() == 5 * ROWS + 3
+    assert world.remaining() == TOKENS - (5 * ROWS + 3)
+
+
 def test_a_request_waits_until_the_ledgers_holder_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second engine is ready and may have run longer. Requests wait for its connection, also with no other wait."""
     world = World(6, monkeypatch)
